@@ -26,7 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "REGISTERS",
-    "UNCHANGED",
     "DispatchMode",
     "all_modules",
     "autocast_dtype",
@@ -78,9 +77,6 @@ REGISTERS = ("_parameters", "_buffers")
 has_global_hooks: Callable[[], Any] = _has_any_global_hook
 """Say whether there are hooks that run with every module's call."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-UNCHANGED = "{0}._version == {1} and {0}.data_ptr() == {2}"
-"""In generated code: a tensor has been changed in place so often, and its memory is there."""
 
 
 class DispatchMode(TorchDispatchMode):

@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 __all__ = [
     "convolution",
@@ -34,6 +35,7 @@ _peek, _is_tracing, _modes, _functions = (
     _NATIVE._len_torch_dispatch_stack,
     _NATIVE._len_torch_function_stack,
 )
+_forward_ad: Any = forward_ad
 _is_cast, _is_compiling = _NATIVE._is_any_autocast_enabled, torch.compiler.is_compiling
 
 
@@ -51,7 +53,9 @@ def why_no_packing(dtype: torch.dtype) -> str:
 
 
 def runs_kernels() -> bool:
-    """Say whether packed operators may run here: eagerly, without autocast, and with nobody who looks on."""
+    """Say whether packed operators may run: eagerly, without autocast or tangents, and with nobody who looks on."""
+    if _forward_ad._current_level >= 0:
+        return False
     return not (_is_cast() or _is_compiling() or _modes() or _functions() or _is_tracing() or _peek() is not None)
 
 

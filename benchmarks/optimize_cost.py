@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from machine import described
+from ordinary_models import networks
+from ordinary_models.networks import tokens
 from torch import nn
 
 import fxopt
@@ -32,35 +34,20 @@ FORWARDS = 5
 Example = tuple[nn.Module, Any]
 
 
-def tokens(count: int, vocabulary: int) -> torch.Tensor:
-    return torch.randint(0, vocabulary, (1, count))
-
-
 def bert_base() -> Example:
-    from transformers import BertConfig, BertModel
-
-    return BertModel(BertConfig()), (tokens(64, 30522),)
-
-
-def resnet(depths: list[int], sizes: list[int], layer: str) -> Example:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(depths=depths, hidden_sizes=sizes, layer_type=layer, num_labels=1000)
-    return ResNetForImageClassification(config), (torch.randn(1, 3, 224, 224),)
+    return networks.bert_base(), (tokens(64, 30522),)
 
 
 def resnet_18() -> Example:
-    return resnet([2, 2, 2, 2], [64, 128, 256, 512], "basic")
+    return networks.resnet_18(), (torch.randn(1, 3, 224, 224),)
 
 
 def resnet_50() -> Example:
-    return resnet([3, 4, 6, 3], [256, 512, 1024, 2048], "bottleneck")
+    return networks.resnet_50(), (torch.randn(1, 3, 224, 224),)
 
 
 def mobilenet_v2() -> Example:
-    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
-
-    return MobileNetV2ForImageClassification(MobileNetV2Config(num_labels=1000)), (torch.randn(1, 3, 224, 224),)
+    return networks.mobilenet_v2(), (torch.randn(1, 3, 224, 224),)
 
 
 def gpt2() -> Example:
@@ -95,9 +82,7 @@ def vit_base() -> Example:
 
 
 def convnext_tiny() -> Example:
-    from transformers import ConvNextConfig, ConvNextForImageClassification
-
-    return ConvNextForImageClassification(ConvNextConfig(num_labels=1000)), (torch.randn(1, 3, 224, 224),)
+    return networks.convnext_tiny(), (torch.randn(1, 3, 224, 224),)
 
 
 def gcn_10k() -> Example:
@@ -107,22 +92,8 @@ def gcn_10k() -> Example:
     return model, (torch.randn(10_000, 64), torch.randint(0, 10_000, (2, 50_000)))
 
 
-class Tagger(nn.Module):
-    """Tag tokens by a two-layer LSTM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(20_000, 256)
-        self.lstm = nn.LSTM(256, 512, num_layers=2, batch_first=True, dropout=0.1)
-        self.head = nn.Linear(512, 32)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        hidden, _ = self.lstm(self.embedding(words))
-        return self.head(hidden)
-
-
 def lstm() -> Example:
-    return Tagger(), (torch.randint(0, 20_000, (8, 64)),)
+    return networks.Tagger(), (tokens(64, 20_000, 8),)
 
 
 MODELS: Mapping[str, Callable[[], Example]] = {

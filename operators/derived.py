@@ -6,17 +6,18 @@ hooks know nothing of them. A graph reads the originals and calls a `Derived` wi
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ..compat import UNCHANGED, is_plainly_eager, version_of
+from ..compat import is_plainly_eager, version_of
+from ..compat_memory import UNCHANGED, holders_of
+from .samples import sample_of
 
 __all__ = ["Derived", "Keeping", "derived"]
 
@@ -38,11 +39,12 @@ class Keeping:
 class Derived(Keeping):
     """Call a function of tensors, and give what it made before as long as these are the same, unchanged.
 
-    A tensor counts as changed when it is another object, was written to in place, or has other memory (`.data = ...`).
-    Writes that torch does not count (into `.data` itself, through numpy) are not seen; after a backward, and after
-    `train()` or `eval()` of the module that computes with it, everything is made anew. Where gradients are wanted, they
-    flow to the originals. Compiled, exported and transformed code (`torch.func`), and originals that are more than
-    plain tensors, compute anew each time. `derived` makes these.
+    A tensor counts as changed when it is another object, was written to in place, has other memory, size or strides
+    (`.data = ...`), or holds other numbers at one of a few places (`sample_of`): so what torch does not count (`.data`
+    itself, numpy, fused optimizers, other processes) is seen where it writes into most elements. After a backward, and
+    after `train()`, `eval()` or `.to()` of the module that computes with it, everything is made anew. Where gradients
+    are wanted, they flow to the originals. Compiled, exported and transformed code (`torch.func`), and originals that
+    are more than plain tensors, compute anew each time. `derived` makes these.
 
     Args:
         function: of tensors, to a tensor or a tuple of tensors; pure, picklable, and equal where it computes the same.
@@ -68,15 +70,14 @@ class Derived(Keeping):
         if torch.compiler.is_dynamo_compiling() or not is_plainly_eager() or not all(map(_is_plain, originals)):
             return self.function(*originals)
         # Noted before it is computed: what another thread writes meanwhile is seen at the next call.
-        noted = (*originals[1:], *map(version_of, originals), *(original.data_ptr() for original in originals))
+        noted = (*originals[1:], *(value for original in originals for value in _noted(original)))
         memory = [original.detach() for original in originals]  # nothing else may come to lie in these places
         with torch.inference_mode(False), torch.no_grad():
             made = self.function(*originals)
         tensors: Sequence[Tensor] = (made,) if isinstance(made, Tensor) else made
         if all(type(tensor) is Tensor for tensor in tensors) and _is_finished(tensors):
-            key = id(originals[0])
-            alive = weakref.ref(originals[0], partial(_forget, weakref.ref(self), key))
-            self._kept[key] = (*noted, (memory, alive), made)
+            self._forget_gone()
+            self._kept[id(originals[0])] = (*noted, memory, made)
         wanted = torch.is_grad_enabled() and any(original.requires_grad for original in originals)
         return self._attached(made, originals) if wanted else made
 
@@ -89,6 +90,16 @@ class Derived(Keeping):
         single = isinstance(made, Tensor)
         result: Any = cast("Any", _Attached).apply(self, (made,) if single else made, *originals)
         return result[0] if single else result
+
+    def _forget_gone(self) -> None:
+        """Keep nothing for tensors that are gone or have other memory: nobody else holds the one that is kept here.
+
+        There are no weak references to tensors, for torch swaps none that have some (`torch.utils.swap_tensors`).
+        """
+        for key, kept in tuple(self._kept.items()):
+            own, sampled = kept[-2][0], kept[_FIRST_VIEW + self.count - 1] is not None
+            if holders_of(own) <= 1 + sampled:
+                self.forget(key)
 
     def forget(self, first: int) -> None:
         """Let what was made of tensors, by the identity of the first, be made anew."""
@@ -115,6 +126,17 @@ class Derived(Keeping):
         return derived, (self.function, self.count)
 
 
+_FIRST_VIEW = 4
+_NOTED = ("place", "version", "number", "strides", "view", "sample")
+_SAME = f"{UNCHANGED} and view{{i}} == sample{{i}}"
+"""The view comes last: it may be read only where the tensor still has that memory."""
+
+
+def _noted(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what is compared at each call, in the order of `_NOTED`."""
+    return tensor.data_ptr(), version_of(tensor), tensor.numel(), tensor.stride(), *sample_of(tensor)
+
+
 def derived(function: Callable[..., Any], count: int) -> Derived:
     """Return a `Derived` for a function of so many tensors."""
     return _class_of(count)(function)
@@ -126,17 +148,20 @@ def _class_of(count: int) -> type[Derived]:
 
     The check is straight-line code, for it runs at every call: a loop takes three times as long.
     """
-    given, others, versions, places = (
-        [f"{what}{i}" for i in range(count)] for what in ("x", "other", "version", "place")
-    )
+    given, others = ([f"{what}{i}" for i in range(count)] for what in ("x", "other"))
+    noted = [f"{what}{i}" for i in range(count) for what in _NOTED]
     same = [f"{x} is {other}" for x, other in zip(given[1:], others[1:], strict=True)]
-    same += [UNCHANGED.format(*each) for each in zip(given, versions, places, strict=True)]
+    same += [_SAME.format(i=i) for i in range(count)]
     text = f"""
 def __call__(self, {", ".join(given)}):
     kept = None if is_compiling() else self._kept.get(id(x0))
     if kept is not None:
-        {", ".join((*others[1:], *versions, *places))}, _, made = kept
-        if {" and ".join(same)}:
+        {", ".join((*others[1:], *noted))}, _, made = kept
+        try:
+            same = {" and ".join(same)}
+        except RuntimeError:  # the first is gone, and what has its identity has no memory of its own
+            same = False
+        if same:
             if is_grad_enabled() and ({" or ".join(f"{x}.requires_grad" for x in given)}):
                 return self._attached(made, ({", ".join(given)},))
             return made
@@ -206,9 +231,3 @@ def _is_finished(tensors: Sequence[Tensor]) -> bool:
             return False
         torch.cuda.current_stream().synchronize()
     return True
-
-
-def _forget(held: weakref.ref[Derived], key: int, _: object) -> None:
-    owner = held()
-    if owner is not None:
-        owner.forget(key)

@@ -37,6 +37,7 @@ HOUSE = (
         "compat_checkpoint",
         "compat_distributed",
         "compat_calls",
+        "compat_memory",
         "compat_packed",
         "compat_quantized",
         "known_passes",

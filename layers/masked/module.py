@@ -17,7 +17,7 @@ from ...tracing.values import Remade, class_recipe, in_class, subclass, user_cla
 from ..members import seal
 from ..quantized import Packing
 from ..views import sealed_names
-from .semi_structured import forget_sparse, sparse_linear
+from .semi_structured import forget_packed, forget_sparse, sparse_linear
 
 __all__ = ["Masked", "gone_attribute", "gone_of", "has_only_masks", "masked_module", "set_gone", "unmask"]
 
@@ -48,6 +48,11 @@ class Masked(Remade):
             return computed(*args, **kwargs) if sparse is None else sparse
         finally:
             _forwards.depth -= 1
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode; zeros are put back at the next reading, and packed weights are made anew."""
+        _forget(cast("nn.Module", self))
+        return cast("Any", super()).train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Move the masks along with the parameters: each reading would copy them to their device."""
@@ -196,20 +201,21 @@ def _read(module: nn.Module, name: str) -> Tensor | None:
         return parameter.masked_fill(gone, 0)
     if not (parameter.requires_grad and torch.is_grad_enabled()):
         return parameter if is_plain else parameter.masked_fill(gone, 0)
-    return cast("Tensor", _Kept.apply(parameter, gone, is_plain))
+    return cast("Tensor", _Kept.apply(parameter, gone, is_plain, module))
 
 
 class _Kept(torch.autograd.Function):
     """A parameter whose gradient is zero where its mask says so: in training, and where verification looks on."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, gone: Tensor, is_settled: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.gone = gone
+    def forward(ctx: Any, parameter: Tensor, gone: Tensor, is_settled: bool, module: nn.Module) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.gone, ctx.module = gone, module
         return parameter.view_as(parameter) if is_settled else parameter.masked_fill(gone, 0)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _without(ctx.gone, gradient), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _forget(ctx.module)  # an optimizer may step now, and torch does not count the writes of fused ones
+        return _without(ctx.gone, gradient), None, None, None
 
 
 def _without(gone: Tensor, gradient: Tensor) -> Tensor:
@@ -220,6 +226,13 @@ def _beside(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
     """Return the mask where the parameter is: on its device, cut as it is."""
     gone: Tensor = vars(module)[_GONE][name]
     return sharded_like(gone if gone.device == parameter.device else gone.to(parameter.device), parameter)
+
+
+def _forget(module: nn.Module) -> None:
+    """Let everything be made anew that follows from the values of a module's parameters."""
+    for settled in cast("dict[str, Packing]", vars(module).get(_SETTLED, {})).values():
+        settled.forget()
+    forget_packed(module)
 
 
 def _settle(module: nn.Module, name: str, parameter: Tensor, gone: Tensor) -> None:

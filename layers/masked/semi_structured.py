@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..quantized import Packing
 
-__all__ = ["forget_sparse", "obstacle_to_sparse", "packed_weight", "set_sparse", "sparse_linear"]
+__all__ = ["forget_packed", "forget_sparse", "obstacle_to_sparse", "packed_weight", "set_sparse", "sparse_linear"]
 
 _SPARSE = "_fxopt_sparse"
 """In the `__dict__` of a linear layer whose weight is packed: what keeps the packed weight."""
@@ -44,6 +44,13 @@ def set_sparse(module: nn.Module) -> None:
 def forget_sparse(module: nn.Module) -> None:
     """Let a layer be computed dense again: its zeros are none for good."""
     vars(module).pop(_SPARSE, None)
+
+
+def forget_packed(module: nn.Module) -> None:
+    """Let the packed weight be made anew: an optimizer may write what torch does not count."""
+    packing: Packing | None = vars(module).get(_SPARSE)
+    if packing is not None:
+        packing.forget()
 
 
 def sparse_linear(module: nn.Module, args: tuple[Any, ...]) -> Tensor | None:

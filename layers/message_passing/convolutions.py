@@ -233,7 +233,7 @@ def _normalized(
         rows = kept.of((edge_index,), what, lambda: rows_of(edges, len(x), flow=conv.flow))
         return None if rows is None else (rows, weights.index_select(0, rows.order))
 
-    if edge_weight is not None and edge_weight.requires_grad and torch.is_grad_enabled():
+    if edge_weight is not None and edge_weight.requires_grad:  # nothing counts what fused optimizers write
         return made()
     given = (edge_index,) if edge_weight is None else (edge_index, edge_weight)
     with torch.no_grad(), torch.inference_mode(False):
@@ -275,7 +275,7 @@ def _features_of_edges(conv: Any, kept: KeptGraphs, edge_index: Tensor, edge_att
             given = cast("Tensor", _looped(conv, edge_index, given, rows.num_sources)[1])
         return given.index_select(0, rows.order)
 
-    if isinstance(conv.fill_value, Tensor) or (edge_attr.requires_grad and torch.is_grad_enabled()):
+    if isinstance(conv.fill_value, Tensor) or edge_attr.requires_grad:  # as in `_normalized`
         return made()
     what = ("features", rows.num_sources, conv.flow, conv.add_self_loops, conv.fill_value)
     with torch.no_grad(), torch.inference_mode(False):

@@ -29,6 +29,13 @@ class _Kept:
     tensors: tuple[Callable[[], Tensor | None], ...]
     states: tuple[_State, ...]
     result: Any
+    memory: tuple[Tensor, ...]
+    """Nothing else may come to lie in its place: a tensor could be given that later."""
+
+    @property
+    def may_be_trained(self) -> bool:
+        """Say whether it follows from numbers that an optimizer may write to."""
+        return any(each.is_floating_point() for each in self.memory)
 
     def is_of(self, tensors: Sequence[Tensor], states: Sequence[_State]) -> bool:
         return all(known() is now for known, now in zip(self.tensors, tensors, strict=True)) and self.states == states
@@ -75,16 +82,23 @@ class KeptGraphs:
             if kept is not None and kept.is_of(tensors, states):
                 self._kept.move_to_end(key)
                 return kept.result
+        memory = tuple(each.detach() for each in tensors)
         result = compute()
         if _states(tensors) != states:  # another thread wrote to them meanwhile
             return result
         forget = _forgetting(weakref.ref(self), key)
         with self._lock:
-            self._kept[key] = _Kept(tuple(weakref.ref(each, forget) for each in tensors), states, result)
+            self._kept[key] = _Kept(tuple(weakref.ref(each, forget) for each in tensors), states, result, memory)
             self._kept.move_to_end(key)
             while len(self._kept) > _MOST:
                 self._kept.popitem(last=False)
         return result
+
+    def forget_trained(self) -> None:
+        """Drop what was computed from floats: torch does not count what fused optimizers write."""
+        with self._lock:
+            for key in [key for key, kept in self._kept.items() if kept.may_be_trained]:
+                self._kept.pop(key, None)
 
     def forget(self, key: _Key, gone: object) -> None:
         """Drop a result when a tensor that it was computed from is gone; not one that has taken its place."""

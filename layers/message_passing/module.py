@@ -44,6 +44,11 @@ class CompressedMessages(Remade):
                 return found
         return cast("Any", super()).forward(x, edge_index, *args, **kwargs)
 
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode; what follows from weights of edges is computed anew."""
+        cast("KeptGraphs", vars(self)[_KEPT]).forget_trained()
+        return cast("Any", super()).train(mode)
+
 
 def compressed(module: nn.Module, beside: nn.Module, *, trains: bool) -> nn.Module:
     """Return a module of the same class and with the same tensors as `module` that goes over compressed rows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,11 @@ class Activation:
     def behind(self) -> tuple[str, list[float], str]:
         """Return what the kernel of a product computes of it, as `compat_packed` takes it."""
         return (self.kernel, list(self.numbers), self.kind) if self.kernel else ("none", [], "")
+
+    def having(self, numbers: tuple[float, ...]) -> Activation:
+        """Return it with its numbers. A leaky ReLU without a slope is one, of which the kernel makes numbers of NaN."""
+        is_relu = self.operator == "leaky_relu" and numbers == (0.0,)
+        return dataclasses.replace(self, numbers=numbers, kernel="" if is_relu else self.kernel)
 
     def __call__(self, x: Tensor) -> Tensor:
         return _FUNCTIONS[self.operator](x, **self._arguments) if self.operator else x

@@ -82,7 +82,13 @@ class PackedConvolution(Packed):
             bias: [outputs] or None.
             other: of the shape of the result, or None.
         """
-        if not self.takes(x, weight, bias, other) or x.dim() != self._dims:
+        if x.dim() != self._dims or weight.dim() != self._dims:
+            return self.plainly(x, weight, bias, other)
+        groups, is_transposed = self.geometry.groups, self.geometry.output_padding is not None
+        inputs, outputs = weight.size(1) * groups, weight.size(0)
+        if is_transposed:
+            inputs, outputs = outputs, inputs
+        if x.size(1) != inputs or not self.takes(x, weight, bias, other, outputs):
             return self.plainly(x, weight, bias, other)
         packed = self.weights(weight)
         if not is_packed(packed):

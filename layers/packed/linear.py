@@ -52,7 +52,7 @@ class PackedLinear(Packed):
     ) -> None:
         super().__init__((activation, dtype, transposed), _Weight(dtype, transposed), activation)
         self.dtype, self.transposed = dtype, transposed
-        self._inputs = 0 if transposed else 1
+        self._inputs, self._outputs = (0, 1) if transposed else (1, 0)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
         """Return activation(x @ weight.T + bias + other), [..., outputs].
@@ -63,7 +63,9 @@ class PackedLinear(Packed):
             bias: [outputs] or None.
             other: of the shape of the result, or None.
         """
-        if not self.takes(x, weight, bias, other) or x.size(-1) != weight.size(self._inputs):
+        if weight.dim() != 2 or not x.dim() or x.size(-1) != weight.size(self._inputs):
+            return self.plainly(x, weight, bias, other)
+        if not self.takes(x, weight, bias, other, weight.size(self._outputs)):
             return self.plainly(x, weight, bias, other)
         packed = self.weights(weight)
         if not is_packed(packed):

@@ -32,6 +32,13 @@ def can_be_packed(weight: Tensor) -> bool:
     )
 
 
+def _is_row(bias: Tensor, count: int) -> bool:
+    return (
+        bias.dtype is torch.float32 and type(bias) in _PLAIN and bias.is_cpu and bias.shape == (count,)
+        and bias.is_contiguous()
+    )  # fmt: skip
+
+
 class Packed(Keeping):
     """Compute a layer on a weight that is packed when it is first needed, and anew where it was changed.
 
@@ -55,8 +62,11 @@ class Packed(Keeping):
         self._writes = bool(activation.operator) and not activation.kernel
 
     @staticmethod
-    def takes(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None) -> bool:
-        """Say whether kernels may compute with these: nobody wants gradients, and they are plain tensors of float32."""
+    def takes(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, outputs: int) -> bool:
+        """Say whether kernels may compute with these: nobody wants gradients, and they are plain tensors of float32.
+
+        Kernels look at no more of a bias than where it begins: it must be one number for each of the outputs, in order.
+        """
         if torch.is_grad_enabled() and (
             x.requires_grad
             or weight.requires_grad
@@ -70,7 +80,7 @@ class Packed(Keeping):
             and x.is_cpu
             and x.layout is torch.strided
             and x.numel() > 0
-            and (bias is None or bias.dtype is torch.float32)
+            and (bias is None or _is_row(bias, outputs))
             and (other is None or (type(other) is Tensor and other.dtype is torch.float32 and other.is_cpu))
             and runs_kernels()
         )
@@ -85,6 +95,10 @@ class Packed(Keeping):
 
     def plainly(self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None = None) -> Tensor:
         """Compute everything as torch does."""
+        if torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_dynamo_compiling():
+            self.weights.forget(
+                id(weight)
+            )  # an optimizer may step next, and torch does not count what fused ones write
         result = self.computed(x, weight, bias)
         return self.activation(result if other is None else result + other)
 

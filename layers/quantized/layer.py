@@ -31,7 +31,13 @@ class QuantizedLayer(nn.Module):
         super().__init__()
         self.packing = Packing()
 
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode; the packed form is made anew, for fused optimizers write what torch does not count."""
+        self.packing.forget()
+        return super().train(mode)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self.packing.forget()
         buffers = own_buffers(self)
         before = dict(buffers)
         super()._apply(fn, recurse)

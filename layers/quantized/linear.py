@@ -198,6 +198,7 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.layer.packing.forget()  # an optimizer may step on the bias now
         of_input = gradient @ ctx.layer.wide_weight().to(gradient.dtype) if ctx.needs_input_grad[1] else None
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.kind) if ctx.needs_input_grad[2] else None
         return None, of_input, of_bias

@@ -45,6 +45,8 @@ class Int8DynamicLSTM(QuantizedLayer):
             return self.simulated(input, hx)
         wanted = torch.is_grad_enabled() and (input.requires_grad or any(p.requires_grad for p in self.parameters()))
         if runs_simulation() or wanted or not is_plainly_eager() or not is_finite(input):
+            if wanted:  # an optimizer may step on the biases next
+                self.packing.forget()
             return self.simulated(input, hx)
         return self.kernel(input.to(autocast_dtype(input)), hx)
 

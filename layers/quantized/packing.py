@@ -18,7 +18,9 @@ class Packing(Cache):
     """Keep what a function makes of tensors as long as these are the same, unchanged.
 
     It is in no state dict; copies and pickles begin without it. A tensor counts as changed when it is another object,
-    was written to in place, or has other memory. Threads may call it at the same time.
+    was written to in place, or has other memory; writes that torch does not count, those of fused optimizers among
+    them, are not seen: whoever has one forgets after a backward, and where the mode is set. Threads may call it at the
+    same time.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,10 @@ class Packing(Cache):
         made = make(*tensors)
         self._kept = (noted, made)  # at once: another thread sees the old pair or the new one
         return made
+
+    def forget(self) -> None:
+        """Let it be made anew: something may have been written that torch does not count."""
+        self._kept = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -50,7 +56,8 @@ class Packing(Cache):
 
 
 def _noted(tensor: Tensor) -> tuple[Any, ...]:
-    return weakref.ref(tensor), _version(tensor), tensor.data_ptr()
+    # Its memory is held: nothing else may come to lie in that place.
+    return weakref.ref(tensor), _version(tensor), tensor.data_ptr(), tensor.detach()
 
 
 def _same(noted: tuple[Any, ...], tensors: tuple[Tensor | None, ...]) -> bool:

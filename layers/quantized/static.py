@@ -239,6 +239,7 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Send gradients through `simulated`; where gradients of these are wanted, they flow on to what came in."""
+        ctx.layer.packing.forget()  # an optimizer may step on the bias now
         wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
         given: list[Tensor | None] = list(ctx.saved_tensors)
         is_differentiated = torch.is_grad_enabled()

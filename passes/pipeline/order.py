@@ -78,7 +78,7 @@ def _rules(passes: Sequence[Pass]) -> Iterator[Rule]:
             a, b = passes[own], passes[other].name
             if a.finishes and not passes[other].finishes:
                 yield other, own, f"{a.name!r} acts on the finished model, so it must run after {b!r}"
-            if b in a.before:
+            if b in a.before and not _is_rest(passes, own):
                 yield own, other, f"{a.name!r} must run before {b!r}"
             if b in a.after:
                 yield other, own, f"{a.name!r} must run after {b!r}"
@@ -86,6 +86,11 @@ def _rules(passes: Sequence[Pass]) -> Iterator[Rule]:
                 yield other, own, f"{a.name!r} needs {b!r} to have run before it"
             if b in a.destroys:
                 yield other, own, f"once {a.name!r} has run, {b!r} no longer can: {a.destroys[b]}"
+
+
+def _is_rest(passes: Sequence[Pass], place: int) -> bool:
+    """Say whether a pass works on what is left by one that includes its work, which is why it runs so late."""
+    return any(passes[place].name in earlier.includes for earlier in passes[:place])
 
 
 def _advice(passes: Sequence[Pass], rules: Sequence[Rule], broken: Rule) -> str:

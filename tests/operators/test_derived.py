@@ -101,12 +101,98 @@ def test_other_tensors_are_another_result(weight: Tensor, by: Tensor) -> None:
     assert right(target(weight, twin), weight, twin)
 
 
-def test_nothing_is_kept_for_tensors_that_are_gone(by: Tensor) -> None:
-    target = derived(Scale(), 2)
-    for _ in range(5):
-        target(torch.randn(3, 4), by)
+def test_nothing_is_kept_for_tensors_that_are_gone_or_moved(weight: Tensor, by: Tensor) -> None:
+    target, others = derived(Scale(), 2), [torch.randn(3, 4) for _ in range(5)]
+    for other in others:
+        target(other, by)
+    assert len(target._kept) == 5
+    others[0].data = torch.randn(3, 4)
+    del other, others[1:]
     gc.collect()
-    assert not target._kept
+    target(weight, by)
+    assert set(target._kept) == {id(weight)}
+
+
+def test_a_tensor_in_the_place_of_one_that_is_gone_is_not_mistaken(by: Tensor) -> None:
+    target = derived(Scale(), 2)
+    for mode in (torch.no_grad, torch.inference_mode, FakeTensorMode):
+        for _ in range(5):
+            target(torch.randn(3, 4), by)  # the next one often has its identity
+            with mode():
+                other = torch.randn(3, 4)
+                if mode is FakeTensorMode:
+                    assert target(other, torch.randn(3))[0].shape == (3, 4)
+                else:
+                    assert right(target(other, by), other, by)
+            del other
+
+
+UNCOUNTED: dict[str, Callable[[Tensor], object]] = {
+    "data": lambda w: w.data.copy_(w.data + 1),
+    "numpy": lambda w: w.detach().numpy().__imul__(2),
+    "lent": lambda w: SHARED[w.dtype].mul_(2),
+    "row": lambda w: w.data[1].add_(1),
+    "column": lambda w: w.data[:, 2].add_(1),
+}
+SHARED: dict[torch.dtype, Tensor] = {}
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "slice"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+@pytest.mark.parametrize("write", sorted(UNCOUNTED))
+def test_writes_that_torch_does_not_count_are_seen(write: str, dtype: torch.dtype, layout: str) -> None:
+    if write == "numpy" and dtype is torch.bfloat16:
+        pytest.skip("numpy has no bfloat16")
+    whole = torch.arange(1, 97).to(dtype).view(8, 12)
+    shared = {
+        "rows": whole[:, :].view(12, 8)[:8],
+        "columns": whole.t()[:8, :8].contiguous().t(),
+        "slice": whole[:, 2:10],
+    }
+    SHARED[dtype] = shared[layout]
+    weight, by = torch.empty(0, dtype=dtype), torch.arange(1, 9).to(dtype)
+    weight.data = SHARED[dtype]
+    target = derived(Scale(), 2)
+    target(weight, by)
+    version = weight._version
+    UNCOUNTED[write](weight)
+    assert weight._version == version
+    assert right(target(weight, by), weight, by)
+    assert len(CALLS) == 2
+
+
+def test_nan_is_the_same_as_itself(by: Tensor) -> None:
+    target, weight = derived(Scale(), 2), torch.full((3, 4), float("nan"))
+    assert target(weight, by)[0] is target(weight, by)[0]
+    complex_weight = torch.randn(3, 4, dtype=torch.complex128)
+    assert target(complex_weight, by)[0] is target(complex_weight, by)[0]
+    for odd in (torch.randn(3, 0), torch.randn(3, 1).expand(3, 4), torch.randn(3, 4, dtype=torch.complex64).conj()):
+        assert target(odd, by)[0] is target(odd, by)[0]
+
+
+@pytest.mark.parametrize("change", [torch.t, lambda w: w[:2], lambda w: w[:, :2]], ids=["turned", "rows", "columns"])
+def test_other_strides_and_sizes_in_the_same_memory_are_seen(change: Callable[[Tensor], Tensor]) -> None:
+    target, weight = derived(Scale(), 2), torch.randn(3, 3)
+    target(weight, torch.ones(3))
+    weight.data = change(weight.data)
+    by = torch.ones(len(weight))
+    assert right(target(weight, by), weight, by)
+
+
+def test_tensors_can_be_swapped(weight: nn.Parameter, by: Tensor) -> None:
+    target, other = derived(Scale(), 2), nn.Parameter(torch.randn(3, 4))
+    with torch.no_grad():
+        target(weight, by)
+        torch.utils.swap_tensors(weight, other)
+        assert right(target(weight, by), weight, by) and right(target(other, by), other, by)
+
+
+def test_memory_that_becomes_shared_is_read_in_its_new_place(weight: Tensor, by: Tensor) -> None:
+    target = derived(Scale(), 2)
+    for write in (weight.share_memory_, lambda: weight.data.mul_(2)):
+        target(weight, by)
+        write()
+        assert right(target(weight, by), weight, by)
 
 
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode, torch.enable_grad])

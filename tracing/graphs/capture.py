@@ -25,6 +25,7 @@ __all__ = [
     "Specialization",
     "capture_of",
     "check_picklable",
+    "forget_derived",
     "required_capture",
     "specializations_of",
 ]
@@ -223,6 +224,13 @@ def capture_of(module: nn.Module) -> Capture | None:
     """Return the graphs that `module` runs from, or None; while it is inactive, those it would run from."""
     capture: Capture | None = module.__dict__.get("_fxopt_capture")
     return capture if capture is None or is_as_found(module, capture.base) else None
+
+
+def forget_derived(module: Any) -> None:
+    """Let what the graphs of a module, if it has any, derive from its tensors be made anew."""
+    capture: Capture | None = module.__dict__.get("_fxopt_capture")
+    if capture is not None:
+        capture.forget_derived()
 
 
 def specializations_of(module: nn.Module) -> Sequence[Specialization]:

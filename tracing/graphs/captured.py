@@ -17,7 +17,7 @@ from ...compat import own_children
 from ...errors import CaptureError, GuardError, ModeError
 from ..guards import Guard, GuardMiss
 from ..values import ANNOUNCES, announce, announce_changes, class_recipe, same_kind, user_class
-from .capture import Capture, Specialization, capture_of, check_picklable, required_capture
+from .capture import Capture, Specialization, capture_of, check_picklable, forget_derived, required_capture
 from .compiled_class import dynamic_class
 from .inactive import FOUND, note_found
 from .items import EXTRA, item_methods
@@ -123,16 +123,16 @@ class Captured(_Module):
         return _rebuild_module, class_recipe(_under(type(self))), self.__getstate__()
 
     def train(self, mode: bool = True) -> Any:
-        """Set training mode, unless the module holds rewrites that are valid in evaluation mode only.
-
-        Derived tensors are made anew: torch does not count what was written into `.data` since.
-        """
+        """Set training mode, unless rewrites are valid in evaluation only; what was derived of tensors is made anew."""
         if mode:
             _refuse_training(self)
-        capture: Capture | None = self.__dict__.get("_fxopt_capture")
-        if capture is not None:
-            capture.forget_derived()
+        forget_derived(self)
         return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert or move tensors (`.to()`, `.half()`, `share_memory()`), and hold none that were derived of them."""
+        forget_derived(self)
+        return super()._apply(*args, **kwargs)
 
     def _fxopt_miss(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the module's original forward where no specialization's guards hold."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any, cast
 
@@ -28,27 +28,49 @@ class Opened:
     Attributes:
         path: its name there.
         kind: its class.
-        settings: the attributes that its forward reads, with their values; None of one that has a graph, which knows.
-        reads: the names of attributes that its graph was made for; of a leaf those of its settings.
+        settings: attributes with the values that were written out.
+        has_graph: its graph was written out; it knows of further attributes what they were.
+        reads: the names of all these attributes.
         without: the names of its parameters and buffers that are None.
         children: how many it has.
     """
 
     path: str
     kind: type[nn.Module]
-    settings: tuple[tuple[str, Any], ...] | None
+    settings: tuple[tuple[str, Any], ...]
+    has_graph: bool
     reads: tuple[str, ...]
     without: tuple[str, ...]
     children: int
 
     @classmethod
-    def of(
-        cls, path: str, module: nn.Module, settings: tuple[tuple[str, Any], ...] | None, reads: Iterable[str]
-    ) -> Opened:
-        """Return what a module is now."""
-        tensors = [item for register in REGISTERS for item in vars(module)[register].items()]
-        without = tuple(name for name, tensor in tensors if tensor is None)
-        return cls(path, user_class(type(module)), settings, tuple(reads), without, len(own_children(module)))
+    def leaf(cls, path: str, module: nn.Module, settings: tuple[tuple[str, Any], ...]) -> Opened:
+        """Return what a layer is now, of which settings were written out; of what is only on the way none."""
+        return cls(path, user_class(type(module)), settings, False, _names(settings), _without(module), _count(module))
+
+    @classmethod
+    def captured(cls, path: str, module: nn.Module, reads: Iterable[str]) -> Opened:
+        """Return what a module is now, whose graph was written out, which was made for some attributes."""
+        return cls(path, user_class(type(module)), (), True, tuple(reads), _without(module), _count(module))
+
+    def with_setting(self, name: str, value: Any) -> Opened:
+        """Return it with one more attribute whose value was written out."""
+        settings = (*self.settings, (name, value))
+        reads = self.reads if name in self.reads else (*self.reads, name)
+        return self if (name, value) in self.settings else replace(self, settings=settings, reads=reads)
+
+
+def _names(settings: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
+    return tuple(name for name, _ in settings)
+
+
+def _without(module: nn.Module) -> tuple[str, ...]:
+    tensors = [item for register in REGISTERS for item in vars(module)[register].items()]
+    return tuple(name for name, tensor in tensors if tensor is None)
+
+
+def _count(module: nn.Module) -> int:
+    return len(own_children(module))
 
 
 @dataclass(frozen=True)
@@ -169,9 +191,9 @@ def _is_as_found(module: nn.Module, opened: Opened) -> bool:
         return False
     if any(vars(module)[register].get(name) is not None for register in REGISTERS for name in opened.without):
         return False
-    if opened.settings is None:
-        capture = capture_of(module)
-        return capture is not None and not capture.dropped
+    capture = capture_of(module) if opened.has_graph else None
+    if opened.has_graph and (capture is None or capture.dropped):
+        return False
     return all(vars(module).get(name, Absent) == value for name, value in opened.settings)
 
 

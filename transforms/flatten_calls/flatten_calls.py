@@ -6,6 +6,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+from torch import nn
+
+from ...compat import REGISTERS
 from ...errors import MatchFailure
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
@@ -16,6 +20,8 @@ from ...tracing.values import keep, qualified
 from .writing import Flat, flattened, is_written_out
 
 __all__ = ["FlattenCalls"]
+
+_PLAIN = (torch.Tensor, nn.Parameter, type(None))
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,14 @@ class FlattenCalls(Pass):
         phase = Phase.TRAIN if program.training else Phase.EVAL
         opened: set[str] = set()
         for owner in sorted(program.captures, key=lambda name: (name.count(".") + bool(name), name)):
-            if owner in opened or isinstance(program.module(owner), Region):
+            module = program.module(owner)
+            if owner in opened or isinstance(module, Region):
                 continue
-            flat = [each for _, each in _flattened(program, owner)]
-            if flat and any(each.specialization.graph.find_nodes(op="call_function", target=keep) for each in flat):
+            reason = _objection(program, module)
+            flat = [] if reason else [each for _, each in _flattened(program, owner)]
+            if reason:
+                yield Refusal(reason, owner)
+            elif any(each.specialization.graph.find_nodes(op="call_function", target=keep) for each in flat):
                 yield Refusal("it writes into what it is given, such as a cache", owner)
             elif flat:
                 calls = sum(each.calls for each in flat)
@@ -71,6 +81,19 @@ def _flattened(program: Program, owner: str) -> list[tuple[int, Flat]]:
         if each.runs_in_mode(module) and not _is_flat(each)
     ]
     return [(number, flat) for number, flat in found if flat.calls]
+
+
+def _objection(program: Program, module: nn.Module) -> str:
+    """Return why a module stays as it is, whatever it calls, or ""."""
+    if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
+        return "it holds a module that TorchScript compiled"
+    return "" if _is_plain(program.model) else "the model holds tensors that are no plain ones"
+
+
+def _is_plain(model: nn.Module) -> bool:
+    """Say whether all tensors of a model are plain: of others no copies can be compared bit by bit."""
+    held = (vars(each)[register] for each in model.modules() for register in REGISTERS)
+    return all(type(tensor) in _PLAIN for tensors in held for tensor in dict(tensors).values())
 
 
 def _is_flat(specialization: Specialization) -> bool:

@@ -102,7 +102,7 @@ class _Writer:
         return [self._opened.get(path) or self._on_the_way(path) for path in sorted(paths, key=lambda p: p.count("."))]
 
     def _on_the_way(self, path: str) -> Opened:
-        return Opened.of(path, self.owner.get_submodule(path), (), ())
+        return Opened.leaf(path, self.owner.get_submodule(path), ())
 
     def run(self, graph: fx.Graph, path: str, inputs: Sequence[Any], call: str) -> Any:
         """Write the operations of a graph; return what it gives.
@@ -129,9 +129,8 @@ class _Writer:
             return len(cast("tuple[Any, ...]", args[0]))
         if node.target is require and _is_met(*args[:2]):
             return None
-        if node.op == "get_attr" and str(node.target).rpartition(".")[2] == "training":
-            module = self.owner.get_submodule(_joined(path, str(node.target).rpartition(".")[0]))
-            return module.training
+        if node.op == "get_attr" and self._is_mode(_joined(path, str(node.target))):
+            return self.owner.get_submodule(_joined(path, str(node.target)).rpartition(".")[0]).training
         if node.op == "get_attr" and self._is_without(_joined(path, str(node.target))):
             return None
         if node.op == "call_module":
@@ -140,6 +139,15 @@ class _Writer:
                 return opened[0]
         self._has_written = self._has_written or writes(node, self.program, qualified(self.name, path))
         return self._copy(node, path, args, kwargs, call)
+
+    def _is_mode(self, target: str) -> bool:
+        """Say whether an attribute is the mode of the owner, or of a module that was opened; note that it is read."""
+        path, _, name = target.rpartition(".")
+        if name != "training" or (path and path not in self._opened):
+            return False
+        if path:
+            self._opened[path] = self._opened[path].with_setting(name, self.owner.get_submodule(path).training)
+        return True
 
     def _is_without(self, target: str) -> bool:
         """Say whether a tensor of a module that was opened is None."""
@@ -183,7 +191,7 @@ class _Writer:
         graph, settings = leaf_body(module), settings_of(module)
         if graph is None or settings is None or kwargs or len(args) != len(graph.find_nodes(op="placeholder")):
             return None
-        self._opened[path] = Opened.of(path, module, settings, (name for name, _ in settings))
+        self._opened[path] = Opened.leaf(path, module, settings)
         return graph, args
 
     def _captured(
@@ -203,7 +211,7 @@ class _Writer:
         if inputs is None or None in asked or not isinstance(result, (fx.Node, tuple)):
             return None
         self.guards += [guard for guard in asked if guard is not None]
-        self._opened[path] = Opened.of(path, module, None, sorted(fitting[0].reads))
+        self._opened[path] = Opened.captured(path, module, sorted(fitting[0].reads))
         return fitting[0].graph, inputs
 
     def _may_restart(self, graph: fx.Graph) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +75,7 @@ def _activation(place: Place, node: fx.Node) -> tuple[fx.Node, Activation] | Non
         numbers: tuple[Any, ...] = tuple(call.named.get(name) for name in known.free)
         is_known = all(call.named.get(name) == value for name, value in known.fixed)
         if is_known and all(map(_is_number, numbers)) and place.is_undisturbed(Found(computed=(node, user))):
-            return user, dataclasses.replace(known, numbers=tuple(map(float, numbers))) if numbers else known
+            return user, known.having(tuple(map(float, numbers)))
     return None
 
 

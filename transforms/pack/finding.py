@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from ...layers.packed import Packed
 from ...passes.rewriting import Place
@@ -16,9 +18,10 @@ from ...tracing.graphs import Region
 from ...tracing.program import Program
 from ...tracing.values import qualified
 from .behind import Behind, behind
+from .checking import Check
 from .layers import Layer, layer_at, shape_of
 from .timing import Calls, Gains
-from .views import views_in
+from .views import readers_in
 
 __all__ = ["found_in"]
 
@@ -76,15 +79,22 @@ def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
     gains = _gains(program, layers)
     graphs: dict[tuple[str, int], list[_Found]] = {}
     for found in layers:
-        gain = gains.get(found.kind)
-        if gain is not None and gain.mid < _LEAST:
+        gain = gains.known.get(found.kind)
+        if found.kind in gains.faults:
+            yield Refusal(gains.faults[found.kind], found.name)
+        elif gain is not None and gain.mid < _LEAST:
             yield Refusal(f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})", found.name)
         else:
             graphs.setdefault((found.owner, found.number), []).append(found)
-    lies_otherwise = any(found.layer.geometry for group in graphs.values() for found in group)
-    views = views_in(program) if lies_otherwise else {}
+    packed = {place: _otherwise(group) for place, group in graphs.items()}
+    views = readers_in(program, packed) if any(packed.values()) else {}
     for place in {**graphs, **views}:
-        yield _site(program, place, graphs.get(place, []), views.get(place, {}), gains)
+        yield _site(program, place, graphs.get(place, []), views.get(place, {}), gains.known)
+
+
+def _otherwise(group: Sequence[_Found]) -> set[fx.Node]:
+    """Return the nodes of convolutions, and what is computed with them: these results will lie channels last."""
+    return {node for found in group if found.layer.geometry for node in found.behind.inside}
 
 
 def _site(
@@ -134,24 +144,27 @@ def _candidate(
     return Refusal(reason, found.name) if reason else found
 
 
-def _gains(program: Program, layers: Sequence[_Found]) -> dict[Hashable, Interval]:
-    """Return what each kind of layer gains, where it is to be measured and its shape is known."""
-    if not program.measuring:
-        return {}
+def _gains(program: Program, layers: Sequence[_Found]) -> Gains:
+    """Return what each kind of layer of a known shape gains, where that is to be measured, and which are wrong."""
     kinds: dict[Hashable, list[_Found]] = {}
     for found in layers:
-        if shape_of(found.layer.x) is not None:
+        if math.prod(shape_of(found.layer.x) or (0,)):
             kinds.setdefault(found.kind, []).append(found)
     gains = Gains()
     for kind, alike in kinds.items():
         if not alike[0].layer.tensors(program, alike[0].owner)[0].is_meta:
-            gains.of(kind, lambda alike=alike: _calls(program, alike))
-    return gains.known
+            exact = alike[0].dtype is torch.float32  # what is not is verified site by site, within its budget
+            gains.look(kind, _calls(program, alike), exact=exact, timed=program.measuring)
+    return gains
 
 
 def _calls(program: Program, alike: Sequence[_Found]) -> Calls:
     first, packed = alike[0], alike[0].packed
     tensors = [found.layer.tensors(program, found.owner) for found in alike]
+    geometry = first.layer.geometry
     # What feeds a convolution is mostly another one; images are not.
-    lies_last = first.layer.geometry is not None and tensors[0][0].shape[1] * first.layer.geometry.groups > _COLOURS
-    return Calls(shape_of(first.layer.x) or (), packed.plainly, packed, tensors, lies_last)
+    shape, channels = shape_of(first.layer.x) or (), 0 if geometry is None else tensors[0][0].shape[1] * geometry.groups
+    lies_last = len(shape) in (4, 5) and channels > _COLOURS
+    layer, adds = first.layer, first.behind.other is not None
+    check = Check(packed, *tensors[0], adds, layer.outputs, layer.rows, layer.terms)
+    return Calls(shape, packed.plainly, packed, tensors, check, lies_last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import cast
@@ -58,6 +59,27 @@ class Layer:
         if self.geometry is None:
             return PackedLinear(activation, dtype, self.transposed)
         return PackedConvolution(self.geometry, activation, dtype)
+
+    @property
+    def outputs(self) -> tuple[int, int] | None:
+        """Return the dimensions of the outputs in the weight and in the result; None where they hang together."""
+        if self.geometry is None:
+            return 1 if self.transposed else 0, -1
+        return (
+            (0, -self.geometry.rank - 1) if self.geometry.groups == 1 and self.geometry.output_padding is None else None
+        )
+
+    @property
+    def terms(self) -> int:
+        """Return how many products each output is the sum of, at the most."""
+        is_other_way = self.transposed or (self.geometry is not None and self.geometry.output_padding is not None)
+        return math.prod(self.shape) // self.shape[1 if is_other_way else 0]
+
+    @property
+    def rows(self) -> slice:
+        """Return which part of what it is given stands for all: the last image."""
+        is_batch = self.geometry is not None and len(shape_of(self.x) or ()) == self.geometry.rank + 2
+        return slice(-1, None) if is_batch else slice(None)
 
     @property
     def kind(self) -> Hashable:

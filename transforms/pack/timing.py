@@ -1,4 +1,4 @@
-"""Which layers gain from packing: each kind is timed once, by itself."""
+"""Which layers gain from packing: each kind is checked and timed once, by itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...passes.timing import Interval, time_candidates
+from .checking import Check
 
 __all__ = ["Calls", "Gains"]
 
@@ -32,6 +33,7 @@ class Calls:
         shape: of what they are given.
         before, after: compute a layer, from what it is given, its weight and its bias.
         tensors: the weight and bias of each layer.
+        check: of one of them.
         lies_last: what the new way is given lies channels last in memory.
     """
 
@@ -39,13 +41,16 @@ class Calls:
     before: Compute
     after: Compute
     tensors: Sequence[tuple[Tensor, Tensor | None]]
+    check: Check
     lies_last: bool = False
 
-    def gain(self) -> Interval:
+    def given(self) -> tuple[Tensor, Tensor]:
+        """Return what the layers are given in each way."""
+        x = torch.randn(self.shape, generator=torch.Generator().manual_seed(0))
+        return x, x.contiguous(memory_format=_LAST[len(self.shape)]) if self.lies_last else x
+
+    def gain(self, x: Tensor, other: Tensor) -> Interval:
         """Return how many times faster they are computed in the new way."""
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(self.shape, generator=generator)
-        other = x.contiguous(memory_format=_LAST[len(self.shape)]) if self.lies_last else x
         some = self.tensors[:_MOST]
 
         def run(compute: Compute, x: Tensor) -> None:
@@ -59,12 +64,21 @@ class Calls:
 
 @dataclass
 class Gains:
-    """What was measured of kinds of layers."""
+    """What was found out about kinds of layers.
+
+    Attributes:
+        known: how many times faster they are.
+        faults: why they must not be packed.
+    """
 
     known: dict[Hashable, Interval] = field(default_factory=dict[Hashable, Interval])
+    faults: dict[Hashable, str] = field(default_factory=dict[Hashable, str])
 
-    def of(self, kind: Hashable, calls: Callable[[], Calls]) -> Interval:
-        """Return what layers of a kind gain."""
-        if kind not in self.known:
-            self.known[kind] = calls().gain()
-        return self.known[kind]
+    def look(self, kind: Hashable, calls: Calls, *, exact: bool, timed: bool) -> None:
+        """Check the layers of a kind, where they are to be exact, and time them."""
+        x, other = calls.given()
+        fault = calls.check.fault(x, other) if exact else ""
+        if fault:
+            self.faults[kind] = fault
+        elif timed:
+            self.known[kind] = calls.gain(x, other)

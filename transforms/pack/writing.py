@@ -18,9 +18,10 @@ def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
     """Write a site; say whether its layers were still there."""
     edit.trainable = True  # where gradients are wanted, it computes as the layers do
     for label in site.nodes:
-        if label.startswith("view."):
-            _lay_out(edit, edit.graph_node(label))
-        elif label.startswith("output."):
+        what, _, number = label.partition(".")
+        if what == "reader":
+            _lay_out(edit, edit.graph_node(label), edit.graph_node(f"value.{number}"))
+        elif what == "output":
             _lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
     layers = [label for label in site.nodes if label.startswith("layer.")]
     return all(_write(site, edit, edit.graph_node(label), dtype) for label in layers)
@@ -53,13 +54,19 @@ def _read(tensor: str | fx.Node | None, edit: Edit, layer: Layer) -> fx.Node | N
     return node
 
 
-def _lay_out(edit: Edit, reader: fx.Node, given: fx.Node | None = None) -> None:
-    """Give who reads a tensor one that lies in memory in the order of its dimensions."""
-    x = given or reader.args[0]
-    if isinstance(x, fx.Node) and x.target != "contiguous":
-        plain = edit.call(".contiguous", x, before=reader)
-        plain.meta["val"] = x.meta.get("val")
-        reader.replace_input_with(x, plain)
+def _lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
+    """Give who reads a tensor, and all after it, one that lies in memory in the order of its dimensions.
+
+    What reads it may write into it, which those that come later are to see.
+    """
+    if x not in reader.all_input_nodes:
+        return
+    plain = edit.call(".contiguous", x, before=reader)
+    plain.meta["val"] = x.meta.get("val")
+    nodes = list(edit.graph.nodes)
+    for later in nodes[nodes.index(reader) :]:
+        if x in later.all_input_nodes and (later is reader or reader.op == "call_module"):
+            later.replace_input_with(x, plain)
 
 
 def _seal(modules: list[str], edit: Edit) -> None:

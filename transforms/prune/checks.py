@@ -67,6 +67,8 @@ def _check_numbers(options: Settings) -> None:
         raise _wrong("loss", options.loss, "give a function")
     if (options.loss is not None or options.data is not None) and options.criterion not in ("taylor", "routing"):
         raise UsageError("pass 'prune': loss= and data= are for criterion=taylor and routing; leave them out")
+    if options.criterion == "routing" and options.loss is not None and options.data is None:
+        raise UsageError("pass 'prune': loss= of criterion=routing runs the model on batches; give these as data=")
     if options.data is not None and options.loss is None:
         raise UsageError("pass 'prune': data= needs loss=, a function of the model and a batch")
 

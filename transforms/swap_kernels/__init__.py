@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .occurrences import Occurrence
+from .spelled import tensor, through
 from .swap import SwapKernels
 
-__all__ = ["SwapKernels"]
+__all__ = ["Occurrence", "SwapKernels", "tensor", "through"]

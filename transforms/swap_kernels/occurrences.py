@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any, cast
@@ -34,6 +34,7 @@ class Occurrence:
         found: the operations, and their operands by name.
         settings: what the spelling says besides.
         second: the node that has the second result, where the kernel gives two.
+        unread: the node whose result the graph returns, but no caller reads.
     """
 
     program: Program
@@ -43,6 +44,7 @@ class Occurrence:
     found: Found
     settings: Mapping[str, Any]
     second: fx.Node | None = None
+    unread: fx.Node | None = None
 
     @property
     def covered(self) -> set[fx.Node]:
@@ -74,10 +76,10 @@ class Occurrence:
         tracer = GraphAppendingTracer(edit.graph)
         with edit.graph.inserting_before(self._point):
             tensors = {name: self._written(name, tracer) for name in self._tensors}
-            made = _several(self.kernel.compute(**self._plain, **tensors))
+            made = _several(self.kernel.compute(**self._plain(lambda node: fx.Proxy(node, tracer)), **tensors))
             known = zip(made, self._tried(), dtypes, strict=False)
             new = [proxy if tried.dtype == dtype else proxy.to(dtype) for proxy, tried, dtype in known]
-        self._ask_operands_for_device(edit)
+        self._ask_operands(edit)
         calls = [str(node.target) for node in self.covered if node.op == "call_module"]
         for path, names in written_out(edit.owner, calls).items():
             module = edit.owner.get_submodule(path)
@@ -107,7 +109,7 @@ class Occurrence:
         """Return what is computed on the way and read by something else, so that it would be computed all the same."""
         covered = self.covered
         for node in covered.difference(self._results):
-            if all(user in covered or _asks_for_device(user) for user in node.users):
+            if all(user in covered or self._is_known(user) or self._returns_unread(user, node) for user in node.users):
                 continue
             if isinstance(node.meta.get("val"), TensorMeta):
                 return f"'{node.name}'"
@@ -115,16 +117,29 @@ class Occurrence:
                 return f"'{node.name}', which is of '{node.all_input_nodes[0].name}',"
         return None
 
+    def _returns_unread(self, user: fx.Node, node: fx.Node) -> bool:
+        return user.op == "output" and node is self.unread
+
     def _is_late(self, node: fx.Node) -> bool:
         return self.second is not None and node.op != "get_attr" and self.second < node
 
-    def _ask_operands_for_device(self, edit: Edit) -> None:
-        """Let an operand say on which device it all is, where something asks a result on the way."""
-        operand = next(iter(self.found.names.values()))
+    def _is_known(self, user: fx.Node) -> bool:
+        """Say whether something asks for a device or dtype, which an operand has too."""
+        return user.target is getattr and self._of_that(user) is not None
+
+    def _of_that(self, user: fx.Node) -> fx.Node | None:
+        """Return an operand with the device or dtype that something asks for; all are on one device."""
+        (asked, what), operands = user.args, self.found.names.values()
+        if what == "dtype" and isinstance(asked, fx.Node) and isinstance(meta := asked.meta.get("val"), TensorMeta):
+            return next((each for each in operands if getattr(each.meta.get("val"), "dtype", None) == meta.dtype), None)
+        return next(iter(operands)) if what == "device" else None
+
+    def _ask_operands(self, edit: Edit) -> None:
+        """Let an operand say which device and dtype it all has, where something asks a result on the way."""
         for node in self.covered.difference(self._results):
-            for user in [user for user in node.users if user not in self.covered]:
+            for user in [user for user in node.users if user not in self.covered and self._is_known(user)]:
                 with edit.graph.inserting_before(user):
-                    edit.replace(user, edit.graph.call_function(getattr, (operand, "device")))
+                    edit.replace(user, edit.graph.call_function(getattr, (self._of_that(user), user.args[1])))
 
     # -- operands --------------------------------------------------------------------------------------------------
 
@@ -140,11 +155,11 @@ class Occurrence:
         nodes = {name: node.meta.get("val") for name, node in self.found.names.items()}
         return nodes | {name: meta_of(held) for name, held in self._held.items() if held is not None}
 
-    @cached_property
-    def _plain(self) -> dict[str, Any]:
-        """Return what else is given."""
+    def _plain(self, of_node: Callable[[fx.Node], Any]) -> dict[str, Any]:
+        """Return what else is given: numbers too that the graph computes."""
         given = {**self.settings, **self.found.values, **dict.fromkeys(self._held)}
-        return {name: value for name, value in given.items() if name not in self._tensors}
+        plain = {name: value for name, value in given.items() if name not in self._tensors}
+        return {name: of_node(value) if isinstance(value, fx.Node) else value for name, value in plain.items()}
 
     @cached_property
     def _dtype(self) -> torch.dtype:
@@ -162,7 +177,7 @@ class Occurrence:
             name: torch.empty(meta.shape, dtype=self._dtype if self._is_cast(name) else meta.dtype, device="meta")
             for name, meta in self._tensors.items()
         }
-        return _several(self.kernel.compute(**self._plain, **empty))
+        return _several(self.kernel.compute(**self._plain(lambda node: node.meta["val"]), **empty))
 
     def _written(self, name: str, tracer: GraphAppendingTracer) -> fx.Proxy:
         value = self.found.values.get(name)
@@ -179,7 +194,3 @@ class Occurrence:
 
 def _several(results: Any) -> tuple[Any, ...]:
     return cast("tuple[Any, ...]", results) if isinstance(results, tuple) else (results,)
-
-
-def _asks_for_device(node: fx.Node) -> bool:
-    return node.target is getattr and node.args[1:] == ("device",)

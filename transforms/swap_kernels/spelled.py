@@ -16,7 +16,7 @@ from ...operators import canonical_name, normalized_arguments, operator_info
 from ...passes.rewriting import Found, Held, Pattern, Place, operation
 from ...tracing.values import TensorMeta
 
-__all__ = ["Spelled", "is_cast", "spelled", "uncast"]
+__all__ = ["Spelled", "is_cast", "spelled", "tensor", "through", "uncast"]
 
 _CASTS = frozenset(["to", "type", "type_as", "float", "double", "half", "bfloat16"])
 _PLAIN = {"float": (int, float), "int": (int,), "str": (str,), "tuple": (tuple, list)}
@@ -94,6 +94,16 @@ def _operation(node: fx.Node, known: Mapping[fx.Node, Pattern]) -> Pattern:
 
 
 # -- what operands are ---------------------------------------------------------------------------------------------
+
+
+def through(computed: Pattern) -> Pattern:
+    """Match what a pattern matches, whatever it is cast to."""
+    return _Through(None, computed)
+
+
+def tensor(name: str) -> Pattern:
+    """Match any tensor, before it is cast."""
+    return _Tensor(name)
 
 
 @dataclass(frozen=True)

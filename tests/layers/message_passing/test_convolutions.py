@@ -16,6 +16,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric import nn as pyg
 
 from fxopt.layers.message_passing import compressed, convolutions
+from fxopt.layers.message_passing.kept import KeptGraphs
 
 WIDTH, NODES = 6, 40
 
@@ -354,3 +355,34 @@ def test_layers_share_the_rows_of_a_graph(monkeypatch):
             for layer in layers:
                 layer(x, edge_index)
         assert len(made) == 1
+
+
+@pytest.mark.parametrize("conv", [lambda: pyg.GCNConv(WIDTH, 4), lambda: pyg.GATConv(WIDTH, 4, edge_dim=1)])
+@pytest.mark.parametrize("trained", [True, False])
+def test_weights_of_edges_that_are_parameters_are_never_out_of_date(conv, trained):
+    torch.manual_seed(0)
+    layer = conv().eval()
+    fast = compressed(layer, nn.Module(), trains=True)
+    x, edges = torch.randn(NODES, WIDTH), torch.randint(0, NODES, (2, 90))
+    weights = nn.Parameter(torch.rand(90, 1) if isinstance(layer, pyg.GATConv) else torch.rand(90), trained)
+    with torch.no_grad():
+        fast(x, edges, weights)
+    if trained:
+        optimizer = torch.optim.Adam([weights], lr=0.5, fused=True)
+        fast(x, edges, weights).square().sum().backward()
+        optimizer.step()  # raises no version
+    else:
+        weights.data.mul_(2)  # neither does this
+        fast.train().eval()
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x, edges, weights), layer(x, edges, weights))
+
+
+def test_other_memory_is_seen_where_it_lies_in_the_place_of_the_first():
+    kept = KeptGraphs()
+    for _ in range(50):
+        edges = torch.randint(0, NODES, (2, 90))
+        assert torch.equal(kept.of((edges,), "sum", edges.sum), edges.sum())
+        edges.data = torch.empty(2, 91, dtype=torch.long)
+        edges.data = torch.randint(0, NODES, (2, 90))
+        assert torch.equal(kept.of((edges,), "sum", edges.sum), edges.sum())

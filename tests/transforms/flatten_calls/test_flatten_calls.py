@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -31,6 +32,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return self.norm(x + self.body(x) * scale) * self.factor
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, training=self.training)
 
 
 class Model(nn.Module):
@@ -240,6 +246,16 @@ def test_changes_are_seen(change: str) -> None:
     assert not torch.equal(fast(X), before)
 
 
+def test_the_mode_of_one_module_that_passes_it_on() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Noisy()).eval()
+    fast = flat(model)
+    assert count_calls(fast) == 1
+    same(fast, model)
+    for each in (fast, copy.deepcopy(fast)):
+        each[1].train()  # type: ignore[index]
+        assert (each(X) == 0).any()
+
+
 class Called(nn.Linear):
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         return super().__call__(*args, **kwargs) + 1
@@ -256,6 +272,23 @@ def test_what_stays_a_call() -> None:
     assert reasons == {
         "blocks.0.body": "it has hooks", "head.0": "it has parametrizations", "head.3": "it has a __call__ of its own",
     }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_holds_compiled_modules_or_other_tensors_stays() -> None:
+    inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    model = nn.Sequential(inner, torch.jit.trace(nn.Linear(8, 8), X)).eval()
+    assert _decided(model) == {"": "it holds a module that TorchScript compiled", "0": ""}
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(inner, nn.Linear(8, 8)).eval()
+    quantization.quantize_(model[1], quantization.Int8WeightOnlyConfig())
+    assert set(_decided(model).values()) == {"the model holds tensors that are no plain ones"}
+
+
+def _decided(model: nn.Module) -> dict[str, str]:
+    fast = flat(model)
+    same(fast, model)
+    return {decision.label: decision.reason for decision in fxopt.plan(fast).decisions}
 
 
 def test_compilers_see_the_modules() -> None:

@@ -78,6 +78,19 @@ def test_other_sizes(shape: tuple[int, ...]) -> None:
     same(packed(model), model, torch.randn(shape))
 
 
+@pytest.mark.parametrize("layer", [nn.Conv2d(8, 4, 3, groups=2), nn.ConvTranspose2d(8, 4, 3, groups=2)], ids=str)
+def test_wrong_channels_raise_what_they_raised(layer: nn.Module) -> None:
+    model = Around(layer)
+    fast, x = packed(model), torch.randn(2, 6, 9, 11)
+    with torch.no_grad(), pytest.raises(RuntimeError) as expected:
+        model(x)
+    with torch.no_grad(), pytest.raises(RuntimeError) as found:
+        fast(x)
+    assert str(found.value) == str(expected.value)
+    model.layer.bias = fast.layer.bias = nn.Parameter(torch.randn(4)[::2].repeat(2))  # type: ignore[assignment]
+    same(fast, model)
+
+
 def test_inputs_that_lie_channels_last() -> None:
     model = Around(nn.Conv2d(8, 16, 3))
     same(packed(model), model, IMAGES.contiguous(memory_format=torch.channels_last))
@@ -167,3 +180,83 @@ def test_bfloat16() -> None:
         found, expected = fast(IMAGES), model(IMAGES)
     assert found.dtype is torch.float32
     assert 1e-5 < (found - expected).abs().max() / expected.abs().max() < 2e-2
+
+
+class Opaque(nn.Module):
+    """It runs its own forward, for that hangs on numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.sum()) > 1e9:
+            return x
+        x.view(-1)[0] = 0.5
+        return self.inner(x).view(x.size(0), -1)
+
+
+class Head(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.size(0), -1)
+
+
+class Before(nn.Module):
+    """A convolution, and one that views its result."""
+
+    def __init__(self, *behind: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.behind = nn.Conv2d(8, 4, 3), behind[0] if len(behind) == 1 else nn.Sequential(*behind)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.elu(self.conv(x))
+        y = self.behind(x)
+        return y, x * 2
+
+
+class Squeezed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(x, (5, 1)).squeeze(-1).view(x.size(0), -1) + x[0, 0].view(-1).sum()
+
+
+class Around2(nn.Module):
+    """Its own forward views what a captured child gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Conv2d(8, 4, 3), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.sum()) > 1e9:
+            return x
+        return self.block(x).view(x.size(0), -1)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Before(Opaque()), Before(Head()), Before(nn.ReLU(), Squeezed()), Before(nn.Unflatten(1, (2, 2))), Around2()],
+    ids=lambda model: type(model.behind if isinstance(model, Before) else model).__name__,
+)
+def test_images_go_back_into_order_before_whoever_may_need_it(model: nn.Module) -> None:
+    torch.manual_seed(0)
+    fast = packed(model)
+    assert any("packed_convolution" in functions(fast, owner) for owner in fxopt.graphs(fast))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(IMAGES), model(IMAGES))
+
+
+def test_images_stay_channels_last_between_layers_and_modules() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.pool = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.MaxPool2d(2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.pool(F.elu(self.norm(self.conv(x)))) + 1
+
+    model = nn.Sequential(Block(), Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)).eval()
+    fast = packed(model)
+    named = [name for owner in fxopt.graphs(fast) for name in functions(fast, owner)]
+    assert named.count("packed_convolution") == 2
+    assert not [node for graph in fxopt.graphs(fast).values() for node in graph.nodes if node.target == "contiguous"]
+    same(fast, model)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import fxopt
 from fxopt.compat_packed import why_no_packing
@@ -69,7 +70,7 @@ def test_it_packs_layers_with_what_is_behind_them() -> None:
 
 ACTIVATIONS = (
     nn.ReLU(), nn.ReLU(inplace=True), nn.GELU(), nn.GELU("tanh"), nn.SiLU(), nn.Sigmoid(), nn.Tanh(), nn.Hardswish(),
-    nn.Hardsigmoid(), nn.LeakyReLU(0.3), nn.Hardtanh(-0.5, 0.25), nn.ReLU6(),
+    nn.Hardsigmoid(), nn.LeakyReLU(0.3), nn.LeakyReLU(0.0), nn.Hardtanh(-0.5, 0.25), nn.ReLU6(),
 )  # fmt: skip
 
 
@@ -135,6 +136,34 @@ def test_wrong_inputs_raise_what_they_raised() -> None:
         fast(torch.randn(2, 15))
     with torch.no_grad(), pytest.raises(RuntimeError, match="same dtype"):
         fast(torch.randn(2, 16).double())
+
+
+@pytest.mark.parametrize("bias", [torch.tensor(0.5), torch.randn(1), torch.randn(6, 24), torch.randn(48)[::2]], ids=str)
+def test_biases_of_other_shapes(bias: Tensor) -> None:
+    model = network()
+    fast = packed(model)
+    model[0].bias, fast[0].bias = nn.Parameter(bias), nn.Parameter(bias)  # type: ignore[index, union-attr]
+    same(fast, model)
+
+
+def test_inputs_without_dimensions_raise_what_they_raised() -> None:
+    model = network()
+    with torch.no_grad(), pytest.raises(RuntimeError) as expected:
+        model(torch.tensor(1.0))
+    with torch.no_grad(), pytest.raises(RuntimeError) as found:
+        packed(model)(torch.tensor(1.0))
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_tangents_are_those_of_the_layer(grad: bool) -> None:
+    model, fast = network(nn.ReLU()).requires_grad_(False), packed(network(nn.ReLU()).requires_grad_(False))
+    with torch.set_grad_enabled(grad), forward_ad.dual_level():
+        tangents = [
+            forward_ad.unpack_dual(each(forward_ad.make_dual(X, torch.ones_like(X)))).tangent for each in (fast, model)
+        ]
+    torch.testing.assert_close(*tangents)
+    assert calls(fast) == 2
 
 
 def test_gradients_are_those_of_the_layer() -> None:

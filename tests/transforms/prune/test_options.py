@@ -58,6 +58,10 @@ def test_scores_are_no_text():
         ({"method": "nm", "amount": 0.3}, "amount= is for method=magnitude and random and structured"),
         ({"seed": 3}, "seed= is for method=random"),
         ({"method": "random", "scores": {}}, "scores= is for method=magnitude"),
+        (
+            {"method": "structured", "criterion": "routing", "loss": print},
+            "runs the model on batches; give these as data=",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused(options: dict[str, Any], message: str):

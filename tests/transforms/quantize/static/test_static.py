@@ -417,3 +417,9 @@ def test_a_norm_behind_a_layer_in_floats_is_folded_beside_the_quantized_ones(net
     assert applied.count(("fold_batchnorm", "applied")) == 1 and ("quantize", "applied") in applied
     assert error(run(fast), run(optimized(net, keep="second"))) < 1e-4
     assert error(run(fast), run(net)) < 0.05
+
+
+def test_the_preset_before_it(net: nn.Module):
+    fast = fxopt.optimize(net, "inference,quantize{scheme=int8_static,aim=size}", example_inputs=X, measure=False)
+    assert any(is_static(module) for module in fast.modules())
+    assert error(run(fast), run(net)) < 0.05

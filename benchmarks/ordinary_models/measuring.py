@@ -1,0 +1,145 @@
+"""Measure one cell of the table, in a process that does nothing else."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from machine import forget_peak, memory
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fxopt.passes.timing import time_candidates
+from fxopt.tracing.values import map_tensors
+
+from .cases import CASES, SEED, Case
+from .columns import COLUMNS, OWN_THREADS, Prepared, Subject, first_tensor, imported
+
+__all__ = ["measured"]
+
+
+def measured(name: str, column: str, threads: int, seconds: float) -> dict[str, Any]:
+    """Return what a column takes and gives on a model: times beside eager, preparation, error and memory."""
+    case = CASES[name]
+    imported(column)
+    return _trained(case, column, threads, seconds) if case.labels else _evaluated(case, column, threads, seconds)
+
+
+@torch.no_grad()
+def _evaluated(case: Case, column: str, threads: int, seconds: float) -> dict[str, Any]:
+    model, arguments = case.built()
+    subject = Subject(case, model, arguments, threads)
+    own = COLUMNS["eager"](subject)
+    own.call()
+    prepared, cell = _prepared(column, subject)
+    cell |= _timed(own.call, prepared.call, column, threads, seconds)
+    result = prepared.call().clone()
+    kind, expected = _reference(model, arguments)
+    return {**cell, "reference": kind, "error": _error([result], [expected]), "notes": prepared.notes}
+
+
+def _prepared(column: str, subject: Subject) -> tuple[Prepared, dict[str, Any]]:
+    """Prepare a column and call it once; say how long that took, what it holds then, and held at most."""
+    forget_peak()
+    before, start = memory("VmRSS"), time.perf_counter()
+    prepared = COLUMNS[column](subject)
+    if not subject.case.labels:
+        prepared.call()
+    taken, peak = time.perf_counter() - start, memory("VmHWM") - before
+    forget_peak()
+    cell = {"preparation_s": round(taken, 2), "peak_bytes": peak, "held_bytes": memory("VmRSS") - before}
+    return prepared, cell
+
+
+def _timed(
+    own: Callable[[], object], call: Callable[[], object], column: str, threads: int, seconds: float
+) -> dict[str, Any]:
+    """Time a column and eager side by side; of eager itself one speaks by its seconds alone."""
+    if column == "eager":
+        timings = time_candidates({"eager": own}, seconds=seconds)
+        return {"ms": _milliseconds(timings.seconds("eager")), "ratio": [1.0, 1.0, 1.0]}
+    timings = time_candidates({"eager": own, column: call}, seconds=seconds)
+    if timings.in_one_thread and column in OWN_THREADS:
+        raise RuntimeError(f"calls stall in {threads} threads; no ratio says anything: the machine is too busy")
+    ratio = timings.ratio("eager", column)
+    return {
+        "ms": _milliseconds(timings.seconds(column)),
+        "eager_ms": _milliseconds(timings.seconds("eager")),
+        "ratio": [round(value, 3) for value in (ratio.low, ratio.mid, ratio.high)],
+        "rounds": len(timings.rounds),
+        **({"in_one_thread": True} if timings.in_one_thread else {}),
+    }
+
+
+def _milliseconds(seconds: float) -> float:
+    return float(f"{seconds * 1e3:.4g}")
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _reference(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[str, Tensor]:
+    """Return the result in float64, or where the model cannot have that, in float32."""
+    try:
+        return "float64", first_tensor(copy.deepcopy(model).double()(*map_tensors(_double, arguments)))
+    except (RuntimeError, TypeError, NotImplementedError):
+        return "float32", first_tensor(model(*arguments))
+
+
+def _error(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest difference over the largest value of the reference."""
+    pairs = list(zip(found, expected, strict=True))
+    largest = max(float((one.double() - other.double()).abs().max()) for one, other in pairs)
+    return float(f"{largest / max(float(other.abs().max()) for other in expected):.2g}")
+
+
+class _Learner:
+    """A network with its optimizer, and one batch that it learns again and again."""
+
+    def __init__(self, case: Case) -> None:
+        self.model, self.arguments = case.built()
+        kind, options = case.optimizer
+        self.optimizer = getattr(torch.optim, kind)(self.model.parameters(), **options)
+        rows, generator = len(self.arguments[0]), torch.Generator().manual_seed(SEED)
+        self.labels = torch.randint(0, case.labels, (rows,), generator=generator)
+        self.call: Callable[..., Any] = self.model
+
+    def gradients(self) -> list[Tensor]:
+        """Make a forward and its backward, and return the gradients in the order of parameters."""
+        self.optimizer.zero_grad()
+        cross_entropy(first_tensor(self.call(*self.arguments)), self.labels).backward()
+        return [each.grad for each in self.model.parameters() if each.grad is not None]
+
+    def step(self) -> None:
+        self.gradients()
+        self.optimizer.step()
+
+
+def _trained(case: Case, column: str, threads: int, seconds: float) -> dict[str, Any]:
+    own, other = _Learner(case), _Learner(case)
+    expected = _exact_gradients(case)
+    own.step()
+    prepared, cell = _prepared(column, Subject(case, other.model, other.arguments, threads, other.optimizer))
+    assert prepared.model is not None
+    other.call = prepared.model
+    if prepared.notes:
+        other.model = prepared.model
+    start = time.perf_counter()
+    error = _error(other.gradients(), expected)
+    other.optimizer.step()
+    cell["preparation_s"] = round(cell["preparation_s"] + time.perf_counter() - start, 2)
+    forget_peak()
+    cell |= _timed(own.step, other.step, column, threads, seconds)
+    cell["step_peak_bytes"] = memory("VmHWM")
+    return {**cell, "reference": "float64", "error": error, "notes": prepared.notes}
+
+
+def _exact_gradients(case: Case) -> list[Tensor]:
+    learner = _Learner(case)
+    learner.model.double()
+    learner.arguments = map_tensors(_double, learner.arguments)
+    return learner.gradients()

@@ -1,0 +1,52 @@
+"""Samples of a tensor's contents: they show writes that torch does not count."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = ["sample_of"]
+
+_COUNT = 16
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the width of an element: NaN equals itself there."""
+
+
+def sample_of(tensor: Tensor) -> tuple[memoryview | None, memoryview | None]:
+    """Return a view of a few elements of a tensor, spread over its rows and columns, and what they hold now.
+
+    The view may be read while the tensor has this memory, size and strides. Both are None for other devices.
+    """
+    dtype = _INTEGERS.get(tensor.dtype.itemsize)
+    if not tensor.is_cpu or not tensor.numel() or dtype is None or tensor.is_conj() or tensor.is_neg():
+        return None, None
+    count, step = _walk(tensor)
+    elements = tensor.detach().as_strided((count,), (step,), tensor.storage_offset()).view(dtype).numpy()
+    return elements.data, elements.copy().data
+
+
+def _walk(tensor: Tensor) -> tuple[int, int]:
+    """Return how many elements are read, and how far one lies behind the other in memory."""
+    number, lengths = tensor.numel(), [length for length in tensor.shape if length > 1]
+    if number <= _COUNT and _is_dense(tensor):
+        return number, 1
+    if _is_dense(tensor):
+        step = (number - 1) // (_COUNT - 1)
+        while math.gcd(step, number) > 1:  # each lies in another row and in another column
+            step -= 1
+        return _COUNT, step
+    count = min(_COUNT, *lengths)  # along the diagonal
+    steps = ((length - 1) // (count - 1) for length in tensor.shape)
+    return count, sum(step * stride for step, stride in zip(steps, tensor.stride(), strict=True))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Say whether the elements fill their memory, in whatever order of the dimensions."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True

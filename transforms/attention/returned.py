@@ -1,0 +1,75 @@
+"""Who reads what a module returns beside its result: attention weights, mostly nobody."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import Any, cast
+
+from torch import fx, nn
+
+from ...compat import has_hooks
+from ...passes.sites import Site
+from ...tracing.program import Program
+
+__all__ = ["readers_of"]
+
+
+def readers_of(program: Program, owner: str, node: fx.Node) -> list[Site] | None:
+    """Return where calls of a module end that returns a node unread; None where somebody may read it."""
+    returned = _several(node.graph.output_node().args[0])
+    places = [number for number, each in enumerate(returned) if each is node]
+    return _callers(program, program.module(owner), places[0], depth=3) if len(places) == 1 else None
+
+
+def _several(returned: Any) -> list[Any]:
+    return list(cast("tuple[Any, ...]", returned)) if isinstance(returned, (tuple, list)) else []
+
+
+def _is_position(index: Any) -> bool:
+    return isinstance(index, int) and index >= 0
+
+
+def _callers(program: Program, module: nn.Module, position: int, depth: int) -> list[Site] | None:
+    calls = list(_calls(program, module))
+    if not calls or depth == 0 or has_hooks(module) or not _is_captured_around(program, module):
+        return None
+    found: list[Site] = []
+    for owner, number, call in calls:
+        ends = _end(program, owner, number, call, position, depth)
+        if ends is None:
+            return None
+        found += ends
+    return found
+
+
+def _end(program: Program, owner: str, number: int, call: fx.Node, position: int, depth: int) -> list[Site] | None:
+    """Return where it is unread: the caller, or those that call it in turn where it only hands it on."""
+    reads = [user for user in call.users if user.target is not len]
+    if not all(user.target is operator.getitem and _is_position(user.args[1]) for user in reads):
+        return None
+    handed_on = [user for user in reads if user.args[1] == position and user.users]
+    if not handed_on:
+        return [Site(program, owner, {f"{owner}/{call.name}/{number}": call.name}, number)]
+    output = call.graph.output_node()
+    returned = _several(output.args[0])
+    places = [place for place, each in enumerate(returned) if each in handed_on]
+    if len(handed_on) != 1 or len(places) != 1 or list(handed_on[0].users) != [output]:
+        return None
+    return _callers(program, program.module(owner), places[0], depth - 1)
+
+
+def _calls(program: Program, module: nn.Module) -> Iterator[tuple[str, int, fx.Node]]:
+    for owner, capture in program.captures.items():
+        for number, specialization in enumerate(capture.specializations):
+            for node in specialization.graph.find_nodes(op="call_module"):
+                if program.callee(owner, node) is module:
+                    yield owner, number, node
+
+
+def _is_captured_around(program: Program, module: nn.Module) -> bool:
+    """Say whether every module around it that runs itself has a graph: no other call is unseen."""
+    everywhere = cast("Iterator[tuple[str, nn.Module]]", program.model.named_modules(remove_duplicate=False))
+    names = [name for name, each in everywhere if each is module]
+    around = {".".join(name.split(".")[:count]) for name in names for count in range(name.count(".") + 1)}
+    return all(name in program.captures or type(program.module(name)).forward is nn.Module.forward for name in around)

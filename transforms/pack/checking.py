@@ -1,0 +1,89 @@
+"""Whether packed layers compute what layers do: one of each kind is compared with what it gives in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...layers.packed import Packed
+from ...passes.verification import Tolerance, distance, rounding, scale_of
+
+__all__ = ["Check"]
+
+_OWN = 4.0
+"""A packed layer may err four times as much as the layer does, by units in the last place of the scale, and by what
+rounding adds up to in a sum one after another: the square root of the number of terms."""
+
+_OUTPUTS = 16
+"""So many outputs are computed in float64; the others are compared with the layer's own in float32."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A layer, and the same on a packed weight.
+
+    Attributes:
+        packed: computes it in both ways.
+        weight, bias: of the layer.
+        adds: something is added to the result.
+        along: the dimensions of the outputs in the weight and in the result; None where outputs are not by themselves.
+        rows: of what it is given, those that are computed in float64.
+        terms: how many products each output is the sum of.
+    """
+
+    packed: Packed
+    weight: Tensor
+    bias: Tensor | None
+    adds: bool
+    along: tuple[int, int] | None
+    rows: slice
+    terms: int
+
+    def fault(self, x: Tensor, laid: Tensor) -> str:
+        """Return how far off the packed layer is, or "" where that is rounding.
+
+        Args:
+            x: what the layer is given.
+            laid: the same, as it lies in memory where the packed layer is given it.
+        """
+        with torch.no_grad():
+            other = torch.ones_like(self.packed.computed(x, self.weight, self.bias)) if self.adds else None
+            own = self.packed.plainly(x, self.weight, self.bias, other)
+            found = self.packed(laid, self.weight, self.bias, other)
+            if found.shape != own.shape or found.dtype != own.dtype:
+                return f"packed, it gives {tuple(found.shape)} of {found.dtype}, and not {tuple(own.shape)}"
+            some = self._some(own)
+            exact = self._exact(x, other, some)
+            error = float((self._picked(own, some) - exact).abs().max())
+            summed = math.sqrt(self.terms) * torch.finfo(own.dtype).eps * scale_of(exact)
+            most = _OWN * error + rounding(own).absolute + summed
+            seen = distance(exact, self._picked(found, some).double(), Tolerance(0.0, most))
+            if not seen.problem:
+                seen = distance(own.double(), found.double(), Tolerance(0.0, most + error))
+        own_error = error / max(scale_of(exact), torch.finfo(torch.float64).tiny)
+        what = f"packed, it is off by {seen.error:.1e} of the scale, where the layer itself is off by {own_error:.1e}"
+        return what if seen.problem else ""
+
+    def _some(self, own: Tensor) -> Tensor | None:
+        """Return the numbers of the outputs that are computed in float64; None stands for all."""
+        if self.along is None:
+            return None
+        count = own.shape[self.along[1]]
+        return torch.linspace(0, count - 1, min(count, _OUTPUTS)).round().long()
+
+    def _picked(self, result: Tensor, some: Tensor | None) -> Tensor:
+        rows = result[self.rows]
+        return rows if some is None or self.along is None else rows.index_select(self.along[1], some)
+
+    def _exact(self, x: Tensor, other: Tensor | None, some: Tensor | None) -> Tensor:
+        weight, bias = self.weight, self.bias
+        if some is not None and self.along is not None:
+            weight = weight.index_select(self.along[0], some)
+            bias = None if bias is None else bias.index_select(0, some)
+        added = None if other is None else self._picked(other, some).double()
+        return self.packed.plainly(
+            x[self.rows].double(), weight.double(), None if bias is None else bias.double(), added
+        )
