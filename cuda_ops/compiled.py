@@ -28,16 +28,29 @@ SOURCES = tuple(sorted(_HERE.glob("*/*.cu")))
 """What is compiled; each registers operators with torch in the namespace `fxopt_` and the name of its file."""
 
 
-@cache
+_loaded: dict[str, str] = {}
+"""Name of a source -> the architecture that its operators are registered for."""
+
+
 def native(name: str) -> Any:
     """Return the operators of the source of a name, compiled for the GPU in use: `torch.ops.fxopt_NAME`.
 
     Raises:
-        OSError: there is no nvcc, it does not compile the source, or its result cannot be kept or read.
+        OSError: there is no nvcc, it does not compile the source, or its result cannot be kept or read; or this process
+            has them for a GPU of another architecture already, and operators are registered once.
     """
-    (source,) = (each for each in SOURCES if each.stem == name)
     major, minor = torch.cuda.get_device_capability()
-    torch.ops.load_library(compiled(source, f"sm_{major}{minor}"))
+    return _native(name, f"sm_{major}{minor}")
+
+
+@cache
+def _native(name: str, architecture: str) -> Any:
+    known = _loaded.get(name, architecture)
+    if known != architecture:
+        raise OSError(f"'{name}' is loaded for {known} in this process, and the GPU in use is {architecture}")
+    (source,) = (each for each in SOURCES if each.stem == name)
+    torch.ops.load_library(compiled(source, architecture))
+    _loaded[name] = architecture
     return getattr(torch.ops, f"fxopt_{name}")
 
 

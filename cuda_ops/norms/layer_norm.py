@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..definition import by_reference, define, looped, times
-from .arguments import check_norm, empty_sum, of_scale, statistic
+from .arguments import check_norm, empty_sum, of_operand, of_scale, statistic, summed
 
 __all__ = ["add_layer_norm", "layer_norm"]
 
@@ -20,8 +20,8 @@ def _reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the result, the sum with the residual, and mean and factor of each row."""
     total = (x if residual is None else x + residual).contiguous()
-    result, mean, factor = torch.native_layer_norm(total, x.shape[-1:], weight, bias, eps)
-    like = statistic(x)
+    result, mean, factor = torch.native_layer_norm(total, total.shape[-1:], weight, bias, eps)
+    like = statistic(total)
     return result, x.new_empty(0) if residual is None else total, mean.to(like.dtype), factor.to(like.dtype)
 
 
@@ -32,7 +32,8 @@ def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tens
 def _fake(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), empty_sum(x, residual), statistic(x), statistic(x)
+    total = summed(x, residual)
+    return total.new_empty(total.shape), empty_sum(x, residual), statistic(total), statistic(total)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
@@ -40,6 +41,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
     _, total, mean, factor = output
     ctx.save_for_backward(x if residual is None else total, weight, bias, mean, factor)
     ctx.has_sum = residual is not None
+    ctx.operands = [(each.shape, each.dtype) for each in (x, residual) if each is not None]
     ctx.mark_non_differentiable(*([mean, factor] if ctx.has_sum else [total, mean, factor]))
 
 
@@ -48,10 +50,10 @@ def _backward(ctx: Any, grad: Tensor, of_sum: Tensor, *_: Any) -> tuple[Tensor |
     of_total, of_weight, of_bias = _layer_norm_backward(*given)
     wanted = ctx.needs_input_grad
     return (
-        of_total,
+        of_operand(of_total, ctx.operands[0]),
         of_weight if wanted[1] else None,
         of_bias if wanted[2] else None,
-        of_total if wanted[3] else None,
+        of_operand(of_total, ctx.operands[-1]) if wanted[3] else None,
         None,
     )
 
@@ -190,7 +192,7 @@ def add_layer_norm(
 
     Args:
         x: [..., features], floating-point.
-        residual: like `x`.
+        residual: what `x` can be added to; the sum has their common shape and dtype.
         weight: [features].
         bias: [features].
         eps: what is added to the variance.

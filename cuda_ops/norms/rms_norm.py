@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..definition import by_reference, define, looped, times
-from .arguments import check_norm, empty_sum, of_scale, statistic
+from .arguments import check_norm, empty_sum, of_operand, of_scale, statistic, summed
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
@@ -18,13 +18,13 @@ _NAME = "rms_norm"
 def _reference(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result, the sum with the residual, and what each row was multiplied with."""
     total = x if residual is None else (x + residual).contiguous()
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = torch.promote_types(total.dtype, torch.float32)
     norm = cast("Tensor", torch.linalg.vector_norm(total, dim=-1, keepdim=True, dtype=wide))
-    factor = norm.square_().mul_(1 / max(1, x.shape[-1])).add_(eps).rsqrt_()
+    factor = norm.square_().mul_(1 / max(1, total.shape[-1])).add_(eps).rsqrt_()
     result = (total * factor).contiguous()
     if weight is not None:
         result = result.mul_(weight)
-    return result.to(x.dtype), x.new_empty(0) if residual is None else total, factor.contiguous()
+    return result.to(total.dtype), x.new_empty(0) if residual is None else total, factor.contiguous()
 
 
 def _check(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> None:
@@ -32,7 +32,8 @@ def _check(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float
 
 
 def _fake(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), empty_sum(x, residual), statistic(x)
+    total = summed(x, residual)
+    return total.new_empty(total.shape), empty_sum(x, residual), statistic(total)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -40,13 +41,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
     _, total, factor = output
     ctx.save_for_backward(x if residual is None else total, weight, factor)
     ctx.has_sum = residual is not None
+    ctx.operands = [(each.shape, each.dtype) for each in (x, residual) if each is not None]
     ctx.mark_non_differentiable(*([factor] if ctx.has_sum else [total, factor]))
 
 
 def _backward(ctx: Any, grad: Tensor, of_sum: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     of_total, of_weight = _rms_norm_backward(grad, of_sum if ctx.has_sum else None, *ctx.saved_tensors)
     wanted = ctx.needs_input_grad
-    return of_total, of_weight if wanted[1] else None, of_total if wanted[2] else None, None
+    of_residual = of_operand(of_total, ctx.operands[-1]) if wanted[2] else None
+    return of_operand(of_total, ctx.operands[0]), of_weight if wanted[1] else None, of_residual, None
 
 
 def _backward_reference(
@@ -126,7 +129,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps:
 
     Args:
         x: [..., features], floating-point; the mean is taken in float32 at the least.
-        residual: like `x`.
+        residual: what `x` can be added to; the sum has their common shape and dtype.
         weight: [features].
         eps: what is added to the mean.
 

@@ -83,6 +83,11 @@ def _expect_one_dimension(shape: tuple[int, ...]) -> None:
         raise UsageError(f"the norm goes along {len(shape)} dimensions, and the operator along one")
 
 
+def _expect_one_shape(x: Tensor, residual: Tensor) -> None:
+    if isinstance(x, Tensor) and x.shape != residual.shape:  # in calls that differ later, the operator adds as torch
+        raise UsageError(f"the residual has shape {tuple(residual.shape)}, and x {tuple(x.shape)}")
+
+
 def _each(of: Callable[[_Square, _Division], tuple[_Spelling, ...]]) -> tuple[_Spelling, ...]:
     """Return the spellings with each way to square and divide, those of more operations first."""
     kinds = zip(*(of(*ways) for ways in itertools.product(_SQUARES, _DIVISIONS)), strict=True)
@@ -97,6 +102,7 @@ def _add_rms_norm(
     x: Tensor, residual: Tensor, eps: float, weight: Tensor | None = None, shape: tuple[int, ...] = (1,)
 ) -> tuple[Tensor, Tensor]:
     _expect_one_dimension(shape)
+    _expect_one_shape(x, residual)
     return add_rms_norm(x, residual, weight, eps)
 
 
@@ -109,6 +115,7 @@ def _add_layer_norm(
     shape: tuple[int, ...] = (1,),
 ) -> tuple[Tensor, Tensor]:
     _expect_one_dimension(shape)
+    _expect_one_shape(x, residual)
     return add_layer_norm(x, residual, weight, bias, eps)
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import empty_sum, statistic
+from .arguments import as_one, empty_sum, statistic
 
 __all__ = ["layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward"]
 
@@ -87,6 +87,7 @@ def _size(features: int) -> dict[str, int]:
 def _launch_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x, residual = as_one(x, residual)
     x = x.contiguous()
     result, total = torch.empty_like(x), empty_sum(x, residual)
     means, factors = statistic(x), statistic(x)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...compat import is_autocast
+from ...errors import UsageError
 from .losses import load_balancing_loss, router_z_loss
 
 __all__ = ["GATES", "Gate", "Router", "RouterOutput"]
@@ -93,6 +94,8 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return logits [tokens, experts], chosen experts [tokens, top_k] and their weights, for x [tokens, dim]."""
+        if self.top_k > self.weight.shape[0]:  # it was set later, or experts were pruned
+            raise UsageError(f"top_k={self.top_k} of {self.weight.shape[0]} experts; give at most so many")
         logits = self._logits(x)
         if self.gate == "sigmoid":
             kept, indices = logits.topk(self.top_k)

@@ -54,16 +54,15 @@ def lost_hooks_text(names: Sequence[str]) -> str:
 def _hooked(model: nn.Module, originals: Iterable[str]) -> Iterator[tuple[list[str], Tensor, _Hooks]]:
     """Yield parameters that have hooks, fused members' too, with all names of each."""
     own: Mapping[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    names: dict[object, list[str]] = {}
+    found: dict[object, tuple[list[str], Tensor]] = {}
     for name in dict.fromkeys((*own, *originals)):
-        tensor = own.get(name, _tensor_at(model, name))
+        tensor = own[name] if name in own else _tensor_at(model, name)
         if isinstance(tensor, Tensor):
-            names.setdefault(_identity(tensor), []).append(name)
-    for each in names.values():
-        tensor = cast("Tensor", own.get(each[0], _tensor_at(model, each[0])))
+            found.setdefault(_identity(tensor), ([], tensor))[0].append(name)
+    for names, tensor in found.values():
         hooks = _hooks_of(tensor)
         if hooks:
-            yield each, tensor, hooks
+            yield names, tensor, hooks
 
 
 def _identity(tensor: Tensor) -> object:

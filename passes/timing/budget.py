@@ -143,11 +143,11 @@ class TimeBudget:
     @property
     def for_sites(self) -> float:
         """Return the seconds that sites may take until the present pass is through; the rest is for what follows."""
-        return min(self._until, self._beyond + self._of_sites(self.seconds))
+        return min(self._until, self._beyond + self._of_sites())
 
-    def _of_sites(self, seconds: float) -> float:
-        kept_back = min(_WHOLE_MODEL_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * seconds)
-        return seconds - kept_back if math.isfinite(seconds) else math.inf
+    def _of_sites(self) -> float:
+        kept_back = min(_WHOLE_MODEL_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
+        return self.seconds - kept_back if math.isfinite(self.seconds) else math.inf
 
     def allows_check(self, *, clean_up: bool) -> bool:
         """Say whether a site may still be checked."""

@@ -17,6 +17,9 @@ from .members import Source, operands
 
 __all__ = ["Joined", "Loop", "Round", "draws", "dropping_module", "find_loop", "is_dropout"]
 
+_TRAINS_BY_DEFAULT = {"dropout": True, "alpha_dropout": False}
+"""Functions that drop elements -> what they take the mode for where a call does not say it."""
+
 _RESHAPES = ("to", "type_as", "squeeze", "unsqueeze", "view", "reshape", "contiguous", "flatten", "float")
 
 
@@ -321,8 +324,8 @@ def _holds_tensors(value: Any) -> bool:
 def is_dropout(node: fx.Node, owner: nn.Module) -> bool:
     """Say whether a node drops elements in training alone: a module, or a function that is told the mode of one."""
     if node.op == "call_module":
-        return type(owner.get_submodule(str(node.target))) is nn.Dropout
-    return canonical_name(node) == "dropout" and (_mode(node) is False or dropping_module(node) is not None)
+        return type(owner.get_submodule(str(node.target))) in (nn.Dropout, nn.AlphaDropout)
+    return canonical_name(node) in _TRAINS_BY_DEFAULT and (_mode(node) is False or dropping_module(node) is not None)
 
 
 def dropping_module(node: fx.Node) -> str | None:
@@ -338,7 +341,7 @@ def dropping_module(node: fx.Node) -> str | None:
 def _mode(node: fx.Node) -> Any:
     """Return what a call of the function says of the mode."""
     return dict(zip(("input", "p", "training"), operands(node), strict=False)).get(
-        "training", node.kwargs.get("training", True)
+        "training", node.kwargs.get("training", _TRAINS_BY_DEFAULT[canonical_name(node) or "dropout"])
     )
 
 

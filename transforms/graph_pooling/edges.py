@@ -10,7 +10,7 @@ from torch import fx, nn
 from ...passes.sites import Refusal
 from ...tracing.program import Program
 from ...tracing.values import qualified
-from .rows import carriers, keeps_rows, name_of_call, rows_of
+from .rows import carriers, keeps_rows, name_of_call, number_of_rows
 
 __all__ = ["COARSENING", "edges_before", "full_name"]
 
@@ -46,7 +46,7 @@ def edges_before(program: Program, owner: str, x: fx.Node) -> fx.Node | Refusal:
         node = queue.pop()
         edges = _edges_of(program, owner, node)
         if edges is not None:
-            found[edges] = rows_of(node)
+            found[edges] = number_of_rows(node)
             continue
         if node.op == "call_module" and _passes_messages(program.callee(owner, node)):
             return Refusal(f"'{node.name}' passes messages over edges that it does not take as 'edge_index'", at)
@@ -60,7 +60,7 @@ def edges_before(program: Program, owner: str, x: fx.Node) -> fx.Node | Refusal:
     if len(found) > 1:
         return Refusal("several edge_index lead to it, of different graphs", at)
     edges, rows = found.popitem()
-    if rows != rows_of(x):
+    if rows != number_of_rows(x):
         return Refusal("its nodes are no longer those that edge_index names", at)
     return edges
 

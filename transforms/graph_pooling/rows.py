@@ -10,7 +10,7 @@ from ...operators import canonical_name, operator_info, operator_of_module
 from ...tracing.program import Program
 from ...tracing.values import qualified
 
-__all__ = ["carriers", "carries_rows", "keeps_rows", "name_of_call", "rows_of"]
+__all__ = ["carriers", "carries_rows", "keeps_rows", "name_of_call", "number_of_rows"]
 
 _KEEPING = frozenset(
     "linear embedding batch_norm layer_norm rms_norm normalize softmax log_softmax softmin glu prelu rrelu identity "
@@ -61,7 +61,7 @@ def carriers(node: fx.Node) -> list[fx.Node]:
     return [each for each in node.all_input_nodes if carries_rows(each)]
 
 
-def rows_of(node: fx.Node) -> int | None:
+def number_of_rows(node: fx.Node) -> int | None:
     """Return the length of a node's value, where it is a tensor with a first dimension."""
     shape = getattr(node.meta.get("val"), "shape", None)
     return shape[0] if shape else None
@@ -99,7 +99,7 @@ def _item_keeps(node: fx.Node) -> bool:
 def _same_length(node: fx.Node) -> bool:
     first = node.all_input_nodes[0] if node.all_input_nodes else node
     shapes = [getattr(item, "shape", None) for item in _flat(node.meta.get("val"))]
-    return all(shape and shape[0] == rows_of(first) for shape in shapes)
+    return all(shape and shape[0] == number_of_rows(first) for shape in shapes)
 
 
 def _flat(value: Any) -> list[Any]:

@@ -55,6 +55,8 @@ def _check_numbers(options: Settings) -> None:
     if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 <= amount < 1:
         raise _wrong("amount", amount, "give the share to remove, from 0 to below 1, such as 0.5")
     kept_of(options.pattern)
+    if not options.kinds:
+        raise _wrong("kinds", (), f"give some of {', '.join(KINDS)}, or leave it out for all")
     unknown = [kind for kind in options.kinds if kind not in KINDS]
     if unknown:
         raise _wrong("kinds", unknown[0], f"give some of {', '.join(KINDS)}")

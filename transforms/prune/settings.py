@@ -32,7 +32,7 @@ class Settings:
     schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
     seed: int = 0
     criterion: Literal["magnitude", "batchnorm", "taylor", "routing", "random"] = "magnitude"
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[Kind, ...] = KINDS
     target: Literal["units", "parameters", "flops", "latency"] = "units"
     round_to: int = 1
     scores: Scores | None = field(default=None, compare=False, repr=False)

@@ -107,7 +107,8 @@ def _called(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iter
     for found in _spelled(program, inside, result, kernel):
         seen = _from_outside(found, specialization, given, str(node.target))
         if seen is not None and _is_all(found, specialization.graph):
-            yield Occurrence(program, owner, node, kernel, seen.computed_by(None, node).__next__(), found.settings)
+            (called,) = seen.computed_by(None, node)
+            yield Occurrence(program, owner, node, kernel, called, found.settings)
 
 
 def _is_sealed(guard: Guard, module: nn.Module) -> bool:

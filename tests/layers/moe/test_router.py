@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fxopt.errors import UsageError
 from fxopt.layers import load_balancing_loss, router_z_loss
 from fxopt.layers.moe import Router
 
@@ -100,3 +101,10 @@ def test_z_loss_is_equation_5_of_st_moe():
     expected = sum(torch.log(row.exp().sum()) ** 2 for row in logits) / 7
     torch.testing.assert_close(router_z_loss(logits), expected)
     assert router_z_loss(torch.randn(0, 4)) == 0
+
+
+def test_more_experts_than_there_are_is_one_clear_line():
+    router = Router(8, 4, 2)
+    router.top_k = 5
+    with pytest.raises(UsageError, match="top_k=5 of 4 experts; give at most so many"):
+        router(torch.randn(3, 8))

@@ -206,6 +206,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], bool, str]] = {
     "router": (lambda: _with(lambda m: m.gate.weight.data.fill_(float("nan"))), False, "not all finite"),
     "dropout": (lambda: _with(_nothing, Named, lambda: Plain(0.1)), True, "draw random numbers"),
     "drawn": (lambda: _with(_nothing, Where, Dropping), True, "draw random numbers in training"),
+    "alpha": (
+        lambda: _with(_nothing, Where, lambda: Dropping(drop=F.alpha_dropout)),
+        True,
+        "random numbers in training",
+    ),
     "always drawn": (lambda: _with(_nothing, Where, lambda: Dropping(always=True)), False, "in evaluation, too"),
     "shared": (lambda: _with(_share), False, "'experts.1' is the same module as 'experts.0'"),
     "identity": (lambda: _with(_pass_on), False, "'experts.3' is of the class Identity, and 'experts.0' of Gated"),
@@ -221,7 +226,7 @@ def test_refusals(case: str) -> None:
     (decision,) = fxopt.plan(fast).decisions
     assert decision.status in ("refused", "undone")
     assert re.search(reason, decision.reason or decision.status), decision.reason
-    if case not in ("dropout", "drawn", "always drawn"):
+    if case not in ("dropout", "drawn", "alpha", "always drawn"):
         torch.testing.assert_close(fast(x_of(2, 3)), model(x_of(2, 3)), equal_nan=True)
 
 
@@ -254,10 +259,17 @@ def test_without_inputs_a_loop_is_refused() -> None:
 
 
 class Dropping(nn.Module):
-    def __init__(self, *, always: bool = False) -> None:
+    def __init__(self, *, always: bool = False, drop: Callable[..., Tensor] = F.dropout) -> None:
         super().__init__()
-        self.always = always
+        self.always, self.drop = always, drop
         self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.dropout(self.up(x), 0.5, True if self.always else self.training))
+        return self.down(self.drop(self.up(x), 0.5, True if self.always else self.training))
+
+
+def test_alpha_dropout_that_is_told_the_mode_is_as_idle_in_evaluation_as_dropout() -> None:
+    model = _with(_nothing, Where, lambda: Dropping(drop=F.alpha_dropout))
+    fast = fused(model)
+    assert [each.status for each in fxopt.plan(fast).decisions] == ["applied"]
+    torch.testing.assert_close(fast(x_of(2, 3)), model(x_of(2, 3)))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.errors import UsageError
 from fxopt.testing import assert_equivalent
 
 
@@ -69,11 +70,12 @@ def test_the_norm_of_a_sum_that_is_read_again(norm: Callable[[], nn.Module], nam
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_in_narrow_dtypes_both_results_keep_theirs(dtype: torch.dtype):
-    model, x = Block(lambda self, x: (self.first(x + self.linear(x)), x + self.linear(x))).to(dtype), torch.randn(3, 8)
-    model = Block(decoder).to(dtype)
-    fast, found = swapped(model, x.to(dtype))
+    model, x = Block(decoder).to(dtype), torch.randn(3, 8, dtype=dtype)
+    fast, found = swapped(model, x)
     assert found["add_rms_norm"] == 1
-    assert fast(x.to(dtype)).dtype == dtype
+    assert fast(x).dtype == dtype
+    tolerance = 0.05 if dtype is torch.bfloat16 else 1e-5
+    torch.testing.assert_close(fast(x), model(x), atol=tolerance, rtol=tolerance)
 
 
 def between(self: Any, x: Tensor) -> Tensor:
@@ -155,3 +157,23 @@ def test_only_norms_are_swapped_where_only_they_are_asked_for():
     model, x = Block(decoder), torch.randn(3, 8)
     fast = fxopt.optimize(model, "swap_kernels{kernels=[rms_norm]}", example_inputs=(x,), measure=False)
     assert [each.site["data"]["kernel"] for each in fxopt.plan(fast).decisions] == ["rms_norm"] * 2
+
+
+@pytest.mark.parametrize("norm", [RMSNorm, lambda: nn.LayerNorm(8)])
+def test_other_shapes_and_dtypes_later_are_added_as_before(norm: Callable[[], nn.Module]):
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = norm()
+
+        def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+            return self.norm(x + residual)
+
+    model, x = Added(), torch.randn(4, 6, 8)
+    fast = fxopt.optimize(model, "swap_kernels", example_inputs=(x, torch.randn(4, 6, 8)), measure=False)
+    assert any("fxopt.add" in name or "_norm" in name for name in operators(fast))
+    for other in (torch.randn(1, 6, 8), torch.randn(8), torch.randn(4, 6, 8).bfloat16(), torch.randn(4, 1, 1).half()):
+        assert_equivalent(model, fast, (x, other))
+        assert_equivalent(model, fast, (other, x))
+    with pytest.raises(UsageError, match=r"residual has shape \(5,\), x \(4, 6, 8\); they must broadcast"):
+        fast(x, torch.randn(5))

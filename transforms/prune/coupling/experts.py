@@ -72,15 +72,14 @@ def _stacks(program: Program) -> Iterator[_Stack]:
     for name, module in program.names.modules.items():
         if isinstance(module, nn.ModuleList) and len(module) > 1:
             around, members = name.rpartition(".")[0], tuple(qualified(name, last) for last in item_names(module))
-            if any(True for _ in _routers(program, around, name, len(members))):
+            if any(_routers(program, around, name, len(members))):
                 yield _Stack(name, around, len(members), members)
         tensors = _tensors(module)
         sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors.values()}
         if len(sizes) == 1 and max(sizes) > 1 and any(tensor.dim() > 2 for tensor in tensors.values()):
             arounds = (name, name.rpartition(".")[0])
-            around = next(
-                (each for each in arounds if any(True for _ in _routers(program, each, name, max(sizes)))), None
-            )
+            size = max(sizes)
+            around = next((each for each in arounds if any(_routers(program, each, name, size))), None)
             if around is not None:
                 yield _Stack(name, around, max(sizes))
 
@@ -144,7 +143,8 @@ def _obstacle(
     if getattr(program.module(router), "capacity_factor", None) is not None:
         return "their number decides how many tokens each serves (capacity_factor)"
     if _returns_logits(program):
-        return "the model returns the logits of all (output_router_logits), and balances their load by them"
+        advice = "set config.output_router_logits = False"
+        return f"the model returns the logits of all, and balances their load by them; {advice}"
     if stack.members:
         return _obstacle_in_list(program, stack)
     return None

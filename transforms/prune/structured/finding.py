@@ -25,7 +25,7 @@ __all__ = ["find"]
 def find(program: Program, wanted: Settings) -> Iterator[Site | Refusal]:
     """Yield a site for the units that go of each group, and what is refused, like reasons together."""
     found = coupling(program)
-    of_kind = [group for group in found.groups if not wanted.kinds or group.kind in wanted.kinds]
+    of_kind = [group for group in found.groups if group.kind in wanted.kinds]
     groups, left_out = _wanted(program, of_kind, wanted)
     yield from _refusals((*found.refused, *left_out))
     scores = scores_of(program, groups, wanted)

@@ -32,7 +32,7 @@ def with_zeros(site: Site, original: nn.Module) -> nn.Module:
         _leave_fast_paths(original)
     for module, size, number in site.data["norms"]:
         over_kept(original.get_submodule(module), size, lists[number])
-    for module, size, number in site.data.get("routers", ()):  # plans of before have none
+    for module, size, number in site.data["routers"]:
         without_experts(original.get_submodule(module), size, lists[number])
     return original
 

@@ -38,7 +38,7 @@ def remove(site: Site, edit: Edit) -> None:
     for module, name, index, gone in site.data["attributes"]:
         old = getattr(edit.owner.get_submodule(module), name, None)
         edit.set_attribute(module, name, _without(old, [] if index is None else [index], gone, f"{module}.{name}"))
-    for name, size, number in site.data.get("experts", ()):  # plans of before have none
+    for name, size, number in site.data["experts"]:
         _take_out(edit, name, size, lists[number])
 
 

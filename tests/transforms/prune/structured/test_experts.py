@@ -316,7 +316,9 @@ def test_a_model_that_returns_its_logits_keeps_their_width(by_config: bool) -> N
     model = family("Mixtral", **({"output_router_logits": True} if by_config else {}))
     inputs = IDS if by_config else fxopt.Inputs(IDS, output_router_logits=True)
     fast = prune(model, inputs)
-    reason = "the model returns the logits of all (output_router_logits), and balances their load by them"
+    reason = (
+        "the model returns the logits of all, and balances their load by them; set config.output_router_logits = False"
+    )
     router = "model.layers.0.mlp.gate"
     assert decisions(fast) == {router: ("refused", f"its experts cannot be removed: {reason}")}
 
