@@ -126,7 +126,10 @@ def _read_back(temporary: Path, path: Path) -> nn.Module:
         return load_exported(temporary)[0]
     except ArchiveError as error:
         text = str(error).replace(str(temporary), str(path))
-        raise ArchiveError(f"fxopt could not read the exported file: {text}") from error
+        raise ArchiveError(
+            f"{path} was not written: fxopt could not read it back: {text}. To write a file that fxopt does not check, "
+            "with operators of others, use torch.export.save, and torch.export.load where they are imported"
+        ) from error
 
 
 class _Comparison:

@@ -482,7 +482,7 @@ def test_a_plan_for_another_model() -> None:
     with pytest.raises(fxopt.PlanError, match=r"is not in this model") as caught:
         fxopt.optimize(Ensemble(3), FUSE, plan=plan)
     assert caught.value.exit_code == 3
-    with pytest.raises(fxopt.PlanError):
+    with pytest.raises(fxopt.PlanError, match="give example_inputs= with the plan"):
         fxopt.optimize(nn.Sequential(nn.Linear(5, 5)), FUSE, plan=plan)
 
 

@@ -48,6 +48,8 @@ class Pass:
         after: names of passes that must not run later than this one.
         requires: names of passes that must have run already.
         destroys: pass name -> why it can no longer run once this pass has.
+        destroys_later: that holds for a later call of `optimize` too, which is refused; otherwise they run, and find
+            nothing.
         includes: names of passes whose work this one does on its way: listed before it they run behind it, on the rest.
     """
 
@@ -65,6 +67,7 @@ class Pass:
     after: ClassVar[tuple[str, ...]] = ()
     requires: ClassVar[tuple[str, ...]] = ()
     destroys: ClassVar[Mapping[str, str]] = {}
+    destroys_later: ClassVar[bool] = False
     includes: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, *_: Any, **options: Any) -> Self:

@@ -18,7 +18,7 @@ from ...tracing.program import Program, capture_program, deactivate
 from ...tracing.recording import alone, eagerly, hold, plain_registries, rank_local, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass, check_option_types
-from ..pipeline import Decision, Plan, Ranks, as_in_twin, on_all_ranks, optimized_on_all, ranks
+from ..pipeline import Decision, Plan, Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
 from ..state import RECORD_KEY, InParts, StateMap, copied_module, skeleton_of
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget, collection_paused, forward_seconds
@@ -110,6 +110,8 @@ def _checked(model: nn.Module, request: Request) -> ModelNames:
             f"the model has been through {record.finished_by[-1]!r}, which comes last, and a copy would lose that; "
             "list all passes in one call, on the model as it was before (fxopt.restore)"
         )
+    if record is not None:
+        check_behind(record.plan.decisions, request.passes)
     return names
 
 

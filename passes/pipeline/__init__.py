@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .choosing import PassLike, chosen_passes, refuse_unfit, unfinished
-from .order import check_order
+from .order import check_behind, check_order
 from .pipeline import parse
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
 from .ranks import Ranks, heard_of_any, on_all_ranks, optimized_on_all, ranks
@@ -21,6 +21,7 @@ __all__ = [
     "Ranks",
     "as_in_twin",
     "available",
+    "check_behind",
     "check_order",
     "chosen_passes",
     "find_pass",

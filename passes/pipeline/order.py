@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
 import networkx as nx
 
-from ...errors import OrderError
+from ...errors import OrderError, UsageError
 from ..contract import Pass
 from ..sites import Phase
+from .plan import Decision
+from .registry import find_pass
 
-__all__ = ["arranged", "check_order"]
+__all__ = ["arranged", "check_behind", "check_order"]
 
 Rule = tuple[int, int, str]
 """Positions of two passes in the list, the first of which must run before the second, and why."""
@@ -46,6 +48,31 @@ def arranged(passes: Sequence[Pass]) -> list[Pass]:
         before = [each for each in found[:place] if each.name not in pass_.includes]
         found = [*before, pass_, *moved, *found[place + 1 :]]
     return found
+
+
+def check_behind(decisions: Iterable[Decision], passes: Sequence[Pass]) -> None:
+    """Check that the passes may run on a model that was optimized before.
+
+    Raises:
+        OrderError: a pass that was applied before has ruled one of them out; the message names both, and the ways out.
+    """
+    applied = dict.fromkeys(decision.pass_name for decision in decisions if decision.status == "applied")
+    for name, earlier in ((name, _known_class(name)) for name in applied):
+        for pass_ in passes if earlier is not None and earlier.destroys_later else ():
+            if earlier is not None and pass_.name in earlier.destroys:
+                raise OrderError(
+                    f"pass {pass_.name!r}: the model has been through {name!r} in an earlier call, and {pass_.name!r} "
+                    f"cannot run behind that: {earlier.destroys[pass_.name]}; give fxopt.restore(model), or list "
+                    f"{pass_.name},{name} in one call"
+                )
+
+
+def _known_class(name: str) -> type[Pass] | None:
+    """Return a pass's class; None of what goes by a name of its own, such as a user's function."""
+    try:
+        return find_pass(name)
+    except UsageError:
+        return None
 
 
 def _check_phases(passes: Sequence[Pass]) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "check_expansion",
     "check_finite",
     "check_form",
+    "check_not_finite",
     "check_same_quantities",
     "check_sharing",
     "check_structure",
@@ -90,6 +91,20 @@ def check_finite(before: Quantities, after: Quantities) -> None:
         lost = expected.isfinite() & ~found.isfinite()
         if lost.any():
             raise Objection(f"{label} is {found[lost][0].item()} where it was finite")
+
+
+def check_not_finite(before: Quantities, after: Quantities) -> None:
+    """Object to what is finite where it was not, and to a row that was all finite and is not."""
+    for label, expected in before.items():
+        found = after.get(label)
+        if not _is_floating(expected) or not _is_floating(found) or expected.shape != found.shape:
+            continue
+        old, new = ~expected.isfinite(), ~found.isfinite()
+        if (old & ~new).any():
+            raise Objection(f"{label} hides what is not finite: it is {found[old & ~new][0].item()} on an input of NaN")
+        rows = (new.flatten(1).any(1) & ~old.flatten(1).any(1)) if expected.dim() > 1 else new & ~old
+        if rows.any():
+            raise Objection(f"{label} spreads what is not finite to row {int(rows.nonzero()[0])}")
 
 
 def drifts(exact: Quantities, other: Quantities) -> dict[str, tuple[float, float]]:

@@ -15,8 +15,21 @@ from torch import Tensor, nn
 
 from ...errors import InputError
 from ...tracing.graphs import capture_of, select
-from ...tracing.values import Arguments, Inputs, flatten
-from .inputs import many_rows, one_row, other_rows, other_strides, perturbed_inputs, perturbed_state, smaller, zeros
+from ...tracing.values import Arguments, Inputs
+from .inputs import (
+    Asked,
+    ServedCall,
+    are_same,
+    larger,
+    one_row,
+    other_rows,
+    other_strides,
+    perturbed_inputs,
+    perturbed_state,
+    served_calls,
+    smaller,
+    zeros,
+)
 from .reference_runs import ReferenceRuns, coarsest_epsilon
 from .stage import Stage
 from .trial import Run
@@ -38,6 +51,7 @@ class Data(enum.Enum):
     ONE_ROW = "on one row"
     SECOND = "second derivatives, on one row"
     ZEROS = "on inputs of zeros"
+    LARGER = "on more rows than the example's"
     NOISY = "on inputs and parameters with noise"
 
     @property
@@ -88,7 +102,6 @@ class Reference:
         called: those of them that ran.
         stream: the native run of the first call on the plain random stream; present where `random`.
         served: calls made one after another without gradients, in the module's own types.
-        alike: so many of the first of them are compared by value, and the others by what is finite.
         serving: what came of them.
         original: runs the module as it was again, where that stays as it is.
     """
@@ -110,8 +123,7 @@ class Reference:
     inner: Sequence[str] = ()
     called: frozenset[str] = frozenset()
     stream: Run | None = None
-    served: tuple[Arguments, ...] = ()
-    alike: int = 0
+    served: tuple[ServedCall, ...] = ()
     serving: tuple[Run, ...] = ()
     original: ReferenceRuns | None = None
 
@@ -194,7 +206,7 @@ class _Maker:
 
     def make(self, calls: Sequence[Arguments]) -> Reference:
         samples = self._samples(calls, self._firsts(calls)) if calls else []
-        served, serving, alike = self._served(samples[0], calls[0]) if samples and not self.brief else ((), (), 0)
+        served, serving = self._served(samples[0], calls[0]) if samples and not self.brief else ((), ())
         runs = self.runs
         return Reference(
             samples=tuple(samples),
@@ -216,7 +228,6 @@ class _Maker:
             stream=runs.stream(calls[0], self.state) if runs.random else None,
             served=served,
             serving=serving,
-            alike=alike,
         )
 
     def _firsts(self, calls: Sequence[Arguments]) -> list[int]:
@@ -239,8 +250,9 @@ class _Maker:
         self.few = recorded[0].arguments
         if self.brief:
             return recorded
-        noisy = (self._noisy(sample) for sample in recorded[: len(firsts)])
-        return [*recorded, *itertools.chain.from_iterable(noisy), *self._derived(recorded[0])]
+        noisy = [self._noisy(sample) for sample in recorded[: len(firsts)]]
+        derived = self._derived(recorded[0], all_calls[0])
+        return [*recorded, *itertools.chain.from_iterable(noisy), *derived]
 
     def _reduced(self, call: Arguments) -> Arguments:
         """Return the smallest call that runs the same graph, where calls are to be small."""
@@ -283,11 +295,11 @@ class _Maker:
             for inputs in (perturbed_inputs(arguments, self.runs.seed + 1), arguments):
                 run = self._attempt(inputs, state, first.exact) if self._runs_same(inputs, first.arguments) else None
                 if run is not None and run.structure == first.exact.structure:
-                    self.few = arguments
+                    self.few = arguments if self.few is first.arguments else self.few
                     return [self._sample(Data.NOISY, inputs, state, run)]
         return []
 
-    def _derived(self, first: Sample) -> list[Sample]:
+    def _derived(self, first: Sample, example: Arguments) -> list[Sample]:
         """Run calls that are derived from one, each the farthest from it that the module takes."""
         tables, seed = first.exact.tables, self.runs.seed + 2
         far = [*other_rows(self.few, tables, seed), perturbed_inputs(self.few, seed)]
@@ -296,7 +308,8 @@ class _Maker:
         one = self._first_taken(Data.ONE_ROW, one_row(self.few, tables, seed), first)
         small = [one.arguments] if one else []
         zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, _is_finite_in_value)
-        found = (rows, one and self._second(one), zero)
+        many = () if self.small else larger(self.few, example, seed)
+        found = (rows, one and self._second(one), zero, self._first_taken(Data.LARGER, many, first))
         return [sample for sample in found if sample is not None]
 
     def _first_taken(
@@ -305,7 +318,7 @@ class _Maker:
         for arguments in derived:
             if not self._runs_same(arguments, first.arguments):
                 continue
-            if not self.runs.gradients and _are_same(arguments, first.arguments):
+            if not self.runs.gradients and are_same(arguments, first.arguments):
                 return None
             run = self._attempt(arguments, self.state, first.exact, is_finite)
             if run is not None and run.structure == first.exact.structure:
@@ -323,31 +336,24 @@ class _Maker:
         """Say whether a derived call runs the graph of the recorded one, where the module has graphs."""
         if arguments is recorded or capture_of(self.stage.module) is None:
             return True
-        with self.stage.playing({}, convert=lambda tensor: tensor, training=self.runs.training):
+        with self.stage.playing({}, convert=lambda tensor: tensor, training=self.runs.training), suppress(Exception):
             one, other = (select(self.stage.module, *call) for call in (arguments, recorded))
-        return one is not None and other is not None and one[0] is other[0]
+            return one is not None and other is not None and one[0] is other[0]
+        return False  # a guard may read what such a call does not have
 
-    def _served(self, first: Sample, example: Arguments) -> tuple[tuple[Arguments, ...], tuple[Run, ...], int]:
-        """Make calls in a row, and say how many of them are to be compared by value.
-
-        First as recorded, then of the same sizes with noise, then with many more rows than the example, which some ways
-        of computing are made for; at last with a row more, large and negative, where only overflow counts.
-        """
-        near = (self.few, perturbed_inputs(self.few, self.runs.seed + 1))
-        many = () if self.small else self._many(first, example)
-        more = tuple(itertools.islice(other_rows(self.few, first.exact.tables, self.runs.seed, more=True), 1))
-        for alike, far in ((many, more), (many, ()), ((), more), ((), ())):
-            # The module may not take such calls, or not run without gradients: then nobody asks for that.
-            with suppress(Exception):
-                calls = (*near, *alike, *far)
-                return calls, tuple(self.runs.served(calls, self.state)), len(near) + len(alike)
-        return (), (), 0
-
-    def _many(self, first: Sample, example: Arguments) -> tuple[Arguments, ...]:
-        found = many_rows(self.few, example, self.runs.seed + 1)
-        with suppress(Exception):  # a guard may read what such a call does not have
-            return (found,) if found is not None and self._runs_same(found, first.arguments) else ()
-        return ()
+    def _served(self, first: Sample, example: Arguments) -> tuple[tuple[ServedCall, ...], tuple[Run, ...]]:
+        """Make calls in a row, those that the module takes; the same ones again where it did not take all."""
+        thought_of = served_calls(self.few, example, first.exact.tables, self.runs.seed, large=not self.small)
+        calls = [call for call in thought_of if self._runs_same(call.arguments, first.arguments)]
+        for _ in range(2):
+            untaken = set[int]()
+            with suppress(Exception):  # it may not run without gradients: then nobody asks for that
+                runs = self.runs.served([call.arguments for call in calls], self.state, untaken)
+                untaken |= set[int]() if untaken else _telling_nothing(calls, runs)
+                if not untaken:
+                    return tuple(calls), tuple(runs)
+            calls = [call for number, call in enumerate(calls) if number not in untaken]
+        return (), ()
 
     def _attempt(
         self,
@@ -367,18 +373,16 @@ class _Maker:
         return run if is_finite(run) or not is_finite(usual) else None
 
 
-def _are_same(call: Arguments, other: Arguments) -> bool:
-    """Say whether two calls of one form have the same tensors, or equal ones."""
-    tensors, others = ([v for v in flatten(each).values() if isinstance(v, Tensor)] for each in (call, other))
-    return len(tensors) == len(others) and all(
-        one is two or (one.layout is torch.strided and one.stride() == two.stride() and torch.equal(one, two))
-        for one, two in zip(tensors, others, strict=True)
-    )
-
-
 def _is_zero(run: Run) -> bool:
     gradients = (*run.input_gradients.values(), *run.parameter_gradients.values())
     return not any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+
+
+def _telling_nothing(calls: Sequence[ServedCall], runs: Sequence[Run]) -> set[int]:
+    """Return the numbers of calls on NaN that no graph is for, or whose results are not finite on ordinary ones."""
+    is_usual = bool(runs) and _is_finite_in_value(runs[0])
+    spoilt = (number for number, call in enumerate(calls) if call.asked is Asked.NOT_FINITE)
+    return {number for number in spoilt if runs[number].missed or not is_usual}
 
 
 def _is_finite(run: Run) -> bool:

@@ -86,11 +86,13 @@ class ReferenceRuns:
         """Run in the module's own types, random draws from the tape."""
         return self._trial(None, None).run(arguments, state)
 
-    def served(self, calls: Sequence[Arguments], state: Mapping[str, Tensor]) -> list[Run]:
-        """Make calls one after another in the module's own types, without gradients."""
+    def served(
+        self, calls: Sequence[Arguments], state: Mapping[str, Tensor], untaken: set[int] | None = None
+    ) -> list[Run]:
+        """Make calls one after another in the module's own types, without gradients; see `Trial.serve`."""
         trial = self._trial(None, None)
         trial.gradients = False
-        return trial.serve(calls, state)
+        return trial.serve(calls, state, untaken)
 
     def stream(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
         """Run in the module's own types on the plain random stream."""

@@ -108,18 +108,31 @@ class Trial:
                 self._interpret(like or arguments)
             return self._run(arguments, stand_ins)
 
-    def serve(self, calls: Sequence[Arguments], state: Mapping[str, Tensor]) -> list[Run]:
-        """Make several calls one after another without gradients, all but the first in inference mode."""
+    def serve(
+        self, calls: Sequence[Arguments], state: Mapping[str, Tensor], untaken: set[int] | None = None
+    ) -> list[Run]:
+        """Make several calls one after another without gradients, all but the first in inference mode.
+
+        The numbers of those that raise are noted in `untaken`, if that is given.
+        """
         runs: list[Run] = []
         with self._on_stage(state) as stand_ins:
-            for arguments in calls:
-                with torch.inference_mode(bool(runs)), torch.no_grad():
-                    if self.by_node:
-                        self._interpret(arguments)
-                    if self.tape is not None:
-                        self.tape.rewind()
-                    runs.append(self._run(arguments, stand_ins))
+            for number, arguments in enumerate(calls):
+                try:
+                    with torch.inference_mode(bool(runs)), torch.no_grad():
+                        runs.append(self._served(arguments, stand_ins))
+                except Exception:  # the module's code may raise anything
+                    if untaken is None:
+                        raise
+                    untaken.add(number)
         return runs
+
+    def _served(self, arguments: Arguments, stand_ins: Mapping[str, Tensor]) -> Run:
+        if self.by_node:
+            self._interpret(arguments)
+        if self.tape is not None:
+            self.tape.rewind()
+        return self._run(arguments, stand_ins)
 
     @contextmanager
     def _on_stage(self, state: Mapping[str, Tensor]) -> Generator[dict[str, Tensor]]:

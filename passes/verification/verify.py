@@ -19,6 +19,7 @@ from .demands import (
     check_expansion,
     check_finite,
     check_form,
+    check_not_finite,
     check_same_quantities,
     check_sharing,
     check_structure,
@@ -30,7 +31,7 @@ from .demands import (
     overflowing_alike,
     results_in,
 )
-from .inputs import jittered
+from .inputs import Asked, ServedCall, jittered
 from .reference import Data, Reference, Sample, reference
 from .stage import Stage
 from .tolerances import Measured, Tolerances, within
@@ -321,20 +322,25 @@ class _Check:
         return native
 
     def _served(self, first: Sample, translation: Translation, tolerances: Tolerances) -> None:
-        """Compare calls made in a row without gradients; of the last one, that nothing overflows."""
+        """Compare calls made in a row without gradients."""
         calls, where = self.reference.served, "without gradients"
-        after = self._tried(lambda: self.runs.served(calls, self.after.state), where)
+        after = self._tried(lambda: self.runs.served([one.arguments for one in calls], self.after.state), where)
         for number, (old, new) in enumerate(zip(self.reference.serving, after, strict=True)):
             check_structure(old, new)
             before, found = translation.quantities(old, self.reference.state), _quantities(new)
             check_same_quantities(before, found)
             check_form(before, found)
-            if number >= self.reference.alike:
-                check_finite(before, found)
-            else:
-                self._alike(
-                    replace(first, arguments=calls[number]), before, found, tolerances, f"({where}, call {number + 1})"
-                )
+            self._as_asked(calls[number], first, before, found, tolerances, f"({where}, call {number + 1})")
+
+    def _as_asked(
+        self, call: ServedCall, first: Sample, before: Quantities, found: Quantities, tolerances: Tolerances, where: str
+    ) -> None:
+        if call.asked is Asked.FINITE:
+            check_finite(before, found)
+        elif call.asked is Asked.NOT_FINITE:
+            check_not_finite(before, found)
+        else:
+            self._alike(replace(first, arguments=call.arguments), before, found, tolerances, where)
 
     def _alike(self, sample: Sample, before: Quantities, found: Quantities, tolerances: Tolerances, where: str) -> None:
         """Compare two runs in the module's own types; each may err."""

@@ -86,9 +86,18 @@ class _Run:
                 return module.forward(*args, **kwargs)
         selected = select(module, tuple(args), kwargs)
         if selected is None:
-            raise LookupError("its own forward runs")
+            return self._only_graph(module)
         graph, given = selected[0].graph, selected[1]
         values = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+        self.graph(module, graph, values)
+        return map_arg(graph.output_node().args[0], lambda node: _value(node, values))
+
+    def _only_graph(self, module: nn.Module) -> Any:
+        """Run a module's one graph on inputs of the form that it was recorded with: its guards may read data."""
+        capture = capture_of(module)
+        if capture is None or len(capture.specializations) != 1:
+            raise LookupError("its own forward runs")
+        graph, values = capture.specializations[0].graph, dict[fx.Node, Any]()
         self.graph(module, graph, values)
         return map_arg(graph.output_node().args[0], lambda node: _value(node, values))
 

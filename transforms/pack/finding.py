@@ -19,7 +19,7 @@ from ...tracing.program import Program
 from ...tracing.values import qualified
 from .behind import Behind, behind
 from .checking import Check
-from .layers import Layer, layer_at, shape_of
+from .layers import Layer, layer_at
 from .timing import Calls, Gains
 from .views import readers_in
 
@@ -148,7 +148,7 @@ def _gains(program: Program, layers: Sequence[_Found]) -> Gains:
     """Return what each kind of layer of a known shape gains, where that is to be measured, and which are wrong."""
     kinds: dict[Hashable, list[_Found]] = {}
     for found in layers:
-        if math.prod(shape_of(found.layer.x) or (0,)):
+        if math.prod(found.layer.given or (0,)):
             kinds.setdefault(found.kind, []).append(found)
     gains = Gains()
     for kind, alike in kinds.items():
@@ -163,7 +163,7 @@ def _calls(program: Program, alike: Sequence[_Found]) -> Calls:
     tensors = [found.layer.tensors(program, found.owner) for found in alike]
     geometry = first.layer.geometry
     # What feeds a convolution is mostly another one; images are not.
-    shape, channels = shape_of(first.layer.x) or (), 0 if geometry is None else tensors[0][0].shape[1] * geometry.groups
+    shape, channels = first.layer.given or (), 0 if geometry is None else tensors[0][0].shape[1] * geometry.groups
     lies_last = len(shape) in (4, 5) and channels > _COLOURS
     layer, adds = first.layer, first.behind.other is not None
     check = Check(packed, *tensors[0], adds, layer.outputs, layer.rows, layer.terms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat import own_parameters
+from ...layers.masked import Masked
 from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear
 from ...operators import canonical_name, normalized_arguments
 from ...passes.rewriting import obstacle_to_inlining
@@ -22,6 +24,12 @@ from .reading import computed, tensor_objection
 __all__ = ["Layer", "layer_at", "shape_of"]
 
 _PADDING = "it pads otherwise than with as many zeros on both sides, or its settings are no plain numbers"
+
+
+_MASKED = (
+    "its weight is masked, and may get zeros at each reading; call fxopt.transforms.prune.remove_masks(model), "
+    "which keeps the zeros, and then pack it"
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,8 @@ class Layer:
         """Return what computes it on a packed weight."""
         if self.geometry is None:
             return PackedLinear(activation, dtype, self.transposed)
-        return PackedConvolution(self.geometry, activation, dtype)
+        size = None if self.geometry.size is None else self.given
+        return PackedConvolution(dataclasses.replace(self.geometry, size=size), activation, dtype)
 
     @property
     def outputs(self) -> tuple[int, int] | None:
@@ -82,9 +91,23 @@ class Layer:
         return slice(-1, None) if is_batch else slice(None)
 
     @property
+    def given(self) -> tuple[int, ...] | None:
+        """Return the shape of what it is given, as wide as its weight is by now; None where it is not known."""
+        shape = shape_of(self.x)
+        if self.geometry is None:
+            dim, width = -1, self.shape[0 if self.transposed else 1]
+        elif self.geometry.output_padding is None:
+            dim, width = -self.geometry.rank - 1, self.shape[1] * self.geometry.groups
+        else:
+            dim, width = -self.geometry.rank - 1, self.shape[0]
+        if shape is None or len(shape) < -dim:
+            return shape
+        return (*shape[: len(shape) + dim], width, *shape[len(shape) + dim + 1 :])
+
+    @property
     def kind(self) -> Hashable:
         """Return what layers that take as long have in common."""
-        return shape_of(self.x), self.shape, self.transposed, self.geometry, self.bias is None
+        return self.given, self.shape, self.transposed, self.geometry, self.bias is None
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:
@@ -130,7 +153,9 @@ def _module_objection(module: nn.Module, kind: type[nn.Module], base: type[nn.Mo
     if base is not None and kind is not base:
         return f"it is a {kind.__name__}, which may compute something else than nn.{base.__name__}"
     if type(module) is not kind and getattr(type(module), "_fxopt_is_operation", False):
-        return "it is part of something fused, or masked"
+        if isinstance(module, Masked):
+            return _MASKED
+        return "it is part of something fused"
     return ""
 
 

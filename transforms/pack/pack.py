@@ -20,7 +20,7 @@ from .writing import write
 
 __all__ = ["Pack"]
 
-_BEFORE = "it works on layers as they were; list it before pack"
+_BEFORE = "it works on layers as they were before pack"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Pack(Pass):
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
     judges_itself: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_experts", "fuse_ensembles", "swap_kernels")
-    destroys: ClassVar[Mapping[str, str]] = dict.fromkeys(("prune", "quantize", "qat"), _BEFORE)
+    destroys: ClassVar[Mapping[str, str]] = dict.fromkeys(("prune", "quantize", "qat", "autocast"), _BEFORE)
+    destroys_later: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.dtype is torch.bfloat16:

@@ -15,22 +15,23 @@ GROUP = "fxopt.kernels"
 """The entry-point group of kernels from other distributions; fxopt's own win where names are equal."""
 
 
-def kernels_named(names: Sequence[str]) -> list[Kernel]:
+def kernels_named(names: Sequence[str], given: Sequence[Kernel] = ()) -> list[Kernel]:
     """Return the kernels of these names, all if there are none.
+
+    Args:
+        names: of kernels.
+        given: kernels that need not be known; they win.
 
     Raises:
         UsageError: there is none of a name, or one cannot be loaded.
     """
-    own = {kernel.name: kernel for kernel in KERNELS}
+    own = {kernel.name: kernel for kernel in (*KERNELS, *given)}
     if names and own.keys() >= set(names):
         return [own[name] for name in names]  # reading what all distributions offer takes longer than a swap
     others = {e.name: e for e in importlib.metadata.entry_points(group=GROUP) if e.name not in own}
     for name in names:
         if name not in own and name not in others:
-            known = [*own, *others]
-            raise UsageError(
-                f"swap_kernels: unknown kernel {name!r}{did_you_mean(name, known)}; there are {', '.join(known)}"
-            )
+            raise UsageError(f"swap_kernels: unknown kernel {name!r}{did_you_mean(name, [*own, *others])}")
     return [own[name] if name in own else _loaded(others[name]) for name in names or [*own, *others]]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import fx, nn
@@ -31,10 +31,11 @@ class SwapKernels(Pass):
     Refuses: operations whose results something else reads too, and operands that the operator does not take.
 
     Options:
-        kernels: names of those to look for; all, if none is named.
+        kernels: names of those to look for, or kernels themselves; all, if none is named.
     """
 
     kernels: tuple[str, ...] = ()
+    _given: tuple[Kernel, ...] = field(default=(), init=False, compare=False, repr=False)
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.SPEED
@@ -42,11 +43,14 @@ class SwapKernels(Pass):
 
     def __post_init__(self) -> None:
         if isinstance(self.kernels, (tuple, list)):
-            object.__setattr__(self, "kernels", tuple(self.kernels))
-            kernels_named(self.kernels)
+            listed: tuple[object, ...] = tuple(self.kernels)
+            object.__setattr__(self, "_given", tuple(each for each in listed if isinstance(each, Kernel)))
+            names = (each.name if isinstance(each, Kernel) else each for each in listed)
+            object.__setattr__(self, "kernels", tuple(names))
+            kernels_named(self.kernels, self._given)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        kernels = kernels_named(self.kernels)
+        kernels = kernels_named(self.kernels, self._given)
         items = [
             item
             for owner, capture in program.captures.items()
@@ -57,7 +61,7 @@ class SwapKernels(Pass):
         yield from (item for item in items if not isinstance(item, Site) or program.module(item.owner) not in idle)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        (kernel,) = kernels_named([site.data["kernel"]])
+        (kernel,) = kernels_named([site.data["kernel"]], self._given)
         found = occurrence(edit.program, site.owner, site["result"], kernel)
         if not isinstance(found, Occurrence):
             raise MatchFailure(found or f"{kernel.name} is not there any more")

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
-from .derived import few_rows, many_rows, one_row, other_rows, other_strides, smaller, zeros
+from .derived import (
+    are_same,
+    few_rows,
+    larger,
+    longer,
+    many_rows,
+    not_finite,
+    one_row,
+    other_rows,
+    other_strides,
+    smaller,
+    zeros,
+)
 from .noise import jittered, perturbed_inputs, perturbed_state
+from .served import Asked, ServedCall, served_calls
 
 __all__ = [
+    "Asked",
+    "ServedCall",
+    "are_same",
     "few_rows",
     "jittered",
+    "larger",
+    "longer",
     "many_rows",
+    "not_finite",
     "one_row",
     "other_rows",
     "other_strides",
     "perturbed_inputs",
     "perturbed_state",
+    "served_calls",
     "smaller",
     "zeros",
 ]

@@ -10,7 +10,19 @@ from torch import Tensor
 from ....tracing.values import Arguments, TensorFunction, flatten, map_tensors
 from .noise import perturbed_inputs, stands_for_infinity
 
-__all__ = ["few_rows", "many_rows", "one_row", "other_rows", "other_strides", "smaller", "zeros"]
+__all__ = [
+    "are_same",
+    "few_rows",
+    "larger",
+    "longer",
+    "many_rows",
+    "not_finite",
+    "one_row",
+    "other_rows",
+    "other_strides",
+    "smaller",
+    "zeros",
+]
 
 _FACTORS = (100.0, -1.0, -100.0, 1.0)
 """What the rows of a derived call are multiplied by, in turn."""
@@ -57,11 +69,26 @@ def other_rows(
     yield drawn.over(arguments, _scaled(rows, _FACTORS, integers=False))
 
 
-def many_rows(arguments: Arguments, example: Arguments, seed: int) -> Arguments | None:
+def many_rows(arguments: Arguments, example: Arguments, seed: int, *, numbers: bool = True) -> Arguments | None:
     """Return the call with at least twice the rows and the numbers of an example; of a small one, with four times.
 
-    What there is repeats, with noise on floats, so that all integers are values that the call has. Numbers that ascend,
-    as those of the graphs of a batch, do so still.
+    Args:
+        arguments: of the call: the example, or a smaller one made of it.
+        example: the call as it was recorded.
+        seed: of the noise.
+        numbers: have more numbers, too; else more rows alone.
+    """
+    rows, least = _rows(arguments), _rows(example)
+    size, wanted = _size(arguments), _size(example)
+    if not rows or not size:
+        return None
+    times = 4 if wanted <= _SMALL else 2
+    count = max(times * least, -(-times * wanted * rows // size) if numbers else 0)
+    return _repeated(arguments, {0: {rows: count}}, seed)
+
+
+def larger(arguments: Arguments, example: Arguments, seed: int) -> Iterator[Arguments]:
+    """Yield calls with more rows than an example: at first longer, too; only those that cost next to nothing.
 
     Args:
         arguments: of the call: the example, or a smaller one made of it.
@@ -69,14 +96,68 @@ def many_rows(arguments: Arguments, example: Arguments, seed: int) -> Arguments 
         seed: of the noise.
     """
     rows, least = _rows(arguments), _rows(example)
-    size, wanted = (sum(tensor.numel() for tensor in _tensors(each).values()) for each in (arguments, example))
-    if not rows or not size:
+    if not rows:
+        return
+    for inner in _inner_sizes(example):
+        sizes = {dim: {size: 2 * size + 1 for size in inner} for dim in range(1, 6)}
+        if _size(example) * 2 * 2 ** len(inner) <= _SMALL:
+            yield _repeated(example, {0: {least: 2 * least + 1}, **sizes}, seed)
+    if _size(arguments) * (2 * least + 1) <= _SMALL * rows:
+        yield _repeated(arguments, {0: {rows: 2 * least + 1}}, seed)
+
+
+def longer(arguments: Arguments, example: Arguments, seed: int) -> Arguments | None:
+    """Return a call of two rows, more than twice as long or wide as an example; None where no other length is known.
+
+    Args:
+        arguments: a smaller call made of the example: the sizes in which it differs may be other ones.
+        example: the call as it was recorded.
+        seed: of the noise.
+    """
+    pairs = zip(_tensors(arguments).values(), _tensors(example).values(), strict=True)
+    sizes = {old: 2 * old + 1 for one, two in pairs for new, old in zip(one.shape[1:], two.shape[1:], strict=True)
+             if new != old}  # fmt: skip
+    if not sizes:
         return None
-    times = 4 if wanted <= _SMALL else 2
-    count = max(times * least, -(-times * wanted * rows // size))
-    ascending = [_ascends(tensor) for tensor in _leaves(arguments)]
-    order = iter(ascending)
-    resized = map_tensors(lambda x: x.sort()[0] if next(order) else x, _resized(arguments, {0: {rows: count}}))
+    return _repeated(example, {0: {_rows(example): 2}, **dict.fromkeys(range(1, 6), sizes)}, seed)
+
+
+def not_finite(arguments: Arguments) -> Arguments | None:
+    """Return a call of at least three rows with NaN in the last and infinity in the one before, of one argument.
+
+    It is the first that holds ordinary floats; None where there is none.
+    """
+    rows = _rows(arguments)
+    made = _resized(arguments, {0: {rows: max(rows, _ODD)}}) if rows else arguments
+    chosen = next((t for t in _leaves(made) if _is_ordinary(t) and t.dim() and len(t) == max(rows, _ODD)), None)
+    if chosen is None:
+        return None
+    spoilt = chosen.detach().clone()
+    spoilt[-1], spoilt[-2] = torch.nan, torch.inf
+    return map_tensors(lambda tensor: spoilt if tensor is chosen else tensor, made)
+
+
+def are_same(call: Arguments, other: Arguments) -> bool:
+    """Say whether two calls of one form have the same tensors, or equal ones."""
+    tensors, others = ([v for v in flatten(each).values() if isinstance(v, Tensor)] for each in (call, other))
+    return len(tensors) == len(others) and all(
+        one is two or (one.layout is torch.strided and one.stride() == two.stride() and torch.equal(one, two))
+        for one, two in zip(tensors, others, strict=True)
+    )
+
+
+def _size(arguments: Arguments) -> int:
+    return sum(tensor.numel() for tensor in _tensors(arguments).values())
+
+
+def _repeated(arguments: Arguments, sizes: Mapping[int, Mapping[int, int]], seed: int) -> Arguments:
+    """Return a call of other sizes, with noise on floats.
+
+    What there is repeats, so that all integers are values that the call has. Numbers that ascend, as those of the
+    graphs of a batch, do so still.
+    """
+    order = iter([_ascends(tensor) for tensor in _leaves(arguments)])
+    resized = map_tensors(lambda x: x.sort()[0] if next(order) else x, _resized(arguments, sizes))
     return perturbed_inputs(resized, seed)
 
 

@@ -23,7 +23,7 @@ from ..demands import (
     largest_gap,
     results_in,
 )
-from ..inputs import jittered, smaller
+from ..inputs import jittered, many_rows, smaller
 from ..reference import Reference, reference
 from ..stage import Stage
 from ..tolerances import beside_neighbours, is_drowned, learn_response, within
@@ -49,11 +49,13 @@ class _Sample:
         arguments: of the call.
         run: what came of it, in the model's own types.
         is_given: whether it is an example, and not derived from one.
+        gradients: whether those that are wanted were taken.
     """
 
     arguments: Arguments
     run: Run
     is_given: bool
+    gradients: bool = True
 
 
 @dataclass
@@ -84,6 +86,7 @@ class Original:
     _has_drawn: bool = field(default=False, init=False)
     _samples: list[_Sample] = field(default_factory=list[_Sample], init=False)
     _larger: list[_Sample] | None = field(default=None, init=False)
+    _many: list[_Sample] | None = field(default=None, init=False)
     _exact: dict[int, Reference] = field(default_factory=dict[int, Reference], init=False)
 
     def __post_init__(self) -> None:
@@ -124,10 +127,25 @@ class Original:
             self._larger += self._first_taken([_one_row_more(self._arguments[0])])
         return self._larger
 
-    def _run(self, stage: Stage, arguments: Arguments, state: Mapping[str, Tensor] | None = None) -> Run:
+    def _with_many_rows(self) -> list[_Sample]:
+        """Return a call with many rows, without gradients; another mode than the usual goes without."""
+        if self._many is None:
+            example = self._arguments[0]
+            base = next((sample.arguments for sample in self._samples if not sample.is_given), example)
+            call = many_rows(base, example, self.seed, numbers=False) if self.is_usual else None
+            self._many = []
+            with suppress(Exception):  # the original need not take so many
+                if call is not None:
+                    self._many = [_Sample(call, self._run(self._stage, call, gradients=False), False, False)]
+        return self._many
+
+    def _run(
+        self, stage: Stage, arguments: Arguments, state: Mapping[str, Tensor] | None = None, *, gradients: bool = True
+    ) -> Run:
         steady = SteadyDraws() if self._is_random else nullcontext()
         with steady:
-            run = Trial(stage, self.training, self.gradients, False, self.seed).run(arguments, state or stage.state)
+            trial = Trial(stage, self.training, self.gradients and gradients, False, self.seed)
+            run = trial.run(arguments, state or stage.state)
         self._is_sure = self._is_sure and getattr(steady, "is_sure", True)
         self._has_drawn = self._has_drawn or getattr(steady, "has_drawn", False)
         return run
@@ -168,7 +186,9 @@ class Original:
             if only_runs:
                 return self._running(after, translation, keeps_form)
             errors = [self._compared(sample, after, translation, budget) for sample in self._samples]
-            if None in errors:
+            if budget is None:
+                errors += [self._compared(sample, after, translation, budget) for sample in self._with_many_rows()]
+            if None in errors[: len(self._samples)]:
                 errors += [self._compared(sample, after, translation, budget) for sample in self._larger_ones()]
             error = max((each for each in errors if each is not None), default=0.0)
         except Objection as objection:
@@ -194,7 +214,7 @@ class Original:
     def _run_rewritten(self, after: Stage, sample: _Sample) -> Run | None:
         """Run the rewritten model; None where it says that it does not take a call that is no example."""
         try:
-            return self._run(after, sample.arguments)
+            return self._run(after, sample.arguments, gradients=sample.gradients)
         except Exception as error:
             if isinstance(error, GuardError) and not sample.is_given:
                 return None
@@ -257,8 +277,8 @@ class Original:
         with SteadyDraws() if self._is_random else nullcontext():
             if number not in self._exact:
                 self._exact[number] = reference(
-                    self.model, [call], training=self.training, gradients=self.gradients, seed=self.seed, brief=True,
-                    whole=True,
+                    self.model, [call], training=self.training,
+                    gradients=self.gradients and sample.gradients, seed=self.seed, brief=True, whole=True,
                 )  # fmt: skip
             known = self._exact[number]
             drowns = not sample.is_given and _drowns(known)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxopt.passes.verification import Data, Verdict, reference, verify
+from fxopt.passes.verification.inputs import Asked
 from fxopt.tracing.values import Inputs
 
 Function = Callable[..., Any]
@@ -209,3 +210,59 @@ def test_a_mask_of_integers_is_changed() -> None:
 
     mask = torch.ones(4, 4, dtype=torch.int64)
     assert not judged(before, lambda m, x, mask: torch.softmax(x, -1), rows(), mask).ok
+
+
+def test_a_gradient_that_errs_only_above_its_examples_rows_is_found() -> None:
+    class Slope(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * (1.1 if len(gradient) > 8 else 1.0)
+
+    verdict = judged(lambda m, x: (x @ m.weight).tanh(), lambda m, x: Slope.apply(x @ m.weight).tanh(), rows(8))
+    assert "gradient" in verdict.reason and Data.LARGER.value in verdict.reason
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (8, 40)])
+def test_what_errs_only_above_its_examples_length_is_found(shape: tuple[int, int]) -> None:
+    def wrong(m: Any, ids: Tensor) -> Tensor:
+        return F.embedding(ids, m.table) * (1.1 if ids.shape[1] > shape[1] else 1.0)
+
+    ids = torch.arange(shape[0] * shape[1]).view(shape) % 9
+    assert not judged(lambda m, ids: F.embedding(ids, m.table), wrong, ids).ok
+
+
+def test_longer_calls_in_own_types_are_made_of_large_examples() -> None:
+    def wrong(m: Any, x: Tensor) -> Tensor:
+        return x @ m.weight * (1.1 if x.dim() > 2 and x.shape[1] > 1200 else 1.0)
+
+    assert "call 4" in judged(lambda m, x: x @ m.weight, wrong, torch.randn(8, 1200, 4)).reason
+
+
+ORDINARY = {
+    "nan_to_num": lambda x: x.nan_to_num(),
+    "where": lambda x: torch.where(x.isnan(), 0.0, x),
+    "infinity": lambda x: x.clamp(-1e30, 1e30),
+    "spread": lambda x: x + 0 * x.sum(0),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_what_is_not_finite_stays_so_and_in_its_rows(name: str) -> None:
+    make: Function = ORDINARY[name]
+    verdict = judged(lambda m, x: x @ m.weight, lambda m, x: make(x) @ m.weight, rows())
+    assert "not finite" in verdict.reason
+
+
+def test_an_original_that_stops_at_nan_is_compared_on_all_other_calls() -> None:
+    def checked(m: Any, x: Tensor) -> Tensor:
+        if bool(x.isnan().any()):
+            raise ValueError("NaN")
+        return x @ m.weight
+
+    taken = reference(Model(checked), [Inputs(rows())])
+    assert [call.asked for call in taken.served] == [Asked.SAME] * 3 + [Asked.FINITE]
+    assert judged(checked, lambda m, x: x.nan_to_num() @ m.weight, rows()).ok

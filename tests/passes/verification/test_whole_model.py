@@ -110,3 +110,16 @@ def test_no_more_is_learned_of_rounding_than_is_enough() -> None:
     learned.clear()
     error, objection = demands.judged(judge, lambda: learn(2))
     assert error == 0.5 and str(objection) == "too far" and learned == [0, 1]
+
+
+class WrongWithMany(Sized):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.1 if len(x) > 31 else 1.0)
+
+
+def test_a_model_that_errs_only_with_many_rows_is_found() -> None:
+    model, other = Sized(), WrongWithMany()
+    other.load_state_dict(model.state_dict())
+    runs = Original(model, [Inputs(torch.randn(8, 8))], gradients=True)
+    assert runs.verdict(model).ok
+    assert not runs.verdict(other).ok

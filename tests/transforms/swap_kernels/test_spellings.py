@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.cuda_ops import Kernel
 from fxopt.testing import assert_equivalent
+from fxopt.transforms.swap_kernels import SwapKernels
 
 
 class Computes(nn.Module):
@@ -144,6 +146,20 @@ def test_options_choose_kernels():
     assert [each.site["data"]["kernel"] for each in fxopt.plan(fast).decisions] == ["swiglu"]
     with pytest.raises(fxopt.UsageError, match=r"unknown kernel 'swiglo'.*swiglu"):
         fxopt.optimize(model, "swap_kernels{kernels=[swiglo]}", example_inputs=(x,))
+
+
+def test_a_kernel_that_is_not_listed_is_given_itself():
+    def spelled(x: Tensor) -> Tensor:
+        return torch.sin(x) * torch.cos(x)
+
+    kernel = Kernel("half_of_sine_of_double", spelled, (spelled,))
+    model, x = Computes(lambda x, w, b: torch.sin(x) * torch.cos(x)), torch.randn(3, 8)
+    chosen = SwapKernels(kernels=[kernel])  # type: ignore[arg-type]
+    fast = fxopt.optimize(model, chosen, example_inputs=(x,), measure=False)
+    assert [each.site["data"]["kernel"] for each in fxopt.plan(fast).decisions] == [kernel.name]
+    with pytest.raises(fxopt.UsageError) as caught:
+        SwapKernels(kernels=("zzz",))
+    assert str(caught.value).count("there are") == 1
 
 
 def test_another_distribution_adds_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

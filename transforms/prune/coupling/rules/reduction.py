@@ -157,7 +157,7 @@ def _group_norm(follower: Follower, args: Sequence[Any], kwargs: dict[str, Any],
     return [found, *(None for _ in out[1:])]
 
 
-_COUNTS = ", in which a zero counts, too: classes, and whole experts of a router, stay"
+_COUNTS = ", in which a zero counts, too: such units (classes, say) stay"
 _NUMBERS = ", which gives numbers of units, as a router of experts does: these are not followed"
 
 _MOST = "amax amin max min argmax argmin aminmax median mode kthvalue prod any all logsumexp std var std_mean var_mean"
