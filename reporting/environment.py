@@ -72,7 +72,7 @@ def _distribution(name: str, absent: str, *, required: bool) -> Check:
 
 def _devices() -> str:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return ", ".join([f"cpu ({torch.get_num_threads()} threads)", *gpus])
+    return ", ".join([f"cpu (threads: {torch.get_num_threads()})", *gpus])
 
 
 def _instructions(names: Sequence[str]) -> str:

@@ -145,7 +145,7 @@ class History:
     def checked(self, earlier: Record | None = None) -> str:
         """Say how the rewrites that stand were checked, those of an earlier call too; what was not comes last."""
         ways = dict.fromkeys(
-            "not now: a plan was repeated" if rewrite.replayed else str(rewrite.decision.figures.get("checked"))
+            "when the plan was made" if rewrite.replayed else str(rewrite.decision.figures.get("checked"))
             for rewrite in self.rewrites
         )
         if earlier is not None and any(decision.status == "applied" for decision in earlier.plan.decisions):

@@ -99,7 +99,8 @@ def _refusals(refused: Sequence[Refused]) -> Iterator[Refusal]:
         if not each.by_design:
             layers[each.reason].append(each.layer)
     for reason, names in layers.items():
-        more = "" if len(names) == 1 else f" (so are {len(names) - 1} more layers: {_shown(names[1:])})"
+        others = "is 1 more layer" if len(names) == 2 else f"are {len(names) - 1} more layers"
+        more = "" if len(names) == 1 else f" (so {others}: {_shown(names[1:])})"
         yield Refusal(f"{reason}{more}", at=names[0])
 
 

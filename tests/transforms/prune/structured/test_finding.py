@@ -240,7 +240,7 @@ def test_layers_that_are_kept_out_stay_whole(residual: Any, word: str):
     fast = prune(residual, keep=(word,))
     assert fast.block.conv1.weight.shape == (8, 8, 3, 3)
     (decision,) = fxopt.plan(fast).decisions
-    assert decision.reason.startswith(f"it has to keep its units: keep={word} (so are 1 more layers: block.conv1)")
+    assert decision.reason.startswith(f"it has to keep its units: keep={word} (so is 1 more layer: block.conv1)")
 
 
 def test_refusals_of_one_reason_are_one(residual: Any):
