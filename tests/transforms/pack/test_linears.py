@@ -138,7 +138,11 @@ def test_wrong_inputs_raise_what_they_raised() -> None:
         fast(torch.randn(2, 16).double())
 
 
-@pytest.mark.parametrize("bias", [torch.tensor(0.5), torch.randn(1), torch.randn(6, 24), torch.randn(48)[::2]], ids=str)
+@pytest.mark.parametrize(
+    "bias",
+    [torch.tensor(0.5), torch.ones(1), torch.arange(144.0).view(6, 24), torch.arange(48.0)[::2]],
+    ids=["number", "one", "rows", "strided"],
+)
 def test_biases_of_other_shapes(bias: Tensor) -> None:
     model = network()
     fast = packed(model)
