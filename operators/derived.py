@@ -97,8 +97,7 @@ class Derived(Keeping):
         There are no weak references to tensors, for torch swaps none that have some (`torch.utils.swap_tensors`).
         """
         for key, kept in tuple(self._kept.items()):
-            own, sampled = kept[-2][0], kept[_FIRST_VIEW + self.count - 1] is not None
-            if holders_of(own) <= 1 + sampled:
+            if holders_of(kept[-2][0]) <= 1:
                 self.forget(key)
 
     def forget(self, first: int) -> None:
@@ -126,7 +125,6 @@ class Derived(Keeping):
         return derived, (self.function, self.count)
 
 
-_FIRST_VIEW = 4
 _NOTED = ("place", "version", "number", "strides", "view", "sample")
 _SAME = f"{UNCHANGED} and view{{i}} == sample{{i}}"
 """The view comes last: it may be read only where the tensor still has that memory."""

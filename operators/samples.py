@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
-import torch
 from torch import Tensor
 
 __all__ = ["sample_of"]
 
 _COUNT = 16
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the width of an element: NaN equals itself there."""
+_INTEGERS = {1: "b", 2: "h", 4: "i", 8: "q"}
+"""Formats of `memoryview`, by the width of an element: NaN equals itself there."""
 
 
 def sample_of(tensor: Tensor) -> tuple[memoryview | None, memoryview | None]:
     """Return a view of a few elements of a tensor, spread over its rows and columns, and what they hold now.
 
-    The view may be read while the tensor has this memory, size and strides. Both are None for other devices.
+    The view may be read while the tensor has this memory, size and strides; it goes by the address, since torch cannot
+    resize memory that it has given to numpy, as FSDP does. Both are None for other devices.
     """
-    dtype = _INTEGERS.get(tensor.dtype.itemsize)
-    if not tensor.is_cpu or not tensor.numel() or dtype is None or tensor.is_conj() or tensor.is_neg():
+    width = tensor.dtype.itemsize
+    letter, place = _INTEGERS.get(width), tensor.data_ptr()
+    if not tensor.is_cpu or not tensor.numel() or not place or letter is None or tensor.is_conj() or tensor.is_neg():
         return None, None
     count, step = _walk(tensor)
-    elements = tensor.detach().as_strided((count,), (step,), tensor.storage_offset()).view(dtype).numpy()
-    return elements.data, elements.copy().data
+    memory = (ctypes.c_byte * (width * ((count - 1) * step + 1))).from_address(place)
+    elements = memoryview(memory).cast("B").cast(letter)[:: max(step, 1)]
+    return elements, memoryview(elements.tobytes()).cast(letter)
 
 
 def _walk(tensor: Tensor) -> tuple[int, int]:

@@ -241,7 +241,7 @@ def test_what_cannot_be_had_is_computed_by_the_reference_after_one_warning(
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(gpu, "_broken", {})
-    compiled.native.cache_clear()
+    compiled._native.cache_clear()
     edges = OrientedGraph(torch.tensor([[0, 0, 1], [1, 2, 2]]), 3)
     compute = gpu.on_gpu("triples.cuda_kernel:triangles", "triangles", lambda *_: "reference")
     with pytest.warns(UserWarning, match=message) as noted:

@@ -299,6 +299,17 @@ def test_compiled_and_exported_code_follows_the_originals(way: str) -> None:
         torch.testing.assert_close(other(x), x.sum(1, keepdim=True).expand(2, 3) * 2 + 2)
 
 
+def test_memory_can_be_freed_and_taken_again_as_fsdp_does(weight: nn.Parameter, by: Tensor) -> None:
+    target, storage = derived(Scale(), 2), weight.untyped_storage()
+    with torch.no_grad():
+        target(weight, by)
+        size = storage.size()
+        storage.resize_(0)
+        storage.resize_(size)
+        weight.fill_(3.0)
+        assert torch.equal(target(weight, by)[0], Scale()(weight, by)[0])
+
+
 def test_copies_and_pickles_compute_the_same(weight: Tensor, by: Tensor) -> None:
     target = derived(Scale(3.0), 2)
     target(weight, by)

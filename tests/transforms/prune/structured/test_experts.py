@@ -214,7 +214,7 @@ def test_what_is_left_of_a_list_has_its_items_alone_and_all_names() -> None:
 
 
 def test_experts_and_the_units_in_them_go_together() -> None:
-    fast = prune(family("Mixtral"), IDS, 0.5, kinds=())
+    fast = prune(family("Mixtral"), IDS, 0.5, kinds=("channels", "heads", "hidden", "experts"))
     stacked = fast.model.layers[0].mlp.experts
     assert stacked.gate_up_proj.shape == (3, 24, 8) and stacked.down_proj.shape == (3, 8, 12)
     assert stacked.num_experts == 3 and fast.model.layers[0].mlp.gate.num_experts == 3
