@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping
+from typing import Literal
 
 from torch import Tensor
 
 __all__ = ["sample_of"]
 
 _COUNT = 16
-_INTEGERS = {1: "b", 2: "h", 4: "i", 8: "q"}
+_INTEGERS: Mapping[int, Literal["b", "h", "i", "q"]] = {1: "b", 2: "h", 4: "i", 8: "q"}
 """Formats of `memoryview`, by the width of an element: NaN equals itself there."""
 
 
