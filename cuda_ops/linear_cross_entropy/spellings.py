@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -91,7 +92,7 @@ def _linear_cross_entropy(
     if isinstance(x, Tensor):
         _check_shapes(x, weight, target, classes, leaves_last)
     rows = x[..., :-1, :] if leaves_last else x
-    rows, target = rows.flatten(0, -2), target.flatten()
+    rows, target = rows.flatten(0, -2), target.flatten().to(torch.int64)  # `cross_entropy` takes uint8, too
     return reduced_loss(rows, weight, bias, target, ignore_index, label_smoothing, 0, reduction)
 
 

@@ -95,6 +95,12 @@ def test_other_numbers_of_rows_are_computed_by_the_same_graph():
     torch.testing.assert_close(fast(x, target), model(x, target))
 
 
+def test_classes_in_eight_bits_are_taken_as_cross_entropy_takes_them():
+    model, (x, target) = Loss(by_size), given()
+    fast, _ = swapped(model, x, target)
+    torch.testing.assert_close(fast(x, target.to(torch.uint8)), model(x, target.to(torch.uint8)))
+
+
 def test_in_bfloat16_with_an_upcast_the_loss_is_float32():
     model, (x, target) = Loss(causal).bfloat16(), given()
     fast, found = swapped(model, x.bfloat16(), target)
