@@ -177,7 +177,9 @@ def test_a_preset_stands_for_its_passes():
 
 
 def test_an_option_of_a_preset_puts_other_passes_in_the_place_of_some():
-    exact, narrow, small = (list(map(str, parse(f"inference{each}"))) for each in ("", "{dtype=bfloat16}", "{dtype=int8}"))
+    exact, narrow, small = (
+        list(map(str, parse(f"inference{each}"))) for each in ("", "{dtype=bfloat16}", "{dtype=int8}")
+    )
     at = exact.index("pack")
     assert narrow == [*exact[:at], "pack{dtype=bfloat16}", *exact[at:]]
     assert small == [*exact[:at], "quantize", "pack{dtype=bfloat16}", *exact[at:]]
