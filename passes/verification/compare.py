@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -204,7 +204,7 @@ def _is_ordinary(tensor: Tensor) -> bool:
 
 def _comparable(tensor: Tensor) -> Tensor:
     has_own = type(tensor).dequantize is not Tensor.dequantize  # a tensor of another class, which holds other numbers
-    known = cast("Tensor", tensor.dequantize()) if has_own else tensor
+    known = tensor.dequantize() if has_own else tensor
     dense = known.to_dense() if known.layout is not torch.strided else known
     if dense.is_complex():
         return dense.to(torch.complex128)
