@@ -211,10 +211,17 @@ def hooked(conv):
     return conv
 
 
-def test_a_model_without_message_passing_is_refused():
+def test_of_a_model_without_message_passing_nothing_is_said():
     fast = optimized(nn.Linear(3, 3), inputs=(torch.randn(2, 3),))
-    (decision,) = fxopt.plan(fast).decisions
-    assert "no message passing" in decision.reason
+    assert not fxopt.plan(fast).decisions
+
+
+@pytest.mark.parametrize("preset", ["inference", "training"])
+def test_the_presets_have_it(preset):
+    model = Network(pyg.GCNConv(WIDTH, WIDTH)).train(preset == "training")
+    fast = fxopt.optimize(model, preset, example_inputs=graph(), measure=False, time_budget=60)
+    decisions = fxopt.plan(fast).decisions
+    assert [each.status for each in decisions if each.pass_name == "sparse_message_passing"] == ["applied"]
 
 
 def test_its_text_is_read_back():
