@@ -47,11 +47,12 @@ class KeptGraphs:
     Threads may share it. A copy of it, or one from a pickle, is empty.
 
     Attributes:
-        trials: how many graphs there were, since one came again, that would not have been worth it alone.
+        trials: layer, by its identity -> for how many graphs it made rows, since one came again, that would not have
+            been worth it alone. A layer on a graph that is always the same says nothing of one behind it, whose are not.
     """
 
     def __init__(self) -> None:
-        self.trials = 0
+        self.trials: dict[int, int] = {}
         self._lock = threading.Lock()
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
 

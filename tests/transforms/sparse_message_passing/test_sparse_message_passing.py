@@ -13,6 +13,7 @@ pytest.importorskip("torch_geometric")
 from torch_geometric import nn as pyg
 
 import fxopt
+from fxopt.layers.message_passing import convolutions
 from fxopt.passes.pipeline import parse
 from fxopt.testing import assert_equivalent
 from fxopt.transforms.sparse_message_passing import SparseMessagePassing
@@ -222,6 +223,29 @@ def test_the_presets_have_it(preset):
     fast = fxopt.optimize(model, preset, example_inputs=graph(), measure=False, time_budget=60)
     decisions = fxopt.plan(fast).decisions
     assert [each.status for each in decisions if each.pass_name == "sparse_message_passing"] == ["applied"]
+
+
+class Pooled(nn.Module):
+    """Whose second layer sees other edges at each call, as behind a pooling that chooses by the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = pyg.GCNConv(WIDTH, WIDTH), pyg.GCNConv(WIDTH, WIDTH)
+
+    def forward(self, x, edge_index):
+        return self.second(self.first(x, edge_index).relu(), edge_index.flip(1))
+
+
+def test_a_layer_whose_edges_are_always_new_gives_up_beside_one_whose_are_the_same(monkeypatch):
+    made = []
+    rows_of = convolutions.rows_of
+    monkeypatch.setattr(convolutions, "rows_of", lambda *a, **k: made.append(1) or rows_of(*a, **k))
+    fast, inputs = optimized(Pooled().eval()), graph()
+    for _ in range(convolutions._TRIALS + 1):
+        fast(*inputs)
+    made.clear()
+    torch.testing.assert_close(fast(*inputs), fxopt.restore(fast)(*inputs))
+    assert not made and over_rows(fast.second)
 
 
 def test_its_text_is_read_back():
