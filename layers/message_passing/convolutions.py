@@ -24,7 +24,7 @@ _WORTH = 2**19
 """Rows are made at the first sight of a graph whose messages are this many numbers: they take less than is gained."""
 
 _TRIALS = 64
-"""So many smaller graphs of a layer go over rows, too; if none comes again, further ones do so at their second sight."""
+"""So many smaller graphs of a layer go over rows, too; if none comes again, further ones do at their second sight."""
 
 _CHUNK = 2**17
 """Numbers of edges that are looked at together, so that they stay in the cache."""

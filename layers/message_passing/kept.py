@@ -48,7 +48,7 @@ class KeptGraphs:
 
     Attributes:
         trials: layer, by its identity -> for how many graphs it made rows, since one came again, that would not have
-            been worth it alone. A layer on a graph that is always the same says nothing of one behind it, whose are not.
+            been worth it alone. A layer on one graph says nothing of one behind it whose graphs are always new.
     """
 
     def __init__(self) -> None:
