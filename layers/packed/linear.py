@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,6 @@ class _Weight:
 
     dtype: torch.dtype
     transposed: bool
-
-    ends_gradients: ClassVar[bool] = True
 
     def __call__(self, weight: Tensor) -> Tensor:
         if not can_be_packed(weight) or weight.ndim != 2:
