@@ -23,7 +23,7 @@ from .layers import Layer, layer_at
 from .timing import Calls, Gains
 from .views import readers_in
 
-__all__ = ["found_in"]
+__all__ = ["IN_TRAINING", "found_in"]
 
 _LEAST = 1.01
 """What gains less by itself stays as it is; of the rest the whole model tells."""
@@ -31,7 +31,8 @@ _LEAST = 1.01
 _COLOURS = 4
 """Images have so many channels at most."""
 
-_IN_TRAINING = "the model is in training, where weights change at every step; call model.eval() first"
+IN_TRAINING = "the model is in training, where weights change at every step; call model.eval() first"
+"""Why nothing is packed then."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class _Found:
 def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
     """Yield the layers of each graph that runs in evaluation as a site, and those that stay as they are."""
     if program.training:
-        yield from (Refusal(_IN_TRAINING, "(root)") for _ in itertools.islice(_candidates(program, dtype), 1))
+        yield from (Refusal(IN_TRAINING, "(root)") for _ in itertools.islice(_candidates(program, dtype), 1))
         return
     layers: list[_Found] = []
     for item in _candidates(program, dtype):

@@ -21,7 +21,7 @@ from ...tracing.values import TensorMeta, user_class
 from .geometry import CONVOLUTIONS, NAMES, geometry_of_call, geometry_of_module
 from .reading import computed, tensor_objection
 
-__all__ = ["Layer", "layer_at", "shape_of"]
+__all__ = ["Layer", "layer_at", "module_objection", "shape_of"]
 
 _PADDING = "it pads otherwise than with as many zeros on both sides, or its settings are no plain numbers"
 
@@ -131,7 +131,7 @@ def _of_module(program: Program, owner: str, node: fx.Node) -> Layer | None:
     base = next((each for each in (nn.Linear, *CONVOLUTIONS) if issubclass(kind, each)), None)
     if (base is None and not is_transposed) or len(given) != 1 or not isinstance(given[0], fx.Node):
         return None
-    name, objection = str(node.target), _module_objection(module, kind, base)
+    name, objection = str(node.target), module_objection(module, kind, base)
     weight = own_parameters(module).get("weight")
     if weight is None:
         return Layer(node, given[0], "", None, (), (name,), objection or "its weight is no parameter of its own")
@@ -146,7 +146,8 @@ def _of_module(program: Program, owner: str, node: fx.Node) -> Layer | None:
     )  # fmt: skip
 
 
-def _module_objection(module: nn.Module, kind: type[nn.Module], base: type[nn.Module] | None) -> str:
+def module_objection(module: nn.Module, kind: type[nn.Module], base: type[nn.Module] | None) -> str:
+    """Return why a module stays as it is, or ""; `kind` is the user's class of it, `base` the one of torch."""
     reason = obstacle_to_inlining(module)
     if reason is not None:
         return reason

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...passes.timing import Interval, time_candidates
-from .checking import Check
 
 __all__ = ["Calls", "Gains"]
 
@@ -22,7 +22,13 @@ _MOST = 4
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of dimensions."""
 
-Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Compute = Callable[..., object]
+
+
+class _Check(Protocol):
+    """Say how far off a packed layer is, or "" where that is rounding."""
+
+    def fault(self, x: Tensor, laid: Tensor) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,8 @@ class Calls:
 
     Attributes:
         shape: of what they are given.
-        before, after: compute a layer, from what it is given, its weight and its bias.
-        tensors: the weight and bias of each layer.
+        before, after: compute a layer, from what it is given and its tensors.
+        tensors: those of each layer: the weight and bias, say.
         check: of one of them.
         lies_last: what the new way is given lies channels last in memory.
     """
@@ -40,8 +46,8 @@ class Calls:
     shape: tuple[int, ...]
     before: Compute
     after: Compute
-    tensors: Sequence[tuple[Tensor, Tensor | None]]
-    check: Check
+    tensors: Sequence[tuple[Tensor | None, ...]]
+    check: _Check
     lies_last: bool = False
 
     def given(self) -> tuple[Tensor, Tensor]:
@@ -54,8 +60,8 @@ class Calls:
         some = self.tensors[:_MOST]
 
         def run(compute: Compute, x: Tensor) -> None:
-            for weight, bias in some:
-                compute(x, weight, bias)
+            for each in some:
+                compute(x, *each)
 
         runs = {"before": lambda: run(self.before, x), "after": lambda: run(self.after, other)}
         with torch.no_grad():
@@ -73,6 +79,11 @@ class Gains:
 
     known: dict[Hashable, Interval] = field(default_factory=dict[Hashable, Interval])
     faults: dict[Hashable, str] = field(default_factory=dict[Hashable, str])
+
+    @property
+    def seen(self) -> set[Hashable]:
+        """Return the kinds that something is known of."""
+        return {*self.known, *self.faults}
 
     def look(self, kind: Hashable, calls: Calls, *, exact: bool, timed: bool) -> None:
         """Check the layers of a kind, where they are to be exact, and time them."""
