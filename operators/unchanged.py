@@ -19,9 +19,9 @@ class Unchanged:
     """Notes how tensors are.
 
     A tensor counts as changed when it is another object, was written to in place, has other memory, size or strides
-    (`.data = ...`), or, on a CPU, holds other numbers at one of a few places (`sample_of`): so what torch does not count
-    (`.data` itself, numpy, fused optimizers, other processes) is seen where it writes into most elements. Tensors of
-    inference mode have no count of writes: of them the rest is compared.
+    (`.data = ...`), or, on a CPU, holds other numbers at one of a few places (`sample_of`): so what torch does not
+    count (`.data` itself, numpy, fused optimizers, other processes) is seen where it writes into most elements. Of
+    tensors of inference mode torch counts no writes: the rest is compared.
 
     There are no weak references to tensors, for torch swaps none that have some (`torch.utils.swap_tensors`); their
     memory is held, so that nothing else comes to lie in its place.

@@ -61,9 +61,10 @@ class PackedLinear(Packed):
             bias: [outputs] or None.
             other: of the shape of the result, or None.
         """
-        if weight.dim() != 2 or not x.dim() or x.size(-1) != weight.size(self._inputs):
+        shape = weight.shape
+        if len(shape) != 2 or not x.dim() or x.shape[-1] != shape[self._inputs]:
             return self.plainly(x, weight, bias, other)
-        if not self.takes(x, weight, bias, other, weight.size(self._outputs)):
+        if not self.takes(x, weight, bias, other, shape[self._outputs]):
             return self.plainly(x, weight, bias, other)
         packed = self.weights(weight)
         if not is_packed(packed):
