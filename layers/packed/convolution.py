@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,8 +75,6 @@ class _Weight:
 
     geometry: Geometry
     dtype: torch.dtype
-
-    ends_gradients: ClassVar[bool] = True
 
     def __call__(self, weight: Tensor) -> Tensor:
         if not can_be_packed(weight) or weight.ndim != self.geometry.rank + 2:
