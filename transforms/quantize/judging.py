@@ -153,7 +153,7 @@ def _size(module: nn.Module) -> int:
 
 def _kind(module: nn.Module, calls: Sequence[Call]) -> Hashable:
     """Return what layers that take as long have in common."""
-    given = pytree.tree_leaves((calls[0].args, calls[0].kwargs))
-    shapes = tuple((each.shape, each.dtype) if isinstance(each, Tensor) else type(each) for each in given)
+    given: list[object] = pytree.tree_leaves((calls[0].args, calls[0].kwargs))
+    shapes = tuple((each.shape, each.dtype) if isinstance(each, Tensor) else type(each).__name__ for each in given)
     tensors = tuple((name, tuple(each.shape), each.dtype) for name, each in module.named_parameters())
     return user_class(type(module)), shapes, tensors, repr(module)

@@ -49,7 +49,7 @@ class Quantize(Pass, Settings):
     """
 
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
-    includes: ClassVar[tuple[str, ...]] = ("pack",)  # which packs what this one leaves in float32
+    includes: ClassVar[tuple[str, ...]] = ("sparse_message_passing", "flatten_calls", "pack")  # for what it leaves
     phase: ClassVar[Phase] = Phase.EVAL
     trainable: ClassVar[bool] = False
     judges_itself: ClassVar[bool] = True
