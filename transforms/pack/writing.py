@@ -11,7 +11,7 @@ from ...passes.sites import Site
 from .behind import behind
 from .layers import Layer, layer_at
 
-__all__ = ["seal_modules", "write"]
+__all__ = ["lay_out", "seal_modules", "write"]
 
 
 def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
@@ -20,9 +20,9 @@ def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
     for label in site.nodes:
         what, _, number = label.partition(".")
         if what == "reader":
-            _lay_out(edit, edit.graph_node(label), edit.graph_node(f"value.{number}"))
+            lay_out(edit, edit.graph_node(label), edit.graph_node(f"value.{number}"))
         elif what == "output":
-            _lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
+            lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
     layers = [label for label in site.nodes if label.startswith("layer.")]
     return all(_write(site, edit, edit.graph_node(label), dtype) for label in layers)
 
@@ -54,7 +54,7 @@ def _read(tensor: str | fx.Node | None, edit: Edit, layer: Layer) -> fx.Node | N
     return node
 
 
-def _lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
+def lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
     """Give who reads a tensor, and all after it, one that lies in memory in the order of its dimensions.
 
     What reads it may write into it, which those that come later are to see.
