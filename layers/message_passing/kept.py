@@ -38,11 +38,12 @@ class KeptGraphs:
     Threads may share it. A copy of it, or one from a pickle, is empty.
 
     Attributes:
-        trials: how many graphs there were, since one came again, that would not have been worth it alone.
+        trials: layer, by its identity -> for how many graphs it made rows, since one came again, that would not have
+            been worth it alone. A layer on one graph says nothing of one behind it whose graphs are always new.
     """
 
     def __init__(self) -> None:
-        self.trials = 0
+        self.trials: dict[int, int] = {}
         self._lock = threading.Lock()
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
 
