@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,8 +67,6 @@ class _Weights:
     inputs: int
     hidden: int
     dtype: torch.dtype
-
-    ends_gradients: ClassVar[bool] = True
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         gates = 4 * self.hidden

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..pipeline import Ranks
 from ..timing import time_candidates
-from .forms import forms_of, has_own_flags, reset_form, set_form
+from .forms import forms_of, has_own_flags, is_dense, reset_form, set_form
 from .trial import deviation, stepping
 
 __all__ = ["Choice", "choose_form"]
@@ -89,6 +89,8 @@ def _refused(optimizer: Optimizer, model: nn.Module) -> Choice | None:
         reason = "it is differentiable or capturable"
     elif any(type(each) not in (Tensor, nn.Parameter) or not each.is_floating_point() for each in parameters):
         reason = "a parameter is sharded or has no floating-point numbers"
+    elif not all(map(is_dense, parameters)):
+        reason = "a parameter is a part of other memory"
     elif any(each.is_meta for each in parameters) or not any(each.requires_grad for each in parameters):
         reason = "its parameters have no numbers yet, or none is trained"
     elif any(_is_sparse(each) for each in (*model.modules(), *parameters)):

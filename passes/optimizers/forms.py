@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...compat_optimizers import note_fused
 
-__all__ = ["FORMS", "forms_of", "has_own_flags", "reset_form", "set_flags", "set_form"]
+__all__ = ["FORMS", "forms_of", "has_own_flags", "is_dense", "reset_form", "set_flags", "set_form"]
 
 FORMS: Mapping[str, Mapping[str, bool | None]] = {
     "": {"foreach": None, "fused": None},
@@ -53,6 +53,7 @@ def set_form(optimizer: Optimizer, form: str) -> None:
     hooks = (
         optimizer.register_state_dict_post_hook(_as_given),
         optimizer.register_load_state_dict_post_hook(lambda loaded: set_flags(loaded, form)),
+        *([optimizer.register_step_pre_hook(_lay_alike)] if form == "fused" else []),
     )
     vars(optimizer)[_CHOSEN] = _Chosen(form, hooks)
 
@@ -79,6 +80,32 @@ def set_flags(optimizer: Optimizer, form: str) -> None:
 def _counted(step: Tensor, parameter: Tensor, *, fused: bool) -> Tensor:
     """Return a number of steps where it is read: by fused kernels in float32 and beside the parameter."""
     return step.to(parameter.device, torch.float32) if fused else step.cpu()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Say whether a tensor fills the memory that it reaches over, in any order, as fused kernels take it."""
+    if not tensor.numel():
+        return True
+    sizes = [(count, stride) for count, stride in zip(tensor.shape, tensor.stride(), strict=True) if count > 1]
+    return sum((count - 1) * stride for count, stride in sizes) + 1 == tensor.numel()
+
+
+def _lay_alike(optimizer: Optimizer, *_: Any) -> None:
+    """Lay gradients and moments in memory as their parameters lie.
+
+    Fused kernels of a CPU read the memory of all of them in one order, and do not look whether it is the same (torch
+    2.13): moments of a checkpoint from before `model.to(memory_format=torch.channels_last)` would end up elsewhere.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None or parameter.dim() < 2:
+                continue
+            strides, state = parameter.stride(), optimizer.state.get(parameter, {})
+            if parameter.grad.stride() != strides:
+                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != strides:
+                    state[name] = torch.empty_like(value).as_strided(parameter.shape, strides).copy_(value)
 
 
 def _as_given(_: Optimizer, saved: dict[str, Any]) -> None:

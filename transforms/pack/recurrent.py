@@ -77,7 +77,7 @@ def recurrent_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusa
         shape = _given(found.node)
         if shape is not None and math.prod(shape) and not tensors[0].is_meta and kind not in gains.seen:
             gains.look(kind, _as_calls(found, shape, dtype), exact=exact, timed=program.measuring)
-        gain = gains.known.get(kind)
+        gain = None if kind not in gains.known else gains.known[kind].gain
         if kind in gains.faults:
             yield Refusal(gains.faults[kind], found.name)
         elif gain is not None and gain.mid < _LEAST:

@@ -53,7 +53,8 @@ def _write(site: Site, edit: Edit, node: fx.Node, dtype: torch.dtype) -> bool:
     found = behind(Place(edit.program, site.owner), layer)
     if found.modes:
         edit.hold_where([Guard(attribute_at(mode), Truth(False), _DROPS) for mode in found.modes])
-    called = [each for each in found.inside[1:] if each.op == "call_module"]
+    around = [each for each in (layer.pad, *found.inside[1:]) if each is not None]
+    modules = [*layer.modules, *(str(each.target) for each in around if each.op == "call_module")]
     tensors = [_read(name, edit, layer) for name in (layer.weight, layer.bias)]
     more = () if found.other is None else (found.other,)
     packed = edit.call(layer.packed(found.activation, dtype, found.joins), layer.x, *tensors, *more, before=found.last)
@@ -63,7 +64,7 @@ def _write(site: Site, edit: Edit, node: fx.Node, dtype: torch.dtype) -> bool:
     for each in reversed(between):
         if each in edit.graph.nodes and not each.users:  # a sum that is written into the layer's result
             edit.erase(each)
-    seal_modules([*layer.modules, *(str(each.target) for each in called)], edit)
+    seal_modules(modules, edit)
     return True
 
 

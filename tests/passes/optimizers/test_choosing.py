@@ -176,6 +176,39 @@ def test_what_is_left_as_it_is(case: str) -> None:
 
 
 @pytest.mark.usefixtures("fused_wins")
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_and_gradients_in_another_order_of_memory(kind: str) -> None:
+    """Fused kernels read memory in one order: after a change of the format, all of it is laid alike before a step."""
+
+    def made() -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 4, 2)
+        return model, KINDS[kind](model.parameters())
+
+    def step(model: nn.Module, optimizer: Optimizer) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.linspace(-1, 1, parameter.numel()).view(parameter.shape)
+        optimizer.step()
+
+    (plain, expected), (model, optimizer) = made(), made()
+    choose_form(optimizer, model)
+    for each, its in ((plain, expected), (model, optimizer)):
+        step(each, its)
+        each.to(memory_format=torch.channels_last)
+        step(each, its)
+        its.load_state_dict(copy.deepcopy(its.state_dict()))
+        step(each, its)
+    assert_alike(model, plain)
+
+
+@pytest.mark.usefixtures("fused_wins")
+def test_a_parameter_that_is_a_part_of_other_memory_is_left_alone() -> None:
+    model = nn.Linear(2, 4, bias=False)
+    model.weight = nn.Parameter(torch.ones(4, 8)[:, ::4])
+    assert choose_form(optim.Adam(model.parameters()), model).reason == "a parameter is a part of other memory"
+
+
+@pytest.mark.usefixtures("fused_wins")
 def test_what_has_no_such_form_stays() -> None:
     model = network()
     choice = choose_form(optim.RMSprop(model.parameters()), model)
