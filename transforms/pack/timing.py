@@ -49,8 +49,8 @@ class Calls:
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(0))
         return x, x.contiguous(memory_format=_LAST[len(self.shape)]) if self.lies_last else x
 
-    def gain(self, x: Tensor, other: Tensor) -> Interval:
-        """Return how many times faster they are computed in the new way."""
+    def gain(self, x: Tensor, other: Tensor, *, cold: bool) -> Interval:
+        """Return how many times faster they are computed in the new way; `cold`: with caches emptied before."""
         some = self.tensors[:_MOST]
 
         def run(compute: Compute, x: Tensor) -> None:
@@ -59,7 +59,8 @@ class Calls:
 
         runs = {"before": lambda: run(self.before, x), "after": lambda: run(self.after, other)}
         with torch.no_grad():
-            return time_candidates(runs, seconds=_SECONDS, least_rounds=6, limit=2 * _SECONDS).ratio("before", "after")
+            timings = time_candidates(runs, seconds=_SECONDS, least_rounds=6, limit=2 * _SECONDS, cold=cold)
+        return timings.ratio("before", "after")
 
 
 @dataclass
@@ -74,11 +75,11 @@ class Gains:
     known: dict[Hashable, Interval] = field(default_factory=dict[Hashable, Interval])
     faults: dict[Hashable, str] = field(default_factory=dict[Hashable, str])
 
-    def look(self, kind: Hashable, calls: Calls, *, exact: bool, timed: bool) -> None:
-        """Check the layers of a kind, where they are to be exact, and time them."""
+    def look(self, kind: Hashable, calls: Calls, *, exact: bool, timed: bool, cold: bool = False) -> None:
+        """Check the layers of a kind, where they are to be exact, and time them; `cold`: with caches emptied before."""
         x, other = calls.given()
         fault = calls.check.fault(x, other) if exact else ""
         if fault:
             self.faults[kind] = fault
         elif timed:
-            self.known[kind] = calls.gain(x, other)
+            self.known[kind] = calls.gain(x, other, cold=cold)

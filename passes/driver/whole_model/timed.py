@@ -92,7 +92,7 @@ class WholeModel:
                 "before": timing.runner(self._baseline, program.whole_calls, training=training),
                 "after": timing.runner(program.model, program.whole_calls, training=training),
             }
-            return timing.time_candidates(runs, limit=budget.for_the_whole)
+            return timing.time_candidates(runs, limit=budget.for_the_whole, cold=program.measuring_cold)
 
     def _take_back(self, unwanted: Sequence[Rewrite], reason: str) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""
@@ -137,5 +137,6 @@ def _is_optional(rewrite: Rewrite) -> bool:
 
 def _as_timings(figures: Mapping[str, Any]) -> dict[str, float]:
     """Return what the report says of the whole model."""
-    speeds = {name: figures[name] for name in ("speedup", "speedup_low", "speedup_high", "threads") if name in figures}
+    named = ("speedup", "speedup_low", "speedup_high", "threads", "cold")
+    speeds = {name: figures[name] for name in named if name in figures}
     return {"before_ms": figures["before_us"] / 1e3, "after_ms": figures["after_us"] / 1e3, **speeds}
