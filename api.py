@@ -95,6 +95,7 @@ def optimize(
         phase: `"train"` or `"eval"`: whether backward counts; by default what `model.training` says.
         optimizer: over the model's parameters: it stays the same object, and trains those of the result from then on,
             with its groups, state, schedulers and gradients; new parameters join. What else it trains, it keeps.
+            Its steps are `fused` or `foreach` from then on where that is faster, unless these flags are set already.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
         measure: time rewrites made for speed, undo what is not faster; "cold": with caches emptied, as by other work.
         time_budget: seconds that checks and timing may take, or `"100 forwards"`; by default 40 forwards, at least 2 s.
@@ -141,7 +142,7 @@ def optimize(
     doubt = "" if request.plan is not None else unverified(_record(fast))
     if doubt:
         warnings.warn(doubt, UnverifiedWarning, stacklevel=2)
-    return cast(M, hand_over(model, fast, _record(fast), optimizer, inplace=inplace))
+    return cast(M, hand_over(model, fast, request, optimizer, inplace=inplace))
 
 
 def capture(model: nn.Module, example_inputs: object = None) -> Program:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 __all__ = [
@@ -16,6 +16,9 @@ __all__ = [
     "is_packed",
     "linear_packed",
     "linear_product",
+    "lstm_as_torch",
+    "lstm_layer",
+    "lstm_packed",
     "runs_kernels",
     "why_no_packing",
 ]
@@ -24,7 +27,7 @@ _OPERATORS: Any = cast("Any", torch.ops).mkldnn
 _NATIVE: Any = cast("Any", torch)._C
 _NEEDED = (
     "_reorder_linear_weight", "_linear_pointwise", "_reorder_convolution_weight", "_convolution_pointwise",
-    "_reorder_convolution_transpose_weight", "_convolution_transpose_pointwise",
+    "_reorder_convolution_transpose_weight", "_convolution_transpose_pointwise", "_reorder_mkldnn_rnn_layer_weight",
 )  # fmt: skip
 
 is_packed: Callable[[Tensor], bool] = cast("Any", Tensor).is_mkldnn.__get__
@@ -115,3 +118,80 @@ def convolution(
     if its.output_padding is None:
         return plain(x, packed, bias, padding, stride, dilation, groups, name, scalars, kind)
     return transposed(x, packed, bias, padding, its.output_padding, stride, dilation, groups, name, scalars, kind)
+
+
+class _Recurrence(Protocol):
+    """The settings of an LSTM, as `layers.packed.Recurrence` has them."""
+
+    @property
+    def input_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def bias(self) -> bool: ...
+    @property
+    def batch_first(self) -> bool: ...
+    @property
+    def bidirectional(self) -> bool: ...
+
+
+_LSTM = 2
+"""What the kernel calls an LSTM."""
+
+
+def lstm_packed(tensors: Sequence[Tensor], hidden: int) -> tuple[Tensor, ...]:
+    """Return the weights of a layer of an LSTM in one direction as oneDNN reads them, and its biases, zeros for none.
+
+    Args:
+        tensors: [4 * hidden, inputs], [4 * hidden, hidden], and perhaps two biases, [4 * hidden].
+        hidden: how many numbers the state has.
+    """
+    weights = [each.contiguous() for each in tensors[:2]]
+    biases = [each.contiguous() for each in tensors[2:]] or [weights[0].new_zeros(4 * hidden)] * 2
+    return *_OPERATORS._reorder_mkldnn_rnn_layer_weight(*weights, hidden, False, True, False), *biases
+
+
+@cache
+def _lstm() -> Any:
+    return cast("Any", torch.ops).aten.mkldnn_rnn_layer.default
+
+
+def lstm_layer(
+    x: Tensor, packed: Sequence[Tensor], states: tuple[Tensor, Tensor], its: _Recurrence, *, is_reversed: bool
+) -> list[Tensor]:
+    """Return outputs, [T, N, hidden], hidden state and cell state of a layer of an LSTM in one direction.
+
+    Args:
+        x: [T, N, inputs].
+        packed: as `lstm_packed` makes them.
+        states: hidden and cell state, [1, N, hidden].
+        its: the settings.
+        is_reversed: it begins with the last step.
+    """
+    sizes, kind = its.hidden_size, its.bidirectional
+    return _lstm()(x, *packed, *states, is_reversed, [], _LSTM, sizes, its.num_layers, True, kind, False, False)[:3]
+
+
+class _Shell:
+    """What the forward of `torch.nn.LSTM` reads, for tensors that are handed over: threads share nothing."""
+
+    mode, proj_size, dropout, training = "LSTM", 0, 0.0, False
+    _own: Any = nn.LSTM
+    forward, check_input, check_hidden_size = _own.forward, _own.check_input, _own.check_hidden_size
+    check_forward_args, permute_hidden = _own.check_forward_args, _own.permute_hidden
+    get_expected_hidden_size, get_expected_cell_size = _own.get_expected_hidden_size, _own.get_expected_cell_size
+
+    def __init__(self, its: _Recurrence, tensors: Sequence[Tensor]) -> None:
+        self.input_size, self.hidden_size, self.num_layers = its.input_size, its.hidden_size, its.num_layers
+        self.bias, self.batch_first, self.bidirectional = its.bias, its.batch_first, its.bidirectional
+        self._flat_weights = list(tensors)
+
+    def _update_flat_weights(self) -> None:
+        """Let the tensors be those that were handed over."""
+
+
+def lstm_as_torch(x: Any, hx: Any, tensors: Sequence[Tensor], its: _Recurrence) -> Any:
+    """Return what `torch.nn.LSTM` gives in evaluation, with its checks, for tensors in the order of its own."""
+    return _Shell(its, tensors).forward(x, hx)

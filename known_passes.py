@@ -12,7 +12,18 @@ from types import MappingProxyType
 from .errors import PipelineError
 from .suggest import did_you_mean
 
-__all__ = ["GROUP", "PRESETS", "TRANSFORMS", "check_names", "class_name", "entry_points", "own_names", "pass_names"]
+__all__ = [
+    "GROUP",
+    "PRESETS",
+    "PRESET_OPTIONS",
+    "TRANSFORMS",
+    "check_names",
+    "class_name",
+    "entry_points",
+    "members_of",
+    "own_names",
+    "pass_names",
+]
 
 GROUP = "fxopt.passes"
 """The entry-point group of passes from other distributions; fxopt's own win where names are equal."""
@@ -26,9 +37,16 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "fold_batchnorm",
             "fuse_experts",
             "fuse_ensembles",
+            "sparse_message_passing",
             "pack",
         ),
-        "training": ("eliminate_common_subexpressions", "eliminate_dead_code", "fuse_experts", "fuse_ensembles"),
+        "training": (
+            "eliminate_common_subexpressions",
+            "eliminate_dead_code",
+            "fuse_experts",
+            "fuse_ensembles",
+            "sparse_message_passing",
+        ),
         "distributed": (
             "eliminate_common_subexpressions",
             "eliminate_dead_code",
@@ -40,6 +58,19 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Preset -> what it stands for: passes, with options where they are not the default ones."""
+
+PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]] = MappingProxyType(
+    {
+        "inference": {
+            "dtype": {
+                "float32": {},
+                "bfloat16": {"pack": ("pack{dtype=bfloat16}", "pack")},
+                "int8": {"pack": ("quantize", "pack{dtype=bfloat16}", "pack")},
+            }
+        }
+    }
+)
+"""Preset -> option -> value -> pass -> what stands in its place; the first value is the default."""
 
 TRANSFORMS = f"{__name__.split('.', maxsplit=1)[0]}.transforms"
 _TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"|[,={}\[\]]|[^\s,={}\[\]"'<>]+""")
@@ -62,6 +93,15 @@ def own_names() -> list[str]:
     doors = {path.parent.name: (path, '"{}"') for folder in folders for path in folder.glob("[a-z]*/__init__.py")}
     found = sorted({**files, **doors}.items())
     return [name for name, (path, sign) in found if sign.format(class_name(name)) in path.read_text(encoding="utf-8")]
+
+
+def members_of(preset: str, options: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what a preset stands for with some options, which are among `PRESET_OPTIONS`."""
+    members = PRESETS[preset]
+    for option, value in options.items():
+        instead = PRESET_OPTIONS[preset][option][value]
+        members = tuple(each for member in members for each in instead.get(member, (member,)))
+    return members
 
 
 def class_name(name: str) -> str:

@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ import fxopt
 
 SEED, CLASSES, IMAGES, BATCH, ACCUMULATED = 0, 4, 116, 8, 2
 """A batch is what all processes see in one forward; a step of the optimizer takes several of them."""
+
+
+PATIENCE = timedelta(minutes=2)
+"""How long a process waits for another before it fails, and all start again: half an hour if nothing is said."""
 
 
 def plain_model() -> nn.Module:
@@ -168,7 +173,7 @@ def join(backend: str) -> None:
     """
     store, rank, size = next(distributed.rendezvous("env://"))
     fresh = distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    distributed.init_process_group(backend, store=fresh, rank=rank, world_size=size)
+    distributed.init_process_group(backend, timeout=PATIENCE, store=fresh, rank=rank, world_size=size)
 
 
 def main(passes: str | None = None, epochs: int = 4, checkpoint: Path | None = None) -> list[float]:

@@ -37,6 +37,7 @@ _MODULES: Mapping[str, tuple[type[nn.Module], ...]] = {
     "identity": (nn.Identity,),
     "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
     "cross_entropy": (nn.CrossEntropyLoss,),
+    "pad": (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
 }
 """Beside those whose name is the operator's, but for case and underscores."""
 _DROPOUT = Chance("p", 1, 0.5), Chance("training", 2, True)
@@ -99,6 +100,7 @@ TABLE: tuple[OpInfo, ...] = (
     *_rows("linear", fresh=True, keeps_rank=True, has_dimensions=True),
     *_batched("derived"),
     *_rows("packed", fresh=True, keeps_rank=True, has_dimensions=True),
+    *_rows("packed_lstm"),
     *_batched(
         "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d group_norm layer_norm rms_norm",
         fresh=True,

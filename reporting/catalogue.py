@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..known_passes import PRESETS
+from ..known_passes import PRESET_OPTIONS, PRESETS
 from ..passes.pipeline import PassInfo, available, find_pass
 
 __all__ = ["catalogue", "catalogue_json"]
@@ -21,7 +21,8 @@ def catalogue(name: str | None = None) -> str:
         UsageError: there is none.
     """
     if name is not None and name in PRESETS:
-        return _lines(name, {member: dataclasses.replace(_info(member), name=member) for member in PRESETS[name]}, {})
+        members = {member: dataclasses.replace(_info(member), name=member) for member in PRESETS[name]}
+        return _lines(name, members, {}) + "".join(_choices(name))
     return _page(name) if name is not None else _lines("passes", available(), PRESETS)
 
 
@@ -34,12 +35,23 @@ def _lines(title: str, infos: Mapping[str, PassInfo], presets: Mapping[str, Sequ
     return "\n".join(lines) + "\n"
 
 
+def _choices(preset: str) -> Iterator[str]:
+    """Yield the options of a preset, with what each value puts in the place of passes."""
+    for option, values in PRESET_OPTIONS.get(preset, {}).items():
+        yield f"{option}={next(iter(values))}\n"
+        for value, instead in values.items():
+            changed = [f"{','.join(passes)} in the place of {member}" for member, passes in instead.items()]
+            yield f"  {value:<10}{'; '.join(changed) or 'as above'}\n"
+
+
 def catalogue_json(name: str | None = None) -> dict[str, Any]:
     """Return what `catalogue` says as plain JSON values."""
     presets = {preset: list(members) for preset, members in PRESETS.items()}
     if name in presets:
         infos = {info.name: info for info in map(_info, PRESETS[name])}
-        return {"passes": [_plain(info) for info in infos.values()], "presets": {name: presets[name]}}
+        options = {option: list(values) for option, values in PRESET_OPTIONS.get(name, {}).items()}
+        plain = [_plain(info) for info in infos.values()]
+        return {"passes": plain, "presets": {name: presets[name]}, "options": options}
     if name is not None:
         find_pass(name)
     infos = [_plain(info) for info in available().values() if name in (None, info.name)]

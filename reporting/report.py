@@ -67,6 +67,7 @@ class Report:
             "timings": None if record.timings is None else dict(record.timings),
             "memory": None if record.memory is None else dict(record.memory),
             "finishing": dict(record.finishing),
+            "optimizer": dict(record.optimizer) or None,
             "passes": [dataclasses.asdict(trace) for trace in record.traces],
             "messages": [*self.notes],
             "missed": [dataclasses.asdict(miss) for miss in self.missed],

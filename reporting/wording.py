@@ -150,7 +150,25 @@ def applied_rows(record: Record) -> list[Row]:
     for decision in record.plan.decisions:
         if decision.status == "applied":
             alike.setdefault(_likeness(decision), []).append(decision)
-    return [_row(decisions) for decisions in alike.values()]
+    return [_row(decisions) for decisions in alike.values()] + _optimizer_rows(record.optimizer)
+
+
+def _optimizer_rows(chosen: Mapping[str, Any]) -> list[Row]:
+    """Return the row of an optimizer whose steps have another form now."""
+    if not chosen.get("form"):
+        return []
+    error = "unverified" if chosen["error"] is None else f"{chosen['error']:.1e}"
+    speed = f"{chosen['speedup']:.3g}x a step" if chosen["speedup"] else ""
+    return [Row("optimizer", chosen["kind"], chosen["form"], error, speed, "", "")]
+
+
+def _optimizer_left(chosen: Mapping[str, Any]) -> list[Left]:
+    """Say why an optimizer that was given takes its steps as before."""
+    if not chosen or chosen["form"]:
+        return []
+    forms = ", ".join(f"{form} {ratio:.3g}x" for form, ratio in chosen["forms"].items())
+    status = "undone" if forms else "skipped"
+    return [Left(status, f"optimizer {chosen['kind']}", printable(chosen["reason"]) + (f" ({forms})" if forms else ""))]
 
 
 def _likeness(decision: Decision) -> tuple[object, ...]:
@@ -243,7 +261,7 @@ def left_alone(record: Record) -> list[Left]:
         Left("not captured", (clipped(name) or "(root)") + located(location), printable(reason))
         for name, location, reason in record.opaque
     ]
-    return decided + opaque
+    return decided + _optimizer_left(record.optimizer) + opaque
 
 
 def _cause(decision: Decision) -> tuple[str, ...]:

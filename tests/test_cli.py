@@ -375,6 +375,8 @@ def test_passes_are_listed_and_described(fxopt: Fxopt):
     described = fxopt("passes", "training", "--json").json
     assert [info["name"] for info in described["passes"]] == described["presets"].pop("training")
     assert described["presets"] == {}
+    assert "int8      quantize,pack{dtype=bfloat16},pack in the place of pack" in fxopt("passes", "inference").out
+    assert fxopt("passes", "inference", "--json").json["options"] == {"dtype": ["float32", "bfloat16", "int8"]}
     wrong = fxopt("passes", "fuse")
     assert wrong.code == 2
     assert "unknown pass 'fuse'; did you mean 'fuse_ensembles'?" in wrong.err

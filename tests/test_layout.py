@@ -38,6 +38,7 @@ HOUSE = (
         "compat_distributed",
         "compat_calls",
         "compat_memory",
+        "compat_optimizers",
         "compat_packed",
         "compat_quantized",
         "known_passes",
@@ -62,6 +63,7 @@ ROOMS = {
     ),
     "passes": (
         ("driver",),
+        ("optimizers",),
         ("pipeline",),
         ("contract",),
         ("rewriting",),

@@ -16,6 +16,8 @@ pytest.importorskip("transformers")
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "train.py"
 EPOCHS = 2
+LIMIT = 420.0
+"""Seconds until processes that wait for each other are ended: 20 are usual, and a rank is given up after 120."""
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -28,6 +30,16 @@ def losses(output: str) -> list[str]:
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def outputs(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Return what is printed; where the end does not come, each process first shows what it was doing."""
+    try:
+        return process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        for pid in [*children(process.pid), process.pid]:
+            os.kill(pid, signal.SIGABRT)
+        return process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +63,13 @@ def test_two_processes_of_which_one_is_killed(plain: tuple[list[str], Path], tmp
     path = tmp_path / "resnet.pt"
     run = "torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=2"
     command = [sys.executable, "-m", *run.split(), str(EXAMPLE), f"--epochs={EPOCHS}", f"--checkpoint={path}"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     while not path.exists() and process.poll() is None:
         time.sleep(0.01)
     first = torch.load(path)["place"][:2]
     os.kill(children(process.pid)[1], signal.SIGKILL)
-    output, errors = process.communicate()
+    output, errors = outputs(process)
     assert process.returncode == 0, errors
     assert first < (EPOCHS - 1, 0), "killed early"
     assert losses(output)[-1] == plain[0][-1]

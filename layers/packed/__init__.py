@@ -5,8 +5,10 @@ from __future__ import annotations
 from .activations import NO_ACTIVATION, Activation, known_activations
 from .convolution import Geometry, PackedConvolution
 from .linear import PackedLinear
+from .recurrent import PackedLSTM, Recurrence
 from .weights import Packed
 
 __all__ = [
-    "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLinear", "known_activations",
+    "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM", "PackedLinear",
+    "Recurrence", "known_activations",
 ]  # fmt: skip

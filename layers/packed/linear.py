@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,6 @@ class _Weight:
 
     dtype: torch.dtype
     transposed: bool
-
-    ends_gradients: ClassVar[bool] = True
 
     def __call__(self, weight: Tensor) -> Tensor:
         if not can_be_packed(weight) or weight.ndim != 2:
@@ -63,9 +61,10 @@ class PackedLinear(Packed):
             bias: [outputs] or None.
             other: of the shape of the result, or None.
         """
-        if weight.dim() != 2 or not x.dim() or x.size(-1) != weight.size(self._inputs):
+        shape = weight.shape
+        if len(shape) != 2 or not x.dim() or x.shape[-1] != shape[self._inputs]:
             return self.plainly(x, weight, bias, other)
-        if not self.takes(x, weight, bias, other, weight.size(self._outputs)):
+        if not self.takes(x, weight, bias, other, shape[self._outputs]):
             return self.plainly(x, weight, bias, other)
         packed = self.weights(weight)
         if not is_packed(packed):

@@ -104,9 +104,12 @@ class Packed(Keeping):
 
     def finished(self, result: Tensor, dtype: torch.dtype, other: Tensor | None) -> Tensor:
         """Return what stands behind the kernel's result, which is new and may be written into."""
+        if other is None and self._writes:
+            result = self.activation.written_into(result)
+        if result.dtype is not dtype:  # asked here: `to` takes longer to find that out
+            result = result.to(dtype)
         if other is None:
-            return (self.activation.written_into(result) if self._writes else result).to(dtype)
-        result = result.to(dtype)
+            return result
         if other.shape != result.shape:
             return self.activation(result + other)
         return self.activation.written_into(result.add_(other))

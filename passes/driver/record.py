@@ -56,6 +56,7 @@ class Record:
         skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
         opaque: name, source line and reason of each module that could not be captured.
         attributes: qualified names of the attributes that passes gave other values.
+        optimizer: what became of the optimizer that was given, as plain values; empty where there was none.
         lost_hooks: the parameters whose hooks could not be registered on the result.
     """
 
@@ -77,6 +78,7 @@ class Record:
     skeleton: nn.Module = field(default_factory=nn.Module, repr=False)
     opaque: tuple[tuple[str, str, str], ...] = ()
     attributes: frozenset[str] = frozenset()
+    optimizer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     lost_hooks: list[str] = field(default_factory=list[str])
     _originals: dict[str, ReferenceType[Tensor]] = field(
         default_factory=dict[str, "ReferenceType[Tensor]"], init=False, repr=False
@@ -102,9 +104,9 @@ class Record:
         alive = ((name, held()) for name, held in self._originals.items())
         return {id(parameter): name for name, parameter in alive if parameter is not None}
 
-    def changed(self, plan: Plan, state_map: StateMap) -> Record:
-        """Return the record of the same model with other decisions and another state map."""
-        new = replace(self, plan=plan, state_map=state_map)
+    def changed(self, plan: Plan, state_map: StateMap | None = None, **others: Any) -> Record:
+        """Return the record of the same model with other decisions, and what else is to be other."""
+        new = replace(self, plan=plan, state_map=self.state_map if state_map is None else state_map, **others)
         new._originals.update(self._originals)
         return new
 

@@ -10,7 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
@@ -20,7 +20,10 @@ from ...compat import modules_by_name, own_buffers, own_parameters, transient_bu
 from ...errors import StateError, UsageError
 from ...tracing.graphs import deactivate_again, specializations_of
 from ...tracing.values import is_scripted, map_leaves, qualified, same_kind, tensors_in
+from ..optimizers import choose_form, reset_form
+from ..pipeline import ranks
 from ..state import (
+    RECORD_KEY,
     StateMap,
     adopt_added,
     all_parameters,
@@ -33,6 +36,7 @@ from ..state import (
     translate_optimizer,
 )
 from .record import Record, record_of
+from .run import Request
 
 __all__ = ["check_optimizer", "hand_over", "move_optimizer", "move_optimizer_back", "restored"]
 
@@ -212,15 +216,19 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
 
 
 def hand_over(
-    model: nn.Module, fast: nn.Module, record: Record, optimizer: Optimizer | None, *, inplace: bool
+    model: nn.Module, fast: nn.Module, request: Request, optimizer: Optimizer | None, *, inplace: bool
 ) -> nn.Module:
     """Return what the user gets of an optimized copy: it, or `model` turned into it; its optimizer goes with it.
+
+    Its steps take another form then, where that is faster.
 
     Raises:
         StateError: the optimizer cannot move; neither it nor `model` is changed then.
     """
+    record = cast("Record", record_of(fast))
     if optimizer is not None:
         _move_optimizer(optimizer, model, fast, record)
+        _choose_form(fast, optimizer, request)
     record.lost_hooks.extend(_carry_hooks(model, fast))
     if not inplace:
         return fast
@@ -233,12 +241,24 @@ def hand_over(
     return model
 
 
+def _choose_form(fast: nn.Module, optimizer: Optimizer, request: Request) -> None:
+    """Let an optimizer take its steps in the form that is fastest, or that the plan names, and note that."""
+    record, plan = record_of(fast), request.plan
+    choice = choose_form(
+        optimizer, fast, check=request.verify, measure=request.measure and plan is None,
+        decided=None if plan is None else plan.optimizer_form, ranks=ranks() if plan is None else None,
+    )  # fmt: skip
+    if record is not None:
+        decided = replace(record.plan, optimizer_form=choice.form)
+        vars(fast)[RECORD_KEY] = record.changed(decided, optimizer=choice.to_json())
+
+
 def _move_optimizer(optimizer: Optimizer, model: nn.Module, fast: nn.Module, record: Record) -> None:
     earlier, names, states = record_of(model), record.original_names(), dict[str, dict[str, Any]]()
     with _all_or_nothing(optimizer):
         if earlier is not None:  # the optimizer knows what was made of the original parameters
             original = _original(model, earlier)
-            states = move_optimizer_back(optimizer, model, earlier, original)
+            states = _moved_back(optimizer, model, earlier, original)
             names = _names(original)
         translate_optimizer(optimizer, names, record.state_map, all_parameters(fast))
         adopt_added(optimizer, fast, states)
@@ -255,18 +275,22 @@ def move_optimizer(optimizer: SomeOptimizer, fast: nn.Module, record: Record) ->
     return adopt_added(translate_optimizer(optimizer, names, record.state_map, parameters), fast)
 
 
-def move_optimizer_back(
-    optimizer: Optimizer, fast: nn.Module, record: Record, original: nn.Module
-) -> dict[str, dict[str, Any]]:
-    """Let an optimizer of an optimized model train the one that was restored from it.
-
-    Returns what it knew of parameters that passes had added, and lets go of them.
+def move_optimizer_back(optimizer: Optimizer, fast: nn.Module, record: Record, original: nn.Module) -> None:
+    """Let an optimizer of an optimized model train the one that was restored from it, in the form that it had.
 
     Raises:
         UsageError: it is no optimizer.
         StateError: it cannot be moved; nothing is changed then.
     """
     check_optimizer(optimizer, fast)
+    _moved_back(optimizer, fast, record, original)
+    reset_form(optimizer)
+
+
+def _moved_back(
+    optimizer: Optimizer, fast: nn.Module, record: Record, original: nn.Module
+) -> dict[str, dict[str, Any]]:
+    """Return what an optimizer knew of parameters that passes had added, and let it go on with the restored model."""
     parameters = dict(original.named_parameters())
     with _all_or_nothing(optimizer):
         states = release_added(optimizer, fast)

@@ -6,6 +6,8 @@ Grammar, with spaces allowed between any two tokens:
     pass     := NAME [ "{" [ option { "," option } ] "}" ]
     option   := NAME "=" value
     value    := WORD | STRING | "[" [ value { "," value } ] "]"
+
+NAME is that of a pass or of a preset, which may have options too.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from ...errors import PipelineError, UsageError
-from ...known_passes import PRESETS
+from ...known_passes import PRESET_OPTIONS, PRESETS, members_of
 from ...suggest import did_you_mean
 from ..contract import WORD, Pass, Text, ValueMismatch, option_types, read_value
 from .registry import find_pass
@@ -64,18 +66,20 @@ class _Parser:
     def passes(self) -> tuple[Pass, ...]:
         """Read one pass, or the several that a preset stands for."""
         name = self.take("word", "the name of a pass")
-        if name.text in PRESETS and self.here.text != "{":
-            return tuple(pass_ for member in PRESETS[name.text] for pass_ in _Parser(member, self.find).pipeline())
+        if name.text in PRESETS:
+            wanted = {option: Literal[tuple(values)] for option, values in PRESET_OPTIONS.get(name.text, {}).items()}
+            members = members_of(name.text, self.options(wanted, name.text))
+            return tuple(pass_ for member in members for pass_ in _Parser(member, self.find).pipeline())
         try:
             pass_type = self.find(name.text)
         except UsageError as error:
             raise self.error(str(error), name.start, name.end) from error
-        return (self.build(pass_type, name, self.options(pass_type, name.text) if self.skip("{") else {}),)
+        return (self.build(pass_type, name, self.options(option_types(pass_type), name.text)),)
 
-    def options(self, pass_type: type[Pass], owner: str) -> dict[str, Any]:
-        wanted = option_types(pass_type)
+    def options(self, wanted: dict[str, Any], owner: str) -> dict[str, Any]:
+        """Read the options in braces, where there are any."""
         read: dict[str, Any] = {}
-        if not self.skip("}"):
+        if self.skip("{") and not self.skip("}"):
             self.listed(lambda: self.option(owner, wanted, read), "}", "',' or '}'")
         return read
 

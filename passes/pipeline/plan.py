@@ -82,6 +82,7 @@ class Plan:
         fxopt: the version of fxopt that decided.
         torch: the version of PyTorch that it ran on.
         schema_version: of the file format.
+        optimizer_form: the form of the steps of an optimizer, "" if it stayed as it was; None where none was given.
     """
 
     pipeline: tuple[str, ...]
@@ -90,6 +91,7 @@ class Plan:
     fxopt: str = VERSION
     torch: str = str(torch.__version__)
     schema_version: int = SCHEMA_VERSION
+    optimizer_form: str | None = None
 
     def check_passes(self, names: Sequence[str]) -> None:
         """Make sure that what was applied belongs to passes of these names.
@@ -152,6 +154,7 @@ class Plan:
             "pipeline": list(self.pipeline),
             "phase": self.phase,
             "decisions": [decision.to_json() for decision in self.decisions],
+            "optimizer_form": self.optimizer_form,
         }
 
     @classmethod
@@ -177,6 +180,7 @@ class Plan:
             decisions=tuple(_decision(item, f"{where}: decisions[{i}]") for i, item in decisions),
             fxopt=_field(fields, "fxopt", str, where),
             torch=_field(fields, "torch", str, where),
+            optimizer_form=_typed(fields.get("optimizer_form"), str | None, f"{where}: optimizer_form"),
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Clock", "race_clock", "works_in_this_thread"]
+__all__ = ["Clock", "is_work_of_this_thread", "race_clock"]
 
 Clock = Callable[[], float]
 
@@ -30,9 +30,6 @@ def race_clock(*, waits_for_gpu: bool = False) -> Clock:
     return time.perf_counter if is_coarse or several else time.thread_time
 
 
-def works_in_this_thread(action: Callable[[], object]) -> bool:
-    """Do something, and say whether the calling thread did it: whether others of the process did little meanwhile."""
-    start, start_of_thread = time.process_time(), time.thread_time()
-    action()
-    here = time.thread_time() - start_of_thread
-    return time.process_time() - start - here <= _ELSEWHERE * here
+def is_work_of_this_thread(here: float, in_process: float) -> bool:
+    """Say whether the calling thread did what took so many seconds of its time: others of the process did little."""
+    return in_process - here <= _ELSEWHERE * here

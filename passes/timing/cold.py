@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,7 +50,8 @@ def last_level_bytes(told: Path = _LAST_LEVEL) -> int:
 
 
 def _bytes_of(gpu: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(gpu).L2_cache_size)
+    properties: Any = torch.cuda.get_device_properties(gpu)
+    return int(properties.L2_cache_size)
 
 
 def measure_meant(measure: object) -> tuple[bool, bool]:

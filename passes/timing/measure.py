@@ -8,14 +8,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 import torch
 
+<<<<<<< HEAD
 from .clocks import Clock, race_clock, works_in_this_thread
 from .cold import Eviction
+=======
+from .clocks import Clock, is_work_of_this_thread, race_clock
+>>>>>>> main
 from .collection import collection_paused
+from .intervals import CLEARLY_SLOWER, HOPELESS_ROUNDS, NOISE, Interval, Timings
 from .runner import Runner, runner
 from .threads import one_thread
 
@@ -38,10 +43,6 @@ _LEAST_ROUNDS = 9
 _FEWEST_ROUNDS = 6
 """Fewer pairs cannot give a 95% interval for a median: 2 * 0.5**6 = 0.03. Where time is short, these must do."""
 
-_HOPELESS_ROUNDS = 3
-_HOPELESS = 1.5
-"""What took half as long again as the fastest in each of three rounds is not tried further, if others are left."""
-
 _SHORT_SECONDS = 5e-3
 """Calls shorter than this are never given up so early: more rounds cost little, and one stall is as long as a call."""
 
@@ -52,11 +53,14 @@ _STALLED = 4.0
 _NO_GAIN = 1.25
 """Where threads take this much longer by the clock than one uses of the processor, other programs have the cores."""
 
-CALLS_OF_EACH, CALLS_OF_TWO = 2 + _HOPELESS_ROUNDS, 2 * (_FEWEST_ROUNDS - _HOPELESS_ROUNDS)
+CALLS_OF_EACH, CALLS_OF_TWO = 2 + HOPELESS_ROUNDS, 2 * (_FEWEST_ROUNDS - HOPELESS_ROUNDS)
 """So many calls are made at least of each candidate, which is run twice to get ready, and then of the two best."""
 
 _LONG_SECONDS = 20e-3
 """One sample of such a call says what it takes."""
+
+_SETTLING_SECONDS = 2e-3
+"""Calls shorter than this are always sampled as often as asked: that costs little."""
 
 _MOST_ROUNDS = 400
 _TRIES = 3
@@ -64,6 +68,7 @@ _PATIENCE = 4.0
 """Where it is open whether the first candidate is beaten, or which one does it best, sampling may take four times as
 long; and where the thread waits for its turn, the clock may show four times the processor time that it has used."""
 
+<<<<<<< HEAD
 _CLEARLY_SLOWER = 1.05
 _NOISE = 1.02
 """Two candidates closer than 2% count as equally fast."""
@@ -159,6 +164,8 @@ def _sign_test_rank(count: int, confidence: float) -> int:
             return rank
     return count // 2
 
+=======
+>>>>>>> main
 
 def time_candidates(
     candidates: Mapping[str, Candidate],
@@ -171,14 +178,15 @@ def time_candidates(
     """Time candidates side by side until the answer is clear, or the time is up.
 
     Every round takes one sample of each candidate, in another order each time. A candidate that is clearly
-    slower than the fastest drops out; what it is slower by is known by then. Samples are in processor time where one
-    thread does the work: other programs do not disturb it.
+    slower than the fastest drops out; what it is slower by is known by then. Where calls are long, three rounds are
+    enough if they leave no doubt. Samples are in processor time where one thread does the work: other programs do not
+    disturb it.
 
     Args:
         candidates: name -> what to call; a `Runner` is left without a trace on its module.
-        seconds: how long to sample, warm-up not counted; `least_rounds` are taken in any case, and four times as long
-            where it is still open whether something beats the first candidate.
-        least_rounds: the number of rounds before anything is decided.
+        seconds: how long to sample, warm-up not counted; `least_rounds` are taken in any case but that, and four times
+            as long where it is still open whether something beats the first candidate.
+        least_rounds: the number of rounds before anything is decided that is not plain.
         limit: seconds of processor time after which the fewest rounds that say anything must do, here six.
         cold: empty the caches before each call, as other work between two calls does.
     """
@@ -214,6 +222,11 @@ def _raced(
         racing = _hopeful(timings, racing, samplings)
         if may_stall and _has_stalled(timings, samplings):
             return None
+        if len(timings.rounds) == 1 and not _tells(samplings):
+            timings, samplings = Timings(), _with_clock(candidates, time.perf_counter)
+            continue
+        if _is_settled(timings, racing, samplings):
+            break
         if len(timings.rounds) >= _FEWEST_ROUNDS and time.thread_time() > end:
             break
         if len(timings.rounds) < least_rounds:
@@ -231,11 +244,34 @@ def _gpus_of(candidates: Iterable[Candidate]) -> set[torch.device]:
 
 def _samplings(candidates: Mapping[str, Candidate], evict: Eviction | None) -> dict[str, _Sampling]:
     """Return how candidates are sampled: all of them by the same clock."""
+<<<<<<< HEAD
     clock = race_clock(waits_for_gpu=bool(_gpus_of(candidates.values())))
     samplings = {name: _Sampling.of(candidate, clock, evict) for name, candidate in candidates.items()}
     if clock is time.thread_time and not all(sampling.works_in_this_thread for sampling in samplings.values()):
         return {name: _Sampling.of(candidate, time.perf_counter, evict) for name, candidate in candidates.items()}
     return samplings
+=======
+    clock = race_clock(
+        waits_for_gpu=any(isinstance(each, Runner) and each.waits_for_gpu for each in candidates.values())
+    )
+    samplings = _with_clock(candidates, clock)
+    return samplings if _tells(samplings) else _with_clock(candidates, time.perf_counter)
+
+
+def _with_clock(candidates: Mapping[str, Candidate], clock: Clock) -> dict[str, _Sampling]:
+    return {name: _Sampling.of(candidate, clock) for name, candidate in candidates.items()}
+
+
+def _tells(samplings: Mapping[str, _Sampling]) -> bool:
+    """Say whether the clock tells what calls take: that of this thread does not where others work for them."""
+    return all(each.works_in_this_thread or each.clock is not time.thread_time for each in samplings.values())
+
+
+def _is_settled(timings: Timings, racing: Sequence[str], samplings: Mapping[str, _Sampling]) -> bool:
+    """Say whether the first rounds leave no doubt, of calls that are long enough for one sample to tell something."""
+    is_short = any(samplings[name].least < _SETTLING_SECONDS for name in racing)
+    return len(timings.rounds) >= HOPELESS_ROUNDS and not is_short and timings.is_settled(racing)
+>>>>>>> main
 
 
 class _Stopwatch:
@@ -308,10 +344,10 @@ def _is_in_doubt(timings: Timings, first: str, survivors: Sequence[str]) -> bool
     """
     best = timings.quickest(survivors)
     interval = timings.ratio(first, best)
-    if interval.low <= 1.0 and interval.mid > _NOISE and interval.high > 1.1 * interval.low:
+    if interval.low <= 1.0 and interval.mid > NOISE and interval.high > 1.1 * interval.low:
         return True
     others = [name for name in survivors if name != first]
-    return bool(others) and timings.ratio(timings.fastest(others), best).mid > _CLEARLY_SLOWER
+    return bool(others) and timings.ratio(timings.fastest(others), best).mid > CLEARLY_SLOWER
 
 
 @dataclass
@@ -339,9 +375,16 @@ class _Sampling:
     @classmethod
     def of(cls, candidate: Candidate, clock: Clock, evict: Eviction | None = None) -> _Sampling:
         once = cls(candidate, clock)
+<<<<<<< HEAD
         once.works_in_this_thread = works_in_this_thread(once.sample)
         once.evict = evict
         if evict is not None or once.least > _LONG_SECONDS:
+=======
+        if isinstance(candidate, Runner) and candidate.seconds > _LONG_SECONDS:
+            return once  # it has just run, to get ready; the first round tells in which threads it works
+        once.sample()
+        if once.least > _LONG_SECONDS:
+>>>>>>> main
             return once
         seconds = max(min(once.sample() for _ in range(3)), 1e-9)
         once.calls, once.warm_up = max(1, math.ceil(_SAMPLE_SECONDS / seconds)), once.least < _WARM_UP_SECONDS
@@ -362,10 +405,12 @@ class _Sampling:
         return seconds
 
     def _once(self) -> float:
-        start, start_of_thread = self.clock(), time.thread_time()
+        start, start_of_thread, start_of_process = self.clock(), time.thread_time(), time.process_time()
         for _ in range(self.calls):
             self.candidate()
-        seconds = (self.clock() - start) / self.calls
-        processor = (time.thread_time() - start_of_thread) / self.calls
-        self.least = min(self.least, seconds, processor or seconds)  # some systems count it in large steps
-        return seconds
+        seconds, here = self.clock() - start, time.thread_time() - start_of_thread
+        if self.least is math.inf:
+            self.works_in_this_thread = is_work_of_this_thread(here, time.process_time() - start_of_process)
+        # Some systems count processor time in large steps.
+        self.least = min(self.least, seconds / self.calls, here / self.calls or seconds / self.calls)
+        return seconds / self.calls

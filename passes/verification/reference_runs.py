@@ -13,7 +13,7 @@ from ...tracing.values import Arguments, flatten
 from .float64 import Float64Mode
 from .stage import Stage
 from .tape import Tape
-from .trial import Run, Trial
+from .trial import Kept, Run, Trial
 
 __all__ = ["ReferenceRuns", "coarsest_epsilon", "epsilon_of"]
 
@@ -56,9 +56,7 @@ class ReferenceRuns:
     whole: bool = False
     inner: Sequence[str] = ()
     called: set[str] = field(default_factory=set[str])
-    _kept: dict[tuple[int, torch.dtype], tuple[Tensor, int]] = field(
-        default_factory=dict[tuple[int, torch.dtype], tuple[Tensor, int]]
-    )
+    _kept: Kept = field(default_factory=dict[tuple[int, torch.dtype], "tuple[Tensor, int]"])
     census: Float64Mode | None = None
 
     def exact(

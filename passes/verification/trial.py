@@ -21,9 +21,11 @@ from .sharing import is_expanded, shared_memory
 from .stage import Stage, random_state_kept
 from .tape import Tape
 
-__all__ = ["Arguments", "Gradients", "Run", "Trial", "differentiable"]
+__all__ = ["Arguments", "Gradients", "Kept", "Run", "Trial", "differentiable"]
 
 Gradients = dict[str, Tensor | None]
+Kept = dict[tuple[int, torch.dtype], tuple[Tensor, int]]
+"""Stand-ins, and how often each was written to, by the id of a module's tensor and the type."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,7 @@ class Trial:
     second: bool = False
     inner: Sequence[str] = ()
     called: set[str] = field(default_factory=set[str])
-    kept: dict[tuple[int, torch.dtype], tuple[Tensor, int]] = field(
-        default_factory=dict[tuple[int, torch.dtype], tuple[Tensor, int]]
-    )
+    kept: Kept = field(default_factory=dict[tuple[int, torch.dtype], "tuple[Tensor, int]"])
 
     def run(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Run:
         """Run once; `state` gives every parameter and buffer by name, and stays unchanged.

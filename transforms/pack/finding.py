@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,25 +13,28 @@ from torch import fx
 from ...layers.packed import Packed
 from ...passes.rewriting import Place
 from ...passes.sites import Refusal, Site
-from ...passes.timing import Interval
 from ...tracing.graphs import Region
 from ...tracing.program import Program
 from ...tracing.values import qualified
 from .behind import Behind, behind
 from .checking import Check
 from .layers import Layer, layer_at
-from .timing import Calls, Gains
+from .timing import Calls, Gains, Times
 from .views import readers_in
 
-__all__ = ["found_in"]
+__all__ = ["IN_TRAINING", "found_in"]
 
 _LEAST = 1.01
 """What gains less by itself stays as it is; of the rest the whole model tells."""
 
+_LEAST_TOGETHER = 0.5
+"""The same of a convolution where those of a model gain together."""
+
 _COLOURS = 4
 """Images have so many channels at most."""
 
-_IN_TRAINING = "the model is in training, where weights change at every step; call model.eval() first"
+IN_TRAINING = "the model is in training, where weights change at every step; call model.eval() first"
+"""Why nothing is packed then."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class _Found:
 def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
     """Yield the layers of each graph that runs in evaluation as a site, and those that stay as they are."""
     if program.training:
-        yield from (Refusal(_IN_TRAINING, "(root)") for _ in itertools.islice(_candidates(program, dtype), 1))
+        yield from (Refusal(IN_TRAINING, "(root)") for _ in itertools.islice(_candidates(program, dtype), 1))
         return
     layers: list[_Found] = []
     for item in _candidates(program, dtype):
@@ -77,12 +80,15 @@ def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
         else:
             layers.append(item)
     gains = _gains(program, layers)
+    together = _gain_together(layers, gains.known)
     graphs: dict[tuple[str, int], list[_Found]] = {}
     for found in layers:
-        gain = gains.known.get(found.kind)
+        times = gains.known.get(found.kind)
+        least = _LEAST_TOGETHER if together and found.layer.geometry is not None else _LEAST
         if found.kind in gains.faults:
             yield Refusal(gains.faults[found.kind], found.name)
-        elif gain is not None and gain.mid < _LEAST:
+        elif times is not None and times.gain.mid < least:
+            gain = times.gain
             yield Refusal(f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})", found.name)
         else:
             graphs.setdefault((found.owner, found.number), []).append(found)
@@ -92,6 +98,15 @@ def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
         yield _site(program, place, graphs.get(place, []), views.get(place, {}), gains.known)
 
 
+def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) -> bool:
+    """Say whether the convolutions of a model gain, all of them packed.
+
+    Between one that is packed and one that is not images are laid out anew, which is to be saved.
+    """
+    timed = [known[found.kind] for found in layers if found.layer.geometry is not None and found.kind in known]
+    return sum(times.own for times in timed) > _LEAST * sum(times.packed for times in timed)
+
+
 def _otherwise(group: Sequence[_Found]) -> set[fx.Node]:
     """Return the nodes of convolutions, and what is computed with them: these results will lie channels last."""
     return {node for found in group if found.layer.geometry for node in found.behind.inside}
@@ -99,11 +114,11 @@ def _otherwise(group: Sequence[_Found]) -> set[fx.Node]:
 
 def _site(
     program: Program, place: tuple[str, int], group: Sequence[_Found], views: dict[str, str],
-    gains: dict[Hashable, Interval],
+    times: Mapping[Hashable, Times],
 ) -> Site:  # fmt: skip
     nodes = {f"layer.{count}": found.layer.node.name for count, found in enumerate(group)}
     kind = tuple(found.kind for found in group)
-    speeds = [round(gains[found.kind].mid, 3) for found in group if found.kind in gains]
+    speeds = [round(times[found.kind].gain.mid, 3) for found in group if found.kind in times]
     # With data the plan says where the site is: which layers gain is not measured anew.
     return Site(
         program, place[0], {**nodes, **views}, place[1], detail=_detail(nodes, speeds), kind=kind,

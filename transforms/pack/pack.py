@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,6 +17,7 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
 from .finding import found_in
+from .recurrent import LABEL, recurrent_in, write_recurrent
 from .writing import write
 
 __all__ = ["Pack"]
@@ -29,7 +31,7 @@ class Pack(Pass):
 
     Before: relu(conv(x) + y)        After: packed_convolution(x, weight, bias, y)
     Refuses: weights that are no plain tensors of float32 on the CPU, layers with hooks or parametrizations, subclasses
-        of those of torch.nn, unlike padding on two sides, models in training.
+        of those of torch.nn, padding with other than zeros, models in training.
 
     Options:
         dtype: what is computed in: `float32`, or `bfloat16` within a float32 model.
@@ -59,8 +61,11 @@ class Pack(Pass):
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         reason = why_no_packing(self.dtype)
-        return iter([Refusal(reason, "(root)")]) if reason else found_in(program, self.dtype)
+        if reason:
+            return iter([Refusal(reason, "(root)")])
+        return itertools.chain(found_in(program, self.dtype), recurrent_in(program, self.dtype))
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        if not write(site, edit, self.dtype):
+        writes = write_recurrent if LABEL in site.nodes else write
+        if not writes(site, edit, self.dtype):
             raise MatchFailure("a layer is not there any more")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...passes.timing import Interval, time_candidates
-from .checking import Check
 
-__all__ = ["Calls", "Gains"]
+__all__ = ["Calls", "Gains", "Times"]
 
 _SECONDS = 0.04
 """How long a kind of layer is timed."""
@@ -22,7 +22,27 @@ _MOST = 4
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By the number of dimensions."""
 
-Compute = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Compute = Callable[..., object]
+
+
+class _Check(Protocol):
+    """Say how far off a packed layer is, or "" where that is rounding."""
+
+    def fault(self, x: Tensor, laid: Tensor) -> str: ...
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long a layer takes by itself.
+
+    Attributes:
+        gain: how many times faster it is packed.
+        own, packed: seconds, as it is and packed.
+    """
+
+    gain: Interval
+    own: float
+    packed: float
 
 
 @dataclass(frozen=True)
@@ -31,8 +51,8 @@ class Calls:
 
     Attributes:
         shape: of what they are given.
-        before, after: compute a layer, from what it is given, its weight and its bias.
-        tensors: the weight and bias of each layer.
+        before, after: compute a layer, from what it is given and its tensors.
+        tensors: those of each layer: the weight and bias, say.
         check: of one of them.
         lies_last: what the new way is given lies channels last in memory.
     """
@@ -40,8 +60,8 @@ class Calls:
     shape: tuple[int, ...]
     before: Compute
     after: Compute
-    tensors: Sequence[tuple[Tensor, Tensor | None]]
-    check: Check
+    tensors: Sequence[tuple[Tensor | None, ...]]
+    check: _Check
     lies_last: bool = False
 
     def given(self) -> tuple[Tensor, Tensor]:
@@ -49,18 +69,19 @@ class Calls:
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(0))
         return x, x.contiguous(memory_format=_LAST[len(self.shape)]) if self.lies_last else x
 
-    def gain(self, x: Tensor, other: Tensor, *, cold: bool) -> Interval:
-        """Return how many times faster they are computed in the new way; `cold`: with caches emptied before."""
+    def times(self, x: Tensor, other: Tensor, *, cold: bool = False) -> Times:
+        """Return how long they take in each way; `cold`: with caches emptied before."""
         some = self.tensors[:_MOST]
 
         def run(compute: Compute, x: Tensor) -> None:
-            for weight, bias in some:
-                compute(x, weight, bias)
+            for each in some:
+                compute(x, *each)
 
         runs = {"before": lambda: run(self.before, x), "after": lambda: run(self.after, other)}
         with torch.no_grad():
-            timings = time_candidates(runs, seconds=_SECONDS, least_rounds=6, limit=2 * _SECONDS, cold=cold)
-        return timings.ratio("before", "after")
+            found = time_candidates(runs, seconds=_SECONDS, least_rounds=6, limit=2 * _SECONDS, cold=cold)
+        own, packed = (found.seconds(name) / len(some) for name in runs)
+        return Times(found.ratio("before", "after"), own, packed)
 
 
 @dataclass
@@ -68,12 +89,17 @@ class Gains:
     """What was found out about kinds of layers.
 
     Attributes:
-        known: how many times faster they are.
+        known: how long they take.
         faults: why they must not be packed.
     """
 
-    known: dict[Hashable, Interval] = field(default_factory=dict[Hashable, Interval])
+    known: dict[Hashable, Times] = field(default_factory=dict[Hashable, Times])
     faults: dict[Hashable, str] = field(default_factory=dict[Hashable, str])
+
+    @property
+    def seen(self) -> set[Hashable]:
+        """Return the kinds that something is known of."""
+        return {*self.known, *self.faults}
 
     def look(self, kind: Hashable, calls: Calls, *, exact: bool, timed: bool, cold: bool = False) -> None:
         """Check the layers of a kind, where they are to be exact, and time them; `cold`: with caches emptied before."""
@@ -82,4 +108,4 @@ class Gains:
         if fault:
             self.faults[kind] = fault
         elif timed:
-            self.known[kind] = calls.gain(x, other, cold=cold)
+            self.known[kind] = calls.times(x, other, cold=cold)

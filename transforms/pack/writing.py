@@ -11,7 +11,7 @@ from ...passes.sites import Site
 from .behind import behind
 from .layers import Layer, layer_at
 
-__all__ = ["write"]
+__all__ = ["seal_modules", "write"]
 
 
 def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
@@ -32,7 +32,8 @@ def _write(site: Site, edit: Edit, node: fx.Node, dtype: torch.dtype) -> bool:
     if layer is None or layer.objection:
         return False
     found = behind(Place(edit.program, site.owner), layer.node)
-    activation = [str(found.last.target)] if found.last is not node and found.last.op == "call_module" else []
+    around = [each for each in (layer.pad, found.last) if each is not None and each is not node]
+    modules = [*layer.modules, *(str(each.target) for each in around if each.op == "call_module")]
     tensors = [_read(name, edit, layer) for name in (layer.weight, layer.bias)]
     more = () if found.other is None else (found.other,)
     packed = edit.call(layer.packed(found.activation, dtype), layer.x, *tensors, *more, before=found.last)
@@ -42,7 +43,7 @@ def _write(site: Site, edit: Edit, node: fx.Node, dtype: torch.dtype) -> bool:
     for each in reversed(between):
         if each in edit.graph.nodes and not each.users:  # a sum that is written into the layer's result
             edit.erase(each)
-    _seal([*layer.modules, *activation], edit)
+    seal_modules(modules, edit)
     return True
 
 
@@ -69,7 +70,7 @@ def _lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
             later.replace_input_with(x, plain)
 
 
-def _seal(modules: list[str], edit: Edit) -> None:
+def seal_modules(modules: list[str], edit: Edit) -> None:
     """Let the settings that the graph now holds, and the way to the modules, be what they are."""
     for path, names in written_out(edit.owner, modules).items():
         module = edit.owner.get_submodule(path)

@@ -28,7 +28,7 @@ from ..reference import Reference, reference
 from ..stage import Stage
 from ..tolerances import beside_neighbours, is_drowned, learn_response, within
 from ..translation import MapState, Objection, Quantities, Translation, quantities
-from ..trial import Run, Trial
+from ..trial import Kept, Run, Trial
 from ..verify import Verdict, verify
 from .steady import SteadyDraws
 
@@ -88,6 +88,7 @@ class Original:
     _larger: list[_Sample] | None = field(default=None, init=False)
     _many: list[_Sample] | None = field(default=None, init=False)
     _exact: dict[int, Reference] = field(default_factory=dict[int, Reference], init=False)
+    _kept: dict[int, tuple[Stage, Kept]] = field(default_factory=dict[int, "tuple[Stage, Kept]"], init=False)
 
     def __post_init__(self) -> None:
         self._stage = Stage(self.model)
@@ -144,7 +145,8 @@ class Original:
     ) -> Run:
         steady = SteadyDraws() if self._is_random else nullcontext()
         with steady:
-            trial = Trial(stage, self.training, self.gradients and gradients, False, self.seed)
+            kept = self._kept.setdefault(id(stage), (stage, {}))[1]  # what code derives from weights is made once
+            trial = Trial(stage, self.training, self.gradients and gradients, False, self.seed, kept=kept)
             run = trial.run(arguments, state or stage.state)
         self._is_sure = self._is_sure and getattr(steady, "is_sure", True)
         self._has_drawn = self._has_drawn or getattr(steady, "has_drawn", False)
@@ -178,6 +180,7 @@ class Original:
             keeps_form: whether it must keep that.
         """
         after = Stage(model)
+        self._kept = {number: kept for number, kept in self._kept.items() if kept[0] is self._stage}
         try:
             translation = Translation(self._as_reference(), after, map_state)
             translation.check_state()

@@ -144,7 +144,7 @@ def test_without_time_for_timing_several_lowerings_are_left(races: list[list[str
 
 
 def test_what_nobody_timed_is_taken_back_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower = iter([1.0, 3.0])
+    slower = iter([1.0, 1.0, 3.0])
 
     def timed(candidates: Any, **_: Any) -> Timings:
         return Timings([{name: next(slower) if name == "before" else 2.0 for name in sorted(candidates)[::-1]}] * 9)
@@ -152,6 +152,37 @@ def test_what_nobody_timed_is_taken_back_together(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(timing, "time_candidates", timed)
     manager = managed(TimeBudget(100.0, timing=80.0), Subtract())
     assert outcomes(manager) == [("undone", "the whole model was slower with it (0.5x)")] * 3
+
+
+def test_one_slow_reading_of_the_whole_model_takes_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = iter([1.0, 3.0])
+
+    def timed(candidates: Any, **_: Any) -> Timings:
+        return Timings([{name: next(before) if name == "before" else 2.0 for name in sorted(candidates)[::-1]}] * 9)
+
+    monkeypatch.setattr(timing, "time_candidates", timed)
+    manager = managed(TimeBudget(100.0, timing=80.0), Subtract())
+    assert outcomes(manager) == [("applied", "")] * 3
+    assert manager.timings is not None
+    assert manager.timings["speedup"] == 1.0  # of both races, half of the rounds say 0.5 and half 1.5
+
+
+@pytest.mark.parametrize(("at_sites", "races"), [(3.0, 3), (2.005, 2)])
+def test_more_races_are_asked_where_the_sites_say_otherwise(
+    monkeypatch: pytest.MonkeyPatch, at_sites: float, races: int
+) -> None:
+    of_the_whole = list[int]()
+
+    def timed(candidates: Any, **_: Any) -> Timings:
+        whole = isinstance(candidates["before"].module, nn.Sequential)
+        of_the_whole.append(int(whole))
+        first = 1.9 if whole else at_sites
+        return Timings([{name: first if name == "before" else 2.0 for name in candidates}] * 9)
+
+    monkeypatch.setattr(timing, "time_candidates", timed)
+    manager = managed(TimeBudget(100.0), Subtract())
+    assert [status for status, _ in outcomes(manager)] == ["undone"] * 3
+    assert sum(of_the_whole) == 3 * races  # the sites go one by one
 
 
 @dataclasses.dataclass(frozen=True)

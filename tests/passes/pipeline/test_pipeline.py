@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fxopt.errors import PipelineError, UsageError
 from fxopt.passes.contract import Pass
-from fxopt.passes.pipeline import parse
+from fxopt.passes.pipeline import chosen_passes, parse
 from fxopt.suggest import did_you_mean
 
 
@@ -174,6 +174,36 @@ def test_a_preset_stands_for_its_passes():
     assert parse("autocast,training", remember) == (FuseEnsembles(),) * 5
     training = ["eliminate_common_subexpressions", "eliminate_dead_code", "fuse_experts", "fuse_ensembles"]
     assert found == ["autocast", *training]
+
+
+def test_an_option_of_a_preset_puts_other_passes_in_the_place_of_some():
+    exact, narrow, small = (
+        list(map(str, parse(f"inference{each}"))) for each in ("", "{dtype=bfloat16}", "{dtype=int8}")
+    )
+    at = exact.index("pack")
+    assert narrow == [*exact[:at], "pack{dtype=bfloat16}", *exact[at:]]
+    assert small == [*exact[:at], "quantize", "pack{dtype=bfloat16}", *exact[at:]]
+    assert list(map(str, parse("inference{}"))) == list(map(str, parse("inference{dtype=float32}"))) == exact
+    behind = list(map(str, parse("fuse_ensembles, inference{ dtype = int8 }, eliminate_dead_code")))
+    assert behind == ["fuse_ensembles", *small, "eliminate_dead_code"]
+    assert [str(p) for p in chosen_passes("inference{dtype=int8}")] == small
+
+
+@pytest.mark.parametrize(
+    ("text", "span", "message"),
+    [
+        ("inference{dtype=fp8}", "fp8", "option 'dtype': expected float32, bfloat16 or int8, got fp8"),
+        ("inference{dtype=bfloat}", "bfloat", "got bfloat; did you mean 'bfloat16'?"),
+        ("inference{dtyp=int8}", "dtyp", "'inference' has no option 'dtyp'; did you mean 'dtype'?"),
+        ("inference{dtype=int8,dtype=int8}", "dtype", "option 'dtype' is given twice"),
+        ("inference{dtype=int8", "", "expected ',' or '}', got the end"),
+        ("training{dtype=int8}", "dtype", "'training' has no option 'dtype'; it has none"),
+    ],
+)
+def test_a_wrong_option_of_a_preset_is_shown_and_named(text: str, span: str, message: str):
+    error = error_of(text)
+    assert message in str(error)
+    assert spanned(error) == span
 
 
 def test_prints_only_what_differs_from_the_default():

@@ -129,6 +129,16 @@ def test_presets_name_passes_that_exist():
     } <= known_passes.pass_names().keys()
 
 
+def test_options_of_presets_put_passes_in_the_place_of_what_presets_have():
+    for preset, options in known_passes.PRESET_OPTIONS.items():
+        for option, values in options.items():
+            first, *others = (known_passes.members_of(preset, {option: value}) for value in values)
+            assert first == known_passes.PRESETS[preset]
+            for members in others:
+                assert members != first
+                assert {member.partition("{")[0] for member in members} <= known_passes.pass_names().keys()
+
+
 def test_listing_imports_no_pass():
     code = (
         "import sys; from fxopt.known_passes import pass_names; pass_names(); "

@@ -175,8 +175,8 @@ def test_what_is_clearly_slower_drops_out(clock: Clock) -> None:
 
 
 def test_a_hopeless_candidate_is_tried_three_times(clock: Clock) -> None:
-    seconds = {"before": 1e-2, "good": 5e-3, "bad": 1e-1}
-    found = time_candidates({name: clock.candidate(each) for name, each in seconds.items()}, seconds=0.25)
+    seconds = {"before": 1.02e-2, "good": 1e-2, "bad": 1e-1}
+    found = time_candidates({name: clock.candidate(each) for name, each in seconds.items()}, seconds=0.01)
     tried = {name: sum(name in sample for sample in found.rounds) for name in seconds}
     assert (tried["bad"], tried["before"], tried["good"]) == (3, 9, 9)
     assert found.fastest(prefer=("bad", "good")) == "good"
@@ -188,10 +188,33 @@ def test_the_last_rival_of_the_first_is_measured_however_slow(clock: Clock) -> N
 
 
 def test_a_limit_leaves_the_fewest_rounds_that_tell_anything(clock: Clock) -> None:
-    candidates = {"before": clock.candidate(1.0, 0.1), "after": clock.candidate(0.5, 0.1)}
+    candidates = {"before": clock.candidate(1.04), "after": clock.candidate(1.0)}
     found = time_candidates(candidates, limit=0.1)
     assert len(found.rounds) == 6
     assert found.ratio("before", "after").low > 1.0
+
+
+def test_three_rounds_of_long_calls_are_enough_where_they_leave_no_doubt(clock: Clock) -> None:
+    found = time_candidates({"before": clock.candidate(1.0, 0.05), "after": clock.candidate(0.5, 0.05)})
+    assert len(found.rounds) == 3
+    speed = found.ratio("before", "after")
+    assert 1.0 < speed.low < 2.0 < speed.high < math.inf
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_no_clear_answer(clock: Clock, seed: int) -> None:
+    clock.random.seed(seed)
+    found = time_candidates({"before": clock.candidate(1.0, 0.4), "after": clock.candidate(1.0, 0.4)}, limit=0.1)
+    assert len(found.rounds) == 6
+
+
+def test_a_call_that_has_just_run_is_not_run_again_to_get_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    long = runner(nn.Identity(), [Call((torch.zeros(1),))], training=False)
+    monkeypatch.setattr(long, "seconds", 1.0)
+    monkeypatch.setattr(type(long), "__call__", lambda self: calls.append(self))
+    time_candidates({"a": long}, seconds=0.0, least_rounds=4)
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,127 @@
+"""What samples of several candidates tell: ratios within rounds, and how sure they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median, stdev
+
+__all__ = ["CLEARLY_SLOWER", "HOPELESS_ROUNDS", "NOISE", "Interval", "Timings"]
+
+HOPELESS_ROUNDS = 3
+_HOPELESS = 1.5
+"""What took half as long again as the fastest in each of three rounds is not tried further, if others are left."""
+
+CLEARLY_SLOWER = 1.05
+NOISE = 1.02
+"""Two candidates closer than 2% count as equally fast."""
+
+_T_AT_99 = {3: 9.925, 4: 5.841, 5: 4.604}
+"""Rounds -> the 99.5% quantile of Student's distribution with one degree of freedom less."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A ratio, and where it lies with 95% confidence."""
+
+    low: float
+    mid: float
+    high: float
+
+
+@dataclass
+class Timings:
+    """Samples of several candidates, taken in rounds: one sample of each, one right after the other.
+
+    What disturbs a machine lasts longer than a round, so candidates are compared within rounds only: by the median of
+    the ratios in each round, and the sign-test interval of that median (Conover, Practical Nonparametric Statistics,
+    section 3.2), which assumes nothing about the distribution. Fewer than six rounds give none. Of three to five it is
+    Student's of the logarithms of the ratios, with 99% confidence: sampling ends that early only where it is clear.
+
+    Attributes:
+        rounds: seconds of one call, by the candidate's name.
+        in_one_thread: the samples were taken in one thread, since those in more told of other programs.
+    """
+
+    rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
+    in_one_thread: bool = False
+
+    def ratio(self, before: str, after: str) -> Interval:
+        """Return how many times faster `after` is than `before`, from the rounds that timed both."""
+        return self._interval(before, after, 0.95)
+
+    def seconds(self, name: str) -> float:
+        """Return the median time of one call."""
+        return median(sample[name] for sample in self.rounds if name in sample)
+
+    def microseconds(self, name: str) -> float:
+        """Return the median time of one call, in microseconds."""
+        return self.seconds(name) * 1e6
+
+    def fastest(self, prefer: Sequence[str]) -> str:
+        """Return the fastest of `prefer`; of those that are not shown to be 2% slower than it, the first."""
+        return self.contenders(prefer)[0]
+
+    def contenders(self, names: Sequence[str]) -> list[str]:
+        """Return those of `names` that are not shown to be 2% slower than the fastest, in their order."""
+        best = self.quickest(names)
+        return [name for name in names if name == best or self._may_be_as_fast(name, best)]
+
+    def _may_be_as_fast(self, name: str, best: str) -> bool:
+        return self.ratio(name, best).low <= NOISE and not self.is_hopeless(name, best)
+
+    def quickest(self, names: Sequence[str]) -> str:
+        """Return the one of `names` that took the least time, however close the others are."""
+        common = max(names, key=lambda name: sum(name in sample for sample in self.rounds))
+        return min(names, key=lambda name: self.ratio(name, common).mid)
+
+    def _interval(self, before: str, after: str, confidence: float) -> Interval:
+        ratios = sorted(s[before] / s[after] for s in self.rounds if before in s and after in s)
+        if not ratios:
+            return Interval(0.0, math.nan, math.inf)
+        rank = _sign_test_rank(len(ratios), confidence)
+        if rank == 0:
+            return _of_few(ratios)
+        return Interval(ratios[rank - 1], median(ratios), ratios[-rank])
+
+    def equal(self, one: str, other: str) -> bool:
+        """Say whether two candidates are equally fast, to 2% with 99% confidence."""
+        interval = self._interval(one, other, 0.99)
+        return interval.low > 1 / NOISE and interval.high < NOISE
+
+    def is_hopeless(self, name: str, best: str) -> bool:
+        """Say whether a candidate was far slower than the fastest in each of several rounds."""
+        ratios = [sample[name] / sample[best] for sample in self.rounds if name in sample and best in sample]
+        return len(ratios) >= HOPELESS_ROUNDS and min(ratios) > _HOPELESS
+
+    def is_settled(self, names: Sequence[str]) -> bool:
+        """Say whether a few rounds are enough: one candidate is clearly faster than each of the others, by 5%."""
+        best = self.quickest(names)
+        others = [name for name in names if name != best]
+        return bool(others) and all(self._interval(name, best, 0.99).low > CLEARLY_SLOWER for name in others)
+
+    def survivors(self, names: Sequence[str]) -> list[str]:
+        """Return the candidates that are not clearly (99% confidence) slower than the fastest by 5% or more."""
+        best = self.quickest(names)
+        return [name for name in names if self._interval(name, best, 0.99).low <= CLEARLY_SLOWER]
+
+
+def _of_few(ratios: Sequence[float]) -> Interval:
+    """Return Student's interval of a few ratios, with 99% confidence; of less than three nothing is known."""
+    if len(ratios) not in _T_AT_99:
+        return Interval(0.0, median(ratios), math.inf)
+    logarithms = [math.log(ratio) for ratio in ratios]
+    half = _T_AT_99[len(ratios)] * stdev(logarithms) / math.sqrt(len(ratios))
+    mean = fmean(logarithms)
+    return Interval(math.exp(mean - half), median(ratios), math.exp(mean + half))
+
+
+def _sign_test_rank(count: int, confidence: float) -> int:
+    """Return r such that the median lies between the r-th smallest and r-th largest value; 0 if too few are given."""
+    tail = 0.0
+    for rank in range(count // 2 + 1):
+        tail += math.comb(count, rank) * 0.5**count
+        if 2 * tail > 1 - confidence:
+            return rank
+    return count // 2

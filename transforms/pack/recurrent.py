@@ -1,0 +1,202 @@
+"""LSTMs on packed weights: where they are, whether they gain, and how they are written."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...compat import own_parameters
+from ...layers.packed import PackedLSTM, Recurrence
+from ...passes.rewriting import Edit
+from ...passes.sites import Refusal, Site
+from ...passes.verification import rounding, scale_of
+from ...tracing.graphs import Region
+from ...tracing.program import Program
+from ...tracing.values import qualified, user_class
+from .finding import IN_TRAINING
+from .layers import module_objection, shape_of
+from .reading import tensor_objection
+from .timing import Calls, Gains
+from .writing import seal_modules
+
+__all__ = ["LABEL", "recurrent_in", "write_recurrent"]
+
+LABEL = "recurrent"
+"""What sites call the call of an LSTM."""
+
+_LEAST = 1.01
+"""What gains less by itself stays as it is."""
+
+_OWN = 4.0
+"""Rounding may make a packed LSTM err as much more than the LSTM itself."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A call of an LSTM.
+
+    Attributes:
+        owner, number: the graph.
+        node: the call.
+        module: what it calls.
+        objection: why it stays as it is, or "".
+    """
+
+    owner: str
+    number: int
+    node: fx.Node
+    module: nn.LSTM
+    objection: str
+
+    @property
+    def name(self) -> str:
+        return qualified(self.owner, str(self.node.target))
+
+    @property
+    def kind(self) -> Hashable:
+        return _given(self.node), settings_of(self.module)
+
+
+def recurrent_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
+    """Yield a site for each call of an LSTM, and those that stay as they are."""
+    if program.training:
+        yield from (Refusal(IN_TRAINING, "(root)") for _ in itertools.islice(_calls(program), 1))
+        return
+    gains, exact = Gains(), dtype is torch.float32
+    for found in _calls(program):
+        if found.objection:
+            yield Refusal(found.objection, found.name)
+            continue
+        tensors, kind = _tensors(found.module), found.kind
+        shape = _given(found.node)
+        if shape is not None and math.prod(shape) and not tensors[0].is_meta and kind not in gains.seen:
+            calls, cold = _as_calls(found, shape, dtype), program.measuring_cold
+            gains.look(kind, calls, exact=exact, timed=program.measuring, cold=cold)
+        gain = None if kind not in gains.known else gains.known[kind].gain
+        if kind in gains.faults:
+            yield Refusal(gains.faults[kind], found.name)
+        elif gain is not None and gain.mid < _LEAST:
+            yield Refusal(f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})", found.name)
+        else:
+            speeds = [] if gain is None else [round(gain.mid, 3)]
+            detail = "1 LSTM" + (f", {speeds[0]:.3g}x by itself" if speeds else "")
+            yield Site(
+                program, found.owner, {LABEL: found.node.name}, found.number, detail=detail, kind=kind,
+                data={"speeds": speeds},
+            )  # fmt: skip
+
+
+def settings_of(lstm: nn.LSTM) -> Recurrence:
+    """Return the settings of an LSTM."""
+    sizes = lstm.input_size, lstm.hidden_size, lstm.num_layers
+    return Recurrence(*sizes, bool(lstm.bias), lstm.batch_first, lstm.bidirectional)
+
+
+def write_recurrent(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
+    """Write the call of an LSTM; say whether it was still there."""
+    edit.trainable = True  # where gradients are wanted, it computes as the LSTM does
+    found = _found(edit.program, site.owner, site.specialization, edit.graph_node(LABEL))
+    operands = None if found is None or found.objection else _operands(found.node)
+    if found is None or operands is None:
+        return False
+    its, name = settings_of(found.module), str(found.node.target)
+    if found.module.dropout and its.num_layers > 1:
+        edit.hold_in_evaluation([name])
+    tensors = [edit.get_attr(f"{name}.{each}", before=found.node) for each in its.names]
+    for each in tensors:
+        each.meta["parameter"] = True
+    packed = edit.call(PackedLSTM(its, dtype), *operands, *tensors, before=found.node)
+    packed.meta["source"] = found.node.meta.get("source")
+    edit.replace(found.node, packed)
+    seal_modules([name], edit)
+    return True
+
+
+def _calls(program: Program) -> Iterator[_Found]:
+    for owner, capture in program.captures.items():
+        module = program.module(owner)
+        for number, specialization in enumerate(capture.specializations):
+            if specialization.runs_in_mode(module) or program.training:
+                for node in specialization.graph.find_nodes(op="call_module"):
+                    found = _found(program, owner, number, node)
+                    if found is not None:
+                        yield found
+
+
+def _found(program: Program, owner: str, number: int, node: fx.Node) -> _Found | None:
+    module = program.callee(owner, node) if node.op == "call_module" else None
+    if not isinstance(module, nn.LSTM):
+        return None
+    return _Found(owner, number, node, module, _objection(program, owner, module, node))
+
+
+def _objection(program: Program, owner: str, module: nn.LSTM, node: fx.Node) -> str:
+    reason = module_objection(module, user_class(type(module)), nn.LSTM)
+    if reason:
+        return reason
+    if module.proj_size:
+        return "its hidden state is projected, for which there is no kernel"
+    if isinstance(program.module(owner), Region):
+        return "it is called in a region that does not own it"
+    if _operands(node) is None:
+        return "it is called with other arguments than an input and two states"
+    own = own_parameters(module)
+    tensors = [own.get(name) for name in settings_of(module).names]
+    if any(tensor is None for tensor in tensors):
+        return "its weights are no parameters of its own"
+    return next(filter(None, (tensor_objection(cast("Tensor", tensor)) for tensor in tensors)), "")
+
+
+def _operands(node: fx.Node) -> tuple[Any, Any] | None:
+    """Return input and states of a call; None where it has something else."""
+    given = dict(zip(("input", "hx"), node.args, strict=False)) | dict(node.kwargs)
+    if not isinstance(given.get("input"), fx.Node) or len(given) > 2 or not set(given) <= {"input", "hx"}:
+        return None
+    return given["input"], given.get("hx")
+
+
+def _given(node: fx.Node) -> tuple[int, ...] | None:
+    """Return the shape of what a call is given, where that is known and has a batch."""
+    operands = _operands(node)
+    shape = None if operands is None else shape_of(operands[0])
+    return shape if shape is not None and len(shape) == 3 else None
+
+
+def _tensors(lstm: nn.LSTM) -> list[Tensor]:
+    own = own_parameters(lstm)
+    return [cast("Tensor", own[name]) for name in settings_of(lstm).names]
+
+
+def _as_calls(found: _Found, shape: tuple[int, ...], dtype: torch.dtype) -> Calls:
+    packed, tensors = PackedLSTM(settings_of(found.module), dtype), _tensors(found.module)
+
+    def before(x: Tensor, *tensors: Tensor) -> object:
+        return packed.plainly(x, None, *tensors)
+
+    def after(x: Tensor, *tensors: Tensor) -> object:
+        return packed(x, None, *tensors)
+
+    return Calls(shape, before, after, [tuple(tensors)], _Check(packed, tensors))
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Whether a packed LSTM computes what the LSTM does: both are compared with what it gives in float64."""
+
+    packed: PackedLSTM
+    tensors: Sequence[Tensor]
+
+    def fault(self, x: Tensor, laid: Tensor) -> str:
+        """Return how far off the packed LSTM is, or "" where that is rounding."""
+        with torch.no_grad():
+            exact = self.packed.plainly(x.double(), None, *(each.double() for each in self.tensors))[0]
+            own, found = self.packed.plainly(x, None, *self.tensors)[0], self.packed(laid, None, *self.tensors)[0]
+            errors = [float((each.double() - exact).abs().max()) for each in (own, found)]
+            most = _OWN * errors[0] + rounding(own).absolute + torch.finfo(own.dtype).eps * scale_of(exact)
+        return "" if errors[1] <= most else f"packed, it is off by {errors[1]:.1e}, where it is by {errors[0]:.1e}"
