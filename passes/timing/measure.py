@@ -13,12 +13,8 @@ from statistics import median
 
 import torch
 
-<<<<<<< HEAD
-from .clocks import Clock, race_clock, works_in_this_thread
-from .cold import Eviction
-=======
 from .clocks import Clock, is_work_of_this_thread, race_clock
->>>>>>> main
+from .cold import Eviction
 from .collection import collection_paused
 from .intervals import CLEARLY_SLOWER, HOPELESS_ROUNDS, NOISE, Interval, Timings
 from .runner import Runner, runner
@@ -68,104 +64,6 @@ _PATIENCE = 4.0
 """Where it is open whether the first candidate is beaten, or which one does it best, sampling may take four times as
 long; and where the thread waits for its turn, the clock may show four times the processor time that it has used."""
 
-<<<<<<< HEAD
-_CLEARLY_SLOWER = 1.05
-_NOISE = 1.02
-"""Two candidates closer than 2% count as equally fast."""
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A ratio, and where it lies with 95% confidence."""
-
-    low: float
-    mid: float
-    high: float
-
-
-@dataclass
-class Timings:
-    """Samples of several candidates, taken in rounds: one sample of each, one right after the other.
-
-    What disturbs a machine lasts longer than a round, so candidates are compared within rounds only: by the median of
-    the ratios in each round, and the sign-test interval of that median (Conover, Practical Nonparametric Statistics,
-    section 3.2), which assumes nothing about the distribution.
-
-    Attributes:
-        rounds: seconds of one call, by the candidate's name.
-        in_one_thread: the samples were taken in one thread, since those in more told of other programs.
-        cold: caches were emptied before each call.
-    """
-
-    rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-    in_one_thread: bool = False
-    cold: bool = False
-
-    def ratio(self, before: str, after: str) -> Interval:
-        """Return how many times faster `after` is than `before`, from the rounds that timed both."""
-        return self._interval(before, after, 0.95)
-
-    def seconds(self, name: str) -> float:
-        """Return the median time of one call."""
-        return median(sample[name] for sample in self.rounds if name in sample)
-
-    def microseconds(self, name: str) -> float:
-        """Return the median time of one call, in microseconds."""
-        return self.seconds(name) * 1e6
-
-    def fastest(self, prefer: Sequence[str]) -> str:
-        """Return the fastest of `prefer`; of those that are not shown to be 2% slower than it, the first."""
-        return self.contenders(prefer)[0]
-
-    def contenders(self, names: Sequence[str]) -> list[str]:
-        """Return those of `names` that are not shown to be 2% slower than the fastest, in their order."""
-        best = self.quickest(names)
-        return [name for name in names if name == best or self._may_be_as_fast(name, best)]
-
-    def _may_be_as_fast(self, name: str, best: str) -> bool:
-        return self.ratio(name, best).low <= _NOISE and not self.is_hopeless(name, best)
-
-    def quickest(self, names: Sequence[str]) -> str:
-        """Return the one of `names` that took the least time, however close the others are."""
-        common = max(names, key=lambda name: sum(name in sample for sample in self.rounds))
-        return min(names, key=lambda name: self.ratio(name, common).mid)
-
-    def _interval(self, before: str, after: str, confidence: float) -> Interval:
-        ratios = sorted(s[before] / s[after] for s in self.rounds if before in s and after in s)
-        if not ratios:
-            return Interval(0.0, math.nan, math.inf)
-        rank = _sign_test_rank(len(ratios), confidence)
-        if rank == 0:
-            return Interval(0.0, median(ratios), math.inf)
-        return Interval(ratios[rank - 1], median(ratios), ratios[-rank])
-
-    def equal(self, one: str, other: str) -> bool:
-        """Say whether two candidates are equally fast, to 2% with 99% confidence."""
-        interval = self._interval(one, other, 0.99)
-        return interval.low > 1 / _NOISE and interval.high < _NOISE
-
-    def is_hopeless(self, name: str, best: str) -> bool:
-        """Say whether a candidate was far slower than the fastest in each of several rounds."""
-        ratios = [sample[name] / sample[best] for sample in self.rounds if name in sample and best in sample]
-        return len(ratios) >= _HOPELESS_ROUNDS and min(ratios) > _HOPELESS
-
-    def survivors(self, names: Sequence[str]) -> list[str]:
-        """Return the candidates that are not clearly (99% confidence) slower than the fastest by 5% or more."""
-        best = self.quickest(names)
-        return [name for name in names if self._interval(name, best, 0.99).low <= _CLEARLY_SLOWER]
-
-
-def _sign_test_rank(count: int, confidence: float) -> int:
-    """Return r such that the median lies between the r-th smallest and r-th largest value; 0 if too few are given."""
-    tail = 0.0
-    for rank in range(count // 2 + 1):
-        tail += math.comb(count, rank) * 0.5**count
-        if 2 * tail > 1 - confidence:
-            return rank
-    return count // 2
-
-=======
->>>>>>> main
 
 def time_candidates(
     candidates: Mapping[str, Candidate],
@@ -223,7 +121,7 @@ def _raced(
         if may_stall and _has_stalled(timings, samplings):
             return None
         if len(timings.rounds) == 1 and not _tells(samplings):
-            timings, samplings = Timings(), _with_clock(candidates, time.perf_counter)
+            timings, samplings = Timings(), _with_clock(candidates, time.perf_counter, evict)
             continue
         if _is_settled(timings, racing, samplings):
             break
@@ -244,22 +142,13 @@ def _gpus_of(candidates: Iterable[Candidate]) -> set[torch.device]:
 
 def _samplings(candidates: Mapping[str, Candidate], evict: Eviction | None) -> dict[str, _Sampling]:
     """Return how candidates are sampled: all of them by the same clock."""
-<<<<<<< HEAD
     clock = race_clock(waits_for_gpu=bool(_gpus_of(candidates.values())))
-    samplings = {name: _Sampling.of(candidate, clock, evict) for name, candidate in candidates.items()}
-    if clock is time.thread_time and not all(sampling.works_in_this_thread for sampling in samplings.values()):
-        return {name: _Sampling.of(candidate, time.perf_counter, evict) for name, candidate in candidates.items()}
-    return samplings
-=======
-    clock = race_clock(
-        waits_for_gpu=any(isinstance(each, Runner) and each.waits_for_gpu for each in candidates.values())
-    )
-    samplings = _with_clock(candidates, clock)
-    return samplings if _tells(samplings) else _with_clock(candidates, time.perf_counter)
+    samplings = _with_clock(candidates, clock, evict)
+    return samplings if _tells(samplings) else _with_clock(candidates, time.perf_counter, evict)
 
 
-def _with_clock(candidates: Mapping[str, Candidate], clock: Clock) -> dict[str, _Sampling]:
-    return {name: _Sampling.of(candidate, clock) for name, candidate in candidates.items()}
+def _with_clock(candidates: Mapping[str, Candidate], clock: Clock, evict: Eviction | None) -> dict[str, _Sampling]:
+    return {name: _Sampling.of(candidate, clock, evict) for name, candidate in candidates.items()}
 
 
 def _tells(samplings: Mapping[str, _Sampling]) -> bool:
@@ -271,7 +160,6 @@ def _is_settled(timings: Timings, racing: Sequence[str], samplings: Mapping[str,
     """Say whether the first rounds leave no doubt, of calls that are long enough for one sample to tell something."""
     is_short = any(samplings[name].least < _SETTLING_SECONDS for name in racing)
     return len(timings.rounds) >= HOPELESS_ROUNDS and not is_short and timings.is_settled(racing)
->>>>>>> main
 
 
 class _Stopwatch:
@@ -374,17 +262,11 @@ class _Sampling:
 
     @classmethod
     def of(cls, candidate: Candidate, clock: Clock, evict: Eviction | None = None) -> _Sampling:
-        once = cls(candidate, clock)
-<<<<<<< HEAD
-        once.works_in_this_thread = works_in_this_thread(once.sample)
-        once.evict = evict
-        if evict is not None or once.least > _LONG_SECONDS:
-=======
+        once = cls(candidate, clock, evict=evict)
         if isinstance(candidate, Runner) and candidate.seconds > _LONG_SECONDS:
             return once  # it has just run, to get ready; the first round tells in which threads it works
         once.sample()
-        if once.least > _LONG_SECONDS:
->>>>>>> main
+        if evict is not None or once.least > _LONG_SECONDS:
             return once
         seconds = max(min(once.sample() for _ in range(3)), 1e-9)
         once.calls, once.warm_up = max(1, math.ceil(_SAMPLE_SECONDS / seconds)), once.least < _WARM_UP_SECONDS
@@ -394,7 +276,7 @@ class _Sampling:
         """Return the seconds that one call takes; a short sample that was interrupted is taken again."""
         if self.warm_up:
             self.candidate()
-        seconds, is_short = math.inf, self.warm_up or (self.evict is not None and self.least < _WARM_UP_SECONDS)
+        seconds, is_short = math.inf, self.least < _WARM_UP_SECONDS and (self.warm_up or self.evict is not None)
         for _ in range(_TRIES if is_short else 1):
             if self.evict is not None:
                 self.evict()

@@ -116,14 +116,11 @@ class WholeModel:
                 "before": timing.runner(self._baseline, program.whole_calls, training=training),
                 "after": timing.runner(program.model, program.whole_calls, training=training),
             }
-<<<<<<< HEAD
-            return timing.time_candidates(runs, limit=budget.for_the_whole, cold=program.measuring_cold)
-=======
 
     def _raced(self, runs: Mapping[str, timing.Runner]) -> timing.Timings:
-        with self._tuner.budget.spending():
-            return timing.time_candidates(runs, limit=self._tuner.budget.for_the_whole)
->>>>>>> main
+        budget, cold = self._tuner.budget, self._tuner.program.measuring_cold
+        with budget.spending():
+            return timing.time_candidates(runs, limit=budget.for_the_whole, cold=cold)
 
     def _take_back(self, unwanted: Sequence[Rewrite], reason: str) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""
