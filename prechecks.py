@@ -12,6 +12,7 @@ from .known_passes import PRESETS, check_names, pass_names
 from .suggest import did_you_mean
 
 __all__ = [
+    "check_cold",
     "check_name",
     "check_output",
     "check_pipeline",
@@ -89,6 +90,16 @@ def check_report_output(path: Path | None) -> None:
     if path is not None:
         _check_place("--report", path, "report.html")
         _check_nothing_lost("--report", path, "report", _is_report)
+
+
+def check_cold(cold: bool, measure: bool | None) -> None:
+    """Make sure that something is timed, if it is to be timed with cold caches.
+
+    Raises:
+        UsageError: nothing is.
+    """
+    if cold and measure is False:
+        raise UsageError("--cold says how to time, and --no-measure that nothing is timed; leave one of them out")
 
 
 def check_tolerance(tolerance: float | None) -> None:

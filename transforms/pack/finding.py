@@ -169,7 +169,8 @@ def _gains(program: Program, layers: Sequence[_Found]) -> Gains:
     for kind, alike in kinds.items():
         if not alike[0].layer.tensors(program, alike[0].owner)[0].is_meta:
             exact = alike[0].dtype is torch.float32  # what is not is verified site by site, within its budget
-            gains.look(kind, _calls(program, alike), exact=exact, timed=program.measuring)
+            calls, cold = _calls(program, alike), program.measuring_cold
+            gains.look(kind, calls, exact=exact, timed=program.measuring, cold=cold)
     return gains
 
 
