@@ -9,8 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from ...compat import is_plainly_eager, modules_by_name, own_buffers
-from ...compat_packed import runs_kernels
+from ...compat import is_plainly_eager, modules_by_name, own_buffers, runs_kernels
 from ...compat_quantized import is_simulating, runs_simulation
 from ...errors import UsageError
 from ...passes.state import dequantized
