@@ -7,13 +7,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-__all__ = ["UNCHANGED", "holders_of"]
+__all__ = ["SAME_MEMORY", "SAME_VERSION", "holders_of"]
 
-UNCHANGED = (
-    "x{i}.data_ptr() == place{i} and x{i}._version == version{i} and "
-    "x{i}.numel() == number{i} and x{i}.stride() == strides{i}"
-)
-"""In generated code: a tensor's memory is there, was written to as often as before, and is read the same way."""
+SAME_VERSION = "x{i}._version == version{i}"
+"""In generated code: a tensor was written to as often as before."""
+
+SAME_MEMORY = "x{i}.data_ptr() == place{i} and x{i}.numel() == number{i} and x{i}.stride() == strides{i}"
+"""In generated code: its memory is there, and is read the same way."""
 
 
 def holders_of(tensor: Tensor) -> int:

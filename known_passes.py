@@ -37,9 +37,16 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "fold_batchnorm",
             "fuse_experts",
             "fuse_ensembles",
+            "sparse_message_passing",
             "pack",
         ),
-        "training": ("eliminate_common_subexpressions", "eliminate_dead_code", "fuse_experts", "fuse_ensembles"),
+        "training": (
+            "eliminate_common_subexpressions",
+            "eliminate_dead_code",
+            "fuse_experts",
+            "fuse_ensembles",
+            "sparse_message_passing",
+        ),
         "distributed": (
             "eliminate_common_subexpressions",
             "eliminate_dead_code",

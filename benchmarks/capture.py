@@ -1,24 +1,29 @@
 """Capture real models: families of `transformers` drawn by a seed, models on graphs, and those known by name.
 
     python benchmarks/capture.py --json benchmarks/results/capture.json
+    python benchmarks/capture.py --parts inference --missing --json benchmarks/results/capture_inference.json
 
 Each model is looked at in a process of its own and in bounded time; one that fails is a row with its error. For each:
 graphs, opaque modules with their reasons, where the parameters are called from, equality in evaluation and training at
 two sizes (outputs, gradients, buffers), calls that fell back, the time of capturing, the speed of the captured model
-beside the eager one, and what `optimize(model, "inference")` makes of it.
+beside the eager one, and what `optimize(model, "inference")` makes of it: its speed, equality, checkpoints, what
+`generate` gives, and what `restore` gives back. The file is written after each model: an interrupted run keeps what it
+has, and `--missing` goes on with the rest. Ordinary models of real size are those of `ordinary.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -26,13 +31,17 @@ import transformers
 from machine import described
 from model_zoo.examination import captured_row, inference_row, overhead_row
 from model_zoo.families import KINDS, SEED
-from model_zoo.subjects import Subject, candidates, graph_subjects, named_subjects
+from model_zoo.subjects import Built, Subject, candidates, graph_subjects, named_subjects
 from model_zoo.tracing_times import tracing_times
 
 import fxopt
 
+PARTS = ("capture", "inference")
 FLOOR = 0.95
-KEPT = ("class_kept", "untouched", "loads_old", "writes_old", "restored_class")
+MEAN = 1.3
+"""What the geometric mean of the speeds in inference is to reach."""
+
+KEPT = ("class_kept", "untouched", "loads_old", "writes_old", "restored_class", "generates")
 
 
 def examine(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -44,21 +53,25 @@ def examine(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
         return {**row, "unbuilt": str(error)}
     row |= built.details
     try:
-        row["capture"], program = captured_row(built)
-        row["capture"] |= tracing_times(built)
-        if arguments.seconds:
-            row["overhead"] = overhead_row(built, program.model, arguments.seconds)
+        if "capture" in arguments.parts:
+            _captured(row, built, arguments.seconds)
     except Exception as error:
         row["error"] = f"{type(error).__name__}: {error}"
-    if not arguments.inference:
-        return row
     try:
-        row["inference"], fast = inference_row(built, measure=bool(arguments.seconds))
-        if arguments.seconds:
-            row["inference"] |= overhead_row(built, fast, arguments.seconds)
+        if "inference" in arguments.parts:
+            row["inference"], fast = inference_row(built, measure=bool(arguments.seconds))
+            if arguments.seconds:
+                row["inference"] |= overhead_row(built, fast, arguments.seconds)
     except Exception as error:
         row["inference"] = {"error": f"{type(error).__name__}: {error}"}
     return row
+
+
+def _captured(row: dict[str, Any], built: Built, seconds: float) -> None:
+    row["capture"], program = captured_row(built)
+    row["capture"] |= tracing_times(built)
+    if seconds:
+        row["overhead"] = overhead_row(built, program.model, seconds)
 
 
 def apart(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -85,13 +98,32 @@ def _send(pipe: Connection, subject: Subject, arguments: argparse.Namespace) -> 
     pipe.send(examine(subject, arguments))
 
 
-def sweep(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the rows of all models; the draw goes on past families that cannot be built."""
+def known_rows(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return the rows that need not be found again: those of the file in which nothing failed."""
+    if not arguments.missing or arguments.json is None or not arguments.json.exists():
+        return {}
+    rows = json.loads(arguments.json.read_text(encoding="utf-8"))["models"]
+    return {row["name"]: row for row in rows if "unbuilt" in row or all(_is_found(row, p) for p in arguments.parts)}
+
+
+def _is_found(row: dict[str, Any], part: str) -> bool:
+    return "error" not in row and "error" not in row.get(part, {"error": ""})
+
+
+def sweep(arguments: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], None]) -> list[dict[str, Any]]:
+    """Return the rows of all models; the draw goes on past families that cannot be built.
+
+    Args:
+        arguments: of the command line.
+        keep: takes all rows so far.
+    """
     rows: list[dict[str, Any]] = []
+    known = known_rows(arguments)
 
     def add(subject: Subject) -> dict[str, Any]:
-        rows.append(apart(subject, arguments))
+        rows.append(known.get(subject.name) or apart(subject, arguments))
         print(line(rows[-1]), flush=True)
+        keep([*rows, *(row for name, row in known.items() if name not in {each["name"] for each in rows})])
         return rows[-1]
 
     for subject in [*named_subjects(), *graph_subjects()]:
@@ -125,6 +157,19 @@ def line(row: dict[str, Any]) -> str:
         return f"{head} left out: {row['unbuilt'][:120]}"
     if "error" in row:
         return f"{head} FAILED: {row['error'][:200]}"
+    parts = _capture_line(row) if "capture" in row else []
+    inference = row.get("inference", {})
+    if "error" in inference:
+        parts.append(f"inference FAILED: {inference['error'][:150]}")
+    elif inference:
+        parts.append(f"inference {inference['seconds']:5.1f} s {verdict(inference)}")
+        if "speed" in inference:
+            parts.append(f"{inference['speed'][1]:.2f}x")
+        parts.append(", ".join(f"{count} {name}" for name, count in inference["applied"].items()))
+    return f"{head} {'  '.join(parts)}"
+
+
+def _capture_line(row: dict[str, Any]) -> list[str]:
     found = row["capture"]
     counts = found["parameters"]
     parts = [
@@ -135,14 +180,7 @@ def line(row: dict[str, Any]) -> str:
         parts.append(f"speed {row['overhead']['speed'][1]:5.2f}")
     if found["different"]:
         parts.append(f"DIFFERENT {found['different'][0]}")
-    inference = row.get("inference", {})
-    if "error" in inference:
-        parts.append(f"inference FAILED: {inference['error'][:150]}")
-    elif inference:
-        parts.append(f"inference {inference['seconds']:5.1f} s {verdict(inference)}")
-        if "speed" in inference:
-            parts.append(f"{inference['speed'][1]:.2f}x")
-    return f"{head} {'  '.join(parts)}"
+    return parts
 
 
 def verdict(inference: dict[str, Any]) -> str:
@@ -164,13 +202,16 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "left_out": [row["name"] for row in rows if "unbuilt" in row],
         "failed": [row["name"] for row in built if "error" in row],
     }
-    families = [row for row in built if row["kind"] in KINDS and "capture" in row]
-    graphs = [row for row in built if row["kind"] == "graph" and "capture" in row]
-    both = [row for row in built if "capture" in row]
-    for name, part in (("transformers", families), ("graphs", graphs), ("all", both)):
-        if part:
-            found[name] = _figures(part)
-    reasons = Counter(opaque["reason"] for row in both for opaque in row["capture"]["opaque"])
+    parts = {
+        "transformers": [row for row in built if row["kind"] in KINDS],
+        "graphs": [row for row in built if row["kind"] == "graph"],
+        "all": built,
+    }
+    for name, part in parts.items():
+        captured = [row for row in part if "capture" in row]
+        figures = {**(_figures(captured) if captured else {}), **_inference_figures(part)}
+        found |= {name: figures} if figures else {}
+    reasons = Counter(opaque["reason"] for row in built if "capture" in row for opaque in row["capture"]["opaque"])
     found["reasons"] = dict(reasons.most_common())
     return found
 
@@ -192,20 +233,24 @@ def _figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "over_symbolic_trace": round(median(traced.values()), 2) if traced else None,
         "over_symbolic_trace_each": traced,
         "costs_something": [row["name"] for row in rows if _costs(row.get("overhead"))],
-        **_inference_figures([row for row in rows if "inference" in row]),
     }
 
 
 def _inference_figures(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    rows = [row for row in rows if "inference" in row]
     if not rows:
         return {}
     done = [row for row in rows if "error" not in row["inference"]]
-    timed = [row for row in done if "speed" in row["inference"]]
+    speeds = {row["name"]: row["inference"]["speed"] for row in done if "speed" in row["inference"]}
+    mean = math.exp(fmean(math.log(mid) for _, mid, _ in speeds.values())) if speeds else None
     return {
         "inference_failed": [row["name"] for row in rows if row not in done],
         "inference_wrong": [row["name"] for row in done if verdict(row["inference"]) != "ok"],
-        "inference_slower": [row["name"] for row in timed if row["inference"]["speed"][2] < FLOOR],
-        "inference_speed": round(median(row["inference"]["speed"][1] for row in timed), 3) if timed else None,
+        "inference_below": {name: mid for name, (_, mid, _) in speeds.items() if mid < FLOOR},
+        "inference_slower": [name for name, (_, _, high) in speeds.items() if high < FLOOR],
+        "inference_speed": round(median(mid for _, mid, _ in speeds.values()), 3) if speeds else None,
+        "inference_mean": mean and round(mean, 3),
+        "inference_mean_reached": mean and mean >= MEAN,
     }
 
 
@@ -223,7 +268,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names or kinds: look at these only")
     parser.add_argument("--seconds", type=float, default=0.5, help="timing budget of a model; 0 times nothing")
-    parser.add_argument("--no-inference", dest="inference", action="store_false", help="capture only")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what is looked at")
+    parser.add_argument("--missing", action="store_true", help="leave out models that the file has, save what failed")
     parser.add_argument("--limit", type=float, default=120, help="seconds for one model")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -231,13 +277,22 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     warm_up()
     start = time.perf_counter()
-    rows = sweep(arguments)
-    seconds = round(time.perf_counter() - start)
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        write(rows, arguments.json, round(time.perf_counter() - start))
+
+    print(json.dumps(summary(sweep(arguments, keep)), indent=2))
+
+
+def write(rows: list[dict[str, Any]], path: Path | None, seconds: int) -> None:
+    """Write the file anew, all of it, or none."""
+    if path is None:
+        return
     machine = {**described(), "transformers": transformers.__version__, "seconds": seconds}
     report = {"schema_version": 1, "seed": SEED, "machine": machine, "summary": summary(rows), "models": rows}
-    print(json.dumps(report["summary"], indent=2))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
 
 
 if __name__ == "__main__":

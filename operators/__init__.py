@@ -16,6 +16,7 @@ from .derived import Derived, Keeping, derived
 from .flops import counted_flops, flops_of
 from .info import Chance, OpInfo
 from .registry import Registration, operator_info, operator_of_module, register_operator
+from .unchanged import Unchanged
 
 __all__ = [
     "CallArguments",
@@ -24,6 +25,7 @@ __all__ = [
     "Keeping",
     "OpInfo",
     "Registration",
+    "Unchanged",
     "canonical_name",
     "counted_flops",
     "derived",

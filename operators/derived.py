@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ..compat import is_plainly_eager, version_of
-from ..compat_memory import UNCHANGED, holders_of
-from .samples import sample_of
+from ..compat import is_plainly_eager
+from .unchanged import Unchanged
 
 __all__ = ["Derived", "Keeping", "derived"]
 
@@ -39,12 +38,10 @@ class Keeping:
 class Derived(Keeping):
     """Call a function of tensors, and give what it made before as long as these are the same, unchanged.
 
-    A tensor counts as changed when it is another object, was written to in place, has other memory, size or strides
-    (`.data = ...`), or holds other numbers at one of a few places (`sample_of`): so what torch does not count (`.data`
-    itself, numpy, fused optimizers, other processes) is seen where it writes into most elements. After a backward, and
-    after `train()`, `eval()` or `.to()` of the module that computes with it, everything is made anew. Where gradients
-    are wanted, they flow to the originals. Compiled, exported and transformed code (`torch.func`), and originals that
-    are more than plain tensors, compute anew each time. `derived` makes these.
+    What counts as a change, `Unchanged` says. After a backward, and after `train()`, `eval()` or `.to()` of the module
+    that computes with it, everything is made anew. Where gradients are wanted, they flow to the originals. Compiled,
+    exported and transformed code (`torch.func`), and originals that are more than plain tensors, compute anew each
+    time. `derived` makes these.
 
     Args:
         function: of tensors, to a tensor or a tuple of tensors; pure, picklable, and equal where it computes the same.
@@ -58,7 +55,7 @@ class Derived(Keeping):
         # What torch.fx prints of a function.
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self.__module__ = getattr(function, "__module__", type(function).__module__)
-        self._kept: dict[int, tuple[Any, ...]] = {}
+        self._kept: dict[int, tuple[Unchanged, Any]] = {}
         """By the identity of the first original, for copies of a model may share a graph."""
 
     def __call__(self, *originals: Tensor) -> Any:
@@ -69,22 +66,18 @@ class Derived(Keeping):
         """Return the result where the one that is kept will not do, or none is."""
         if torch.compiler.is_dynamo_compiling() or not is_plainly_eager() or not all(map(_is_plain, originals)):
             return self.function(*originals)
-        # Noted before it is computed: what another thread writes meanwhile is seen at the next call.
-        noted = (*originals[1:], *(value for original in originals for value in _noted(original)))
-        memory = [original.detach() for original in originals]  # nothing else may come to lie in these places
+        noted = Unchanged(originals)  # before it is computed: what another thread writes meanwhile is seen next time
         with torch.inference_mode(False), torch.no_grad():
             made = self.function(*originals)
         tensors: Sequence[Tensor] = (made,) if isinstance(made, Tensor) else made
         if all(type(tensor) is Tensor for tensor in tensors) and _is_finished(tensors):
             self._forget_gone()
-            self._kept[id(originals[0])] = (*noted, memory, made)
+            self._kept[id(originals[0])] = noted, made
         wanted = torch.is_grad_enabled() and any(original.requires_grad for original in originals)
         return self._attached(made, originals) if wanted else made
 
     def _attached(self, made: Any, originals: Sequence[Tensor]) -> Any:
-        """Return the result as one that gradients flow through to the originals, unless the function ends them."""
-        if getattr(self.function, "ends_gradients", False):
-            return made
+        """Return the result as one that gradients flow through to the originals."""
         if not is_plainly_eager():  # torch.func takes no such autograd function
             return self.function(*originals)
         single = isinstance(made, Tensor)
@@ -92,12 +85,9 @@ class Derived(Keeping):
         return result[0] if single else result
 
     def _forget_gone(self) -> None:
-        """Keep nothing for tensors that are gone or have other memory: nobody else holds the one that is kept here.
-
-        There are no weak references to tensors, for torch swaps none that have some (`torch.utils.swap_tensors`).
-        """
-        for key, kept in tuple(self._kept.items()):
-            if holders_of(kept[-2][0]) <= 1:
+        """Keep nothing for tensors that are gone or have other memory."""
+        for key, (noted, _) in tuple(self._kept.items()):
+            if noted.first_is_gone:
                 self.forget(key)
 
     def forget(self, first: int) -> None:
@@ -125,16 +115,6 @@ class Derived(Keeping):
         return derived, (self.function, self.count)
 
 
-_NOTED = ("place", "version", "number", "strides", "view", "sample")
-_SAME = f"{UNCHANGED} and view{{i}} == sample{{i}}"
-"""The view comes last: it may be read only where the tensor still has that memory."""
-
-
-def _noted(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what is compared at each call, in the order of `_NOTED`."""
-    return tensor.data_ptr(), version_of(tensor), tensor.numel(), tensor.stride(), *sample_of(tensor)
-
-
 def derived(function: Callable[..., Any], count: int) -> Derived:
     """Return a `Derived` for a function of so many tensors."""
     return _class_of(count)(function)
@@ -142,28 +122,16 @@ def derived(function: Callable[..., Any], count: int) -> Derived:
 
 @cache
 def _class_of(count: int) -> type[Derived]:
-    """Return the class whose calls take so many originals.
-
-    The check is straight-line code, for it runs at every call: a loop takes three times as long.
-    """
-    given, others = ([f"{what}{i}" for i in range(count)] for what in ("x", "other"))
-    noted = [f"{what}{i}" for i in range(count) for what in _NOTED]
-    same = [f"{x} is {other}" for x, other in zip(given[1:], others[1:], strict=True)]
-    same += [_SAME.format(i=i) for i in range(count)]
+    """Return the class whose calls take so many originals, written out: `*originals` takes half as long again."""
+    given = ", ".join(f"x{i}" for i in range(count))
     text = f"""
-def __call__(self, {", ".join(given)}):
+def __call__(self, {given}):
     kept = None if is_compiling() else self._kept.get(id(x0))
-    if kept is not None:
-        {", ".join((*others[1:], *noted))}, _, made = kept
-        try:
-            same = {" and ".join(same)}
-        except RuntimeError:  # the first is gone, and what has its identity has no memory of its own
-            same = False
-        if same:
-            if is_grad_enabled() and ({" or ".join(f"{x}.requires_grad" for x in given)}):
-                return self._attached(made, ({", ".join(given)},))
-            return made
-    return self._make({", ".join(given)})
+    if kept is None or not kept[0].same({given}):
+        return self._make({given})
+    if is_grad_enabled() and ({" or ".join(f"x{i}.requires_grad" for i in range(count))}):
+        return self._attached(kept[1], ({given},))
+    return kept[1]
 """
     names: dict[str, Any] = {
         "is_compiling": torch.compiler.is_dynamo_compiling, "is_grad_enabled": torch.is_grad_enabled,

@@ -37,6 +37,7 @@ _MODULES: Mapping[str, tuple[type[nn.Module], ...]] = {
     "identity": (nn.Identity,),
     "batch_norm": (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
     "cross_entropy": (nn.CrossEntropyLoss,),
+    "pad": (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
 }
 """Beside those whose name is the operator's, but for case and underscores."""
 _DROPOUT = Chance("p", 1, 0.5), Chance("training", 2, True)

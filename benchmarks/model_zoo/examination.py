@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -223,12 +224,13 @@ def inference_row(built: Built, *, measure: bool) -> tuple[dict[str, Any], nn.Mo
     start = time.perf_counter()
     fast = fxopt.optimize(built.model, "inference", example_inputs=built.inputs, measure=measure)
     row: dict[str, Any] = {"seconds": time.perf_counter() - start}
-    row["applied"] = sum(d.status == "applied" for d in fxopt.plan(fast).decisions)
+    row["applied"] = dict(Counter(d.pass_name for d in fxopt.plan(fast).decisions if d.status == "applied"))
     row["different"] = _unlike_in_evaluation(built.model, fast, built)
     row["class_kept"] = type(built.model) in type(fast).__mro__
     row["untouched"] = _same_state(built.model.state_dict(), before)
     row["loads_old"] = _loads(fast, built)
     row["writes_old"] = _same_state(fxopt.state_dict(fast), before)
+    row["generates"] = _generated(fast, built) == _generated(built.model, built)
     restored = fxopt.restore(fast)
     row["restored_different"] = _unlike_in_evaluation(built.model, restored, built)
     row["restored_class"] = type(restored) is type(built.model) and _same_state(restored.state_dict(), before)
@@ -249,6 +251,18 @@ def _unlike_in_evaluation(model: nn.Module, other: nn.Module, built: Built) -> l
 def _near(given: Tensor, expected: Tensor) -> bool:
     """Tell whether two tensors are equal up to the rounding of another order of operations."""
     return given.shape == expected.shape and _distance(given, expected) <= 100 * _TOLERANCE
+
+
+def _generated(model: Any, built: Built) -> Any:
+    """Return the tokens that a model appends; None where it appends none, or not to these inputs."""
+    if not getattr(model, "can_generate", bool)():
+        return None
+    try:
+        with torch.no_grad(), preserved_random_state():
+            found = model.generate(**copied(built.inputs), max_new_tokens=4, do_sample=False)
+    except Exception:  # what a family asks for is its own
+        return None
+    return found.tolist() if isinstance(found, Tensor) else None
 
 
 def _same_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:

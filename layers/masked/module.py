@@ -79,7 +79,7 @@ def _put_back(module: nn.Module, name: str) -> None:
     `torch.nn.utils.weight_norm` takes one out before it asks, and reads it before that: zeros were put there then.
     """
     registered = own_parameters(module)
-    (parameter,) = cast("dict[str, Packing]", vars(module)[_SETTLED])[name].tensors or (None,)
+    parameter = cast("dict[str, Packing]", vars(module)[_SETTLED])[name].made
     if name not in registered and isinstance(parameter, nn.Parameter):
         others = dict(registered)
         registered.clear()
@@ -238,9 +238,10 @@ def _forget(module: nn.Module) -> None:
 def _settle(module: nn.Module, name: str, parameter: Tensor, gone: Tensor) -> None:
     """Put the zeros back where anything was written to a parameter since that was last done."""
 
-    def settle(written: Tensor) -> None:
+    def settle(written: Tensor) -> Tensor:
         # Not counted as a write: backward passes that are under way saved the same values.
         written.data.masked_fill_(gone, 0)
+        return written
 
     cast("dict[str, Packing]", vars(module)[_SETTLED])[name].of(settle, parameter)
 

@@ -24,7 +24,7 @@ _WORTH = 2**19
 """Rows are made at the first sight of a graph whose messages are this many numbers: they take less than is gained."""
 
 _TRIALS = 64
-"""So many smaller graphs go over rows, too; if none comes again, further ones do so at their second sight."""
+"""So many smaller graphs of a layer go over rows, too; if none comes again, further ones do at their second sight."""
 
 _CHUNK = 2**17
 """Numbers of edges that are looked at together, so that they stay in the cache."""
@@ -190,14 +190,15 @@ def _is_worth_it(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, wha
     """Say whether rows are there, or are made: sorting the edges of a small graph costs more than one call gains."""
     if edge_index.shape[1] * x.shape[1] >= _WORTH:
         return True
-    given = (edge_index,)
+    given, layer = (edge_index,), id(conv)
+    trials = kept.trials.get(layer, 0)
     if kept.holds(given, what):
-        if kept.trials and kept.of(given, "layer", lambda: id(conv)) == id(conv):  # not another layer of the same call
-            kept.trials = 0
+        if trials and kept.of(given, "layer", lambda: layer) == layer:  # not another layer of the same call
+            kept.trials[layer] = 0
         return True
-    if kept.trials < _TRIALS:
-        kept.trials += 1
-        kept.of(given, "layer", lambda: id(conv))
+    if trials < _TRIALS:
+        kept.trials[layer] = trials + 1
+        kept.of(given, "layer", lambda: layer)
         return True
     seen = kept.holds(given, "seen")
     kept.of(given, "seen", lambda: True)

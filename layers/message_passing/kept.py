@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...compat import version_of
+from ...operators import Unchanged
 
 __all__ = ["KeptGraphs"]
 
@@ -19,26 +19,17 @@ _MOST = 32
 """So many results are kept at most: some for each of several graphs that take turns."""
 
 _Key = tuple[Hashable, ...]
-_State = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """A result, and which tensors in which state it was computed from."""
+    """A result, and the tensors that it was computed from, as they were."""
 
     tensors: tuple[Callable[[], Tensor | None], ...]
-    states: tuple[_State, ...]
+    noted: Unchanged
     result: Any
-    memory: tuple[Tensor, ...]
-    """Nothing else may come to lie in its place: a tensor could be given that later."""
-
-    @property
-    def may_be_trained(self) -> bool:
-        """Say whether it follows from numbers that an optimizer may write to."""
-        return any(each.is_floating_point() for each in self.memory)
-
-    def is_of(self, tensors: Sequence[Tensor], states: Sequence[_State]) -> bool:
-        return all(known() is now for known, now in zip(self.tensors, tensors, strict=True)) and self.states == states
+    may_be_trained: bool
+    """It follows from numbers that an optimizer may write to."""
 
 
 class KeptGraphs:
@@ -47,11 +38,12 @@ class KeptGraphs:
     Threads may share it. A copy of it, or one from a pickle, is empty.
 
     Attributes:
-        trials: how many graphs there were, since one came again, that would not have been worth it alone.
+        trials: layer, by its identity -> for how many graphs it made rows, since one came again, that would not have
+            been worth it alone. A layer on one graph says nothing of one behind it whose graphs are always new.
     """
 
     def __init__(self) -> None:
-        self.trials = 0
+        self.trials: dict[int, int] = {}
         self._lock = threading.Lock()
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
 
@@ -60,9 +52,8 @@ class KeptGraphs:
 
     def holds(self, tensors: Sequence[Tensor], what: Hashable) -> bool:
         """Say whether something was computed from these tensors as they are."""
-        states = _states(tensors)
-        kept = None if states is None else self._kept.get(_key(tensors, what))
-        return kept is not None and kept.is_of(tensors, states or ())
+        kept = self._kept.get(_key(tensors, what))
+        return kept is not None and kept.noted.same(*tensors)
 
     def of(self, tensors: Sequence[Tensor], what: Hashable, compute: Callable[[], Any]) -> Any:
         """Return what was computed from some tensors; it is computed where they are others, or were written to.
@@ -73,22 +64,22 @@ class KeptGraphs:
             what: the rest that it depends on.
             compute: makes it.
         """
-        states = _states(tensors)
-        if states is None:
+        if any(each.is_inference() for each in tensors):
             return compute()
         key = _key(tensors, what)
         with self._lock:
             kept = self._kept.get(key)
-            if kept is not None and kept.is_of(tensors, states):
+            if kept is not None and kept.noted.same(*tensors):
                 self._kept.move_to_end(key)
                 return kept.result
-        memory = tuple(each.detach() for each in tensors)
+        noted = Unchanged(tensors)
         result = compute()
-        if _states(tensors) != states:  # another thread wrote to them meanwhile
+        if not noted.same(*tensors):  # another thread wrote to them meanwhile
             return result
         forget = _forgetting(weakref.ref(self), key)
+        trained = any(each.is_floating_point() for each in tensors)
         with self._lock:
-            self._kept[key] = _Kept(tuple(weakref.ref(each, forget) for each in tensors), states, result, memory)
+            self._kept[key] = _Kept(tuple(weakref.ref(each, forget) for each in tensors), noted, result, trained)
             self._kept.move_to_end(key)
             while len(self._kept) > _MOST:
                 self._kept.popitem(last=False)
@@ -118,10 +109,3 @@ def _forgetting(kept: Callable[[], KeptGraphs | None], key: _Key) -> Callable[[o
 
 def _key(tensors: Sequence[Tensor], what: Hashable) -> _Key:
     return (what, *map(id, tensors))
-
-
-def _states(tensors: Sequence[Tensor]) -> tuple[_State, ...] | None:
-    """Return what tells whether tensors were written to, or given other memory; None where nothing does."""
-    if any(each.is_inference() for each in tensors):
-        return None
-    return tuple((version_of(each), each.data_ptr(), tuple(each.shape), each.stride()) for each in tensors)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,9 @@ from .weights import NOTHING, Packed, can_be_packed
 
 __all__ = ["Geometry", "PackedConvolution"]
 
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the number of dimensions."""
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -25,6 +31,7 @@ class Geometry:
         groups: of its channels.
         output_padding: of a transposed one; None for others.
         size: of the inputs, [N, C, ...], that the weight is packed for; others run as well. None: any.
+        padding_after: zeros behind the input; None for as many as before it, which is `padding`.
     """
 
     stride: tuple[int, ...]
@@ -33,10 +40,33 @@ class Geometry:
     groups: int
     output_padding: tuple[int, ...] | None = None
     size: tuple[int, ...] | None = None
+    padding_after: tuple[int, ...] | None = None
 
     @property
     def rank(self) -> int:
         return len(self.stride)
+
+    @cached_property
+    def even(self) -> Geometry:
+        """Return the settings for kernels, which pad alike on both sides; `part` is what is wanted of their results.
+
+        A kernel that starts a number of whole strides earlier gives that many results too many.
+        """
+        if self.padding_after is None:
+            return self
+        most = zip(self.padding, self.padding_after, self.stride, strict=True)
+        padding = tuple(before + stride * max(-((before - behind) // stride), 0) for before, behind, stride in most)
+        return dataclasses.replace(self, padding=padding, padding_after=None)
+
+    def part(self, sizes: Sequence[int], kernel: Sequence[int]) -> tuple[slice, ...]:
+        """Return what is wanted of the results of a kernel with even padding, for inputs of `sizes`."""
+        slices = [slice(None), slice(None)]
+        for dim, size in enumerate(sizes):
+            around = size + self.padding[dim] + (self.padding_after or self.padding)[dim]
+            start = (self.even.padding[dim] - self.padding[dim]) // self.stride[dim]
+            count = (around - self.dilation[dim] * (kernel[dim] - 1) - 1) // self.stride[dim] + 1
+            slices.append(slice(start, start + count))
+        return tuple(slices)
 
 
 @dataclass(frozen=True)
@@ -46,12 +76,10 @@ class _Weight:
     geometry: Geometry
     dtype: torch.dtype
 
-    ends_gradients: ClassVar[bool] = True
-
     def __call__(self, weight: Tensor) -> Tensor:
         if not can_be_packed(weight) or weight.ndim != self.geometry.rank + 2:
             return weight
-        return convolution_packed(weight.detach().to(self.dtype), self.geometry)
+        return convolution_packed(weight.detach().to(self.dtype), self.geometry.even)
 
 
 class PackedConvolution(Packed):
@@ -95,14 +123,24 @@ class PackedConvolution(Packed):
             return self.plainly(x, weight, bias, other)
         behind = self.behind if other is None else NOTHING
         given = x if x.dtype is self.dtype else x.to(self.dtype)
-        return self.finished(convolution(given, packed, bias, self.geometry, behind), x.dtype, other)
+        if self.geometry.padding_after is None:
+            return self.finished(convolution(given, packed, bias, self.geometry, behind), x.dtype, other)
+        wanted = self.geometry.part(x.shape[2:], weight.shape[2:])
+        if any(part.stop == part.start for part in wanted[2:]):  # padded, images are smaller than the kernel
+            return self.plainly(x, weight, bias, other)
+        result = convolution(given, packed, bias, self.geometry.even, behind)[wanted]
+        return self.finished(result.contiguous(memory_format=_LAST[self._dims]), x.dtype, other)
 
     def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the convolution as torch does."""
         its, index = self.geometry, self.geometry.rank - 1
         if its.output_padding is None:
             conv: Any = (F.conv1d, F.conv2d, F.conv3d)[index]
-            return conv(x, weight, bias, its.stride, its.padding, its.dilation, its.groups)
+            if its.padding_after is None:
+                return conv(x, weight, bias, its.stride, its.padding, its.dilation, its.groups)
+            sides = zip(reversed(its.padding), reversed(its.padding_after), strict=True)
+            around = F.pad(x, [zeros for side in sides for zeros in side])
+            return conv(around, weight, bias, its.stride, 0, its.dilation, its.groups)
         transposed: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[index]
         return transposed(x, weight, bias, its.stride, its.padding, its.output_padding, its.groups, its.dilation)
 

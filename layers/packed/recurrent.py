@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...compat_packed import is_packed, lstm_as_torch, lstm_layer, lstm_packed, runs_kernels
+from ...compat import runs_kernels
+from ...compat_packed import is_packed, lstm_as_torch, lstm_layer, lstm_packed
 from ...operators import Derived, Keeping, derived
 from .weights import can_be_packed
 
@@ -67,8 +68,6 @@ class _Weights:
     inputs: int
     hidden: int
     dtype: torch.dtype
-
-    ends_gradients: ClassVar[bool] = True
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         gates = 4 * self.hidden

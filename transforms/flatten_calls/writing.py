@@ -238,7 +238,8 @@ def _is_met(value: object, expected: object) -> bool:
 
 def _counts_children(guard: Guard, owner: nn.Module) -> bool:
     """Say whether a condition is on the number of a Sequential's children, which is asked for with all others."""
-    return user_class(type(owner)) is nn.Sequential and guard.source == length_of(SELF)
+    counts = getattr(user_class(type(owner)), "__len__", None)
+    return counts is nn.Sequential.__len__ and guard.source == length_of(SELF)
 
 
 def _received(specialization: Specialization, given: Mapping[str, Any]) -> list[Any] | None:

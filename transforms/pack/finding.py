@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,20 +13,22 @@ from torch import fx
 from ...layers.packed import Packed
 from ...passes.rewriting import Place
 from ...passes.sites import Refusal, Site
-from ...passes.timing import Interval
 from ...tracing.graphs import Region
 from ...tracing.program import Program
 from ...tracing.values import qualified
 from .behind import Behind, behind
 from .checking import Check
 from .layers import Layer, layer_at
-from .timing import Calls, Gains
+from .timing import Calls, Gains, Times
 from .views import readers_in
 
 __all__ = ["IN_TRAINING", "found_in"]
 
 _LEAST = 1.01
 """What gains less by itself stays as it is; of the rest the whole model tells."""
+
+_LEAST_TOGETHER = 0.5
+"""The same of a convolution where those of a model gain together."""
 
 _COLOURS = 4
 """Images have so many channels at most."""
@@ -59,11 +61,11 @@ class _Found:
 
     @property
     def kind(self) -> Hashable:
-        return self.layer.kind, self.behind.activation, self.behind.other is None
+        return self.layer.kind, self.behind.activation, self.behind.other is None, self.behind.joins
 
     @property
     def packed(self) -> Packed:
-        return self.layer.packed(self.behind.activation, self.dtype)
+        return self.layer.packed(self.behind.activation, self.dtype, self.behind.joins)
 
 
 def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
@@ -78,12 +80,15 @@ def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
         else:
             layers.append(item)
     gains = _gains(program, layers)
+    together = _gain_together(layers, gains.known)
     graphs: dict[tuple[str, int], list[_Found]] = {}
     for found in layers:
-        gain = gains.known.get(found.kind)
+        times = gains.known.get(found.kind)
+        least = _LEAST_TOGETHER if together and found.layer.geometry is not None else _LEAST
         if found.kind in gains.faults:
             yield Refusal(gains.faults[found.kind], found.name)
-        elif gain is not None and gain.mid < _LEAST:
+        elif times is not None and times.gain.mid < least:
+            gain = times.gain
             yield Refusal(f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})", found.name)
         else:
             graphs.setdefault((found.owner, found.number), []).append(found)
@@ -93,6 +98,15 @@ def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
         yield _site(program, place, graphs.get(place, []), views.get(place, {}), gains.known)
 
 
+def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) -> bool:
+    """Say whether the convolutions of a model gain, all of them packed.
+
+    Between one that is packed and one that is not images are laid out anew, which is to be saved.
+    """
+    timed = [known[found.kind] for found in layers if found.layer.geometry is not None and found.kind in known]
+    return sum(times.own for times in timed) > _LEAST * sum(times.packed for times in timed)
+
+
 def _otherwise(group: Sequence[_Found]) -> set[fx.Node]:
     """Return the nodes of convolutions, and what is computed with them: these results will lie channels last."""
     return {node for found in group if found.layer.geometry for node in found.behind.inside}
@@ -100,11 +114,11 @@ def _otherwise(group: Sequence[_Found]) -> set[fx.Node]:
 
 def _site(
     program: Program, place: tuple[str, int], group: Sequence[_Found], views: dict[str, str],
-    gains: dict[Hashable, Interval],
+    times: Mapping[Hashable, Times],
 ) -> Site:  # fmt: skip
     nodes = {f"layer.{count}": found.layer.node.name for count, found in enumerate(group)}
     kind = tuple(found.kind for found in group)
-    speeds = [round(gains[found.kind].mid, 3) for found in group if found.kind in gains]
+    speeds = [round(times[found.kind].gain.mid, 3) for found in group if found.kind in times]
     # With data the plan says where the site is: which layers gain is not measured anew.
     return Site(
         program, place[0], {**nodes, **views}, place[1], detail=_detail(nodes, speeds), kind=kind,
@@ -138,7 +152,7 @@ def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refus
 def _candidate(
     program: Program, owner: str, number: int, layer: Layer, dtype: torch.dtype, *, in_region: bool
 ) -> _Found | Refusal:
-    found = _Found(owner, number, layer, behind(Place(program, owner), layer.node), dtype)
+    found = _Found(owner, number, layer, behind(Place(program, owner), layer), dtype)
     reason = layer.objection
     if in_region:
         reason = "it is called in a region that does not own it"
@@ -155,7 +169,8 @@ def _gains(program: Program, layers: Sequence[_Found]) -> Gains:
     for kind, alike in kinds.items():
         if not alike[0].layer.tensors(program, alike[0].owner)[0].is_meta:
             exact = alike[0].dtype is torch.float32  # what is not is verified site by site, within its budget
-            gains.look(kind, _calls(program, alike), exact=exact, timed=program.measuring)
+            calls, cold = _calls(program, alike), program.measuring_cold
+            gains.look(kind, calls, exact=exact, timed=program.measuring, cold=cold)
     return gains
 
 

@@ -15,15 +15,15 @@ from ...compat import own_parameters
 from ...layers.masked import Masked
 from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear
 from ...operators import canonical_name, normalized_arguments
-from ...passes.rewriting import obstacle_to_inlining
+from ...passes.rewriting import Found, Place, call_in, obstacle_to_inlining
 from ...tracing.program import Program
 from ...tracing.values import TensorMeta, user_class
-from .geometry import CONVOLUTIONS, NAMES, geometry_of_call, geometry_of_module
+from .geometry import CONVOLUTIONS, NAMES, geometry_of_call, geometry_of_module, padded
 from .reading import computed, tensor_objection
 
 __all__ = ["Layer", "layer_at", "module_objection", "shape_of"]
 
-_PADDING = "it pads otherwise than with as many zeros on both sides, or its settings are no plain numbers"
+_PADDING = "it pads otherwise than with zeros, or its settings are no plain numbers"
 
 
 _MASKED = (
@@ -45,6 +45,7 @@ class Layer:
         objection: why it stays as it is, or "".
         transposed: the weight of a linear layer is [inputs, outputs].
         geometry: the settings of a convolution; None of a linear layer.
+        pad: what adds zeros before a convolution, and is computed with it; None for nothing.
     """
 
     node: fx.Node
@@ -56,16 +57,19 @@ class Layer:
     objection: str = ""
     transposed: bool = False
     geometry: Geometry | None = None
+    pad: fx.Node | None = None
 
     def tensors(self, program: Program, owner: str) -> tuple[Tensor, Tensor | None]:
         """Return its weight and its bias as they are now."""
         weight, bias = (computed(program, owner, each) for each in (self.weight, self.bias))
         return cast("Tensor", weight), bias
 
-    def packed(self, activation: Activation, dtype: torch.dtype) -> PackedLinear | PackedConvolution:
+    def packed(
+        self, activation: Activation, dtype: torch.dtype, joins: str = "add"
+    ) -> PackedLinear | PackedConvolution:
         """Return what computes it on a packed weight."""
         if self.geometry is None:
-            return PackedLinear(activation, dtype, self.transposed)
+            return PackedLinear(activation, dtype, self.transposed, joins)
         size = None if self.geometry.size is None else self.given
         return PackedConvolution(dataclasses.replace(self.geometry, size=size), activation, dtype)
 
@@ -119,9 +123,25 @@ def shape_of(node: fx.Node) -> tuple[int, ...] | None:
 def layer_at(program: Program, owner: str, node: fx.Node) -> Layer | None:
     """Return the linear layer or the convolution that a node calls; None where it calls none."""
     if node.op == "call_module":
-        return _of_module(program, owner, node)
-    name = canonical_name(node) if node.op in ("call_function", "call_method") else None
-    return _of_function(program, owner, node, name) if name == "linear" or name in NAMES else None
+        layer = _of_module(program, owner, node)
+    else:
+        name = canonical_name(node) if node.op in ("call_function", "call_method") else None
+        layer = _of_function(program, owner, node, name) if name == "linear" or name in NAMES else None
+    return layer if layer is None or layer.geometry is None else _with_pad(program, owner, layer, layer.geometry)
+
+
+def _with_pad(program: Program, owner: str, layer: Layer, geometry: Geometry) -> Layer:
+    """Return a convolution with the zeros that are added before it, which nothing else reads."""
+    place = Place(program, owner)
+    call = call_in(place, layer.x, "pad") if len(layer.x.users) == 1 else None
+    if call is None or call.named.get("mode", "constant") != "constant" or call.named.get("value") not in (None, 0):
+        return layer
+    (x, *_), kernel = call.orders[0], layer.shape[2:]
+    its = padded(geometry, call.named.get("pad"), kernel)
+    if its is None or not isinstance(x, fx.Node) or not place.is_undisturbed(Found(computed=(layer.x, layer.node))):
+        return layer
+    size = None if geometry.size is None else shape_of(x)
+    return dataclasses.replace(layer, x=x, geometry=dataclasses.replace(its, size=size), pad=layer.x)
 
 
 def _of_module(program: Program, owner: str, node: fx.Node) -> Layer | None:

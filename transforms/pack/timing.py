@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...passes.timing import Interval, time_candidates
 
-__all__ = ["Calls", "Gains"]
+__all__ = ["Calls", "Gains", "Times"]
 
 _SECONDS = 0.04
 """How long a kind of layer is timed."""
@@ -29,6 +29,20 @@ class _Check(Protocol):
     """Say how far off a packed layer is, or "" where that is rounding."""
 
     def fault(self, x: Tensor, laid: Tensor) -> str: ...
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long a layer takes by itself.
+
+    Attributes:
+        gain: how many times faster it is packed.
+        own, packed: seconds, as it is and packed.
+    """
+
+    gain: Interval
+    own: float
+    packed: float
 
 
 @dataclass(frozen=True)
@@ -55,8 +69,8 @@ class Calls:
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(0))
         return x, x.contiguous(memory_format=_LAST[len(self.shape)]) if self.lies_last else x
 
-    def gain(self, x: Tensor, other: Tensor) -> Interval:
-        """Return how many times faster they are computed in the new way."""
+    def times(self, x: Tensor, other: Tensor, *, cold: bool = False) -> Times:
+        """Return how long they take in each way; `cold`: with caches emptied before."""
         some = self.tensors[:_MOST]
 
         def run(compute: Compute, x: Tensor) -> None:
@@ -65,7 +79,9 @@ class Calls:
 
         runs = {"before": lambda: run(self.before, x), "after": lambda: run(self.after, other)}
         with torch.no_grad():
-            return time_candidates(runs, seconds=_SECONDS, least_rounds=6, limit=2 * _SECONDS).ratio("before", "after")
+            found = time_candidates(runs, seconds=_SECONDS, least_rounds=6, limit=2 * _SECONDS, cold=cold)
+        own, packed = (found.seconds(name) / len(some) for name in runs)
+        return Times(found.ratio("before", "after"), own, packed)
 
 
 @dataclass
@@ -73,11 +89,11 @@ class Gains:
     """What was found out about kinds of layers.
 
     Attributes:
-        known: how many times faster they are.
+        known: how long they take.
         faults: why they must not be packed.
     """
 
-    known: dict[Hashable, Interval] = field(default_factory=dict[Hashable, Interval])
+    known: dict[Hashable, Times] = field(default_factory=dict[Hashable, Times])
     faults: dict[Hashable, str] = field(default_factory=dict[Hashable, str])
 
     @property
@@ -85,11 +101,11 @@ class Gains:
         """Return the kinds that something is known of."""
         return {*self.known, *self.faults}
 
-    def look(self, kind: Hashable, calls: Calls, *, exact: bool, timed: bool) -> None:
-        """Check the layers of a kind, where they are to be exact, and time them."""
+    def look(self, kind: Hashable, calls: Calls, *, exact: bool, timed: bool, cold: bool = False) -> None:
+        """Check the layers of a kind, where they are to be exact, and time them; `cold`: with caches emptied before."""
         x, other = calls.given()
         fault = calls.check.fault(x, other) if exact else ""
         if fault:
             self.faults[kind] = fault
         elif timed:
-            self.known[kind] = calls.gain(x, other)
+            self.known[kind] = calls.times(x, other, cold=cold)

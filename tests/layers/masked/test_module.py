@@ -23,3 +23,15 @@ def test_gradients_that_are_masked_wrongly_are_found(wrong: Callable[[Tensor, Te
     fast = fxopt.optimize(model, "prune{scope=layer}", example_inputs=torch.randn(8, 16))
     reasons = [decision.reason for decision in fxopt.plan(fast).decisions]
     assert [reason.split(" differs")[0] for reason in reasons] == ["gradient of 0.weight", "gradient of 2.weight"]
+
+
+def test_parameters_with_masks_can_be_swapped():
+    model, x = nn.Sequential(nn.Linear(16, 8)), torch.randn(8, 16)
+    fast = fxopt.optimize(model, "prune{scope=layer}", example_inputs=x, measure=False, verify=False)
+    fast(x)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        fast.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert fast(x.double()).dtype is torch.float64 and (fast[0].weight == 0).any()

@@ -88,3 +88,15 @@ def test_a_bias_that_a_fused_optimizer_wrote_is_packed_anew(modes: bool):
     optimizer.step()  # raises no version
     with torch.no_grad():
         assert torch.allclose(layer.eval()(x) if modes else layer(x), layer.in_floats(x), atol=0.5)
+
+
+@pytest.mark.parametrize("kind", [Int8DynamicLinear, Int8WeightLinear, Int4WeightLinear])
+def test_numbers_that_are_written_past_torch_are_packed_anew(kind: type[QuantizedLinear]):
+    layer, x = layer_of(kind, 64, 32), torch.randn(3, 64)
+    with torch.no_grad():
+        before = layer(x)
+        version = layer.weight_scales._version
+        layer.weight_scales.data.mul_(2)
+        assert layer.weight_scales._version == version
+        found = layer(x) - layer.bias
+    torch.testing.assert_close(found, 2 * (before - layer.bias), rtol=0.05, atol=0.05)

@@ -90,7 +90,7 @@ MODULES = {
     "counting in another case": (CountsLargeBatches, (True, False)),
     "opaque": (Opaque, WRITES),
     "of one operator": (lambda: nn.LPPool1d(2, 2), PURE),
-    "unknown": (lambda: nn.ZeroPad1d(1), WRITES),
+    "unknown": (lambda: nn.ReflectionPad1d(1), WRITES),
 }
 
 

@@ -361,6 +361,36 @@ def test_after_other_passes() -> None:
         torch.testing.assert_close(fast(X), model(X))
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([head(x) for head in self.heads])
+
+
+def test_modules_that_another_pass_took_out_are_left_alone() -> None:
+    model = Heads().eval()
+    fast = fxopt.optimize(model, "fuse_ensembles,flatten_calls", example_inputs=X, measure=False)
+    decisions = fxopt.plan(fast).decisions
+    assert [(each.pass_name, each.status) for each in decisions] == [("fuse_ensembles", "applied")]
+    assert len(fxopt.plan(flat(model)).decisions) == 1
+
+
+class Named(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+
+
+def test_a_class_of_ones_own_over_sequential_sees_a_new_child() -> None:
+    fast = flat(Named().eval())
+    assert count_calls(fast) == 1
+    fast.append(nn.Tanh())
+    with torch.no_grad():
+        assert fast(X).abs().max() <= 1 and count_calls(fast) == 5
+
+
 def test_threads() -> None:
     model = network()
     fast = flat(model)

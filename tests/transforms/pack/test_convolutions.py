@@ -96,11 +96,58 @@ def test_inputs_that_lie_channels_last() -> None:
     same(packed(model), model, IMAGES.contiguous(memory_format=torch.channels_last))
 
 
-def test_unlike_padding_on_both_sides_is_refused() -> None:
-    fast = packed(Around(nn.Conv2d(8, 8, 2, padding="same")))
-    assert "as many zeros on both sides" in fxopt.plan(fast).decisions[0].reason
+def test_padding_with_other_than_zeros_is_refused() -> None:
     fast = packed(Around(nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")))
-    assert "as many zeros on both sides" in fxopt.plan(fast).decisions[0].reason
+    assert "pads otherwise than with zeros" in fxopt.plan(fast).decisions[0].reason
+
+
+class Padded(nn.Module):
+    """A convolution behind a pad."""
+
+    def __init__(self, pad: object, **settings: object) -> None:
+        super().__init__()
+        self.pad, self.conv = pad, nn.Conv2d(8, 16, 3, **settings)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pad(x) if isinstance(self.pad, nn.Module) else F.pad(x, self.pad, "constant", 0.0)  # type: ignore[arg-type]
+        return F.relu6(self.conv(x))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Padded((1, 1, 1, 1)), Padded((0, 0, 0, 0), stride=2), Padded((0, 1, 0, 1), stride=2), Padded((1, 0, 2, 1)),
+        Padded((1, 0), padding=1, groups=4), Padded((0, 2, 0, 1), dilation=2, stride=(2, 1)),
+        Padded(nn.ZeroPad2d((0, 1, 0, 1)), stride=2), Around(nn.Conv2d(8, 8, 2, padding="same")),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zeros_before_a_convolution_are_its_padding(model: nn.Module, dtype: torch.dtype) -> None:
+    if why_no_packing(dtype):
+        pytest.skip(why_no_packing(dtype))
+    fast = packed(model, passes=[Pack(dtype)])
+    assert functions(fast) == ["packed_convolution"]
+    assert not fxopt.graphs(fast)[""].find_nodes(op="call_module")
+    tolerances = {"atol": 0.05, "rtol": 0.05} if dtype is torch.bfloat16 else {}
+    for x in (IMAGES, torch.randn(1, 8, 4, 12), torch.full((1, 8, 5, 5), torch.inf), IMAGES.clone().requires_grad_()):
+        with torch.set_grad_enabled(x.requires_grad):
+            torch.testing.assert_close(fast(x), model(x), equal_nan=True, **tolerances)
+    with torch.no_grad(), pytest.raises(RuntimeError) as expected:
+        model(torch.randn(1, 8, 0, 1))
+    with torch.no_grad(), pytest.raises(RuntimeError) as found:
+        fast(torch.randn(1, 8, 0, 1))
+    assert str(found.value) == str(expected.value)
+
+
+@pytest.mark.parametrize(
+    "pad", [(1, 1, 0, 0, 0, 0, 0, 0), (-1, 0, 0, 0), nn.ConstantPad2d(1, 0.5), nn.ReflectionPad2d(1)], ids=str
+)
+def test_other_pads_stay(pad: object) -> None:
+    model = Padded(pad)
+    fast = packed(model)
+    assert len(fxopt.graphs(fast)[""].nodes) > len(fxopt.graphs(packed(Padded((1, 1, 1, 1))))[""].nodes)
+    same(fast, model)
 
 
 class Residual(nn.Module):

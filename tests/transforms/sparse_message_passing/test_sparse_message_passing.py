@@ -211,10 +211,41 @@ def hooked(conv):
     return conv
 
 
-def test_a_model_without_message_passing_is_refused():
+def test_of_a_model_without_message_passing_nothing_is_said():
     fast = optimized(nn.Linear(3, 3), inputs=(torch.randn(2, 3),))
-    (decision,) = fxopt.plan(fast).decisions
-    assert "no message passing" in decision.reason
+    assert not fxopt.plan(fast).decisions
+
+
+@pytest.mark.parametrize("preset", ["inference", "training"])
+def test_the_presets_have_it(preset):
+    model = Network(pyg.GCNConv(WIDTH, WIDTH)).train(preset == "training")
+    fast = fxopt.optimize(model, preset, example_inputs=graph(), measure=False, time_budget=60)
+    decisions = fxopt.plan(fast).decisions
+    assert [each.status for each in decisions if each.pass_name == "sparse_message_passing"] == ["applied"]
+
+
+class Pooled(nn.Module):
+    """Whose second layer sees other edges at each call, as behind a pooling that chooses by the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = pyg.GCNConv(WIDTH, WIDTH), pyg.GCNConv(WIDTH, WIDTH)
+
+    def forward(self, x, edge_index):
+        return self.second(self.first(x, edge_index).relu(), edge_index.flip(1))
+
+
+def test_a_layer_whose_edges_are_always_new_gives_up_beside_one_whose_are_the_same(monkeypatch):
+    model, inputs = Pooled().eval(), graph()
+    fast = optimized(model)
+    assert over_rows(fast.second)
+    for _ in range(70):
+        fast(*inputs)
+    expected = model(*inputs)
+    calls, own = [], pyg.GCNConv.forward
+    monkeypatch.setattr(pyg.GCNConv, "forward", lambda *args: calls.append(args[0]) or own(*args))
+    torch.testing.assert_close(fast(*inputs), expected)
+    assert calls == [fast.second]
 
 
 def test_its_text_is_read_back():

@@ -1,0 +1,89 @@
+"""Whether tensors are still as they were: what everything that is made of tensors and kept must know at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..compat import version_of
+from ..compat_memory import SAME_MEMORY, SAME_VERSION, holders_of
+from .samples import sample_of
+
+__all__ = ["Unchanged"]
+
+
+class Unchanged:
+    """Notes how tensors are.
+
+    A tensor counts as changed when it is another object, was written to in place, has other memory, size or strides
+    (`.data = ...`), or, on a CPU, holds other numbers at one of a few places (`sample_of`): so what torch does not
+    count (`.data` itself, numpy, fused optimizers, other processes) is seen where it writes into most elements. Of
+    tensors of inference mode torch counts no writes: the rest is compared.
+
+    There are no weak references to tensors, for torch swaps none that have some (`torch.utils.swap_tensors`); their
+    memory is held, so that nothing else comes to lie in its place.
+
+    Args:
+        tensors: in the order of the calls of `same`; None stays None.
+
+    Attributes:
+        same: say whether tensors are these, unchanged.
+    """
+
+    __slots__ = ("_memory", "same")
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        noted = [value for tensor in tensors if tensor is not None for value in _noted(tensor)]
+        self._memory = [tensor.detach() for tensor in tensors if tensor is not None]
+        self.same: Callable[..., bool] = _check_of(tuple(map(_kind, tensors)))(*noted)
+
+    @property
+    def first_is_gone(self) -> bool:
+        """Say whether nobody else holds the memory of the first tensor: it is gone, or has other memory."""
+        return holders_of(self._memory[0]) <= 1
+
+
+_NOTED = ("name", "version", "place", "number", "strides", "view", "sample")
+
+
+def _noted(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what is compared at each call, in the order of `_NOTED`."""
+    version = None if tensor.is_inference() else version_of(tensor)
+    sample = sample_of(tensor) if type(tensor) in (Tensor, nn.Parameter) else (None, None)
+    return id(tensor), version, tensor.data_ptr(), tensor.numel(), tensor.stride(), *sample
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else "inference" if tensor.is_inference() else "counted"
+
+
+_CHECKS = {
+    "none": "x{i} is None",
+    "counted": f"id(x{{i}}) == name{{i}} and {SAME_VERSION} and {SAME_MEMORY} and view{{i}} == sample{{i}}",
+    "inference": f"id(x{{i}}) == name{{i}} and {SAME_MEMORY} and view{{i}} == sample{{i}}",
+}
+"""The view comes last: it may be read only where the tensor still has that memory."""
+
+
+@cache
+def _check_of(kinds: tuple[str, ...]) -> Callable[..., Callable[..., bool]]:
+    """Return what makes a check of what was noted of so many tensors.
+
+    It is straight-line code, for it runs at every call: a loop takes three times as long.
+    """
+    noted = [f"{what}{i}" for i, kind in enumerate(kinds) if kind != "none" for what in _NOTED]
+    text = f"""
+def check_of({", ".join(noted)}):
+    def same({", ".join(f"x{i}" for i in range(len(kinds)))}):
+        try:
+            return {" and ".join(_CHECKS[kind].format(i=i) for i, kind in enumerate(kinds))}
+        except (AttributeError, RuntimeError):  # None, or the first is gone, and what has its identity has no memory
+            return False
+    return same
+"""
+    names: dict[str, Any] = {}
+    exec(text, names)  # noqa: S102  made of numbers and names of this file
+    return names["check_of"]
