@@ -6,9 +6,9 @@ from .activations import NO_ACTIVATION, Activation, known_activations
 from .convolution import Geometry, PackedConvolution
 from .linear import PackedLinear
 from .recurrent import PackedLSTM, Recurrence
-from .weights import Packed
+from .weights import Packed, why_not_packed
 
 __all__ = [
     "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM", "PackedLinear",
-    "Recurrence", "known_activations",
+    "Recurrence", "known_activations", "why_not_packed",
 ]  # fmt: skip
