@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat_packed import runs_kernels
+from ...compat import runs_kernels
 from ...operators import Keeping, derived
 from .activations import NO_ACTIVATION, Activation
 
