@@ -62,8 +62,13 @@ class Packed(Keeping):
         self._writes = bool(activation.operator) and not activation.kernel
 
     @staticmethod
-    def takes(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, outputs: int) -> bool:
+    def takes(
+        x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, outputs: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> bool:  # fmt: skip
         """Say whether kernels may compute with these: nobody wants gradients, and they are plain tensors of float32.
+
+        What the layer is given may also be of `dtype`.
 
         Kernels look at no more of a bias than where it begins: it must be one number for each of the outputs, in order.
         """
@@ -76,7 +81,7 @@ class Packed(Keeping):
             return False
         return (
             type(x) is Tensor
-            and x.dtype is torch.float32
+            and (x.dtype is torch.float32 or x.dtype is dtype)
             and x.is_cpu
             and x.layout is torch.strided
             and x.numel() > 0

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from ...layers.members import seal, written_out
+from ...layers.packed import keep_narrow
 from ...passes.rewriting import Edit, Place
 from ...passes.sites import Site
 from .behind import behind
@@ -24,7 +25,10 @@ def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
         elif what == "output":
             _lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
     layers = [label for label in site.nodes if label.startswith("layer.")]
-    return all(_write(site, edit, edit.graph_node(label), dtype) for label in layers)
+    if not all(_write(site, edit, edit.graph_node(label), dtype) for label in layers):
+        return False
+    keep_narrow(edit.graph)
+    return True
 
 
 def _write(site: Site, edit: Edit, node: fx.Node, dtype: torch.dtype) -> bool:
