@@ -102,7 +102,7 @@ class PackedConvolution(Packed):
     ) -> None:  # fmt: skip
         super().__init__((geometry, activation, dtype, given, gives), _Weight(geometry, dtype), activation)
         self.geometry, self.dtype, self._dims = geometry, dtype, geometry.rank + 2
-        self._given, self._gives = given, gives
+        self._given, self._gives, self._taken = given, gives, (torch.float32, given)
 
     @property
     def is_narrow(self) -> bool:
@@ -131,7 +131,7 @@ class PackedConvolution(Packed):
         inputs, outputs = weight.size(1) * groups, weight.size(0)
         if is_transposed:
             inputs, outputs = outputs, inputs
-        if x.size(1) != inputs or not self.takes(x, weight, bias, other, outputs, self._given):
+        if x.size(1) != inputs or not self.takes(x, weight, bias, other, outputs, self._taken):
             return self.plainly(x, weight, bias, other)
         packed = self.weights(weight)
         if not is_packed(packed):
