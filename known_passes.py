@@ -39,6 +39,7 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "fuse_ensembles",
             "sparse_message_passing",
             "pack",
+            "flatten_calls",
         ),
         "training": (
             "eliminate_common_subexpressions",

@@ -275,6 +275,27 @@ def test_what_stays_a_call() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+class Sum(nn.Module):
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        return parts[0] if parts[0].shape != parts[1].shape else parts[0] + parts[1]
+
+
+class OfLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.sum = nn.Linear(8, 8), nn.Linear(8, 8), Sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sum([self.first(x), self.second(x)])
+
+
+def test_a_module_that_decides_by_what_is_in_a_list_stays_a_call() -> None:
+    model = OfLists().eval()
+    fast = flat(model)
+    assert count_calls(fast) == 2
+    same(fast, model)
+
+
 def test_what_holds_compiled_modules_or_other_tensors_stays() -> None:
     inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     model = nn.Sequential(inner, torch.jit.trace(nn.Linear(8, 8), X)).eval()
