@@ -10,6 +10,7 @@ from .lstm import Int8DynamicLSTM
 from .packing import Packing
 from .pooling import max_pool_numbers
 from .static import Geometry, StaticConv, StaticLayer, StaticLinear
+from .tied import TiedInt8Linear
 from .trained import TRAINED, FakeQuantized, Freezable, fake_quantized, freezable, freeze
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "StaticConv",
     "StaticLayer",
     "StaticLinear",
+    "TiedInt8Linear",
     "check_in_floats",
     "fake_quantized",
     "freezable",

@@ -41,7 +41,8 @@ class Pass:
             averaged over all of them.
         trainable: whether what it makes can be trained; where it cannot, no optimizer moves there.
         judges_itself: `find` has timed what it yields, and what that computes in float64 is what was there: sites are
-            neither timed nor, where the pass keeps the function, verified one by one, but with the whole model.
+            neither timed nor, where the pass keeps the function, verified one by one, but with the whole model. Those
+            of an approximate pass are verified so where `judgement` says what they err by.
         trains_by_call: of a pass that acts on the finished model: it is still called, so that a step of training can be
             compared with one before.
         before: names of passes that must not run earlier than this one.
@@ -113,6 +114,14 @@ class Pass:
     def find(self, program: Program) -> Iterable[Site | Refusal]:
         """Yield every place this pass could rewrite, and every near miss with its reason; change nothing."""
         raise NotImplementedError(f"{type(self).__name__}.find")
+
+    def judgement(self, site: Site) -> Mapping[str, Any]:
+        """Return the figures of a site that `find` has judged: `precision_error`, within the budget, and `speedup`.
+
+        Args:
+            site: as `find` yielded it.
+        """
+        return {}
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         """Rewrite one site, through `edit` only."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -14,11 +15,12 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
 from ...passes.state import QuantizeWeight, StateStep
 from ...tracing.program import Program
-from ...tracing.values import user_class
-from .eligible import Layer, sites
+from ...tracing.values import qualified, user_class
+from .eligible import Layer, tied_to
+from .finding import found
 from .kernels import lstm_problem
 from .linears import linears
-from .replacing import put, replace_linear
+from .replacing import Instead, instead_of, instead_of_linear, put
 from .settings import Settings
 
 __all__ = ["SCHEME"]
@@ -33,15 +35,12 @@ class _Dynamic:
             raise UsageError(f"pass 'quantize': scheme={settings.scheme} does not run here: {reason}")
 
     def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:
-        layers = linears(program, lambda linear: _elsewhere(linear.weight))
-        return sites(settings, program, [*layers, *_lstms(program)])
+        stays = settings.aim == "speed"
+        layers = linears(program, lambda linear: _elsewhere(linear.weight), stays=stays)
+        return found(settings, program, [*layers, *_lstms(program)], partial(_instead, settings, program))
 
     def rewrite(self, settings: Settings, site: Site, edit: Edit) -> None:
-        group = 0 if settings.per_channel else -1
-        if isinstance(edit.owner, nn.LSTM):
-            _replace_lstm(edit.owner, edit, group)
-        else:
-            replace_linear(edit, Int8DynamicLinear, "int8", group)
+        put(edit, "", _instead(settings, edit.program, edit.owner))
 
 
 SCHEME = _Dynamic()
@@ -67,7 +66,15 @@ def _weights(lstm: nn.LSTM) -> Mapping[str, Tensor]:
     return {name: weight for name, weight in found if weight is not None and name.startswith("weight_")}
 
 
-def _replace_lstm(lstm: nn.LSTM, edit: Edit, group: int) -> None:
+def _instead(settings: Settings, program: Program, module: nn.Module) -> Instead:
+    group = 0 if settings.per_channel else -1
+    if isinstance(module, nn.LSTM):
+        return _instead_of_lstm(module, group)
+    tied = tied_to(qualified(program.names.name(module), "weight"), program)
+    return instead_of_linear(module, Int8DynamicLinear, "int8", group, stays=bool(tied))
+
+
+def _instead_of_lstm(lstm: nn.LSTM, group: int) -> Instead:
     problem = lstm_problem(lstm, group)
     if problem:
         raise MatchFailure(problem)
@@ -75,4 +82,4 @@ def _replace_lstm(lstm: nn.LSTM, edit: Edit, group: int) -> None:
     steps: dict[StateStep, Tensor] = {
         QuantizeWeight.of(name, weight, "int8", group=group): weight for name, weight in weights.items()
     }
-    put(edit, "", steps, lambda held: Int8DynamicLSTM(lstm, dict(zip(weights, held, strict=True))))
+    return instead_of(steps, lambda held: Int8DynamicLSTM(lstm, dict(zip(weights, held, strict=True))))

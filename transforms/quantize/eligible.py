@@ -13,18 +13,15 @@ from ...layers.quantized import ASKED, QuantizedLayer
 from ...operators import Derived
 from ...passes.contract import word_for
 from ...passes.driver import record_of
-from ...passes.sites import Refusal, Site
+from ...passes.sites import Refusal
 from ...passes.verification import TensorOwners, TensorReads
 from ...tracing.program import Program
 from ...tracing.values import qualified
 from ..fold_batchnorm.arithmetic import Fold
-from .settings import Settings
 
-__all__ = ["Layer", "already_quantized", "obstacle", "sites"]
+__all__ = ["Layer", "already_quantized", "obstacle", "tied_to"]
 
 _QUANTIZED = "it is quantized already; for another scheme, begin with the model as it was, or with fxopt.restore(model)"
-_NEVER_CALLED = "the example inputs never call it"
-_BYPASSED = "torch's encoder layer computes with its weights, and does not call it in evaluation"
 _FOLDED = (
     "a batch norm was folded into it; int8_static folds norms itself: begin with the model as it was, or with "
     "fxopt.restore(model)"
@@ -42,6 +39,7 @@ class Layer:
         weights: name in the layer -> what would be quantized.
         detail: for the report.
         objection: why the scheme cannot take it, or "".
+        stays: its weight may stay as it is, for others who have it too.
     """
 
     name: str
@@ -49,26 +47,11 @@ class Layer:
     weights: Mapping[str, Tensor]
     detail: str = ""
     objection: str = ""
+    stays: bool = False
 
     @property
     def size(self) -> int:
         return sum(weight.numel() for weight in self.weights.values())
-
-
-def sites(settings: Settings, program: Program, layers: Sequence[Layer]) -> Iterator[Site | Refusal]:
-    """Yield a site for each layer, the largest first, and why others stay as they are.
-
-    So what one time budget allows is spent where the most is gained.
-    """
-    yield from already_quantized(settings.keep, program)
-    called = _called(program, [layer.module for layer in layers])
-    for layer in sorted(layers, key=lambda layer: -layer.size):
-        if word_for(settings.keep, layer.name, program) is not None:
-            continue
-        reason = (obstacle(layer, program) if layer.weights else "") or layer.objection
-        if not reason and called is not None and layer.module not in called:
-            reason = _BYPASSED if _in_encoder(layer.name, program) else _NEVER_CALLED
-        yield Refusal(reason, layer.name or "(root)") if reason else Site(program, layer.name, {}, detail=layer.detail)
 
 
 def already_quantized(keep: Sequence[str], program: Program) -> Iterator[Refusal]:
@@ -81,17 +64,6 @@ def already_quantized(keep: Sequence[str], program: Program) -> Iterator[Refusal
             yield Refusal(_QUANTIZED, name)
 
 
-def _in_encoder(name: str, program: Program) -> bool:
-    return isinstance(program.module(name.rpartition(".")[0]), nn.TransformerEncoderLayer)
-
-
-def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None:
-    """Return those of the modules that the example inputs call, or None where there are none."""
-    if not program.inputs or program.replaying:
-        return None
-    return {module for module in modules if program.recording(modules).calls.get(module)}
-
-
 def obstacle(layer: Layer, program: Program) -> str:
     """Return why a layer must stay as it is, or ""."""
     if not layer.name:
@@ -101,11 +73,16 @@ def obstacle(layer: Layer, program: Program) -> str:
     return next(filter(None, (_weight_problem(layer, name, program) for name in layer.weights)), "")
 
 
+def tied_to(name: str, program: Program) -> list[str]:
+    """Return the other names of a tensor."""
+    return [other for other in program.analyses[TensorOwners].names(name) if other != name]
+
+
 def _weight_problem(layer: Layer, name: str, program: Program) -> str:
     weight, tensor = qualified(layer.name, name), layer.weights[name]
-    tied = [other for other in program.analyses[TensorOwners].names(weight) if other != weight]
+    tied = tied_to(weight, program)
     if tied:
-        return f"its weight is tied to '{tied[0]}'"
+        return _value_problem(f"'{weight}'", tensor) if layer.stays else f"its weight is tied to '{tied[0]}'"
     reads = program.analyses[TensorReads]
     for reader in reads.readers_of(tensor):
         nodes = reads.nodes_of(tensor, reader)

@@ -62,12 +62,13 @@ def linear_of(module: nn.Module) -> Linear | None:
     return Linear(module, weight, own_parameters(module).get("bias"), int(is_transposed))
 
 
-def linears(program: Program, objection: Callable[[Linear], str]) -> list[Layer]:
+def linears(program: Program, objection: Callable[[Linear], str], *, stays: bool = False) -> list[Layer]:
     """Return each linear layer by its first name, and what looks as if it held some.
 
     Args:
         program: the model.
         objection: says why the scheme cannot take a layer, or "".
+        stays: the scheme takes weights that other modules have too.
     """
     found: list[Layer] = []
     for module in program.names.distinct:
@@ -75,7 +76,9 @@ def linears(program: Program, objection: Callable[[Linear], str]) -> list[Layer]
         if linear is not None:
             detail = f"{linear.inputs} to {linear.outputs}"
             name = program.names.name(module)
-            found.append(Layer(name, module, {"weight": linear.weight}, detail, objection(linear)))
+            found.append(
+                Layer(name, module, {"weight": linear.weight}, detail, objection(linear), stays and not linear.dim)
+            )
         else:
             reason = _objection(module)
             found += [Layer(program.names.name(module), module, {}, objection=reason)] if reason else []

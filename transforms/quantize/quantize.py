@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...suggest import did_you_mean
 from ...tracing.program import Program
 from ..calibration import replayable
+from .judging import Judgement
 from .schemes import SCHEMES, scheme_called
 from .settings import READ_BY, Settings
 
@@ -48,9 +49,10 @@ class Quantize(Pass, Settings):
     """
 
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
-    includes: ClassVar[tuple[str, ...]] = ("pack",)  # which packs what this one leaves in float32
+    includes: ClassVar[tuple[str, ...]] = ("sparse_message_passing", "flatten_calls", "pack")  # for what it leaves
     phase: ClassVar[Phase] = Phase.EVAL
     trainable: ClassVar[bool] = False
+    judges_itself: ClassVar[bool] = True
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # what is replaced is in its place there, too
     destroys: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("prune", "fuse_ensembles", "fold_batchnorm", "qat"), "it works on the weights as they were"),
@@ -65,6 +67,7 @@ class Quantize(Pass, Settings):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "goal", Goal.SIZE if self.aim == "size" else Goal.SPEED)
+        object.__setattr__(self, "judges_itself", self.scheme != "int8_static")
         if self.scheme == "int8_static":  # it folds norms into what it quantizes, and leaves the rest as they were
             object.__setattr__(self, "includes", ("fold_batchnorm", *self.includes))
             rest = {name: why for name, why in self.destroys.items() if name != "fold_batchnorm"}
@@ -88,6 +91,10 @@ class Quantize(Pass, Settings):
 
     def find(self, program: Program) -> Iterable[Site | Refusal]:
         return scheme_called(self.scheme).find(self, program)
+
+    def judgement(self, site: Site) -> Mapping[str, Any]:
+        found = site.found
+        return {"precision_error": found.error, **(found.figures or {})} if isinstance(found, Judgement) else {}
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         scheme_called(self.scheme).rewrite(self, site, edit)

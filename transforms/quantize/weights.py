@@ -13,9 +13,9 @@ from ...layers.quantized import Float8Linear, Int4WeightLinear, Int8WeightLinear
 from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
 from ...tracing.program import Program
-from .eligible import sites
+from .finding import found
 from .linears import Linear, linears
-from .replacing import replace_linear
+from .replacing import Instead, instead_of_linear, put
 from .settings import Settings
 
 __all__ = ["SCHEME"]
@@ -40,15 +40,20 @@ class _Weights:
             raise UsageError(f"pass 'quantize': group_size={settings.group_size}; the int4 kernel takes {known}")
 
     def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:
-        return sites(settings, program, linears(program, partial(_objection, settings)))
+        layers = linears(program, partial(_objection, settings))
+        return found(settings, program, layers, partial(_instead, settings))
 
     def rewrite(self, settings: Settings, site: Site, edit: Edit) -> None:
-        form, make = _LAYERS[settings.scheme]
-        group = settings.group_size if form == "int4" else 0 if settings.per_channel else -1
-        replace_linear(edit, make, form, group)
+        put(edit, "", _instead(settings, edit.owner))
 
 
 SCHEME = _Weights()
+
+
+def _instead(settings: Settings, module: nn.Module) -> Instead:
+    form, make = _LAYERS[settings.scheme]
+    group = settings.group_size if form == "int4" else 0 if settings.per_channel else -1
+    return instead_of_linear(module, make, form, group)
 
 
 def _objection(settings: Settings, linear: Linear) -> str:

@@ -11,7 +11,7 @@ from ....tracing.graphs import capture_of
 from ... import verification
 from ...contract import Pass
 from ...rewriting import Edit
-from ...sites import Goal, Phase, Refusal
+from ...sites import Goal, Numerics, Phase, Refusal
 from ...state import StateMap
 from ..equal_blocks import kinds_to_time
 from ..groups import Group, keeps_function
@@ -59,8 +59,10 @@ class Together:
         groups = [item for item in found if isinstance(item, Group)]
         if not self.tuner.checks or (len(groups) < _FEWEST and not pass_.judges_itself):
             return list(found)
-        if pass_.judges_itself and keeps_function(pass_) and self.tuner.program.whole_calls:
-            return self._left_to_the_whole(pass_, groups, found)
+        if pass_.judges_itself and self.tuner.program.whole_calls:
+            judged = [group for group in groups if keeps_function(pass_) or _errs_little(pass_, group)]
+            if judged:
+                return self._left_to_the_whole(pass_, judged, found)
         self.tuner.sharing = max(kinds_to_time(self.tuner.program, groups), default=1)
         decided = self._decided(pass_, groups) if self.tuner.sharing >= _FEWEST else []
         known = set(map(id, decided))
@@ -71,11 +73,11 @@ class Together:
     ) -> list[Group | Refusal]:
         """Write groups that are verified with the model as it is handed over; return the rest."""
         self._pass = pass_
-        figures = {"checked": "with the whole model"}
-        if pass_.goal is Goal.SPEED:
-            figures["untimed"] = "judged with the whole model"
         written = self._written(groups)
         for group, edit in written:
+            figures = {"checked": "with the whole model", **pass_.judgement(group.sites[0])}
+            if pass_.goal is Goal.SPEED and "speedup" not in figures:
+                figures["untimed"] = "judged with the whole model"
             self.history.keep(pass_, Candidate(group, edit=edit, figures=figures), edit)
         known = {id(group) for group, _ in written}
         return [item for item in found if id(item) not in known]
@@ -183,3 +185,12 @@ class Together:
             self.history.keep(self._pass, Candidate(group, verdict=verdict, edit=edit, figures=figures), edit)
             self._standing.append(edit)
         return [group for group, _ in written]
+
+
+def _errs_little(pass_: Pass, group: Group) -> bool:
+    """Say whether an approximate pass has compared what it found with what was there."""
+    return (
+        group.is_single
+        and pass_.numerics is Numerics.APPROXIMATE
+        and "precision_error" in pass_.judgement(group.sites[0])
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.compat_quantized import simulating
 from fxopt.errors import StateError, UsageError
 from fxopt.transforms.quantize import Quantize, kernels
 
@@ -148,3 +149,58 @@ def test_a_checkpoint_that_is_not_finite_loads_nothing():
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
     fast.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()})
     assert not torch.equal(fast.state_dict()["first.wi.weight"], before["first.wi.weight"])
+
+
+class Speaker(nn.Module):
+    """Tie the weight of the head to the embedding, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.head = nn.Embedding(48, 32), nn.Linear(32, 32), nn.Linear(32, 48, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(torch.relu(self.inner(self.embedding(words))))
+
+
+WORDS = torch.arange(12).view(2, 6)
+
+
+def test_a_head_that_is_tied_keeps_its_weight_and_computes_in_int8():
+    torch.manual_seed(0)
+    model = Speaker().eval()
+    fast = fxopt.optimize(model, "quantize", example_inputs=(WORDS,), measure=False)
+    assert type(fast.head).__name__ == "TiedInt8Linear"
+    assert fast.head.weight is fast.embedding.weight
+    assert all(map(torch.equal, fast.state_dict()["head.weight"], model.state_dict()["head.weight"]))
+    hidden = torch.randn(3, 32)
+    with torch.no_grad():
+        found, expected = fast.head(hidden), model.head(hidden)
+        assert 0 < float((found - expected).abs().max()) < 0.02 * float(expected.abs().max())
+        fast.embedding.weight.mul_(-2)  # it is made anew
+        torch.testing.assert_close(fast.head(hidden), -2 * found, rtol=1e-5, atol=1e-5)
+        again = fxopt.restore(fast)
+    assert type(again.head) is nn.Linear and again.head.weight is again.embedding.weight
+    copied = copy.deepcopy(fast)
+    assert copied.head.weight is copied.embedding.weight
+    with torch.no_grad():
+        assert torch.equal(copied.head(hidden), fast.head(hidden))
+
+
+def test_gradients_and_compilers_get_the_linear_layer_of_a_tied_head():
+    model = Speaker().eval()
+    fast = fxopt.optimize(model, "quantize{keep=inner}", example_inputs=(WORDS,), measure=False)
+    hidden = torch.randn(3, 32, requires_grad=True)
+    fast.head(hidden).sum().backward()
+    assert torch.equal(fast.head(hidden), model.head(hidden))
+    torch.testing.assert_close(fast.head.weight.grad, hidden.detach().sum(0).expand(48, 32))
+    with torch.no_grad(), simulating():
+        assert torch.equal(fast.head(hidden), model.head(hidden))
+    with torch.no_grad():
+        assert fast.head(hidden[:0]).shape == (0, 48)
+        assert fast.head(torch.full((1, 32), float("nan"))).isnan().all()
+
+
+def test_a_tied_weight_stays_in_float_for_size():
+    fast = fxopt.optimize(Speaker().eval(), "quantize{aim=size}", example_inputs=(WORDS,))
+    assert "its weight is tied to 'embedding.weight'" in reasons(fast)

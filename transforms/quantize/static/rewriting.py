@@ -29,7 +29,7 @@ from ...fold_batchnorm.arithmetic import Fold
 from ...fold_batchnorm.dimensions import expect_dimensions
 from ...fold_batchnorm.find import dimensions_wanted
 from ..linears import CONVOLUTIONS
-from ..replacing import put
+from ..replacing import instead_of, put
 from .candidates import is_candidate, objection
 from .members import as_found, members
 from .pools import pooling_of
@@ -86,7 +86,7 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
         noted = tuple(float(tensor) for tensor in observed.values())
         step = QuantizeTrained(olds, plain.new, group, plain.dtype, kinds, noted)
     of_input = Range(layer["scale"], layer["zero_point"])
-    put(edit, path, {step: weight}, lambda held: _layer_of(old, *held[0], of_input))
+    put(edit, path, instead_of({step: weight}, lambda held: _layer_of(old, *held[0], of_input)))
 
 
 def _layer_of(old: nn.Module, values: torch.Tensor, scales: torch.Tensor, of_input: Range) -> StaticLayer:

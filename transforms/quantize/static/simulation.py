@@ -11,21 +11,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ....compat import own_parameters
 from ....errors import CalibrationError
 from ....layers.quantized import Range
 from ....passes.state import dequantized, quantized
-from ....passes.verification import Tolerance, distance, smaller
+from ....passes.verification import smaller
 from ....tracing.program import Program
 from ....tracing.recording import preserved
 from ....tracing.values import Inputs
 from ...calibration import run_call
+from ..judging import error_of
 
-__all__ = ["RoundedModel", "error_of"]
-
-_ANY = Tolerance(0.0, float("inf"))
+__all__ = ["RoundedModel"]
 
 
 @dataclass(frozen=True)
@@ -115,10 +113,3 @@ class RoundedModel:
 def _round_input(layer: Layer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = layer.range.rounded(args[0] if args else kwargs["input"])
     return (x,), {}
-
-
-def error_of(expected: Any, found: Any) -> float:
-    """Return the largest difference between tensors of floats in two results, relative to the scale of each."""
-    pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(found), strict=True)
-    floats = ((old, new) for old, new in pairs if isinstance(old, Tensor) and old.is_floating_point())
-    return max((distance(old, new, _ANY).error for old, new in floats), default=0.0)

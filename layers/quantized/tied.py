@@ -1,0 +1,59 @@
+"""A linear layer whose weight others compute with too: the weight stays, and 8 bits are made of it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...compat import autocast_dtype, is_plainly_eager
+from ...compat_quantized import int8_packed, int8_product_dynamic, runs_simulation
+from ...passes.state import quantized
+from .layer import QuantizedLayer, is_finite
+
+__all__ = ["TiedInt8Linear"]
+
+
+class TiedInt8Linear(QuantizedLayer):
+    """Quantize activations at each call, and multiply integers of 8 bits that are made of a weight which stays.
+
+    They are made when they are first needed, and anew where the weight was changed; they are in no state dict. Calls
+    that want gradients, compilers and exporters get the linear layer.
+
+    Args:
+        weight: [outputs, inputs]; a parameter that other modules have too.
+        bias: [outputs] or None.
+        group: see `quantized`.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: int) -> None:
+        super().__init__()
+        self.weight, self.group = weight, group
+        self.register_parameter("bias", bias)
+        self.out_features, self.in_features = weight.shape
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
+        weight, bias = self.weight, self.bias
+        if torch.is_grad_enabled() and (
+            input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        ):
+            self.packing.forget()  # an optimizer may step on the weight next
+            return F.linear(input, weight, bias)
+        if runs_simulation() or not (input.is_cpu and weight.is_cpu) or not input.numel() or not is_plainly_eager():
+            return F.linear(input, weight, bias)
+        dtype = autocast_dtype(input)
+        rows = input.to(dtype).float().reshape(-1, self.in_features)
+        if not is_finite(rows):
+            return F.linear(input, weight, bias)
+        result = int8_product_dynamic(rows, self.packing.of(self._packed, weight, bias))
+        return result.to(dtype).view(*input.shape[:-1], self.out_features)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None) -> object:
+        return int8_packed(*quantized(weight.detach(), "int8", self.group), bias)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

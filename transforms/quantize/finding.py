@@ -1,0 +1,71 @@
+"""Which layers are replaced, one by one, whatever the scheme, and why others stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from ...passes.contract import word_for
+from ...passes.sites import Refusal, Site
+from ...passes.verification import is_on_meta
+from ...tracing.program import Program
+from .eligible import Layer, already_quantized, obstacle
+from .judging import Judgement, Make, judged
+from .settings import Settings
+
+__all__ = ["found"]
+
+_NEVER_CALLED = "the example inputs never call it"
+_BYPASSED = "torch's encoder layer computes with its weights, and does not call it in evaluation"
+
+
+def found(settings: Settings, program: Program, layers: Sequence[Layer], make: Make) -> Iterator[Site | Refusal]:
+    """Yield a site for each layer, and why others stay as they are.
+
+    First come those that save most for their error, which are the last to go where the whole model errs by too much;
+    where nothing runs, the largest.
+
+    Args:
+        settings: what the user asks for.
+        program: the model.
+        layers: which the scheme knows.
+        make: returns what stands in the place of one.
+    """
+    yield from already_quantized(settings.keep, program)
+    called = _called(program, [layer.module for layer in layers])
+    able: list[Layer] = []
+    for layer in sorted(layers, key=lambda layer: -layer.size):
+        if word_for(settings.keep, layer.name, program) is not None:
+            continue
+        reason = (obstacle(layer, program) if layer.weights else "") or layer.objection
+        if not reason and called is not None and layer.module not in called:
+            reason = _BYPASSED if _in_encoder(layer.name, program) else _NEVER_CALLED
+        if reason:
+            yield Refusal(reason, layer.name or "(root)")
+        else:
+            able.append(layer)
+    if called is None or is_on_meta(program.model):
+        yield from (Site(program, layer.name, {}, detail=layer.detail) for layer in able)
+        return
+    timed = program.measuring and settings.aim == "speed"
+    judgements = judged(program, able, make, settings.error_budget, timed=timed)
+    for layer, judgement in sorted(zip(able, judgements, strict=True), key=lambda pair: -pair[1].gain):
+        yield _site(program, layer, judgement)
+
+
+def _site(program: Program, layer: Layer, judgement: Judgement) -> Site | Refusal:
+    if judgement.objection:
+        return Refusal(judgement.objection, layer.name)
+    return Site(program, layer.name, {}, detail=layer.detail, found=judgement)
+
+
+def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None:
+    """Return those of the modules that the example inputs call, or None where there are none."""
+    if not program.inputs or program.replaying:
+        return None
+    return {module for module in modules if program.recording(modules).calls.get(module)}
+
+
+def _in_encoder(name: str, program: Program) -> bool:
+    return isinstance(program.module(name.rpartition(".")[0]), nn.TransformerEncoderLayer)
