@@ -36,8 +36,16 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# One at a time, since all of them take hours; without a name it lists what there is, and builds nothing.
+ifeq ($(strip $(BENCH)),)
+bench:
+	@echo "make bench BENCH='NAME [OPTIONS]' runs one of these; BENCH='NAME --help' tells its options:"
+	@for script in benchmarks/*.py; do \
+		printf '  %-24s%s\n' "$$(basename $$script .py)" "$$(sed -n '1s/^"*\([^"]*\).*/\1/p' $$script)"; done
+else
 bench: $(PEERS_READY) $(READY)
-	for script in benchmarks/*.py; do PYTHONPATH=$(PEERS) $(BIN)/python $$script $(BENCH) || exit 1; done
+	PYTHONPATH=$(PEERS) $(BIN)/python benchmarks/$(firstword $(BENCH)).py $(wordlist 2,99,$(BENCH))
+endif
 
 docs: $(DOCS_READY) $(READY)
 	$(DOCS_BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html

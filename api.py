@@ -6,7 +6,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
@@ -33,7 +33,7 @@ from .passes.driver import (
 from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
 from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, whole_state, writes_files
-from .passes.timing import BudgetRequest, collection_paused
+from .passes.timing import BudgetRequest, collection_paused, measure_meant
 from .reporting.notes import notes, unverified
 from .reporting.progress import progress_line
 from .reporting.report import Report
@@ -73,7 +73,7 @@ def optimize(
     phase: str | Phase | None = None,
     optimizer: Optimizer | None = None,
     verify: bool | None = None,
-    measure: bool | None = None,
+    measure: bool | Literal["cold"] | None = None,
     time_budget: float | str | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     inplace: bool = False,
@@ -97,7 +97,7 @@ def optimize(
             with its groups, state, schedulers and gradients; new parameters join. What else it trains, it keeps.
             Its steps are `fused` or `foreach` from then on where that is faster, unless these flags are set already.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
-        measure: time each rewrite made for speed, undo what is not faster; by default yes, or what FXOPT_MEASURE says.
+        measure: time rewrites made for speed, undo what is not faster; "cold": with caches emptied, as by other work.
         time_budget: seconds that checks and timing may take, or `"100 forwards"`; by default 40 forwards, at least 2 s.
         plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
         inplace: rewrite `model` itself (its modules keep their identity) instead of a copy; no pass that shards it may
@@ -119,8 +119,8 @@ def optimize(
         StateError: the optimizer trains nothing of the model, or cannot move (see `translate_optimizer`); neither it
             nor the model is changed.
     """
-    for name, flag in {"inplace": inplace, "verify": verify, "measure": measure}.items():
-        expect(flag, bool if name == "inplace" else (bool, type(None)), name, "True or False")
+    expect(inplace, bool, "inplace", "True or False")
+    expect(verify, (bool, type(None)), "verify", "True or False")
     expect(seed, int, "seed", "a whole number")
     if optimizer is not None:
         check_optimizer(optimizer, model)
@@ -128,11 +128,11 @@ def optimize(
     pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
     refuse_unfit(pipeline, inplace=inplace, trains=optimizer is not None)
     settings = current()
+    times, cold = measure_meant(settings.measure if measure is None else measure)
     inputs = normalize_inputs(example_inputs, model)
     request = Request(
         passes=pipeline, inputs=inputs, phase=Phase.meant(phase), plan=decided, seed=seed, settings=settings,
-        verify=settings.verify if verify is None else verify, twin=verify_twin,
-        measure=settings.measure if measure is None else measure,
+        verify=settings.verify if verify is None else verify, twin=verify_twin, measure=times, cold=cold,
         time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
     )  # fmt: skip

@@ -17,6 +17,7 @@ import typer
 
 from .errors import FxoptError, UnverifiedWarning
 from .prechecks import (
+    check_cold,
     check_name,
     check_output,
     check_pipeline,
@@ -122,6 +123,7 @@ def optimize(
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report here, as HTML.")] = None,
     verify: Annotated[bool | None, typer.Option(help="Check each rewrite against float64.")] = None,
     measure: Annotated[bool | None, typer.Option(help="Keep only rewrites that are faster.")] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Time with caches emptied, as other work leaves them.")] = False,
     time_budget: TimeBudget = None,
     seed: Annotated[int, typer.Option(help="Seed of verification's random inputs.")] = 0,
     trust: Trust = None,
@@ -132,6 +134,7 @@ def optimize(
     Example: fxopt optimize zoo.models:heads -p 'fuse_ensembles{lowering=bmm}' -o heads.fxopt
     """
     check_pipeline(passes)
+    check_cold(cold, measure)
     check_output(output, model)
     check_plan_output(save_plan)
     check_report_output(report)
@@ -152,7 +155,7 @@ def optimize(
             example_inputs=example_inputs,
             phase=wanted,
             verify=verify,
-            measure=measure,
+            measure="cold" if cold else measure,
             time_budget=time_budget,
             plan=plan,
             seed=seed,

@@ -28,7 +28,7 @@ class Settings:
 
     Attributes:
         verify: check every rewrite unless the call says otherwise.
-        measure: time every rewrite made for speed unless the call says otherwise.
+        measure: time every rewrite made for speed unless the call says otherwise; `cold` with emptied caches.
         pass_timeout: seconds that one pass may take on one model before it counts as hung; 0 sets no limit.
         reproducer_dir: the folder that reproducers of failed passes are written to.
         time_budget: what checks and timing may take, as `optimize` reads it; None is the default.
@@ -36,7 +36,7 @@ class Settings:
     """
 
     verify: bool = True
-    measure: bool = True
+    measure: bool | str = True
     pass_timeout: float = 300.0
     reproducer_dir: Path = field(default_factory=lambda: Path(gettempdir()) / "fxopt")
     time_budget: str | None = None
@@ -77,6 +77,10 @@ def _flag(key: str, text: str) -> bool:
     return _WORDS[text.lower()]
 
 
+def _measure(key: str, text: str) -> bool | str:
+    return "cold" if text.lower() == "cold" else _flag(key, text)
+
+
 def _seconds(key: str, text: str) -> float:
     try:
         seconds = float(text)
@@ -89,7 +93,7 @@ def _seconds(key: str, text: str) -> float:
 
 _READERS: Mapping[str, Callable[[str, str], object]] = {
     "verify": _flag,
-    "measure": _flag,
+    "measure": _measure,
     "time_budget": lambda _, text: text,
     "pass_timeout": _seconds,
     "reproducer_dir": lambda _, text: Path(text).expanduser(),

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from ensembles import SEED, columns, runner, summary
+from ensembles import SEED, cold_column, columns, runner, summary
 from machine import described
 from torch import Tensor, nn
 
@@ -140,7 +140,7 @@ def measure(cell: Cell, seconds: float) -> dict[str, Any]:
     choices = [decision.choice or decision.status for decision in fxopt.plan(fast).decisions]
     return {
         "cell": asdict(cell), "name": str(cell), "choice": "; ".join(dict.fromkeys(choices)), "optimize_s": spent,
-        "omitted": omitted, **columns(timings, list(runs)),
+        "omitted": omitted, **columns(timings, list(runs)), "cold": cold_column(model, x, cell.training, seconds),
     }  # fmt: skip
 
 
@@ -160,7 +160,15 @@ def main() -> None:
             continue
         results.append(measure(cell, arguments.seconds))
         row = results[-1]
-        print(row["name"], row["choice"], row["speedup"]["fxopt"], row["best"], row["fxopt_over_best"], flush=True)
+        print(
+            row["name"],
+            row["choice"],
+            row["speedup"]["fxopt"],
+            row["best"],
+            row["fxopt_over_best"],
+            row["cold"],
+            flush=True,
+        )
     machine = {**described(), "load_average": [round(load, 1), round(os.getloadavg()[0], 1)]}
     report = {
         "schema_version": 1, "seed": SEED, "machine": machine, "summary": summary(results), "omitted": omitted,

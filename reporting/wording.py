@@ -126,7 +126,7 @@ def _whole_model(record: Record) -> str:
     if not timings:
         return "not timed"
     before, after = timings["before_ms"] / 1e3, timings["after_ms"] / 1e3
-    return f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x in {phase}{_threads(timings)}"
+    return f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x in {phase}{_how_timed(timings)}"
 
 
 def _memory(memory: Mapping[str, int]) -> str:
@@ -189,7 +189,7 @@ def _row(decisions: Sequence[Decision]) -> Row:
         site=printable(site + (f": {detail}" if detail else "")),
         lowering=decision.choice or "",
         error=_error([decision.figures for decision in decisions]),
-        speed=_speeds([decision.figures for decision in decisions]) + _threads(figures) + _shared(figures),
+        speed=_speeds([decision.figures for decision in decisions]) + _how_timed(figures) + _shared(figures),
         time=times[0] + (" (the first)" if len(times) > 1 else ""),
         timed=_timed(figures.get("lowerings") or {}),
     )
@@ -229,9 +229,10 @@ def _shared(figures: Mapping[str, Any]) -> str:
     return f", group of {count} sites" if isinstance(count, int) and count > 1 else ""
 
 
-def _threads(figures: Mapping[str, Any]) -> str:
-    """Say that calls were timed in one thread, where more had stalled on a busy machine."""
-    return ", timed in one thread" if figures.get("threads") == 1 else ""
+def _how_timed(figures: Mapping[str, Any]) -> str:
+    """Say that calls were timed in one thread, where more had stalled on a busy machine, or with caches emptied."""
+    threads = ", timed in one thread" if figures.get("threads") == 1 else ""
+    return threads + (", cold (caches emptied before each call)" if figures.get("cold") else "")
 
 
 def _time(figures: Mapping[str, Any]) -> str:

@@ -153,6 +153,33 @@ def test_measuring_leaves_it_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(fast, model)
 
 
+@pytest.mark.parametrize(("wanted", "said"), [(True, False), ("cold", True)])
+def test_lowerings_are_chosen_for_the_calls_that_the_user_names(
+    wanted: object, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of hot calls one lowering is the fastest here, of cold ones another; plan and report say which it was."""
+
+    def time_candidates(candidates: dict[str, timing.Runner], cold: bool, **options: object) -> Timings:
+        fastest = "bmm" if cold else "wide"
+        samples = {name: 1.0 + (name != fastest) + 2 * (name == "before") for name in candidates}
+        return Timings([samples] * 20, cold=cold)
+
+    monkeypatch.setattr(timing, "time_candidates", time_candidates)
+    fast = optimized(Model(), "fuse_ensembles", measure=wanted)
+    (decision,) = fxopt.plan(fast).decisions
+    assert decision.choice == ("bmm" if said else "wide")
+    assert decision.figures.get("cold", False) is said
+    assert ("cold (caches emptied before each call)" in str(fxopt.report(fast))) is said
+    again = fxopt.optimize(Model(), plan=fxopt.plan(fast), example_inputs=(X,))
+    assert fxopt.plan(again).decisions[0].choice == decision.choice
+
+
+def test_the_environment_says_that_calls_are_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXOPT_MEASURE", "cold")
+    fast = optimized(Model(), "fuse_ensembles", measure=None)
+    assert all(decision.figures["cold"] for decision in fxopt.plan(fast).decisions)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_the_result_is_the_same_kind_of_model(training: bool) -> None:
     model = Model().train(training)

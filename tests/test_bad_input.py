@@ -554,7 +554,9 @@ def test_a_plan_of_a_newer_version_says_which() -> None:
         ({"seed": 1.5}, "seed is of type float"),
         ({"inplace": "no"}, "inplace is of type str; give True or False"),
         ({"verify": "yes"}, "verify is of type str; give True or False"),
-        ({"measure": 1}, "measure is of type int; give True or False"),
+        ({"measure": []}, "measure is of type list; give True, False or 'cold'"),
+        ({"measure": 1}, "measure is of type int; give True, False or 'cold'"),
+        ({"measure": "warm"}, "measure='warm'; give True, False or 'cold'"),
         ({"phase": ["eval"]}, "phase of type list; use 'train', 'eval'"),
     ],
 )

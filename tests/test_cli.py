@@ -151,6 +151,24 @@ def test_optimize_reports_and_saves(fxopt: Fxopt, zoo: Path):
     torch.testing.assert_close(loaded(x), models.heads()(x))
 
 
+@pytest.mark.parametrize(("given", "meant"), [(["--cold"], "cold"), (["--measure", "--cold"], "cold"), ([], None)])
+def test_optimize_for_cold_calls(given: list[str], meant: str | None, fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch):
+    from fxopt import api
+    from fxopt.errors import InputError
+
+    def optimize(*_: Any, measure: Any, **__: Any) -> None:
+        raise InputError(f"measure is {measure}")
+
+    monkeypatch.setattr(api, "optimize", optimize)
+    assert fxopt("optimize", "zoo:heads", *given).err == f"fxopt: error: measure is {meant}\n"
+
+
+def test_cold_calls_are_timed(fxopt: Fxopt):
+    wrong = fxopt("optimize", "zoo:heads", "--cold", "--no-measure")
+    assert wrong.code == 2
+    assert "--cold says how to time, and --no-measure that nothing is timed" in wrong.err
+
+
 def test_optimize_as_json(fxopt: Fxopt):
     report = fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles", "--json", *FAST).json
     assert report["schema_version"] == 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -67,6 +69,19 @@ def test_the_first_screen_of_the_readme_has_both_commands():
     screen = "\n".join((ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:20])
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"^make (\w+)", screen, re.MULTILINE)) == {"demo", "test"} <= targets
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_benchmarks_run_one_at_a_time():
+    """All of them take hours: without a name, `make bench` runs none and builds nothing."""
+
+    def printed(*arguments: str) -> str:
+        done = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert "python" not in printed("bench") and "pip" not in printed("bench")
+    one = printed("bench", "BENCH=ensembles --cells 6")
+    assert re.findall(r"benchmarks/(\w+\.py.*)", one) == ["ensembles.py --cells 6"]
 
 
 def test_the_api_page_has_every_public_name():

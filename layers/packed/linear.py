@@ -39,21 +39,34 @@ class PackedLinear(Packed):
 
     Args:
         activation: behind the layer.
-        dtype: in which it is computed; input and output are float32.
+        dtype: in which it is computed.
         transposed: the weight is [inputs, outputs].
+        joins: what is done with the other operand: `add` or `mul`.
+        takes_narrow: what it is given may be of `dtype`: the result of another such layer.
+        gives_narrow: the result stays in `dtype`, for others that take it. Else input and result are float32.
     """
 
     __name__ = "packed_linear"
 
     def __init__(
-        self, activation: Activation = NO_ACTIVATION, dtype: torch.dtype = torch.float32, transposed: bool = False
-    ) -> None:
-        super().__init__((activation, dtype, transposed), _Weight(dtype, transposed), activation)
-        self.dtype, self.transposed = dtype, transposed
+        self, activation: Activation = NO_ACTIVATION, dtype: torch.dtype = torch.float32, transposed: bool = False,
+        joins: str = "add", takes_narrow: bool = False, gives_narrow: bool = False,
+    ) -> None:  # fmt: skip
+        settings = activation, dtype, transposed, joins, takes_narrow, gives_narrow
+        super().__init__(settings, _Weight(dtype, transposed), activation)
+        self.dtype, self.transposed, self.joins = dtype, transposed, joins
+        self.takes_narrow, self.gives_narrow = takes_narrow, gives_narrow
         self._inputs, self._outputs = (0, 1) if transposed else (1, 0)
+        self._dtypes = (torch.float32, dtype) if takes_narrow else (torch.float32,)
+        self._gives = dtype if gives_narrow else torch.float32
+
+    def narrowed(self, *, takes: bool = False, gives: bool = False) -> PackedLinear:
+        """Return the same, which besides takes or gives tensors of its `dtype`."""
+        takes, gives = takes or self.takes_narrow, gives or self.gives_narrow
+        return PackedLinear(self.activation, self.dtype, self.transposed, self.joins, takes, gives)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
-        """Return activation(x @ weight.T + bias + other), [..., outputs].
+        """Return activation(x @ weight.T + bias + other), or with `* other`; [..., outputs].
 
         Args:
             x: [..., inputs].
@@ -64,14 +77,35 @@ class PackedLinear(Packed):
         shape = weight.shape
         if len(shape) != 2 or not x.dim() or x.shape[-1] != shape[self._inputs]:
             return self.plainly(x, weight, bias, other)
-        if not self.takes(x, weight, bias, other, shape[self._outputs]):
+        if not self.takes(x, weight, bias, other, shape[self._outputs], self._dtypes):
             return self.plainly(x, weight, bias, other)
         packed = self.weights(weight)
         if not is_packed(packed):
             return self.plainly(x, weight, bias, other)
         behind = self.behind if other is None else NOTHING
         result = linear_product(x if x.dtype is self.dtype else x.to(self.dtype), packed, bias, behind)
-        return self.finished(result, x.dtype, other)
+        if other is not None and self.joins == "mul":
+            return self._multiplied(result, other)
+        return self.finished(result, self._gives, other)
+
+    def _multiplied(self, result: Tensor, other: Tensor) -> Tensor:
+        result = result if result.dtype is other.dtype else result.to(torch.float32)
+        if other.shape != result.shape or other.dtype is not result.dtype:
+            return self.activation(result * other).to(self._gives)
+        return self.activation.written_into(result.mul_(other)).to(self._gives)
+
+    def joined(self, result: Tensor, other: Tensor) -> Tensor:
+        """Return the layer's result with what is added to it, or what it is multiplied by."""
+        return result * other if self.joins == "mul" else result + other
+
+    def plainly(self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None = None) -> Tensor:
+        """Compute everything as torch does."""
+        if self.takes_narrow and weight.dtype is torch.float32:  # the layer before was computed packed
+            x, other = self._widened(x), None if other is None else self._widened(other)
+        return super().plainly(x, weight, bias, other)
+
+    def _widened(self, x: Tensor) -> Tensor:
+        return x.to(torch.float32) if x.dtype is self.dtype else x
 
     def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch does."""

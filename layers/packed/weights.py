@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat_packed import runs_kernels
+from ...compat import runs_kernels
 from ...operators import Keeping, derived
 from .activations import NO_ACTIVATION, Activation
 
@@ -62,8 +62,11 @@ class Packed(Keeping):
         self._writes = bool(activation.operator) and not activation.kernel
 
     @staticmethod
-    def takes(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, outputs: int) -> bool:
-        """Say whether kernels may compute with these: nobody wants gradients, and they are plain tensors of float32.
+    def takes(
+        x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None, outputs: int,
+        dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+    ) -> bool:  # fmt: skip
+        """Say whether kernels may compute with these: nobody wants gradients, and they are plain tensors of `dtypes`.
 
         Kernels look at no more of a bias than where it begins: it must be one number for each of the outputs, in order.
         """
@@ -76,12 +79,12 @@ class Packed(Keeping):
             return False
         return (
             type(x) is Tensor
-            and x.dtype is torch.float32
+            and x.dtype in dtypes
             and x.is_cpu
             and x.layout is torch.strided
             and x.numel() > 0
             and (bias is None or _is_row(bias, outputs))
-            and (other is None or (type(other) is Tensor and other.dtype is torch.float32 and other.is_cpu))
+            and (other is None or (type(other) is Tensor and other.dtype in dtypes and other.is_cpu))
             and runs_kernels()
         )
 
@@ -100,7 +103,11 @@ class Packed(Keeping):
                 id(weight)
             )  # an optimizer may step next, and torch does not count what fused ones write
         result = self.computed(x, weight, bias)
-        return self.activation(result if other is None else result + other)
+        return self.activation(result if other is None else self.joined(result, other))
+
+    def joined(self, result: Tensor, other: Tensor) -> Tensor:
+        """Return the layer's result with what is added to it."""
+        return result + other
 
     def finished(self, result: Tensor, dtype: torch.dtype, other: Tensor | None) -> Tensor:
         """Return what stands behind the kernel's result, which is new and may be written into."""

@@ -172,7 +172,7 @@ class Comparison:
         every = {"before": self.before, **runners}
         known = {name: runner for name, runner in every.items() if runner is not None}
         with self._running(timing=True):
-            return timing.time_candidates(known, limit=self._limit)
+            return timing.time_candidates(known, limit=self._limit, cold=self._program.measuring_cold)
 
     def judged(self, timings: timing.Timings, best: str, names: Iterable[str]) -> tuple[dict[str, Any], str]:
         """Return the figures of the best candidate of some, and why it does not pay, or ""."""
@@ -217,7 +217,7 @@ def timing_figures(timings: timing.Timings, after: str) -> dict[str, Any]:
     return {
         "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
         "before_us": timings.microseconds("before"), "after_us": microseconds(timings, after),
-        **({"threads": 1} if timings.in_one_thread else {}),
+        **({"threads": 1} if timings.in_one_thread else {}), **({"cold": True} if timings.cold else {}),
     }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -86,7 +87,8 @@ def _trainable(model: nn.Module, record: Record, skeletons: Mapping[str, Tensor]
 
 
 def _real(skeleton: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
-    value = value.detach().clone()
+    in_order = skeleton.is_contiguous() and skeleton.shape == value.shape  # a pass may have laid it channels last
+    value = value.detach().clone(memory_format=torch.contiguous_format if in_order else torch.preserve_format)
     return nn.Parameter(value, requires_grad) if isinstance(skeleton, nn.Parameter) else value
 
 

@@ -44,6 +44,7 @@ class Request:
         inputs: the example calls; may be none.
         phase: TRAIN or EVAL, or None for the model's own mode.
         verify, measure: whether rewrites are checked and timed.
+        cold: time with caches emptied before each call.
         plan: decisions to repeat instead.
         checks_plan: verify what the plan repeats, and leave out what is wrong: another rank has decided on it.
         seed: of verification's random inputs.
@@ -59,6 +60,7 @@ class Request:
     phase: Phase | None = None
     verify: bool = True
     measure: bool = True
+    cold: bool = False
     plan: Plan | None = None
     checks_plan: bool = False
     seed: int = 0
@@ -180,6 +182,7 @@ def _rewritten(
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program = capture_program(fast, list(request.inputs) or None, training=training)
         program.measuring, program.replaying = request.measure, request.plan is not None
+        program.measuring_cold = request.cold
     trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
         manager = _manager(program, request, trained)

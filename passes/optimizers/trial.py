@@ -86,8 +86,8 @@ def _groups(optimizer: Optimizer, most: int) -> list[Group]:
 def _optimizer(like: Optimizer, groups: Sequence[Group], form: str) -> Optimizer:
     """Return an optimizer over tensors, with other options for each group of them, in a form."""
     listed = [{**copy.deepcopy(options), "params": [nn.Parameter(t) for t in tensors]} for options, tensors in groups]
-    make: Callable[..., Optimizer] = type(like)
-    trial = make([group for group in listed if group["params"]])
+    make: Any = type(like)
+    trial: Optimizer = make([group for group in listed if group["params"]])
     set_flags(trial, form)
     return trial
 

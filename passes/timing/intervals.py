@@ -42,10 +42,12 @@ class Timings:
     Attributes:
         rounds: seconds of one call, by the candidate's name.
         in_one_thread: the samples were taken in one thread, since those in more told of other programs.
+        cold: caches were emptied before each call.
     """
 
     rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     in_one_thread: bool = False
+    cold: bool = False
 
     def ratio(self, before: str, after: str) -> Interval:
         """Return how many times faster `after` is than `before`, from the rounds that timed both."""

@@ -6,7 +6,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
@@ -14,6 +14,7 @@ from statistics import median
 import torch
 
 from .clocks import Clock, is_work_of_this_thread, race_clock
+from .cold import Eviction
 from .collection import collection_paused
 from .intervals import CLEARLY_SLOWER, HOPELESS_ROUNDS, NOISE, Interval, Timings
 from .runner import Runner, runner
@@ -70,6 +71,7 @@ def time_candidates(
     seconds: float = 0.25,
     least_rounds: int = _LEAST_ROUNDS,
     limit: float = math.inf,
+    cold: bool = False,
 ) -> Timings:
     """Time candidates side by side until the answer is clear, or the time is up.
 
@@ -84,28 +86,32 @@ def time_candidates(
             as long where it is still open whether something beats the first candidate.
         least_rounds: the number of rounds before anything is decided that is not plain.
         limit: seconds of processor time after which the fewest rounds that say anything must do, here six.
+        cold: empty the caches before each call, as other work between two calls does.
     """
+    evict = Eviction(_gpus_of(candidates.values())) if cold else None
     with ExitStack() as stack:
         for candidate in candidates.values():
             if isinstance(candidate, Runner):
                 stack.enter_context(candidate.leaving_no_trace())
         stack.enter_context(collection_paused())
-        timings = _raced(candidates, seconds, least_rounds, limit, may_stall=torch.get_num_threads() > 1)
+        timings = _raced(candidates, seconds, least_rounds, limit, evict, may_stall=torch.get_num_threads() > 1)
         if timings is None:
             stack.enter_context(one_thread())
-            timings = _raced(candidates, seconds, least_rounds, limit) or Timings()
+            timings = _raced(candidates, seconds, least_rounds, limit, evict) or Timings()
             timings.in_one_thread = True
+    timings.cold = cold
     return timings
 
 
 def _raced(
-    candidates: Mapping[str, Candidate], seconds: float, least_rounds: int, limit: float, *, may_stall: bool = False
-) -> Timings | None:
+    candidates: Mapping[str, Candidate], seconds: float, least_rounds: int, limit: float, evict: Eviction | None,
+    *, may_stall: bool = False,
+) -> Timings | None:  # fmt: skip
     """Return the samples; None where calls `may_stall`, and do."""
     first = next(iter(candidates))
     if may_stall and _is_slower_in_threads(candidates[first]):
         return None
-    timings, samplings = Timings(), _samplings(candidates)
+    timings, samplings = Timings(), _samplings(candidates, evict)
     end = time.thread_time() + limit  # stalled calls until now take nothing from it
     racing, shuffling, time_used = list(samplings), random.Random(0), _Stopwatch()  # noqa: S311 - it hides no secret
     while len(timings.rounds) < _MOST_ROUNDS:
@@ -115,7 +121,7 @@ def _raced(
         if may_stall and _has_stalled(timings, samplings):
             return None
         if len(timings.rounds) == 1 and not _tells(samplings):
-            timings, samplings = Timings(), _with_clock(candidates, time.perf_counter)
+            timings, samplings = Timings(), _with_clock(candidates, time.perf_counter, evict)
             continue
         if _is_settled(timings, racing, samplings):
             break
@@ -130,17 +136,19 @@ def _raced(
     return timings
 
 
-def _samplings(candidates: Mapping[str, Candidate]) -> dict[str, _Sampling]:
+def _gpus_of(candidates: Iterable[Candidate]) -> set[torch.device]:
+    return {gpu for each in candidates if isinstance(each, Runner) for gpu in each.gpus}
+
+
+def _samplings(candidates: Mapping[str, Candidate], evict: Eviction | None) -> dict[str, _Sampling]:
     """Return how candidates are sampled: all of them by the same clock."""
-    clock = race_clock(
-        waits_for_gpu=any(isinstance(each, Runner) and each.waits_for_gpu for each in candidates.values())
-    )
-    samplings = _with_clock(candidates, clock)
-    return samplings if _tells(samplings) else _with_clock(candidates, time.perf_counter)
+    clock = race_clock(waits_for_gpu=bool(_gpus_of(candidates.values())))
+    samplings = _with_clock(candidates, clock, evict)
+    return samplings if _tells(samplings) else _with_clock(candidates, time.perf_counter, evict)
 
 
-def _with_clock(candidates: Mapping[str, Candidate], clock: Clock) -> dict[str, _Sampling]:
-    return {name: _Sampling.of(candidate, clock) for name, candidate in candidates.items()}
+def _with_clock(candidates: Mapping[str, Candidate], clock: Clock, evict: Eviction | None) -> dict[str, _Sampling]:
+    return {name: _Sampling.of(candidate, clock, evict) for name, candidate in candidates.items()}
 
 
 def _tells(samplings: Mapping[str, _Sampling]) -> bool:
@@ -241,6 +249,7 @@ class _Sampling:
         warm_up: call it before each sample.
         least: the seconds of its fastest call until now, or the processor time of it where that is less.
         works_in_this_thread: no other one has worked for it until now.
+        evict: empties the caches before each call; then it is called once in a sample.
     """
 
     candidate: Candidate
@@ -249,14 +258,15 @@ class _Sampling:
     warm_up: bool = False
     least: float = math.inf
     works_in_this_thread: bool = True
+    evict: Eviction | None = None
 
     @classmethod
-    def of(cls, candidate: Candidate, clock: Clock) -> _Sampling:
-        once = cls(candidate, clock)
+    def of(cls, candidate: Candidate, clock: Clock, evict: Eviction | None = None) -> _Sampling:
+        once = cls(candidate, clock, evict=evict)
         if isinstance(candidate, Runner) and candidate.seconds > _LONG_SECONDS:
             return once  # it has just run, to get ready; the first round tells in which threads it works
         once.sample()
-        if once.least > _LONG_SECONDS:
+        if evict is not None or once.least > _LONG_SECONDS:
             return once
         seconds = max(min(once.sample() for _ in range(3)), 1e-9)
         once.calls, once.warm_up = max(1, math.ceil(_SAMPLE_SECONDS / seconds)), once.least < _WARM_UP_SECONDS
@@ -266,8 +276,10 @@ class _Sampling:
         """Return the seconds that one call takes; a short sample that was interrupted is taken again."""
         if self.warm_up:
             self.candidate()
-        seconds = math.inf
-        for _ in range(_TRIES if self.warm_up else 1):
+        seconds, is_short = math.inf, self.least < _WARM_UP_SECONDS and (self.warm_up or self.evict is not None)
+        for _ in range(_TRIES if is_short else 1):
+            if self.evict is not None:
+                self.evict()
             before = _interruptions()
             seconds = min(seconds, self._once())
             if _interruptions() == before:

@@ -62,6 +62,7 @@ class Runner:
 
     Attributes:
         seconds: of processor time that one run of all calls takes, roughly.
+        gpus: on which a call works; it waits for them.
     """
 
     def __init__(
@@ -73,18 +74,13 @@ class Runner:
             self._calls = [_Call(module, arguments, training, input_gradients, parameters, seed) for arguments in calls]
         self.seconds = sum(call.seconds for call in self._calls) * (_WITH_BACKWARD if training else 1.0)
         tensors = (*module.parameters(), *module.buffers(), *flatten(list(calls)).values())
-        self._gpus = {tensor.device for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda}
-
-    @property
-    def waits_for_gpu(self) -> bool:
-        """Say whether a call waits for work on a GPU."""
-        return bool(self._gpus)
+        self.gpus = {tensor.device for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda}
 
     def __call__(self) -> None:
         with torch.set_grad_enabled(self.training):
             for call in self._calls:
                 call()
-        for gpu in self._gpus:
+        for gpu in self.gpus:
             torch.cuda.synchronize(gpu)
 
     def seconds_in_one_thread(self) -> float:

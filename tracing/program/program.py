@@ -65,7 +65,7 @@ class Program:
         model: runs from the graphs.
         inputs: the example inputs; none if there were none.
         training: the phase that the program is being optimized for.
-        measuring: whether passes for speed are to be timed.
+        measuring, measuring_cold: whether passes for speed are timed, and that with caches emptied before each call.
         replaying: whether a plan says what is rewritten: then no site is refused for want of example inputs.
         opaque: name -> why that module runs its original forward.
         analyses: `program.analyses[AnalysisType]`, kept until the next change.
@@ -84,7 +84,7 @@ class Program:
     ) -> None:
         self.model = model
         self.inputs = inputs
-        self.measuring, self.replaying = True, False
+        self.measuring, self.measuring_cold, self.replaying = True, False, False
         self.opaque = dict(opaque or {})
         self.training = model.training if training is None else training
         self.analyses = Analyses(self)

@@ -61,11 +61,11 @@ class _Found:
 
     @property
     def kind(self) -> Hashable:
-        return self.layer.kind, self.behind.activation, self.behind.other is None
+        return self.layer.kind, self.behind.activation, self.behind.other is None, self.behind.joins
 
     @property
     def packed(self) -> Packed:
-        return self.layer.packed(self.behind.activation, self.dtype)
+        return self.layer.packed(self.behind.activation, self.dtype, self.behind.joins)
 
 
 def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
@@ -152,7 +152,7 @@ def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refus
 def _candidate(
     program: Program, owner: str, number: int, layer: Layer, dtype: torch.dtype, *, in_region: bool
 ) -> _Found | Refusal:
-    found = _Found(owner, number, layer, behind(Place(program, owner), layer.node), dtype)
+    found = _Found(owner, number, layer, behind(Place(program, owner), layer), dtype)
     reason = layer.objection
     if in_region:
         reason = "it is called in a region that does not own it"
@@ -169,7 +169,8 @@ def _gains(program: Program, layers: Sequence[_Found]) -> Gains:
     for kind, alike in kinds.items():
         if not alike[0].layer.tensors(program, alike[0].owner)[0].is_meta:
             exact = alike[0].dtype is torch.float32  # what is not is verified site by site, within its budget
-            gains.look(kind, _calls(program, alike), exact=exact, timed=program.measuring)
+            calls, cold = _calls(program, alike), program.measuring_cold
+            gains.look(kind, calls, exact=exact, timed=program.measuring, cold=cold)
     return gains
 
 

@@ -64,10 +64,12 @@ class Layer:
         weight, bias = (computed(program, owner, each) for each in (self.weight, self.bias))
         return cast("Tensor", weight), bias
 
-    def packed(self, activation: Activation, dtype: torch.dtype) -> PackedLinear | PackedConvolution:
+    def packed(
+        self, activation: Activation, dtype: torch.dtype, joins: str = "add"
+    ) -> PackedLinear | PackedConvolution:
         """Return what computes it on a packed weight."""
         if self.geometry is None:
-            return PackedLinear(activation, dtype, self.transposed)
+            return PackedLinear(activation, dtype, self.transposed, joins)
         size = None if self.geometry.size is None else self.given
         return PackedConvolution(dataclasses.replace(self.geometry, size=size), activation, dtype)
 

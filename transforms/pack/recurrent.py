@@ -76,7 +76,8 @@ def recurrent_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusa
         tensors, kind = _tensors(found.module), found.kind
         shape = _given(found.node)
         if shape is not None and math.prod(shape) and not tensors[0].is_meta and kind not in gains.seen:
-            gains.look(kind, _as_calls(found, shape, dtype), exact=exact, timed=program.measuring)
+            calls, cold = _as_calls(found, shape, dtype), program.measuring_cold
+            gains.look(kind, calls, exact=exact, timed=program.measuring, cold=cold)
         gain = None if kind not in gains.known else gains.known[kind].gain
         if kind in gains.faults:
             yield Refusal(gains.faults[kind], found.name)

@@ -69,8 +69,8 @@ class Calls:
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(0))
         return x, x.contiguous(memory_format=_LAST[len(self.shape)]) if self.lies_last else x
 
-    def times(self, x: Tensor, other: Tensor) -> Times:
-        """Return how long they take in each way."""
+    def times(self, x: Tensor, other: Tensor, *, cold: bool = False) -> Times:
+        """Return how long they take in each way; `cold`: with caches emptied before."""
         some = self.tensors[:_MOST]
 
         def run(compute: Compute, x: Tensor) -> None:
@@ -79,7 +79,7 @@ class Calls:
 
         runs = {"before": lambda: run(self.before, x), "after": lambda: run(self.after, other)}
         with torch.no_grad():
-            found = time_candidates(runs, seconds=_SECONDS, least_rounds=6, limit=2 * _SECONDS)
+            found = time_candidates(runs, seconds=_SECONDS, least_rounds=6, limit=2 * _SECONDS, cold=cold)
         own, packed = (found.seconds(name) / len(some) for name in runs)
         return Times(found.ratio("before", "after"), own, packed)
 
@@ -101,11 +101,11 @@ class Gains:
         """Return the kinds that something is known of."""
         return {*self.known, *self.faults}
 
-    def look(self, kind: Hashable, calls: Calls, *, exact: bool, timed: bool) -> None:
-        """Check the layers of a kind, where they are to be exact, and time them."""
+    def look(self, kind: Hashable, calls: Calls, *, exact: bool, timed: bool, cold: bool = False) -> None:
+        """Check the layers of a kind, where they are to be exact, and time them; `cold`: with caches emptied before."""
         x, other = calls.given()
         fault = calls.check.fault(x, other) if exact else ""
         if fault:
             self.faults[kind] = fault
         elif timed:
-            self.known[kind] = calls.times(x, other)
+            self.known[kind] = calls.times(x, other, cold=cold)

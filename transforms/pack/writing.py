@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import torch
-from torch import fx
+from collections.abc import Sequence
 
-from ...layers.members import seal, written_out
+import torch
+from torch import fx, nn
+
+from ...layers.members import seal, settings_of, written_out
+from ...layers.packed import PackedLinear
 from ...passes.rewriting import Edit, Place
 from ...passes.sites import Site
+from ...tracing.guards import Guard, Truth, attribute_at
 from .behind import behind
 from .layers import Layer, layer_at
 
-__all__ = ["seal_modules", "write"]
+__all__ = ["lay_out", "seal_modules", "write"]
+
+_DROPS = "pack leaves dropout out"
 
 
 def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
@@ -20,23 +26,38 @@ def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
     for label in site.nodes:
         what, _, number = label.partition(".")
         if what == "reader":
-            _lay_out(edit, edit.graph_node(label), edit.graph_node(f"value.{number}"))
+            lay_out(edit, edit.graph_node(label), edit.graph_node(f"value.{number}"))
         elif what == "output":
-            _lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
+            lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
     layers = [label for label in site.nodes if label.startswith("layer.")]
-    return all(_write(site, edit, edit.graph_node(label), dtype) for label in layers)
+    if not all(_write(site, edit, edit.graph_node(label), dtype) for label in layers):
+        return False
+    if dtype is not torch.float32:
+        _keep_narrow(edit.graph)
+    return True
+
+
+def _keep_narrow(graph: fx.Graph) -> None:
+    """Let results that only packed linear layers read stay in their dtype."""
+    calls = {node: node.target for node in graph.nodes if isinstance(node.target, PackedLinear)}
+    kept = [node for node in calls if node.users and calls.keys() >= node.users.keys()]
+    readers = {user for node in kept for user in node.users}
+    for node, layer in calls.items():
+        node.target = layer.narrowed(takes=node in readers, gives=node in kept)
 
 
 def _write(site: Site, edit: Edit, node: fx.Node, dtype: torch.dtype) -> bool:
     layer = layer_at(edit.program, site.owner, node)
     if layer is None or layer.objection:
         return False
-    found = behind(Place(edit.program, site.owner), layer.node)
-    around = [each for each in (layer.pad, found.last) if each is not None and each is not node]
+    found = behind(Place(edit.program, site.owner), layer)
+    if found.modes:
+        edit.hold_where([Guard(attribute_at(mode), Truth(False), _DROPS) for mode in found.modes])
+    around = [each for each in (layer.pad, *found.inside[1:]) if each is not None]
     modules = [*layer.modules, *(str(each.target) for each in around if each.op == "call_module")]
     tensors = [_read(name, edit, layer) for name in (layer.weight, layer.bias)]
     more = () if found.other is None else (found.other,)
-    packed = edit.call(layer.packed(found.activation, dtype), layer.x, *tensors, *more, before=found.last)
+    packed = edit.call(layer.packed(found.activation, dtype, found.joins), layer.x, *tensors, *more, before=found.last)
     packed.meta["source"] = layer.node.meta.get("source")
     between = [each for each in found.inside if each is not found.last]
     edit.replace(found.last, packed)
@@ -55,7 +76,7 @@ def _read(tensor: str | fx.Node | None, edit: Edit, layer: Layer) -> fx.Node | N
     return node
 
 
-def _lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
+def lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
     """Give who reads a tensor, and all after it, one that lies in memory in the order of its dimensions.
 
     What reads it may write into it, which those that come later are to see.
@@ -70,8 +91,12 @@ def _lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
             later.replace_input_with(x, plain)
 
 
-def seal_modules(modules: list[str], edit: Edit) -> None:
-    """Let the settings that the graph now holds, and the way to the modules, be what they are."""
+def seal_modules(modules: Sequence[str], edit: Edit) -> None:
+    """Let the settings that the graph now holds, and the way to the modules, be what they are.
+
+    Those of dropouts are free: where they count, the graph does not hold.
+    """
     for path, names in written_out(edit.owner, modules).items():
         module = edit.owner.get_submodule(path)
-        edit.on_undo(seal(module, names), module)
+        free = settings_of(module) if isinstance(module, nn.Dropout) else ()
+        edit.on_undo(seal(module, names.difference(free)), module)

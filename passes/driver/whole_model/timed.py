@@ -118,8 +118,9 @@ class WholeModel:
             }
 
     def _raced(self, runs: Mapping[str, timing.Runner]) -> timing.Timings:
-        with self._tuner.budget.spending():
-            return timing.time_candidates(runs, limit=self._tuner.budget.for_the_whole)
+        budget, cold = self._tuner.budget, self._tuner.program.measuring_cold
+        with budget.spending():
+            return timing.time_candidates(runs, limit=budget.for_the_whole, cold=cold)
 
     def _take_back(self, unwanted: Sequence[Rewrite], reason: str) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""
@@ -164,5 +165,6 @@ def _is_optional(rewrite: Rewrite) -> bool:
 
 def _as_timings(figures: Mapping[str, Any]) -> dict[str, float]:
     """Return what the report says of the whole model."""
-    speeds = {name: figures[name] for name in ("speedup", "speedup_low", "speedup_high", "threads") if name in figures}
+    named = ("speedup", "speedup_low", "speedup_high", "threads", "cold")
+    speeds = {name: figures[name] for name in named if name in figures}
     return {"before_ms": figures["before_us"] / 1e3, "after_ms": figures["after_us"] / 1e3, **speeds}

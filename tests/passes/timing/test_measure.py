@@ -7,13 +7,14 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.passes.timing import Interval, Timings, measure, runner, time_candidates
+from fxopt.passes.timing import Interval, Timings, cold, measure, runner, time_candidates
 
 
 @dataclass
@@ -108,6 +109,42 @@ def test_a_clear_answer_comes_early(clock: Clock) -> None:
     assert len(found.rounds) == 9
     assert found.ratio("before", "after").mid == pytest.approx(10)
     assert found.fastest(prefer=("before", "after")) == "after"
+
+
+def test_cold_candidates_are_called_once_after_each_emptying_of_the_caches(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[str] = []
+
+    def evictions(_: object) -> Callable[[], None]:
+        return lambda: noted.append("emptied")
+
+    def noting(seconds: float) -> Callable[[], object]:
+        run = clock.candidate(seconds)
+        return lambda: (noted.append("called"), run())
+
+    monkeypatch.setattr(measure, "Eviction", evictions)
+    found = time_candidates({"before": noting(1e-5), "after": noting(1e-6)}, seconds=100, cold=True)
+    assert found.cold and found.ratio("before", "after").mid == pytest.approx(10)
+    sampled = noted[noted.index("emptied") :]
+    assert sampled == ["emptied", "called"] * (len(sampled) // 2)
+    assert len(sampled) == 2 * 2 * (1 + len(found.rounds))  # each one once more, to learn how long it takes
+
+
+def test_hot_candidates_leave_the_caches_alone(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(measure, "Eviction")
+    assert not time_candidates({"a": clock.candidate(1e-3), "b": clock.candidate(1e-4)}).cold
+
+
+def test_caches_are_emptied_by_writing_more_than_they_hold(tmp_path: Path) -> None:
+    told = tmp_path / "size"
+    told.write_text("512K\n")
+    assert cold.last_level_bytes(told) == 512 * 1024
+    assert cold.last_level_bytes(tmp_path / "missing") == 64 * 2**20
+    evict = cold.Eviction()
+    evict()
+    assert sum(buffer.numel() for buffer in evict._buffers) > cold.last_level_bytes()
+    assert all(bool((buffer == 1).all()) for buffer in evict._buffers)
 
 
 def test_equal_candidates_are_told_to_be_equal(clock: Clock) -> None:

@@ -1,0 +1,68 @@
+"""The pass: convolutions on images that lie in memory channels last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+from torch import Tensor
+
+from ...compat import own_parameters
+from ...passes.contract import Pass
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...tracing.program import Program
+from ..pack.writing import lay_out
+from .find import found_in
+from .layout import laid_last
+
+__all__ = ["ChannelsLast"]
+
+_SHARDED = "it cuts weights that lie in memory in the order of their dimensions; leave channels_last out"
+
+
+@dataclass(frozen=True)
+class ChannelsLast(Pass):
+    """Lay images channels last in memory, from the first convolution to what needs them in the order of dimensions.
+
+    Before: y = conv(x)        After: y = conv(laid_last(x))
+    Weights are laid so, too, where nothing needs images in order; names, values and checkpoints stay.
+    Refuses: convolutions with hooks or parametrizations, subclasses with a forward of their own, tied weights.
+    """
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SPEED
+    phase: ClassVar[Phase] = Phase.BOTH
+    own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT
+    judges_itself: ClassVar[bool] = True  # what one convolution gains the next one needs: the whole model tells
+    after: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_experts", "fuse_ensembles", "prune", "qat", "pack")
+    destroys: ClassVar[Mapping[str, str]] = dict.fromkeys(("fsdp", "tensor_parallel"), _SHARDED)
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        return found_in(program)
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        for place in site.parts:
+            with edit.at(place):
+                for label in place.nodes:
+                    _write(edit, label)
+        inside = len(site.owner) + 1 if site.owner else 0
+        for name in cast("list[str]", site.data["weights"]):
+            path = f"{name}.weight"[inside:]
+            weight = own_parameters(edit.program.module(name)).get("weight")
+            edit.set_tensor(path, laid_last(cast("Tensor", weight).detach()), None)
+
+
+def _write(edit: Edit, label: str) -> None:
+    number, what, count = label.split(".")
+    node = edit.graph_node(label)
+    if what == "conv":
+        x = node.all_input_nodes[0]
+        laid = next((user for user in x.users if user.target is laid_last), None) or edit.call(laid_last, x)
+        laid.meta["val"] = x.meta.get("val")
+        node.replace_input_with(x, laid)
+    elif what == "reader":
+        lay_out(edit, node, edit.graph_node(f"{number}.value.{count}"))
+    elif what == "output":
+        lay_out(edit, edit.graph.output_node(), node)

@@ -1,0 +1,64 @@
+"""Activations that a module writes out in several operations: the GELU of GPT-2, say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from torch import fx
+
+from ...cuda_ops import KERNELS
+from ...layers.packed import Activation, known_activations
+from ...passes.rewriting import Found, Pattern, Place, obstacle_to_inlining, unmet_guards
+from ...tracing.graphs import Specialization, capture_of
+from ..swap_kernels import spelled
+
+__all__ = ["written_out"]
+
+_NAMES = {"gelu_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none"), "silu": ("silu", None)}
+"""What `bias_act` calls them -> operator and `approximate`."""
+
+
+def written_out(place: Place, user: fx.Node, x: fx.Node) -> Activation | None:
+    """Return the activation that a called module computes of `x` in several operations; None for anything else."""
+    if user.op != "call_module" or user.args != (x,) or user.kwargs:
+        return None
+    module = place.program.callee(place.owner, user)
+    capture = capture_of(module)
+    if capture is None or len(capture.specializations) != 1 or obstacle_to_inlining(module) is not None:
+        return None
+    (specialization,), inner = capture.specializations, Place(place.program, place.program.name_of(module))
+    try:
+        given = capture.parameters.bind(user.args, {})
+    except TypeError:
+        return None
+    if unmet_guards(module, specialization, given):
+        return None
+    return next((each for pattern, each in _spellings() if _fits(pattern, specialization, inner)), None)
+
+
+@cache
+def _spellings() -> tuple[tuple[Pattern, Activation], ...]:
+    return tuple(_known())
+
+
+def _known() -> Iterator[tuple[Pattern, Activation]]:
+    """Yield the spellings of one operand that `bias_act` knows, as patterns."""
+    kernel = next(each for each in KERNELS if each.name == "bias_act")
+    for spelling in kernel.spellings:
+        names, found = spelling.__annotations__, spelled(spelling)
+        operator, kind = _NAMES.get(str(found.settings.get("activation")), ("", None))
+        activation = next((a for a in known_activations() if a.operator == operator and a.kind == (kind or "")), None)
+        if activation is not None and set(names) == {"x", "activation", "return"}:
+            yield found.pattern, activation
+
+
+def _fits(pattern: Pattern, specialization: Specialization, inner: Place) -> bool:
+    """Say whether a graph computes a pattern of its argument, and nothing else."""
+    graph = specialization.graph
+    given, result = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
+    calls = {node for node in graph.nodes if node.op not in ("placeholder", "output")}
+    if len(given) != 1 or not isinstance(result, fx.Node):
+        return False
+    fits = (each for each in pattern.fits(result, inner, Found()) if each.names.get("x") is given[0])
+    return any(set(each.computed) == calls and inner.is_undisturbed(each) for each in fits)
