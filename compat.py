@@ -13,13 +13,11 @@ from functools import cache
 from typing import Any, BinaryIO, cast
 
 import torch
-import torch._functorch.utils as functorch_utils  # pyright: ignore[reportPrivateUsage]
 from torch import Tensor, nn
-from torch.autograd.function import _SingleLevelFunction  # pyright: ignore[reportPrivateUsage]
+from torch.autograd import forward_ad
 from torch.fx.graph import Graph, inplace_methods, magic_methods
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
-from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,9 +29,9 @@ __all__ = [
     "autocast_dtype",
     "autocast_settings",
     "batches_by_vmap",
+    "cpu_capabilities",
     "draws_randomly",
     "fake_tensors",
-    "function_entries",
     "has_global_hooks",
     "has_hooks",
     "has_lazy_parameters",
@@ -60,12 +58,12 @@ __all__ = [
     "padding_around",
     "property_access",
     "read_by_name",
+    "runs_kernels",
     "storage_id",
     "submodule",
     "tensor_hooks",
     "torch_functions_off",
     "transient_buffers",
-    "untraceable_entries",
     "version_of",
     "written_arguments",
 ]
@@ -109,6 +107,11 @@ def batches_by_vmap(graph: Graph) -> bool:
     return any(getattr(node.target, "__module__", "") == module for node in graph.nodes)
 
 
+def cpu_capabilities() -> Mapping[str, object]:
+    """Return which instructions this CPU has, by name; nothing where torch does not tell."""
+    return getattr(torch.cpu, "get_capabilities", dict[str, object])()
+
+
 def draws_randomly(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Say whether a call of a dispatched operator draws from a random generator; attention without dropout does not."""
     if not _is_tagged_random(operator):
@@ -146,14 +149,6 @@ def fake_tensors() -> Generator[Any]:
             yield mode
     finally:
         fake_tensor.log.setLevel(level)
-
-
-def function_entries() -> tuple[tuple[Any, str], tuple[Any, str]]:
-    """Return owner and name of what applies a custom autograd function, and of what treats its arguments first.
-
-    `Function.apply` itself is no place to step in: bound methods of it are kept by the users' modules.
-    """
-    return (_SingleLevelFunction, "apply"), (functorch_utils, "unwrap_dead_wrappers")
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -207,14 +202,24 @@ def is_cast_by_autocast(tensor: Tensor) -> bool:
     return is_autocast(tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
 
 
+_native: Any = cast("Any", torch)._C
+_dispatch_modes, _function_modes = _native._len_torch_dispatch_stack, _native._len_torch_function_stack
+_forward_ad, _is_cast = cast("Any", forward_ad), _native._is_any_autocast_enabled
+_is_compiling = torch.compiler.is_compiling
+_is_tracing, _transform = _native._is_tracing, _native._functorch.peek_interpreter_stack
+
+
 def is_plainly_eager(*, watched: bool = False) -> bool:
     """Say whether operations run as they are called; `watched` lets dispatch modes be there, if torch's own do not."""
-    modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # pyright: ignore[reportPrivateUsage]
-    seen: list[Any] = python_dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
-    native: Any = cast("Any", torch)._C
-    if any(not watched or hasattr(s, "_mode_key") for s in seen) or {type(m) for m in modes} - {DeviceContext}:
-        return False
-    return not native._is_tracing() and native._functorch.peek_interpreter_stack() is None
+    if _dispatch_modes():  # how many there are is quickly asked
+        seen: list[Any] = python_dispatch._get_current_dispatch_mode_stack()  # pyright: ignore[reportPrivateUsage]
+        if not watched or any(hasattr(mode, "_mode_key") for mode in seen):
+            return False
+    if _function_modes():
+        modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # pyright: ignore[reportPrivateUsage]
+        if {type(mode) for mode in modes} - {DeviceContext}:
+            return False
+    return not _is_tracing() and _transform() is None
 
 
 def is_registered_operator(function: Any) -> bool:
@@ -332,6 +337,11 @@ def property_access() -> type:
     return cast("type[object]", type(getattr(Tensor.shape, "__get__")))  # noqa: B009  it is not declared
 
 
+def runs_kernels() -> bool:
+    """Say whether operators without gradients, tangents and autocast may run: `is_plainly_eager`, and none of these."""
+    return not (_is_compiling() or _is_cast() or _forward_ad._current_level >= 0) and is_plainly_eager()
+
+
 def storage_id(tensor: Tensor) -> int:
     """Return what tells a tensor's memory from others'.
 
@@ -349,37 +359,6 @@ def torch_functions_off() -> AbstractContextManager[None]:
 def transient_buffers(module: nn.Module) -> set[str]:
     """Return the names of a module's own buffers that its state dict leaves out."""
     return module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
-
-
-def untraceable_entries() -> list[tuple[Any, str, str]]:
-    """Return owner, name and description of each function behind which a forward does what no graph can say."""
-    kernels = [(*setter, "it chooses the kernels of attention") for setter in _setters("sdp_", "math_sdp_")]
-    settings = [(*setter, f"it changes a setting of torch ({setter[1]})") for setter in _setters(*_SETTINGS)]
-    modes = ("set_autocast_enabled", "set_autocast_dtype", "set_autocast_cache_enabled")
-    autocast = [(torch, name, "it switches autocast by hand") for name in modes]
-    return [
-        *kernels,
-        *settings,
-        *autocast,
-        (TorchFunctionMode, "__enter__", "it enters a torch function mode"),
-        (TorchDispatchMode, "__enter__", "it enters a torch dispatch mode"),
-        (torch.autograd.graph.saved_tensors_hooks, "__enter__", "it sets hooks on the tensors that autograd saves"),
-        (torch.cuda.StreamContext, "__enter__", "it chooses another CUDA stream"),
-        (torch.cuda.device, "__enter__", "it chooses another CUDA device"),
-    ]
-
-
-def _setters(*prefixes: str) -> list[tuple[Any, str]]:
-    """Return owner and name of the functions that change those settings of torch by which operators differ."""
-    owner: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    starts = tuple(f"_set_{prefix}" for prefix in prefixes)
-    return [(owner, name) for name in dir(owner) if name.startswith(starts)]
-
-
-_SETTINGS = (
-    "blas", "cpu_allow", "cublas", "cudnn", "default", "deterministic", "float32", "fp32", "linalg", "miopen",
-    "mkldnn", "nnpack", "onednn", "qengine", "rocm",
-)  # fmt: skip
 
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")

@@ -8,7 +8,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 __all__ = [
     "convolution",
@@ -19,12 +18,10 @@ __all__ = [
     "lstm_as_torch",
     "lstm_layer",
     "lstm_packed",
-    "runs_kernels",
     "why_no_packing",
 ]
 
 _OPERATORS: Any = cast("Any", torch.ops).mkldnn
-_NATIVE: Any = cast("Any", torch)._C
 _NEEDED = (
     "_reorder_linear_weight", "_linear_pointwise", "_reorder_convolution_weight", "_convolution_pointwise",
     "_reorder_convolution_transpose_weight", "_convolution_transpose_pointwise", "_reorder_mkldnn_rnn_layer_weight",
@@ -32,14 +29,6 @@ _NEEDED = (
 
 is_packed: Callable[[Tensor], bool] = cast("Any", Tensor).is_mkldnn.__get__
 """Say whether a tensor is in the form that oneDNN reads."""
-_peek, _is_tracing, _modes, _functions = (
-    _NATIVE._functorch.peek_interpreter_stack,
-    _NATIVE._is_tracing,
-    _NATIVE._len_torch_dispatch_stack,
-    _NATIVE._len_torch_function_stack,
-)
-_forward_ad: Any = forward_ad
-_is_cast, _is_compiling = _NATIVE._is_any_autocast_enabled, torch.compiler.is_compiling
 
 
 @cache
@@ -53,13 +42,6 @@ def why_no_packing(dtype: torch.dtype) -> str:
     if dtype is torch.bfloat16 and not _OPERATORS._is_mkldnn_bf16_supported():
         return "this CPU has no instructions for bfloat16 (avx512_bf16, amx_bf16 or the like), so it would be slower"
     return ""
-
-
-def runs_kernels() -> bool:
-    """Say whether packed operators may run: eagerly, without autocast or tangents, and with nobody who looks on."""
-    if _forward_ad._current_level >= 0:
-        return False
-    return not (_is_cast() or _is_compiling() or _modes() or _functions() or _is_tracing() or _peek() is not None)
 
 
 def linear_packed(weight: Tensor) -> Tensor:

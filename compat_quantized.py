@@ -37,6 +37,7 @@ __all__ = [
     "int8_product_static",
     "int8_static_packed",
     "int8_weight_packed",
+    "is_simulating",
     "needs_reduced_range",
     "rounded_with_learned_scale",
     "runs_simulation",
@@ -63,6 +64,9 @@ _FLOAT8_CAPABILITY = (8, 9)
 _INPUTS = 16
 """The kernel for a weight of int8 takes inputs in blocks of so many."""
 
+_LEAST_DIMENSIONS = 2
+"""Of activations, for the kernel that quantizes them itself."""
+
 _ENGINES = ("x86", "fbgemm", "onednn")
 
 
@@ -81,6 +85,11 @@ def simulating() -> Generator[None]:
         yield
     finally:
         _simulating.on = before
+
+
+def is_simulating() -> bool:
+    """Say whether this thread asked for the simulation."""
+    return _simulating.on
 
 
 def runs_simulation() -> bool:
@@ -111,6 +120,7 @@ def why_no_int8() -> str:
     return "this PyTorch has no engine for int8 on this CPU (x86, fbgemm or onednn)"
 
 
+@cache
 def needs_reduced_range() -> bool:
     """Say whether activations must be held in 7 bits, since products of 8 bits overflow in the CPU's 16."""
     return not torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
@@ -139,8 +149,15 @@ def _warn_now() -> None:
 
 
 def int8_product_dynamic(x: Tensor, packed: Any) -> Tensor:
-    """Return the product of float32 activations, quantized on the way with one scale, and a packed weight."""
-    return _OPERATORS.linear_dynamic(x, packed, needs_reduced_range())
+    """Return the product of float32 activations, [..., inputs], quantized on the way with one scale, and a weight."""
+    if x.ndim < _LEAST_DIMENSIONS:
+        return int8_product_dynamic(x.unsqueeze(0), packed).squeeze(0)
+    return _dynamic()(x, packed, needs_reduced_range())
+
+
+@cache
+def _dynamic() -> Any:
+    return _OPERATORS.linear_dynamic.default
 
 
 def int8_weight_packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .errors import InputError, UsageError
@@ -62,13 +62,12 @@ def check_output(path: Path | None, *models: str, suffix: str = "") -> None:
     """
     if path is None:
         return
-    _check_place(path, "-o", "model.fxopt")
+    _check_place("-o", path, "model.fxopt")
     if suffix and path.suffix not in ("", suffix):
         raise InputError(f"-o {path}: this writes {suffix} files; name it {path.with_suffix(suffix)}")
     if any(_same(path, Path(model.partition(":")[0])) for model in models):
         raise InputError(f"-o {path} is the model that is read; write to another file")
-    if path.exists() and not _is_saved_model(path):
-        raise InputError(f"-o {path} is there and is no saved model; it is not overwritten: write to another file")
+    _check_nothing_lost("-o", path, "saved model", _is_saved_model)
 
 
 def check_plan_output(path: Path | None) -> None:
@@ -77,11 +76,9 @@ def check_plan_output(path: Path | None) -> None:
     Raises:
         InputError: the folder is not there, or something else than a plan is.
     """
-    if path is None:
-        return
-    _check_place(path, "--save-plan", "plan.json")
-    if path.exists() and not _is_plan(path):
-        raise InputError(f"--save-plan {path} is there and is no plan; it is not overwritten: write to another file")
+    if path is not None:
+        _check_place("--save-plan", path, "plan.json")
+        _check_nothing_lost("--save-plan", path, "plan", _is_plan)
 
 
 def check_report_output(path: Path | None) -> None:
@@ -90,11 +87,9 @@ def check_report_output(path: Path | None) -> None:
     Raises:
         InputError: the folder is not there, or something else than a report is.
     """
-    if path is None:
-        return
-    _check_place(path, "--report", "report.html")
-    if path.exists() and not _is_report(path):
-        raise InputError(f"--report {path} is there and is no report; it is not overwritten: write to another file")
+    if path is not None:
+        _check_place("--report", path, "report.html")
+        _check_nothing_lost("--report", path, "report", _is_report)
 
 
 def check_cold(cold: bool, measure: bool | None) -> None:
@@ -117,11 +112,16 @@ def check_tolerance(tolerance: float | None) -> None:
         raise UsageError(f"--tolerance {tolerance:g}; give a relative error up to 1, such as 0.05")
 
 
-def _check_place(path: Path, option: str, name: str) -> None:
+def _check_place(option: str, path: Path, name: str) -> None:
     if path.is_dir():
         raise InputError(f"{option} {path} is a folder; name a file in it, as {path / name}")
     if not path.parent.is_dir():
         raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first")
+
+
+def _check_nothing_lost(option: str, path: Path, kind: str, is_one: Callable[[Path], bool]) -> None:
+    if path.exists() and not is_one(path):
+        raise InputError(f"{option} {path} is there and is no {kind}; it is not overwritten: write to another file")
 
 
 def _same(path: Path, other: Path) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 
-__all__ = ["BY_RESULT", "activated", "activated_in_place", "activation_gradient", "check_activation"]
+__all__ = ["ACTIVATIONS", "BY_RESULT", "activated", "activated_in_place", "activation_gradient", "check_activation"]
 
 BY_RESULT = {"relu": "relu", "sigmoid": "sigmoid_by_result", "tanh": "tanh_by_result"}
 """Activations whose gradient needs no more than their result, and what that is called in `activation_gradient`."""
@@ -27,7 +27,7 @@ def _silu_gradient(grad: Tensor, z: Tensor) -> Tensor:
     return grad * gate * (1 + z * (1 - gate))
 
 
-_FORWARD: Mapping[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
@@ -35,6 +35,7 @@ _FORWARD: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
+"""Of a tensor, as a new one."""
 _IN_PLACE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu_,
     "silu": lambda z: F.silu(z, inplace=True),
@@ -55,18 +56,18 @@ _BACKWARD: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def check_activation(operator: str, activation: str) -> None:
     """Raise a `UsageError` where an activation is not known."""
-    if activation not in _FORWARD:
-        raise UsageError(f"{operator}: activation is {activation!r}; pass one of {', '.join(_FORWARD)}")
+    if activation not in ACTIVATIONS:
+        raise UsageError(f"{operator}: activation is {activation!r}; pass one of {', '.join(ACTIVATIONS)}")
 
 
 def activated(z: Tensor, activation: str) -> Tensor:
     """Return the activation of a tensor, as a new one."""
-    return _FORWARD[activation](z)
+    return ACTIVATIONS[activation](z)
 
 
 def activated_in_place(z: Tensor, activation: str) -> Tensor:
     """Return the activation of a tensor that nobody needs any more, in its memory if that can be."""
-    return (_IN_PLACE.get(activation) or _FORWARD[activation])(z)
+    return (_IN_PLACE.get(activation) or ACTIVATIONS[activation])(z)
 
 
 def activation_gradient(grad: Tensor, z: Tensor, activation: str) -> Tensor:

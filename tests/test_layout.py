@@ -37,6 +37,7 @@ HOUSE = (
         "compat_checkpoint",
         "compat_distributed",
         "compat_calls",
+        "compat_interception",
         "compat_memory",
         "compat_optimizers",
         "compat_packed",

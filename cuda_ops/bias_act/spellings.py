@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, ops
 
+from ..activations import ACTIVATIONS
 from ..kernels import Kernel
 
 __all__ = ["KERNELS"]
@@ -48,21 +48,13 @@ def _bias_act(x: Tensor, activation: str, bias: Tensor | None = None, residual: 
     return ops.fxopt.bias_act.default(x, bias, residual, None, activation, 0.0)
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
 KERNELS = (
     Kernel(
         "bias_act",
         _bias_act,
         (
-            *(_with_residual(*each) for each in _ACTIVATIONS.items()),
-            *(_biased(*each) for each in _ACTIVATIONS.items()),
+            *(_with_residual(*each) for each in ACTIVATIONS.items()),
+            *(_biased(*each) for each in ACTIVATIONS.items()),
             _gelu_tanh, _gelu_fast, _gelu_erf, _swish,
         ),
     ),

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat_packed import is_packed, lstm_as_torch, lstm_layer, lstm_packed, runs_kernels
+from ...compat import runs_kernels
+from ...compat_packed import is_packed, lstm_as_torch, lstm_layer, lstm_packed
 from ...operators import Derived, Keeping, derived
 from .weights import can_be_packed
 

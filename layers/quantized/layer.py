@@ -9,14 +9,14 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from ...compat import is_plainly_eager, modules_by_name, own_buffers
-from ...compat_quantized import runs_simulation
+from ...compat import is_plainly_eager, modules_by_name, own_buffers, runs_kernels
+from ...compat_quantized import is_simulating, runs_simulation
 from ...errors import UsageError
 from ...passes.state import dequantized
 from .held import HeldWeight
 from .packing import Packing
 
-__all__ = ["HoldsWeight", "QuantizedLayer", "check_in_floats", "is_finite"]
+__all__ = ["HoldsWeight", "QuantizedLayer", "check_in_floats", "is_finite", "is_plain_call"]
 
 
 class QuantizedLayer(nn.Module):
@@ -119,4 +119,13 @@ def check_in_floats(pass_name: str, model: nn.Module) -> None:
 
 def is_finite(x: Tensor) -> bool:
     """Say whether no element of a tensor is infinite or NaN, of which kernels for integers know nothing."""
-    return math.isfinite(float(x.detach().sum()))
+    return math.isfinite((x.detach() if x.requires_grad else x).sum().item())
+
+
+def is_plain_call(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Say whether a layer is called as it mostly is: eagerly on a CPU, without autocast, and nobody wants gradients."""
+    if torch.is_grad_enabled() and (
+        x.requires_grad or any(each is not None and each.requires_grad for each in parameters)
+    ):
+        return False
+    return type(x) is Tensor and x.is_cpu and x.numel() > 0 and runs_kernels() and not is_simulating()

@@ -22,7 +22,7 @@ from ...compat_quantized import (
 )
 from ...passes.state import dequantized
 from .activations import in_float8, quantized_at_once
-from .layer import HoldsWeight, is_finite
+from .layer import HoldsWeight, is_finite, is_plain_call
 
 __all__ = ["Float8Linear", "Int4WeightLinear", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLinear"]
 
@@ -52,6 +52,8 @@ class QuantizedLinear(HoldsWeight):
         self.in_features = values.shape[1] * (2 if self.form == "int4" else 1)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
+        if is_plain_call(input, self.bias):
+            return self.kernel(input)
         if runs_simulation():
             return self.simulated(input)
         if not self.has_kernel(input.device) or not input.numel() or not is_plainly_eager():
@@ -95,10 +97,12 @@ class Int8DynamicLinear(QuantizedLinear):
     def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute in int8; the result has the input's type."""
         packed = self.packing.of(int8_packed, *self.held, self.bias)
-        rows = input.float().reshape(-1, self.in_features)
-        if not is_finite(rows):
+        is_wide = input.dtype is torch.float32
+        wide = input if is_wide else input.float()
+        if not is_finite(wide):
             return self.in_floats(input)
-        return int8_product_dynamic(rows, packed).to(input.dtype).view(*input.shape[:-1], self.out_features)
+        result = int8_product_dynamic(wide, packed)
+        return result if is_wide else result.to(input.dtype)
 
     def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with rounded activations."""

@@ -45,11 +45,10 @@ class TiedInt8Linear(QuantizedLayer):
         if runs_simulation() or not (input.is_cpu and weight.is_cpu) or not input.numel() or not is_plainly_eager():
             return F.linear(input, weight, bias)
         dtype = autocast_dtype(input)
-        rows = input.to(dtype).float().reshape(-1, self.in_features)
-        if not is_finite(rows):
+        wide = input.to(dtype).float()
+        if not is_finite(wide):
             return F.linear(input, weight, bias)
-        result = int8_product_dynamic(rows, self.packing.of(self._packed, weight, bias))
-        return result.to(dtype).view(*input.shape[:-1], self.out_features)
+        return int8_product_dynamic(wide, self.packing.of(self._packed, weight, bias)).to(dtype)
 
     def _packed(self, weight: Tensor, bias: Tensor | None) -> object:
         return int8_packed(*quantized(weight.detach(), "int8", self.group), bias)

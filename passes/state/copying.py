@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...compat import all_modules, own_buffers, own_parameters, transient_buffers
 from ...tracing.graphs import capture_of
-from ...tracing.recording import plain_tensors
+from ...tracing.recording import make_registries_plain, plain_tensors
 from ...tracing.values import all_tensors, is_scripted
 
 __all__ = ["copied_module", "skeleton_of", "twin"]
@@ -57,7 +57,9 @@ def twin(module: M) -> M:
         capture = capture_of(submodule)
         if capture is not None:
             memo[id(capture)] = capture
-    return copied_module(module, memo)
+    made = copied_module(module, memo)
+    make_registries_plain(made)
+    return made
 
 
 def skeleton_of(module: M) -> M:
