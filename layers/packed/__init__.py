@@ -5,10 +5,11 @@ from __future__ import annotations
 from .activations import NO_ACTIVATION, Activation, known_activations
 from .convolution import Geometry, PackedConvolution
 from .linear import PackedLinear
+from .narrow import keep_narrow
 from .recurrent import PackedLSTM, Recurrence
-from .weights import Packed
+from .weights import Packed, why_not_packed
 
 __all__ = [
     "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM", "PackedLinear",
-    "Recurrence", "known_activations",
+    "Recurrence", "keep_narrow", "known_activations", "why_not_packed",
 ]  # fmt: skip

@@ -90,16 +90,31 @@ class PackedConvolution(Packed):
     Args:
         geometry: of the convolution.
         activation: behind it.
-        dtype: in which it is computed; input and output are float32.
+        dtype: in which it is computed.
+        given, gives: types of the input, beside float32, and of the result.
     """
 
     __name__ = "packed_convolution"
 
     def __init__(
-        self, geometry: Geometry, activation: Activation = NO_ACTIVATION, dtype: torch.dtype = torch.float32
-    ) -> None:
-        super().__init__((geometry, activation, dtype), _Weight(geometry, dtype), activation)
+        self, geometry: Geometry, activation: Activation = NO_ACTIVATION, dtype: torch.dtype = torch.float32,
+        given: torch.dtype = torch.float32, gives: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        super().__init__((geometry, activation, dtype, given, gives), _Weight(geometry, dtype), activation)
         self.geometry, self.dtype, self._dims = geometry, dtype, geometry.rank + 2
+        self._given, self._gives, self._taken = given, gives, (torch.float32, given)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Return whether it computes in another type than float32."""
+        return self.dtype is not torch.float32
+
+    def kept(self, *, given: bool, gives: bool) -> PackedConvolution:
+        """Return the same, on the same packed weights, with an input or a result that may stay as it computes."""
+        own = torch.float32, self.dtype
+        same = PackedConvolution(self.geometry, self.activation, self.dtype, own[given], own[gives])
+        same.weights = self.weights
+        return same
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
         """Return activation(conv(x, weight, bias) + other).
@@ -116,23 +131,25 @@ class PackedConvolution(Packed):
         inputs, outputs = weight.size(1) * groups, weight.size(0)
         if is_transposed:
             inputs, outputs = outputs, inputs
-        if x.size(1) != inputs or not self.takes(x, weight, bias, other, outputs):
+        if x.size(1) != inputs or not self.takes(x, weight, bias, other, outputs, self._taken):
             return self.plainly(x, weight, bias, other)
         packed = self.weights(weight)
         if not is_packed(packed):
             return self.plainly(x, weight, bias, other)
-        behind = self.behind if other is None else NOTHING
+        behind, gives = (self.behind, self._gives) if other is None else (NOTHING, torch.float32)
         given = x if x.dtype is self.dtype else x.to(self.dtype)
         if self.geometry.padding_after is None:
-            return self.finished(convolution(given, packed, bias, self.geometry, behind), x.dtype, other)
+            return self.finished(convolution(given, packed, bias, self.geometry, behind), gives, other)
         wanted = self.geometry.part(x.shape[2:], weight.shape[2:])
         if any(part.stop == part.start for part in wanted[2:]):  # padded, images are smaller than the kernel
             return self.plainly(x, weight, bias, other)
         result = convolution(given, packed, bias, self.geometry.even, behind)[wanted]
-        return self.finished(result.contiguous(memory_format=_LAST[self._dims]), x.dtype, other)
+        return self.finished(result.contiguous(memory_format=_LAST[self._dims]), gives, other)
 
     def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the convolution as torch does."""
+        if x.dtype is self._given and weight.dtype is torch.float32:
+            x = x.float()  # it was kept as the convolution before it computes
         its, index = self.geometry, self.geometry.rank - 1
         if its.output_padding is None:
             conv: Any = (F.conv1d, F.conv2d, F.conv3d)[index]

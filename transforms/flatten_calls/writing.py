@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import fx, nn
 
 from ...compat import own_buffers, own_children, own_parameters
+from ...layers.packed import keep_narrow
 from ...passes.rewriting import obstacle_at, unmet_guards, writes
 from ...tracing.graphs import Capture, Region, Specialization, capture_of
 from ...tracing.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require
@@ -48,6 +49,7 @@ def flattened(program: Program, name: str, specialization: Specialization) -> Fl
     inputs = [writer.input(node, specialization.argument(node)) for node in placeholders]
     writer.graph.output(writer.run(specialization.graph, "", inputs, ""))
     shorten(writer.graph)
+    keep_narrow(writer.graph)
     writer.graph.eliminate_dead_code(is_impure_node=_stays)
     found = Call(AsFound(writer.opened_modules(), len(own_children(owner))), (SELF,))
     mode = Guard(Attribute(SELF, "training"), Is(key_of(owner.training)), _CHANGED)
@@ -224,7 +226,8 @@ class _Writer:
         replaced: dict[Source, Source] = {SELF: module_at(path.split("."))}
         arguments = {each for source in guard.sources() for each in source.all() if isinstance(each, Argument)}
         for argument in arguments - {SELF}:
-            source = self._sources.get(given.get(argument.name, None))
+            value = given.get(argument.name)
+            source = self._sources.get(value) if isinstance(value, fx.Node) else None
             if source is None:
                 return None
             replaced[argument] = source

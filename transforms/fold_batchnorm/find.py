@@ -17,8 +17,9 @@ from ...passes.verification import CallSites, TensorOwners, TensorReads
 from ...tracing.graphs import Region, Specialization, required_capture
 from ...tracing.program import Program
 from ...tracing.values import TensorMeta, qualified, user_class
+from .own_forward import tail_of
 
-__all__ = ["TRANSPOSED", "Call", "Pair", "dimensions_wanted", "obstacles", "pairs_in"]
+__all__ = ["TRANSPOSED", "Call", "Pair", "dimensions_wanted", "has_own_forward", "obstacles", "pairs_in"]
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS: Mapping[type[nn.Module], tuple[type[nn.Module], ...]] = {
@@ -84,16 +85,19 @@ def pairs_in(program: Program) -> list[Pair]:
     return [pair for owner in program.captures for pair in _pairs(program, owner)]
 
 
-def obstacles(pairs: Sequence[Pair], program: Program, also: tuple[type[nn.Module], ...] = ()) -> dict[Pair, str]:
+def obstacles(
+    pairs: Sequence[Pair], program: Program, also: tuple[type[nn.Module], ...] = (), *, tails: bool = False
+) -> dict[Pair, str]:
     """Return why pairs must stay as they are, where they must.
 
     Args:
         pairs: in the program.
         program: of the model.
         also: classes whose own forward is known to whoever asks.
+        tails: what a norm's own forward computes behind the norm is computed by whoever asks.
     """
     outside = _called_from_outside(pairs, program)
-    reasons = {pair: _obstacle(pair, program, also) or outside.get(pair) for pair in pairs}
+    reasons = {pair: _obstacle(pair, program, also, tails) or outside.get(pair) for pair in pairs}
     return {pair: reason for pair, reason in reasons.items() if reason is not None}
 
 
@@ -118,11 +122,11 @@ def _evaluated(program: Program, owner: str) -> list[tuple[int, Specialization]]
     return [item for item in enumerate(required_capture(module).specializations) if item[1].runs_in_mode(module)]
 
 
-def _obstacle(pair: Pair, program: Program, also: tuple[type[nn.Module], ...]) -> str | None:
+def _obstacle(pair: Pair, program: Program, also: tuple[type[nn.Module], ...], tails: bool) -> str | None:
     """Return why a pair must stay as it is, or None."""
     return (
         _obstacle_in_mode(pair, program)
-        or _obstacle_in_modules(pair, program, also)
+        or _obstacle_in_modules(pair, program, also, tails)
         or _obstacle_in_calls(pair, program)
         or _obstacle_in_tensors(pair, program)
         or _obstacle_in_shapes(pair, replaying=program.replaying)
@@ -140,18 +144,28 @@ def _obstacle_in_mode(pair: Pair, program: Program) -> str | None:
     return None
 
 
-def _obstacle_in_modules(pair: Pair, program: Program, also: tuple[type[nn.Module], ...]) -> str | None:
+def _obstacle_in_modules(pair: Pair, program: Program, also: tuple[type[nn.Module], ...], tails: bool) -> str | None:
     if isinstance(program.module(pair.owner), Region):
         return "they are called in a region that does not own them"
     for what, module in pair.both:
         reason = obstacle_to_inlining(module)
         if reason is not None:
             return f"the {what} cannot be folded: {reason}"
+        if tails and module is pair.norm and has_own_forward(module):
+            tail = tail_of(module)
+            if isinstance(tail, str):
+                return tail
+            continue
         if _kind(module) is None and not isinstance(module, also):
             return f"the {what} is a {type(module).__name__}, which has its original forward"
         if type(module) is not user_class(type(module)) and not (module is pair.layer and has_only_masks(module)):
             return f"the {what} is part of something fused"
     return None
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Say whether a layer or norm is of a subclass that computes something else than the class of torch.nn."""
+    return _kind(module) is None
 
 
 def _kind(module: nn.Module) -> type[nn.Module] | None:
@@ -219,7 +233,7 @@ def _obstacle_in_tensors(pair: Pair, program: Program) -> str | None:
         if len(names) > 1:
             return f"'{names[0]}' is tied to '{names[1]}'"
         reader = reads.reader(tensor)
-        if reader is not None:
+        if reader not in (None, qualified(pair.owner, pair.norm_name)):  # its own forward is not called any more
             return f"'{name}' is read in the graph of '{reader}'"
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return f"'{name}' is of type {type(tensor).__name__}, which is not folded"

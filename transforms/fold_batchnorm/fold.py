@@ -20,7 +20,8 @@ from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
 from .arithmetic import Fold
 from .dimensions import expect_dimensions
-from .find import TRANSPOSED, Call, Pair, dimensions_wanted, obstacles, pairs_in
+from .find import TRANSPOSED, Call, Pair, dimensions_wanted, has_own_forward, obstacles, pairs_in
+from .own_forward import Tail, tail_of
 
 __all__ = ["FoldBatchnorm"]
 
@@ -35,6 +36,7 @@ class FoldBatchnorm(Pass):
     """Fold evaluation-mode batch norms into the convolutions or linears that feed them.
 
     Before: self.bn(self.conv(x))        After: conv2d(x, *fold(conv.weight, ..., bn.running_var))
+    What a batch norm of a subclass computes behind the norm, dropout and an activation, is computed behind the layer.
     A layer that `prune` has masked is folded with its zeros, and follows its masks.
     Refuses: a convolution or batch norm that is called, tied or read elsewhere too, or has hooks or parametrizations;
         a batch norm in training mode or without running statistics; a linear whose output has more than two dimensions.
@@ -48,7 +50,7 @@ class FoldBatchnorm(Pass):
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         pairs = pairs_in(program)
-        reasons = obstacles(pairs, program)
+        reasons = obstacles(pairs, program, tails=True)
         sound: dict[str, list[Pair]] = {}
         for pair in pairs:
             if pair in reasons:
@@ -100,7 +102,24 @@ def _fold(call: Call, edit: Edit) -> None:
     folded = _call(layer, call.layer, weight, bias, edit)
     folded.meta["source"] = call.layer.meta.get("source")
     edit.replace(call.layer, folded)
-    edit.replace(call.norm, folded)
+    edit.replace(call.norm, _behind(cast("nn.BatchNorm1d", norm), call, folded, edit))
+
+
+def _behind(norm: nn.BatchNorm1d, call: Call, folded: fx.Node, edit: Edit) -> fx.Node:
+    """Write what a norm's own forward computes behind the norm, and return the last of it."""
+    tail = tail_of(norm) if has_own_forward(norm) else None
+    if not isinstance(tail, Tail):
+        return folded
+    if tail.dimensions is not None:
+        _expect_dimensions(_source_of_dimensions(folded, edit.program, edit.site.owner), tail.dimensions, edit)
+    written: dict[fx.Node, Any] = {tail.start: folded, **dict.fromkeys(tail.flags, False)}
+    for node in tail.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), written.__getitem__)
+        target: Any = {"call_module": f"{call.norm.target}.", "call_method": "."}.get(node.op)
+        target = node.target if target is None else f"{target}{node.target}"
+        written[node] = edit.call(target, *args, before=call.norm, **kwargs)
+        written[node].meta.update({key: node.meta[key] for key in ("val", "source") if key in node.meta})
+    return written[tail.nodes[-1] if tail.nodes else tail.start]
 
 
 def _fold_of(layer: nn.Module, norm: nn.BatchNorm1d) -> Fold:

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from ...layers.members import seal, settings_of, written_out
-from ...layers.packed import PackedLinear
+from ...layers.packed import PackedLinear, keep_narrow
 from ...passes.rewriting import Edit, Place
 from ...passes.sites import Site
 from ...tracing.guards import Guard, Truth, attribute_at
@@ -33,11 +33,12 @@ def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
     if not all(_write(site, edit, edit.graph_node(label), dtype) for label in layers):
         return False
     if dtype is not torch.float32:
-        _keep_narrow(edit.graph)
+        keep_narrow(edit.graph)
+        _keep_linears_narrow(edit.graph)
     return True
 
 
-def _keep_narrow(graph: fx.Graph) -> None:
+def _keep_linears_narrow(graph: fx.Graph) -> None:
     """Let results that only packed linear layers read stay in their dtype."""
     calls = {node: node.target for node in graph.nodes if isinstance(node.target, PackedLinear)}
     kept = [node for node in calls if node.users and calls.keys() >= node.users.keys()]
