@@ -29,6 +29,7 @@ __all__ = [
     "autocast_dtype",
     "autocast_settings",
     "batches_by_vmap",
+    "cpu_capabilities",
     "draws_randomly",
     "fake_tensors",
     "has_global_hooks",
@@ -104,6 +105,11 @@ def batches_by_vmap(graph: Graph) -> bool:
     """Say whether an exported graph opens and closes levels of `torch.vmap`, which only functorch can run."""
     module = "torch._functorch.predispatch"
     return any(getattr(node.target, "__module__", "") == module for node in graph.nodes)
+
+
+def cpu_capabilities() -> Mapping[str, object]:
+    """Return which instructions this CPU has, by name; nothing where torch does not tell."""
+    return getattr(torch.cpu, "get_capabilities", dict[str, object])()
 
 
 def draws_randomly(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -199,6 +205,7 @@ def is_cast_by_autocast(tensor: Tensor) -> bool:
 _native: Any = cast("Any", torch)._C
 _dispatch_modes, _function_modes = _native._len_torch_dispatch_stack, _native._len_torch_function_stack
 _forward_ad, _is_cast = cast("Any", forward_ad), _native._is_any_autocast_enabled
+_is_compiling = torch.compiler.is_compiling
 _is_tracing, _transform = _native._is_tracing, _native._functorch.peek_interpreter_stack
 
 
@@ -332,7 +339,7 @@ def property_access() -> type:
 
 def runs_kernels() -> bool:
     """Say whether operators without gradients, tangents and autocast may run: `is_plainly_eager`, and none of these."""
-    return not (torch.compiler.is_compiling() or _is_cast() or _forward_ad._current_level >= 0) and is_plainly_eager()
+    return not (_is_compiling() or _is_cast() or _forward_ad._current_level >= 0) and is_plainly_eager()
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from .derived import Derived, Keeping, derived
 from .flops import counted_flops, flops_of
 from .info import Chance, OpInfo
 from .registry import Registration, operator_info, operator_of_module, register_operator
-from .unchanged import Unchanged
+from .unchanged import Unchanged, why_unseen
 
 __all__ = [
     "CallArguments",
@@ -42,4 +42,5 @@ __all__ = [
     "operator_of_module",
     "register_operator",
     "resolve",
+    "why_unseen",
 ]

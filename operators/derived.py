@@ -12,11 +12,11 @@ from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 
 from ..compat import is_plainly_eager
-from .unchanged import Unchanged
+from .unchanged import Unchanged, why_unseen
 
 __all__ = ["Derived", "Keeping", "derived"]
 
@@ -64,7 +64,7 @@ class Derived(Keeping):
 
     def _make(self, *originals: Tensor) -> Any:
         """Return the result where the one that is kept will not do, or none is."""
-        if torch.compiler.is_dynamo_compiling() or not is_plainly_eager() or not all(map(_is_plain, originals)):
+        if torch.compiler.is_dynamo_compiling() or not is_plainly_eager() or any(map(why_unseen, originals)):
             return self.function(*originals)
         noted = Unchanged(originals)  # before it is computed: what another thread writes meanwhile is seen next time
         with torch.inference_mode(False), torch.no_grad():
@@ -183,11 +183,6 @@ class _Attached(Function):
             )
         )
         return None, None, *(next(found) if original.requires_grad else None for original in originals)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Say whether a change of a tensor can be seen."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_inference()
 
 
 def _is_finished(tensors: Sequence[Tensor]) -> bool:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..compat import version_of
 from ..compat_memory import SAME_MEMORY, SAME_VERSION, holders_of
 from .samples import sample_of
 
-__all__ = ["Unchanged"]
+__all__ = ["Unchanged", "why_unseen"]
 
 
 class Unchanged:
@@ -44,6 +45,13 @@ class Unchanged:
     def first_is_gone(self) -> bool:
         """Say whether nobody else holds the memory of the first tensor: it is gone, or has other memory."""
         return holders_of(self._memory[0]) <= 1
+
+
+def why_unseen(tensor: Tensor) -> str:
+    """Return why not every change of a tensor can be seen that torch counts, or ""."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return f"is a {type(tensor).__name__} ({tensor.layout}), and no plain tensor"
+    return "was made in inference_mode, where torch does not count writes into it" if tensor.is_inference() else ""
 
 
 _NOTED = ("name", "version", "place", "number", "strides", "view", "sample")

@@ -6,11 +6,12 @@ import dataclasses
 import importlib.metadata
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ..compat import cpu_capabilities
 from ..compat_quantized import why_no_static_int8
 from ..cuda_ops import compiled_kernels, kernels_in_use
 from ..passes.pipeline import available
@@ -77,7 +78,7 @@ def _devices() -> str:
 
 def _instructions(names: Sequence[str]) -> str:
     """Return which of some instructions this CPU has."""
-    told: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict[str, object])()
+    told = cpu_capabilities()
     if not told:
         return "this PyTorch does not tell"
     return ", ".join(name for name in names if told.get(name)) or f"none of {', '.join(names)}: it may not be faster"

@@ -421,3 +421,21 @@ def test_the_process_is_left_as_it_was() -> None:
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_a_model_with_a_compiled_child_is_timed_and_compared() -> None:
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = torch.jit.script(nn.Linear(4, 4))
+            self.rest = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rest(torch.relu(self.child(x)))
+
+    model = Doubling().eval()
+    fast = fxopt.optimize(model, "fold_batchnorm", example_inputs=(X,))
+    assert fxopt.plan(fast).decisions
+    torch.testing.assert_close(fast(X), model(X))
+    assert type(vars(fast.child)["_modules"]) is type(vars(model.child)["_modules"])

@@ -7,9 +7,9 @@ from .convolution import Geometry, PackedConvolution
 from .linear import PackedLinear
 from .narrow import keep_narrow
 from .recurrent import PackedLSTM, Recurrence
-from .weights import Packed
+from .weights import Packed, why_not_packed
 
 __all__ = [
     "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM", "PackedLinear",
-    "Recurrence", "keep_narrow", "known_activations",
+    "Recurrence", "keep_narrow", "known_activations", "why_not_packed",
 ]  # fmt: skip

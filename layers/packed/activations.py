@@ -23,7 +23,8 @@ class Activation:
         fixed: arguments that it has, by name.
         free: names of numbers that it reads.
         numbers: these.
-        kernel: what oneDNN calls it; "" where its kernel makes numbers of NaN: then it is computed behind the product.
+        kernel: what oneDNN calls it; "" where that computes nothing: there is nothing to compute, or its kernel makes
+            numbers of NaN, and it is computed behind the product.
         kind: which kind of it.
     """
 
@@ -31,7 +32,7 @@ class Activation:
     fixed: tuple[tuple[str, Any], ...] = ()
     free: tuple[str, ...] = ()
     numbers: tuple[float, ...] = ()
-    kernel: str = "none"
+    kernel: str = ""
     kind: str = ""
 
     @property
@@ -72,17 +73,17 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 _IN_PLACE = ("relu", "hardsigmoid", "hardtanh", "relu6")
 
 _KNOWN = (
-    Activation("relu", kernel=""),
+    Activation("relu"),
     Activation("gelu", (("approximate", "none"),), kernel="gelu", kind="none"),
     Activation("gelu", (("approximate", "tanh"),), kernel="gelu", kind="tanh"),
     Activation("silu", kernel="swish"),
     Activation("sigmoid", kernel="sigmoid"),
     Activation("tanh", kernel="tanh"),
     Activation("hardswish", kernel="hardswish"),
-    Activation("hardsigmoid", kernel=""),
+    Activation("hardsigmoid"),
     Activation("leaky_relu", free=("negative_slope",), kernel="leaky_relu"),
-    Activation("hardtanh", free=("min_val", "max_val"), kernel=""),
-    Activation("relu6", kernel=""),
+    Activation("hardtanh", free=("min_val", "max_val")),
+    Activation("relu6"),
 )
 
 

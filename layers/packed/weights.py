@@ -9,27 +9,34 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import runs_kernels
-from ...operators import Keeping, derived
+from ...operators import Keeping, derived, why_unseen
 from .activations import NO_ACTIVATION, Activation
 
-__all__ = ["NOTHING", "Packed", "can_be_packed"]
+__all__ = ["NOTHING", "Packed", "can_be_packed", "why_not_packed"]
 
 NOTHING = NO_ACTIVATION.behind
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
+def why_not_packed(weight: Tensor) -> str:
+    """Return why kernels do not take a weight, or why a change of it would not be seen; "" where it can be packed.
+
+    One on the meta device may be packed when it has come to the CPU.
+    """
+    unseen = why_unseen(weight)
+    if unseen:
+        return f"its weight {unseen}"
+    if weight.dtype is not torch.float32:
+        return f"its weight is of {str(weight.dtype).removeprefix('torch.')}; only float32 is packed"
+    if weight.device.type not in ("cpu", "meta"):
+        return f"its weight is on {weight.device}; kernels for packed weights are for CPUs"
+    return "" if weight.numel() else "its weight is empty"
+
+
 def can_be_packed(weight: Tensor) -> bool:
-    """Say whether a weight is one that kernels take, and whether a change of it can be seen."""
-    return (
-        type(weight) in _PLAIN
-        and weight.dtype is torch.float32
-        and weight.layout is torch.strided
-        and weight.is_cpu
-        and weight.numel() > 0
-        and not weight.is_inference()
-        and runs_kernels()
-    )
+    """Say whether a weight can be packed here and now."""
+    return weight.is_cpu and runs_kernels() and not why_not_packed(weight)
 
 
 def _is_row(bias: Tensor, count: int) -> bool:

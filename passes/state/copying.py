@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ...compat import all_modules, own_buffers, own_parameters, transient_buffers
 from ...tracing.graphs import capture_of
-from ...tracing.recording import plain_tensors
+from ...tracing.recording import make_registries_plain, plain_tensors
 from ...tracing.values import all_tensors, is_scripted
 
 __all__ = ["copied_module", "skeleton_of", "twin"]
@@ -28,7 +29,9 @@ def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
     for tensor in _left_behind(module):
         if id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().clone()
-    made = copy.deepcopy(module, memo)
+    with warnings.catch_warnings():  # what `torch.export` wrote is copied by a class of torch that warns of itself
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+        made = copy.deepcopy(module, memo)
     for inner, before in zip(all_modules(made), all_modules(module), strict=False):
         if is_scripted(inner):  # torch copies its parameters with a history
             for parameter, old in zip(inner.parameters(), before.parameters(), strict=True):
@@ -54,7 +57,9 @@ def twin(module: M) -> M:
         capture = capture_of(submodule)
         if capture is not None:
             memo[id(capture)] = capture
-    return copied_module(module, memo)
+    made = copied_module(module, memo)
+    make_registries_plain(made)
+    return made
 
 
 def skeleton_of(module: M) -> M:

@@ -95,6 +95,8 @@ class TimeBudget:
     timing: float = 0.0
     clock: Callable[[], float] = time.thread_time
     _depth: int = 0
+    _is_timing: bool = False
+    _counted_until: float = 0.0
     _beyond: float = 0.0
     _until: float = math.inf
 
@@ -107,17 +109,26 @@ class TimeBudget:
 
     @contextmanager
     def spending(self, *, timing: bool = False) -> Generator[None]:
-        """Count what runs meanwhile, on sites being timed or on anything else; nested uses count once."""
-        start = self.clock()
+        """Count what runs meanwhile, on sites being timed or on anything else; nested uses count once.
+
+        What has run is counted whenever one begins or ends: who asks in between, inside of another one, is told.
+        """
+        self._count()
         self._depth += 1
+        self._is_timing = timing if self._depth == 1 else self._is_timing
         try:
             yield
         finally:
+            self._count()
             self._depth -= 1
-            if not self._depth:
-                seconds = self.clock() - start
-                self.spent += seconds
-                self.timing += seconds if timing else 0.0
+
+    def _count(self) -> None:
+        """Count what has run since it was counted last."""
+        now = self.clock()
+        if self._depth:
+            self.spent += now - self._counted_until
+            self.timing += now - self._counted_until if self._is_timing else 0.0
+        self._counted_until = now
 
     def begin(self, sharing: int = 1) -> None:
         """Give the next pass its part of the time for sites, where so many share what is left, this one counted.

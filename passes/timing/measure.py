@@ -53,10 +53,10 @@ CALLS_OF_EACH, CALLS_OF_TWO = 2 + HOPELESS_ROUNDS, 2 * (_FEWEST_ROUNDS - HOPELES
 """So many calls are made at least of each candidate, which is run twice to get ready, and then of the two best."""
 
 _LONG_SECONDS = 20e-3
-"""One sample of such a call says what it takes."""
+"""A call of this length that has run once is ready."""
 
 _SETTLING_SECONDS = 2e-3
-"""Calls shorter than this are always sampled as often as asked: that costs little."""
+"""One sample of such a call says what it takes. Shorter ones are sampled as often as asked: that costs little."""
 
 _MOST_ROUNDS = 400
 _TRIES = 3
@@ -266,7 +266,7 @@ class _Sampling:
         if isinstance(candidate, Runner) and candidate.seconds > _LONG_SECONDS:
             return once  # it has just run, to get ready; the first round tells in which threads it works
         once.sample()
-        if evict is not None or once.least > _LONG_SECONDS:
+        if evict is not None or once.least > _SETTLING_SECONDS:
             return once
         seconds = max(min(once.sample() for _ in range(3)), 1e-9)
         once.calls, once.warm_up = max(1, math.ceil(_SAMPLE_SECONDS / seconds)), once.least < _WARM_UP_SECONDS

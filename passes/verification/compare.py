@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "NATIVE_UNITS",
@@ -191,19 +191,28 @@ def _distance_of_floats(expected: Tensor, actual: Tensor, tolerance: Tolerance, 
 
 
 def _identical(expected: Tensor, actual: Tensor) -> bool:
-    is_strided = expected.layout is torch.strided and actual.layout is torch.strided
-    return is_strided and expected.dtype == actual.dtype and torch.equal(expected, actual)
+    if expected is actual:
+        return True
+    is_ordinary = _is_ordinary(expected) and _is_ordinary(actual)
+    return is_ordinary and expected.dtype == actual.dtype and torch.equal(expected, actual)
+
+
+def _is_ordinary(tensor: Tensor) -> bool:
+    """Say whether a tensor holds its own numbers: other classes, of quantized weights say, compute little with them."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def _comparable(tensor: Tensor) -> Tensor:
-    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    has_own = type(tensor).dequantize is not Tensor.dequantize  # a tensor of another class, which holds other numbers
+    known = tensor.dequantize() if has_own else tensor
+    dense = known.to_dense() if known.layout is not torch.strided else known
     if dense.is_complex():
         return dense.to(torch.complex128)
     return dense.double() if dense.is_floating_point() else dense
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.dtype in (torch.float64, torch.float32, torch.bfloat16)
+    return _is_ordinary(tensor) and tensor.dtype in (torch.float64, torch.float32, torch.bfloat16)
 
 
 def _largest_magnitude(tensor: Tensor) -> float:

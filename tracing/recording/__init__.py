@@ -21,7 +21,7 @@ from .random_effects import (
 from .rank_local import is_rank_local, is_trial_step, rank_local, trial_step
 from .record import Call, Computed, Recording, calls_intercepted, copy_inputs, record
 from .redirect import patching, redirect
-from .scripted import plain_registries
+from .scripted import make_registries_plain, plain_registries
 
 __all__ = [
     "Alike",
@@ -56,6 +56,7 @@ __all__ = [
     "is_rank_local",
     "is_repeatable",
     "is_trial_step",
+    "make_registries_plain",
     "misses_in",
     "module_has_random_effects",
     "patching",

@@ -11,7 +11,7 @@ from torch import nn
 from ...compat import all_modules
 from ..values import is_scripted
 
-__all__ = ["plain_registries"]
+__all__ = ["make_registries_plain", "plain_registries"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -22,12 +22,17 @@ def plain_registries(model: nn.Module) -> Generator[None]:
     scripted = [module for module in all_modules(model) if is_scripted(module)]
     kept = [(vars(module), {name: vars(module)[name] for name in _REGISTRIES}) for module in scripted]
     try:
-        for attributes, registries in kept:
-            attributes.update({name: _plain(registry) for name, registry in registries.items()})
+        make_registries_plain(model)
         yield
     finally:
         for attributes, registries in kept:
             attributes.update(registries)
+
+
+def make_registries_plain(model: nn.Module) -> None:
+    """Let scripted modules inside a copy that no user gets show their tensors and children as plain dictionaries."""
+    for module in filter(is_scripted, all_modules(model)):
+        vars(module).update({name: _plain(vars(module)[name]) for name in _REGISTRIES})
 
 
 def _plain(registry: Any) -> dict[str, Any]:

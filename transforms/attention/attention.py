@@ -89,7 +89,9 @@ def _site(found: Occurrence, number: int) -> Site:
     if not readers:
         return here
     label = f"{found.owner}/{found.result.name}"
-    return Site.over(found.program, here, *readers, label=label, **options)
+    named = (replace(reader, nodes={f"reader.{n}": each for each in reader.nodes.values()})
+             for n, reader in enumerate(readers))  # fmt: skip
+    return Site.over(found.program, here, *named, label=label, **options)
 
 
 def _occurrence(program: Program, owner: str, node: fx.Node) -> Occurrence | str | None:

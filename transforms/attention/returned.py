@@ -72,4 +72,5 @@ def _is_captured_around(program: Program, module: nn.Module) -> bool:
     everywhere = cast("Iterator[tuple[str, nn.Module]]", program.model.named_modules(remove_duplicate=False))
     names = [name for name, each in everywhere if each is module]
     around = {".".join(name.split(".")[:count]) for name in names for count in range(name.count(".") + 1)}
-    return all(name in program.captures or type(program.module(name)).forward is nn.Module.forward for name in around)
+    captures = program.captures
+    return all(name in captures or type(program.module(name)).forward is nn.Module.forward for name in around)

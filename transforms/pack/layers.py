@@ -13,13 +13,13 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_parameters
 from ...layers.masked import Masked
-from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear
+from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear, why_not_packed
 from ...operators import canonical_name, normalized_arguments
 from ...passes.rewriting import Found, Place, call_in, obstacle_to_inlining
 from ...tracing.program import Program
 from ...tracing.values import TensorMeta, user_class
 from .geometry import CONVOLUTIONS, NAMES, geometry_of_call, geometry_of_module, padded
-from .reading import computed, tensor_objection
+from .reading import computed
 
 __all__ = ["Layer", "layer_at", "module_objection", "shape_of"]
 
@@ -161,7 +161,7 @@ def _of_module(program: Program, owner: str, node: fx.Node) -> Layer | None:
         geometry = geometry_of_module(module, shape_of(given[0]))
         objection = objection or ("" if geometry else _PADDING)
     return Layer(
-        node, given[0], f"{name}.weight", bias, tuple(weight.shape), (name,), objection or tensor_objection(weight),
+        node, given[0], f"{name}.weight", bias, tuple(weight.shape), (name,), objection or why_not_packed(weight),
         is_transposed, geometry,
     )  # fmt: skip
 
@@ -188,7 +188,7 @@ def _of_function(program: Program, owner: str, node: fx.Node, name: str) -> Laye
     tensor = computed(program, owner, weight)
     if tensor is None or not (bias is None or isinstance(bias, fx.Node)):
         return None
-    objection, geometry, shape = tensor_objection(tensor), None, tuple(tensor.shape)
+    objection, geometry, shape = why_not_packed(tensor), None, tuple(tensor.shape)
     if name in NAMES:
         geometry = geometry_of_call(name, named, shape, shape_of(x))
         objection = objection or ("" if geometry else _PADDING)

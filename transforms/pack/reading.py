@@ -6,13 +6,13 @@ import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ...compat import own_tensor
 from ...operators import Derived
 from ...tracing.program import Program
 
-__all__ = ["computed", "tensor_objection"]
+__all__ = ["computed"]
 
 
 def computed(program: Program, owner: str, read: str | fx.Node | None) -> Tensor | None:
@@ -47,16 +47,3 @@ def _named(program: Program, owner: str, path_and_name: str) -> Tensor | None:
     except AttributeError:
         return None
     return own_tensor(module, name)
-
-
-def tensor_objection(weight: Tensor) -> str:
-    """Return why a weight cannot be packed, or ""."""
-    if type(weight) not in (Tensor, nn.Parameter) or weight.layout is not torch.strided:
-        return f"its weight is a {type(weight).__name__} ({weight.layout}), and no plain tensor"
-    if weight.dtype is not torch.float32:
-        return f"its weight is of {str(weight.dtype).removeprefix('torch.')}; only float32 is packed"
-    if weight.device.type not in ("cpu", "meta"):
-        return f"its weight is on {weight.device}; kernels for packed weights are for CPUs"
-    if weight.is_inference():
-        return "its weight was made in inference_mode, where torch does not count writes into it"
-    return "" if weight.numel() else "its weight is empty"

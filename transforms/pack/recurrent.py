@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat import own_parameters
-from ...layers.packed import PackedLSTM, Recurrence
+from ...layers.packed import PackedLSTM, Recurrence, why_not_packed
 from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
 from ...passes.verification import rounding, scale_of
@@ -21,7 +21,6 @@ from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
 from .finding import IN_TRAINING
 from .layers import module_objection, shape_of
-from .reading import tensor_objection
 from .timing import Calls, Gains
 from .writing import seal_modules
 
@@ -150,7 +149,7 @@ def _objection(program: Program, owner: str, module: nn.LSTM, node: fx.Node) -> 
     tensors = [own.get(name) for name in settings_of(module).names]
     if any(tensor is None for tensor in tensors):
         return "its weights are no parameters of its own"
-    return next(filter(None, (tensor_objection(cast("Tensor", tensor)) for tensor in tensors)), "")
+    return next(filter(None, (why_not_packed(cast("Tensor", tensor)) for tensor in tensors)), "")
 
 
 def _operands(node: fx.Node) -> tuple[Any, Any] | None:

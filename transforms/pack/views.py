@@ -10,6 +10,7 @@ from torch import fx
 from ...layers.packed import PackedConvolution
 from ...operators import canonical_name, operator_info, operator_of_module
 from ...passes.rewriting import obstacle_to_inlining
+from ...tracing.graphs import capture_of
 from ...tracing.program import Program
 from ...tracing.values import user_class
 from .layers import layer_at, shape_of
@@ -115,7 +116,8 @@ class _Graph:
     def _is_captured(self, node: fx.Node) -> bool:
         if node.op != "call_module":
             return False
-        return self.program.name_of(self.program.callee(self.owner, node)) in self.program.captures
+        capture = capture_of(self.program.callee(self.owner, node))
+        return capture is not None and bool(capture.specializations)
 
     def _is_read_in_order(self) -> bool:
         """Say whether results are the model's, or go to a module that runs its own forward."""

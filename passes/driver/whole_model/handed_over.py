@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,9 @@ from .references import with_references
 
 __all__ = ["HandedOver"]
 
+_LEAST_SECONDS = 2.0
+"""So long what is wrong is looked for, however short the time budget is."""
+
 
 @dataclass
 class HandedOver:
@@ -38,6 +42,7 @@ class HandedOver:
     model: nn.Module
     seed: int = 0
     _all: list[Rewrite] = field(init=False)
+    _until: float = field(default=math.inf, init=False)
     _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
     _twins: dict[int, nn.Module] = field(init=False)
     _originals: dict[tuple[int, bool | None, bool], Original | None] = field(init=False)
@@ -48,7 +53,8 @@ class HandedOver:
 
     def undo_what_is_wrong(self) -> bool:
         """Compare, and undo what makes the model another; return whether anything was undone."""
-        count = len(self._all)
+        count, budget = len(self._all), self.tuner.budget
+        self._until = budget.spent + max(budget.seconds, _LEAST_SECONDS)
         while self.history.rewrites and (reason := self._objection()):
             if self._put_weights_back():
                 continue
@@ -59,6 +65,10 @@ class HandedOver:
 
     def _objection(self) -> str:
         """Return what is wrong with the model as it stands, or ""."""
+        with self.tuner.budget.spending():
+            return self._compared()
+
+    def _compared(self) -> str:
         rewrites, program = self.history.rewrites, self.tuner.program
         deactivate(program.names.distinct)
         map_state, budget = self.history.state_map().forward, _budget(rewrites)
@@ -144,7 +154,8 @@ class HandedOver:
         standing = self.history.rewrites
         order = sorted(standing, key=lambda rewrite: (_is_lossy(rewrite.pass_), -_value(rewrite)))
         right, reason = self._longest_right(order, reason)
-        gone = order[right:] if _is_lossy(order[right].pass_) else [order[right]]
+        gone = order[right:] if _is_lossy(order[right].pass_) or not self._has_time else [order[right]]
+        reason = reason if self._has_time else f"{reason}; {self.tuner.budget} was spent twice, and all that follow go"
         self._stand([rewrite for rewrite in order if rewrite not in gone])
         for rewrite in gone:
             self.history.undo(rewrite, f"the model as handed over is wrong with it: {reason}")
@@ -152,10 +163,15 @@ class HandedOver:
             if rewrite not in gone and rewrite not in self.history.rewrites:
                 self.history.undo(rewrite, "it depended on a rewrite that was undone")
 
+    @property
+    def _has_time(self) -> bool:
+        """Say whether to go on looking for what is wrong: it may take as long again as all checks and timing."""
+        return self.tuner.budget.spent < self._until
+
     def _longest_right(self, order: Sequence[Rewrite], reason: str) -> tuple[int, str]:
         """Return with how many of the first rewrites the model is still right, and what is wrong with one more."""
         right, wrong = 0, len(order)
-        while wrong - right > 1:
+        while wrong - right > 1 and self._has_time:
             middle = (right + wrong) // 2
             self._stand(order[:middle])
             objection = self._objection()

@@ -47,8 +47,7 @@ class Simulated:
         if len(groups) < 2 or not self._is_suitable(pass_, groups):
             return list(found)
         self._pass = pass_
-        with self.tuner.budget.spending():
-            decided = set(map(id, self._decided(groups)))
+        decided = set(map(id, self._compared(groups)))
         return [item for item in found if id(item) not in decided]
 
     def _is_suitable(self, pass_: Pass, groups: Sequence[Group]) -> bool:
@@ -61,13 +60,17 @@ class Simulated:
         return self.tuner.program.whole_calls
 
     def _decided(self, groups: Sequence[Group]) -> list[Group]:
+        """Compare, while there is time."""
+        unchecked = [each for group in groups if (each := self.tuner.unchecked(self._pass, group)) is not None]
+        return self._left(unchecked) or self._compared(groups)
+
+    def _compared(self, groups: Sequence[Group]) -> list[Group]:
         """Write groups and compare; of several that are wrong, each half by itself."""
-        original = copied_module(self.tuner.program.model)
-        written, refused = self._written(groups)
-        for candidate in refused:
-            self.history.leave(self._pass, candidate)
-        decided = [candidate.group for candidate in refused]
-        verdict = self._verdict(original, written) if written else None
+        with self.tuner.budget.spending():
+            original = copied_module(self.tuner.program.model)
+            written, refused = self._written(groups)
+            verdict = self._verdict(original, written) if written else None
+        decided = self._left(refused)
         if verdict is None:
             self._undo(written)
             return decided
@@ -79,6 +82,12 @@ class Simulated:
             return [*decided, written[0][0]]
         rest, half = [group for group, _ in written], len(written) // 2
         return [*decided, *self._decided(rest[:half]), *self._decided(rest[half:])]
+
+    def _left(self, candidates: Sequence[Candidate]) -> list[Group]:
+        """Note why groups are left as they are."""
+        for candidate in candidates:
+            self.history.leave(self._pass, candidate)
+        return [candidate.group for candidate in candidates]
 
     def _undo(self, written: Sequence[tuple[Group, Edit]]) -> None:
         for _, edit in reversed(written):

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxopt.compat import is_plainly_eager, runs_kernels
 from fxopt.compat_packed import why_no_packing
-from fxopt.layers.packed import PackedLinear
+from fxopt.layers.packed import PackedLinear, why_not_packed
+from fxopt.layers.packed.weights import can_be_packed
 
 needs_packing = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
 
@@ -53,3 +54,25 @@ def test_packed_weights_are_used_inside_a_default_device(monkeypatch: pytest.Mon
     monkeypatch.setattr(PackedLinear, "computed", lambda *_: pytest.fail("computed as torch does"))
     with torch.device("cpu"), torch.no_grad():
         torch.testing.assert_close(layer(x, linear.weight, linear.bias), linear(x))
+
+
+REASONS = {
+    "its weight is a Tensor (torch.sparse_coo), and no plain tensor": lambda: torch.ones(2, 2).to_sparse(),
+    "its weight is of float64; only float32 is packed": lambda: torch.ones(2, 2, dtype=torch.float64),
+    "its weight is empty": lambda: torch.ones(0, 2),
+    "": lambda: torch.ones(2, 2, device="meta"),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_weights_that_are_not_packed(reason: str) -> None:
+    weight = REASONS[reason]()
+    assert why_not_packed(weight) == reason
+    assert not can_be_packed(weight)
+
+
+def test_weights_of_inference_mode_are_not_packed() -> None:
+    with torch.inference_mode():
+        weight = torch.ones(2, 2)
+    assert why_not_packed(weight).startswith("its weight was made in inference_mode")
+    assert can_be_packed(torch.ones(2, 2))

@@ -318,7 +318,7 @@ def test_tensors_that_the_state_map_does_not_know_are_verified_in_full(counted: 
 
 
 def test_equal_blocks_go_together_when_the_model_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = iter([0.5, 2.0])
+    whole = iter([0.5, 0.5, 0.5, 2.0])  # three races say so, for the sites say otherwise
 
     def timed(candidates: Any, **_: Any) -> Timings:
         if set(candidates) == {"before", "after"}:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -12,9 +14,11 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes.contract import Pass
+from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from fxopt.passes.state import Select
+from fxopt.passes.timing import TimeBudget
 from fxopt.tracing.program import Program
 
 
@@ -117,3 +121,15 @@ def test_batch_norms_in_training_are_rewritten_too():
     model = nn.Sequential(Normed(), Normed()).train()
     fast = fxopt.optimize(model, Halve(), example_inputs=(X,))
     assert {decision.status for decision in fxopt.plan(fast).decisions} == {"applied"}
+
+
+def test_halving_ends_with_the_time_budget():
+    ticks = itertools.count()
+    budget = TimeBudget(6.0, clock=lambda: float(next(ticks)))
+    manager = Manager(fxopt.capture(pairs(8).eval(), (X,)), budget=budget)
+    manager.run([Halve(wrong=tuple(map(str, range(8))))])
+    statuses = collections.Counter(decision.status for decision in manager.decisions)
+    assert statuses["skipped"] > 0
+    assert sum(statuses.values()) == 8
+    assert "applied" not in statuses
+    assert all(d.reason.startswith("not checked") for d in manager.decisions if d.status == "skipped")

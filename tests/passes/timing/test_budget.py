@@ -51,6 +51,17 @@ def test_nested_use_counts_once(clock: Clock) -> None:
     assert (spent.spent, spent.timing, spent.left) == (3.0, 3.0, 7.0)
 
 
+def test_what_runs_inside_of_what_is_counted_is_told_at_once(clock: Clock) -> None:
+    spent = TimeBudget(10.0, clock=clock)
+    with spent.spending():
+        clock.now += 6.0
+        with spent.spending(timing=True):
+            clock.now += 5.0
+        assert not spent.left
+        clock.now += 1.0
+    assert (spent.spent, spent.timing) == (12.0, 0.0)
+
+
 def test_what_raises_is_counted(clock: Clock) -> None:
     spent = TimeBudget(10.0, clock=clock)
 

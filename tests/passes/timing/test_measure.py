@@ -415,7 +415,7 @@ def test_waiting_for_a_busy_machine_takes_no_time_from_a_race(clock: Clock, monk
     assert rounds[True] >= rounds[False] > 9
 
 
-@pytest.mark.parametrize("seed", [5, 7, 13, 16, 22])
+@pytest.mark.parametrize("seed", [3, 7, 12, 16, 22])
 def test_doubt_about_the_best_of_several_buys_time(clock: Clock, seed: int) -> None:
     """What is shown to be faster than before is not settled with, while something else seems to be faster still."""
     clock.random.seed(seed)

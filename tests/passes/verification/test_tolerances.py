@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
+from fxopt.passes.verification import Tolerance, distance, scale_of
 from fxopt.passes.verification.tolerances import Measured, Tolerances
 
 OTHER = torch.linspace(-1, 1, 100, dtype=torch.float64)
@@ -28,3 +31,16 @@ def test_a_gradient_that_is_zero_in_theory_may_be_rounding_of_its_neighbours() -
 @pytest.mark.parametrize("scale", [1e-12, 1e-6, 1e-3])
 def test_a_small_gradient_is_no_zero(scale: float) -> None:
     assert allowed(torch.full((4,), scale, dtype=torch.float64)) < 1e-6
+
+
+def test_weights_of_another_class_are_compared_by_the_numbers_that_they_stand_for() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    layer = nn.Sequential(nn.Linear(32, 32))
+    quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
+    weight = layer[0].weight
+    other = copy.deepcopy(weight)
+    assert distance(weight, other, Tolerance(0.0, 0.0)).problem == ""
+    assert scale_of(weight) == pytest.approx(float(weight.dequantize().abs().max()))
+    changed = nn.Sequential(nn.Linear(32, 32))
+    quantization.quantize_(changed, quantization.Int8WeightOnlyConfig())
+    assert "differs" in distance(weight, changed[0].weight, Tolerance(0.0, 1e-3)).problem

@@ -265,3 +265,22 @@ def test_a_plan_is_replayed():
     fast, _ = optimized(model, (x,))
     again = fxopt.optimize(model, "attention", example_inputs=(x,), plan=fxopt.plan(fast))
     assert str(fxopt.graphs(again)["inner"]) == str(fxopt.graphs(fast)["inner"])
+
+
+class Block(nn.Module):
+    """Attention inside a module inside a block: its caller leaves the weights unread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.linear = Layer(reads=False), nn.Linear(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.layer(x)).mean(1)
+
+
+def test_sites_over_several_modules_of_equal_blocks_are_decided_once():
+    model, x = nn.Sequential(*(Block() for _ in range(3))).eval(), torch.randn(3, LENGTH, 8)
+    fast, decisions = optimized(model, (x,))
+    assert [decision.status for decision in decisions] == ["applied"] * 3
+    assert [decision.figures.get("as") for decision in decisions] == [None, *[decisions[0].label] * 2]
+    torch.testing.assert_close(fast(x), model(x))
