@@ -37,16 +37,11 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "fold_batchnorm",
             "fuse_experts",
             "fuse_ensembles",
-            "sparse_message_passing",
             "pack",
-        ),
-        "training": (
-            "eliminate_common_subexpressions",
-            "eliminate_dead_code",
-            "fuse_experts",
-            "fuse_ensembles",
             "sparse_message_passing",
+            "flatten_calls",
         ),
+        "training": ("eliminate_common_subexpressions", "eliminate_dead_code", "fuse_experts", "fuse_ensembles"),
         "distributed": (
             "eliminate_common_subexpressions",
             "eliminate_dead_code",

@@ -98,12 +98,13 @@ def _send(pipe: Connection, subject: Subject, arguments: argparse.Namespace) -> 
     pipe.send(examine(subject, arguments))
 
 
-def known_rows(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Return the rows that need not be found again: those of the file in which nothing failed."""
+def known_rows(arguments: argparse.Namespace) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the rows that need not be found again, by kind and name: those of the file in which nothing failed."""
     if not arguments.missing or arguments.json is None or not arguments.json.exists():
         return {}
     rows = json.loads(arguments.json.read_text(encoding="utf-8"))["models"]
-    return {row["name"]: row for row in rows if "unbuilt" in row or all(_is_found(row, p) for p in arguments.parts)}
+    found = (row for row in rows if "unbuilt" in row or all(_is_found(row, part) for part in arguments.parts))
+    return {(row["kind"], row["name"]): row for row in found}
 
 
 def _is_found(row: dict[str, Any], part: str) -> bool:
@@ -121,9 +122,9 @@ def sweep(arguments: argparse.Namespace, keep: Callable[[list[dict[str, Any]]], 
     known = known_rows(arguments)
 
     def add(subject: Subject) -> dict[str, Any]:
-        rows.append(known.get(subject.name) or apart(subject, arguments))
+        rows.append(known.pop((subject.kind, subject.name), None) or apart(subject, arguments))
         print(line(rows[-1]), flush=True)
-        keep([*rows, *(row for name, row in known.items() if name not in {each["name"] for each in rows})])
+        keep([*rows, *known.values()])
         return rows[-1]
 
     for subject in [*named_subjects(), *graph_subjects()]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UsageError
+from ..passes.pipeline import find_pass
+from ..passes.sites import Goal, Numerics
 from ..storage import byte_text
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ LONGEST_NAME = 60
 _PHASES = {"eval": "inference", "train": "training"}
 _SPECIALIZATION = re.compile(r"#\d+(?=:|$)")
 _NUMBER = re.compile(r"\d+")
+_FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _LINE_BREAK = re.compile(r"\s*[\r\n]\s*")
 
 
@@ -121,10 +126,13 @@ def _took(record: Record) -> str:
 
 def _whole_model(record: Record) -> str:
     timings, phase = record.timings, phase_of(record)
-    if not any(decision.status == "applied" for decision in record.plan.decisions):
+    applied = [decision for decision in record.plan.decisions if decision.status == "applied"]
+    if not applied:
         return "as it was"
     if not timings:
-        return "not timed"
+        others = dict.fromkeys(d.pass_name for d in applied if _is(d, Goal.SIZE) or _is(d, Goal.MEMORY))
+        of_all = all(d.pass_name in others for d in applied)
+        return f"not timed: {', '.join(others)} is not for speed" if others and of_all else "not timed"
     before, after = timings["before_ms"] / 1e3, timings["after_ms"] / 1e3
     return f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x in {phase}{_how_timed(timings)}"
 
@@ -150,7 +158,8 @@ def applied_rows(record: Record) -> list[Row]:
     for decision in record.plan.decisions:
         if decision.status == "applied":
             alike.setdefault(_likeness(decision), []).append(decision)
-    return [_row(decisions) for decisions in alike.values()] + _optimizer_rows(record.optimizer)
+    rows = [_row(decisions, earlier=decisions[0].step < record.earlier_passes) for decisions in alike.values()]
+    return rows + _optimizer_rows(record.optimizer)
 
 
 def _optimizer_rows(chosen: Mapping[str, Any]) -> list[Row]:
@@ -179,30 +188,44 @@ def _likeness(decision: Decision) -> tuple[object, ...]:
     return decision.step, decision.pass_name, decision.choice, decision.detail, place, checked
 
 
-def _row(decisions: Sequence[Decision]) -> Row:
+def _row(decisions: Sequence[Decision], *, earlier: bool) -> Row:
     decision, figures = decisions[0], decisions[0].figures
     times = list(dict.fromkeys(_time(decision.figures) for decision in decisions))
     site = _several([decision.label for decision in decisions])
     detail = decision.detail.removesuffix(f" of {decision.label}")  # the place is named before it
     return Row(
-        pass_name=decision.pass_name,
+        pass_name=decision.pass_name + (" (earlier call)" if earlier else ""),
         site=printable(site + (f": {detail}" if detail else "")),
         lowering=decision.choice or "",
-        error=_error([decision.figures for decision in decisions]),
+        error=_error([decision.figures for decision in decisions], is_lossy=_is(decision, Numerics.APPROXIMATE)),
         speed=_speeds([decision.figures for decision in decisions]) + _how_timed(figures) + _shared(figures),
         time=times[0] + (" (the first)" if len(times) > 1 else ""),
         timed=_timed(figures.get("lowerings") or {}),
     )
 
 
-def _error(figures: Sequence[Mapping[str, Any]]) -> str:
-    """Return the largest errors of equal rewrites, or why they were not checked."""
+def _error(figures: Sequence[Mapping[str, Any]], *, is_lossy: bool) -> str:
+    """Return the largest errors of equal rewrites, or why they were not checked.
+
+    What a lossy rewrite gives up is no error of rounding: it is one number, which its budget allows.
+    """
     meaning, precision = _largest(figures, "meaning_error"), _largest(figures, "precision_error")
     if meaning is None:
-        return str(figures[0].get("checked", "unverified"))
+        checked = str(figures[0].get("checked", "unverified"))
+        return checked if precision is None else f"{precision:.1e} in its own type ({checked})"
     jump = _largest(figures, "gradient_jump")
     jumping = "" if jump is None else f", gradients {jump:.1e} where those of the original jump, too"
+    if is_lossy and precision is not None:
+        return f"{max(meaning, precision):.1e}, within its budget{jumping}"
     return f"{meaning:.1e}" + ("" if precision is None else f" / {precision:.1e}") + jumping
+
+
+def _is(decision: Decision, kind: Numerics | Goal) -> bool:
+    """Say whether the pass of a decision has this numerics or goal; one that was given as a value need not be known."""
+    with suppress(UsageError):
+        pass_ = find_pass(decision.pass_name)
+        return kind in (pass_.numerics, pass_.goal)
+    return False
 
 
 def _largest(figures: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -265,10 +288,13 @@ def left_alone(record: Record) -> list[Left]:
 
 
 def _cause(decision: Decision) -> tuple[str, ...]:
-    """Return what places are named together by: the reason; where it has figures, equal places may differ in them."""
-    pattern = _NUMBER.sub("#", decision.reason)
+    """Return what places are named together by: the reason; where it has figures, places alike may differ in them.
+
+    Alike are places beside each other, such as the projections of an attention, in each of equal blocks.
+    """
+    pattern = _FIGURE.sub("#", decision.reason)
     may_differ = pattern != decision.reason and decision.status != "skipped"
-    place = _NUMBER.sub("#", decision.label) if may_differ else ""
+    place = _NUMBER.sub("#", decision.label.rpartition(".")[0] or decision.label) if may_differ else ""
     return decision.status, decision.pass_name, pattern, place
 
 

@@ -21,7 +21,7 @@ from .cases import Case
 __all__ = ["COLUMNS", "IN_TRAINING", "OWN_THREADS", "Prepared", "Subject", "first_tensor", "imported"]
 
 BEYOND = {
-    "inference": ("channels_last", "attention", "sparse_message_passing", "pack", "flatten_calls"),
+    "inference": ("attention", "sparse_message_passing", "pack", "flatten_calls"),
     "training": ("channels_last",),
 }
 """Passes that stand behind the others of a preset, whether it has them or not, as far as they are there."""

@@ -58,6 +58,7 @@ class Record:
         attributes: qualified names of the attributes that passes gave other values.
         optimizer: what became of the optimizer that was given, as plain values; empty where there was none.
         lost_hooks: the parameters whose hooks could not be registered on the result.
+        earlier_passes: how many passes of the plan ran in earlier calls.
     """
 
     plan: Plan
@@ -80,6 +81,7 @@ class Record:
     attributes: frozenset[str] = frozenset()
     optimizer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     lost_hooks: list[str] = field(default_factory=list[str])
+    earlier_passes: int = 0
     _originals: dict[str, ReferenceType[Tensor]] = field(
         default_factory=dict[str, "ReferenceType[Tensor]"], init=False, repr=False
     )

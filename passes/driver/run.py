@@ -376,6 +376,7 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
     limited = [rewrite.pass_.name for rewrite in of_phase if not rewrite.edit.trainable]
     return Record(
         plan=earlier.plan.extended(manager.plan(request.passes)),
+        earlier_passes=len(earlier.plan.pipeline),
         state_map=earlier.state_map.compose(manager.history.state_map()),
         graphs_before={**before, **earlier.graphs_before},
         graphs_after={**earlier.graphs_after, **after},

@@ -10,6 +10,7 @@ from torch import fx
 from ...errors import CaptureError, MatchFailure
 from ...operators import mutates
 from ...tracing.program import Program
+from ...tracing.values import keep
 from .effects import may_share, writes
 
 __all__ = ["check_order_of_writes", "check_runs_as_one", "has_write_between"]
@@ -133,10 +134,20 @@ def check_order_of_writes(graph: fx.Graph, before: fx.Graph, program: Program, o
                 if reader.name == writer.name or not written & memory.touched(reader):
                     continue
                 if (old[reader.name][0] < was) != (place < now):
-                    raise MatchFailure(
-                        f"the forward changes a tensor in place ('{writer.name}') that the new code would read "
-                        f"{'before' if place < now else 'after'} that ('{name}'), unlike the forward"
-                    )
+                    raise MatchFailure(_moved(writer, name, "before" if place < now else "after"))
+
+
+def _moved(writer: fx.Node, reader: str, side: str) -> str:
+    """Say that a node reads on another side of a write than it did."""
+    if writer.target is keep:
+        return (
+            "the forward changes an object, such as a cache, which is noted first, so that a call that fits no graph "
+            f"can start over; the new code would read that {side} it is noted"
+        )
+    return (
+        f"the forward changes a tensor in place ('{writer.name}') that the new code would read {side} that "
+        f"('{reader}'), unlike the forward"
+    )
 
 
 _Places = Mapping[str, tuple[int, fx.Node]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -28,7 +29,9 @@ def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
     for tensor in _left_behind(module):
         if id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().clone()
-    made = copy.deepcopy(module, memo)
+    with warnings.catch_warnings():  # what `torch.export` wrote is copied by a class of torch that warns of itself
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+        made = copy.deepcopy(module, memo)
     for inner, before in zip(all_modules(made), all_modules(module), strict=False):
         if is_scripted(inner):  # torch copies its parameters with a history
             for parameter, old in zip(inner.parameters(), before.parameters(), strict=True):

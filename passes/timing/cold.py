@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -50,7 +50,7 @@ def last_level_bytes(told: Path = _LAST_LEVEL) -> int:
 
 
 def _bytes_of(gpu: torch.device) -> int:
-    properties: Any = torch.cuda.get_device_properties(gpu)
+    properties = cast("Any", torch.cuda).get_device_properties(gpu)
     return int(properties.L2_cache_size)
 
 

@@ -331,3 +331,11 @@ def test_the_environment_is_put_back(monkeypatch: pytest.MonkeyPatch):
         assert os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] == "1"
         assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ
     assert dict(os.environ) == before
+
+
+def test_what_torch_says_of_its_own_classes_is_not_leaked(exported: Path) -> None:
+    module, inputs = load_exported(exported)
+    with warnings.catch_warnings(record=True) as leaked:
+        warnings.simplefilter("always")
+        fxopt.capture(module, inputs)
+    assert not [str(each.message) for each in leaked if "LeafSpec" in str(each.message)]

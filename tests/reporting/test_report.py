@@ -8,14 +8,31 @@ from typing import Any, cast
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 
+import fxopt
 from fxopt.errors import UsageError
 from fxopt.passes.driver import PassTrace, Record
 from fxopt.passes.pipeline import Decision, Plan
 from fxopt.reporting.html import PAGE_MARK
 from fxopt.reporting.report import Report
 from fxopt.reporting.wording import clipped, duration, printable
+
+IMAGE = torch.ones(2, 3, 2, 2)
+
+
+class Heads(nn.Module):
+    """Four heads over images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(16, 2) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([head(x) for head in self.heads])
+
 
 FIGURES = {
     "checked": "float64",
@@ -211,6 +228,48 @@ def test_equal_reasons_with_other_figures_are_told_once():
     text = str(report(*slow, decision("undone", "head", reason="no faster: 0.5x as wide")))
     assert "undone       fuse_ensembles at layer.0 and 2 more: no faster: 0.90x as wide (the first)\n" in text
     assert "undone       fuse_ensembles at head: no faster: 0.5x as wide\n" in text
+
+
+def test_projections_beside_each_other_are_one_line():
+    figures = ["0.91x (0.8 to 1.1)", "1x (0.9 to 1.1)", "0.97x (0.95 to 0.99)"]
+    same = [
+        decision("undone", f"layers.{i}.attention.{name}", reason=f"no faster: {figure}")
+        for i in range(2)
+        for name, figure in zip("qkv", figures, strict=True)
+    ]
+    other = decision("undone", "head", reason="no faster: 0.5x (0.4 to 0.6)")
+    lines = [line for line in str(report(*same, other)).splitlines() if line.startswith("undone")]
+    assert lines == [
+        "undone       fuse_ensembles at layers.0.attention.q and 5 more: no faster: 0.91x (0.8 to 1.1) (the first)",
+        "undone       fuse_ensembles at head: no faster: 0.5x (0.4 to 0.6)",
+    ]
+
+
+def test_what_a_lossy_pass_gives_up_is_one_error_within_its_budget():
+    """`0.0e+00 / 1.4e-02` would read as exact."""
+    lossy = decision(
+        pass_name="quantize", figures={"checked": "float32", "meaning_error": 0.0, "precision_error": 0.014}
+    )
+    assert "| 1.4e-02, within its budget |" in str(report(lossy))
+    whole = decision(pass_name="quantize", figures={"checked": "with the whole model", "precision_error": 0.005})
+    assert "| 5.0e-03 in its own type (with the whole model) |" in str(report(whole))
+
+
+def test_rows_of_earlier_calls_say_so():
+    rows = [line for line in str(two_calls()).splitlines() if line.startswith("| f")]
+    assert [row.split("|")[1].strip() for row in rows] == ["fold_batchnorm (earlier call)", "fuse_ensembles"]
+
+
+def two_calls() -> Report:
+    norms = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Flatten()).eval()
+    first = fxopt.optimize(nn.Sequential(norms, Heads()).eval(), "fold_batchnorm", example_inputs=IMAGE, measure=False)
+    return fxopt.report(fxopt.optimize(first, "fuse_ensembles{lowering=bmm}", example_inputs=IMAGE, measure=False))
+
+
+def test_what_is_not_for_speed_says_why_it_is_not_timed():
+    pruned = decision(pass_name="prune", figures={"checked": "float64", "meaning_error": 1e-16})
+    assert "whole model       not timed: prune is not for speed\n" in str(report(pruned))
+    assert "whole model       not timed\n" in str(report(pruned, dataclasses.replace(APPLIED, step=1)))
 
 
 def test_what_is_not_verified_is_no_check():

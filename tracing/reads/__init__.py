@@ -6,7 +6,7 @@ from .attribute_watch import AttributeWatch
 from .containers import OWN_CHILDREN, container_lengths, listing_of, walks_children
 from .dataflow import DataFlow
 from .exact_type_checks import checks_exact_types
-from .locate import frames_of_trace, is_users, raised_at, source_of, user_frame
+from .locate import condition_of, frames_of_trace, is_users, raised_at, source_of, user_frame
 from .nested import NestedReads, items_of
 from .observe import Observers, Seen
 from .outside_reads import OutsideReads, guards_on
@@ -22,6 +22,7 @@ __all__ = [
     "Seen",
     "checks_exact_types",
     "class_attribute",
+    "condition_of",
     "container_lengths",
     "frames_of_trace",
     "guards_on",

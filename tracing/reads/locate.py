@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import sys
 from collections.abc import Iterator
 from functools import lru_cache
@@ -11,11 +12,13 @@ from types import CodeType, FrameType, TracebackType
 
 import torch
 
-__all__ = ["frames_of_trace", "is_users", "raised_at", "source_of", "user_frame"]
+__all__ = ["condition_of", "frames_of_trace", "is_users", "raised_at", "source_of", "user_frame"]
 
 _TRACING = Path(__file__).parent.parent
 _TRACER = str(_TRACING / "trace" / "tracer.py")
 _FOREIGN = (str(Path(torch.__file__).parent), str(_TRACING), contextlib.__file__, "<frozen", "<string>")
+
+_LONGEST_LINE = 80
 
 
 @lru_cache(maxsize=4096)
@@ -52,6 +55,14 @@ def source_of() -> str:
     """Return the user's line that is running now, as "file.py:12"."""
     frame = user_frame()
     return "" if frame is None else _written(frame.f_code, frame.f_lineno)
+
+
+def condition_of() -> str:
+    """Return the text of the user's line that is running now, in quotes; "a condition" where it cannot be read."""
+    frame = user_frame()
+    text = "" if frame is None else linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    short = text if len(text) <= _LONGEST_LINE else f"{text[: _LONGEST_LINE - 3]}..."
+    return f"'{short.removesuffix(':')}'" if short else "a condition"
 
 
 def raised_at(error: BaseException) -> str:

@@ -28,7 +28,7 @@ from ..guards import (
     type_of,
 )
 from ..proxies import UNKNOWN, Messages, ValueProxy, proxies_in
-from ..reads import source_of, user_frame
+from ..reads import condition_of, source_of, user_frame
 from .protocol import Tracer
 
 __all__ = ["BY_DATA", "Decisions", "Pending"]
@@ -241,7 +241,7 @@ class Decisions:
         is_tensor = isinstance(proxy.fxopt_value, Tensor)
         asked = self._tracer.create_proxy("call_function", bool, (proxy,), {}) if is_tensor else proxy
         node, place = asked.node, source_of()
-        reason = f"{proxy.node.name} depends on data and was {answer} at capture; the control flow at {place} needs it"
+        reason = f"{condition_of()} (at {place}) depends on data, and was {answer} at capture"
         check = self._tracer.graph.call_function(require, (node, answer, reason, True, cast("Any", Tally())))
         check.meta.update(val=None, source=place)
         self.by_data.add(check)

@@ -226,7 +226,8 @@ class _Writer:
         replaced: dict[Source, Source] = {SELF: module_at(path.split("."))}
         arguments = {each for source in guard.sources() for each in source.all() if isinstance(each, Argument)}
         for argument in arguments - {SELF}:
-            source = self._sources.get(given.get(argument.name, None))
+            value = given.get(argument.name)
+            source = self._sources.get(value) if isinstance(value, fx.Node) else None
             if source is None:
                 return None
             replaced[argument] = source

@@ -45,6 +45,9 @@ which lose: benchmarks/ensembles.py draws the line between them.
 """
 
 
+_MOST_NAMED = 4
+"""Members that no container holds are named one by one up to this many, such as the projections of an attention."""
+
 MEASURED_OPERATORS = ("conv", "recurrent", "scaled_dot_product_attention", "module")
 """Operators whose work is not told by their weights: with images or sequences of some size the loop wins on a CPU."""
 
@@ -93,7 +96,7 @@ class FuseEnsembles(Pass):
 
     def _examine(self, ensemble: Ensemble, case: Case, program: Program, owner: str) -> Site | Refusal:
         holder = holder_of(program.model, owner)
-        at = qualified(owner, common_name(ensemble, holder))
+        at = qualified(owner, _named(ensemble, holder))
         try:
             places = places_of(ensemble, case, program, owner)
         except MatchFailure as unlike:
@@ -137,6 +140,15 @@ def _kernels_compute_on(device: torch.device) -> bool:
     from ...cuda_ops import kernels_compute_on
 
     return kernels_compute_on(device)
+
+
+def _named(ensemble: Ensemble, holder: Holder) -> str:
+    """Return what people call an ensemble: the container of its members or, without one, the modules that they use."""
+    modules = dict.fromkeys(holder.path(n).rpartition(".")[0] for each in ensemble.parameters for n in each.names)
+    if len({name.split(".")[0] for name in modules}) == 1 or "" in modules:
+        return common_name(ensemble, holder)
+    shown = list(modules)
+    return ", ".join(shown) if len(shown) <= _MOST_NAMED else f"{shown[0]} ... {shown[-1]}"
 
 
 # -- what may be fused ---------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class GraphPooling(Pass):
         if getattr(program.callee(owner, node), "min_score", None) is not None:
             return Refusal("min_score counts shares of all nodes, which triads do not have", at)
         data = {"kind": kind}
-        return Site(program, owner, {"pool": node.name}, index, data=data, detail=f"{kind} pooling by triads at {at}")
+        return Site(program, owner, {"pool": node.name}, index, data=data, detail=f"{kind} pooling by triads", label=at)
 
     def _readout(self, program: Program, owner: str, index: int, node: fx.Node) -> Site | Refusal:
         at, given = qualified(owner, node.name), _given(node)
@@ -116,7 +116,7 @@ class GraphPooling(Pass):
             return edges
         data = {"channels": int(shape[1]), "kind": "readout", "place": _place(program, owner, node)}
         nodes = {"pool": node.name, "edges": edges.name}
-        return Site(program, owner, nodes, index, data=data, detail=f"a readout of {int(shape[1])} channels")
+        return Site(program, owner, nodes, index, data=data, detail=f"a readout of {int(shape[1])} channels", label=at)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         node = site["pool"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from torch import nn
@@ -13,9 +14,13 @@ from ...tracing.program import Program
 from .eligible import Layer, already_quantized, obstacle
 from .judging import Judgement, Make, judged
 from .settings import Settings
+from .within import left_in_floats
 
 __all__ = ["found"]
 
+_COSTLY = (
+    "the whole model would err by more than the budget; this layer alone moves its results by {:.2g} of their scale"
+)
 _NEVER_CALLED = "the example inputs never call it"
 _BYPASSED = "torch's encoder layer computes with its weights, and does not call it in evaluation"
 
@@ -50,14 +55,19 @@ def found(settings: Settings, program: Program, layers: Sequence[Layer], make: M
         return
     timed = program.measuring and settings.aim == "speed"
     judgements = judged(program, able, make, settings.error_budget, timed=timed)
-    for layer, judgement in sorted(zip(able, judgements, strict=True), key=lambda pair: -pair[1].gain):
-        yield _site(program, layer, judgement)
+    pairs = list(zip(able, judgements, strict=True))
+    fine = {layer.module: each.layer for layer, each in pairs if each.layer is not None and not each.objection}
+    costly = left_in_floats(program, fine, settings.error_budget)
+    for layer, judgement in sorted(pairs, key=lambda pair: -pair[1].gain):
+        yield _site(program, layer, judgement, costly.get(layer.module))
 
 
-def _site(program: Program, layer: Layer, judgement: Judgement) -> Site | Refusal:
+def _site(program: Program, layer: Layer, judgement: Judgement, cost: float | None) -> Site | Refusal:
     if judgement.objection:
         return Refusal(judgement.objection, layer.name)
-    return Site(program, layer.name, {}, detail=layer.detail, found=judgement)
+    if cost is not None:
+        return Refusal(_COSTLY.format(cost), layer.name)
+    return Site(program, layer.name, {}, detail=layer.detail, found=dataclasses.replace(judgement, layer=None))
 
 
 def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None:

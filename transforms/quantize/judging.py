@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,11 +42,13 @@ class Judgement:
         error: of its results, relative to their scale.
         figures: what plans say of it.
         objection: why it is not to be had, or "".
+        layer: it, as long as others are looked at.
     """
 
     error: float = 0.0
     figures: Mapping[str, float] | None = None
     objection: str = ""
+    layer: nn.Module | None = None
 
     @property
     def gain(self) -> float:
@@ -115,7 +118,7 @@ class _Trial:
             error_of(calls[number].output, instead(*calls[number].args, **calls[number].kwargs)) for number in chosen
         )
         if error <= self.budget:
-            return Judgement(error)
+            return Judgement(error, layer=instead)
         return Judgement(
             error, objection=f"it errs by {error:.2g} of its scale, more than the budget of {self.budget:g}"
         )
@@ -136,7 +139,7 @@ class _Trial:
     def _beside(self, judgement: Judgement, figures: Mapping[str, float]) -> Judgement:
         slow = f"no faster: {figures['speedup']:.3g}x ({figures['speedup_low']:.3g} to {figures['speedup_high']:.3g})"
         objection = judgement.objection or ("" if figures["speedup"] > 1.0 else slow)
-        return Judgement(judgement.error, figures, objection)
+        return dataclasses.replace(judgement, figures=figures, objection=objection)
 
 
 def _figures(timings: Timings, count: int) -> dict[str, float]:

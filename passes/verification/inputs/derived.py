@@ -38,6 +38,9 @@ Two would be too few: a norm over a batch of two gives plus and minus one, whose
 fewer there are, the less they say of how far rounding leads.
 """
 
+_NODES = 64
+"""So many nodes of a graph are few."""
+
 _SMALL = 1 << 14
 """A call of so many numbers costs next to nothing."""
 
@@ -188,14 +191,44 @@ def few_rows(arguments: Arguments) -> Arguments:
 def smaller(arguments: Arguments) -> Iterator[Arguments]:
     """Yield the call with its first rows alone: at first with inner sizes of about a quarter, then with its own.
 
-    What a module means seldom hangs on how long a sequence or how wide an image is; what a run of it costs does.
+    What a module means seldom hangs on how long a sequence or how wide an image is; what a run of it costs does. Of a
+    graph it is the first nodes, with edges among them.
     """
+    graph = _few_nodes(arguments)
+    if graph is not None:
+        yield graph
     few = few_rows(arguments)
     for inner in _inner_sizes(few):
         sizes = {size: _quarter(size) for size in inner}
         if any(size != quarter for size, quarter in sizes.items()):
             yield _resized(few, dict.fromkeys(range(1, 6), sizes))
     yield few
+
+
+def _few_nodes(arguments: Arguments) -> Arguments | None:
+    """Return the call with the first nodes of a graph, and as many edges for each; None where nothing is like edges.
+
+    Edges are pairs of integers [2, E] that name rows; what has E rows belongs to them.
+    """
+    rows = _rows(arguments)
+    edges = next((each for each in _leaves(arguments) if _is_of_edges(each, rows)), None)
+    if edges is None or rows <= _NODES:
+        return None
+    count = edges.shape[1]
+    sizes = {rows: _NODES, count: max(1, count * _NODES // rows)}
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor is edges:
+            return tensor[:, : sizes[count]] % _NODES
+        return tensor.detach()[: sizes[len(tensor)]] if tensor.dim() and len(tensor) in sizes else tensor
+
+    return map_tensors(cut, arguments)
+
+
+def _is_of_edges(tensor: Tensor, rows: int) -> bool:
+    if tensor.dtype is not torch.int64 or tensor.layout is not torch.strided or tensor.dim() != 2 or len(tensor) != 2:
+        return False
+    return tensor.shape[1] > 0 and int(tensor.min()) >= 0 and int(tensor.max()) < rows
 
 
 def _quarter(size: int) -> int:

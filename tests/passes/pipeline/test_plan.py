@@ -62,6 +62,7 @@ def test_what_the_file_says():
                 "site": None,
             }
         ],
+        "optimizer_form": None,
     }  # fmt: skip
 
 

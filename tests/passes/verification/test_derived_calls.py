@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxopt.passes.verification import Data, Verdict, reference, verify
+from fxopt.passes.verification import Data, Verdict, reference, smaller, verify
 from fxopt.passes.verification.inputs import Asked
 from fxopt.tracing.values import Inputs
 
@@ -266,3 +266,20 @@ def test_an_original_that_stops_at_nan_is_compared_on_all_other_calls() -> None:
     taken = reference(Model(checked), [Inputs(rows())])
     assert [call.asked for call in taken.served] == [Asked.SAME] * 3 + [Asked.FINITE]
     assert judged(checked, lambda m, x: x.nan_to_num() @ m.weight, rows()).ok
+
+
+def test_a_smaller_call_of_a_graph_has_edges_among_its_first_nodes() -> None:
+    x, edges, attributes, batch = (
+        torch.randn(200, 4),
+        torch.randint(200, (2, 900)),
+        torch.randn(900, 3),
+        torch.arange(200),
+    )
+    (few, among, of_edges, of_nodes), _ = next(iter(smaller(((x, edges, attributes, batch), {}))))
+    assert [tuple(each.shape) for each in (few, among, of_edges, of_nodes)] == [(64, 4), (2, 288), (288, 3), (64,)]
+    assert torch.equal(few, x[:64]) and torch.equal(among, edges[:, :288] % 64)
+
+
+def test_pairs_of_numbers_that_name_no_rows_are_no_edges() -> None:
+    (few, pairs), _ = next(iter(smaller(((torch.randn(200, 4), torch.full((2, 900), 200)), {}))))
+    assert len(few) == 8 and pairs.shape == (2, 900)

@@ -275,6 +275,28 @@ def test_what_stays_a_call() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+class Sum(nn.Module):
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        return parts[0] if parts[0].shape != parts[1].shape else parts[0] + parts[1]
+
+
+class OfLists(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.sum = nn.Linear(8, 8), nn.Linear(8, 8), Sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sum([self.first(x), self.second(x)])
+
+
+def test_a_module_that_decides_by_what_is_in_a_list_stays_a_call() -> None:
+    model = OfLists().eval()
+    fast = flat(model)
+    assert count_calls(fast) == 2
+    same(fast, model)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_what_holds_compiled_modules_or_other_tensors_stays() -> None:
     inner = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     model = nn.Sequential(inner, torch.jit.trace(nn.Linear(8, 8), X)).eval()
@@ -359,6 +381,13 @@ def test_after_other_passes() -> None:
     fast.blocks[0].norm.register_forward_hook(lambda *_: None)  # type: ignore[index]
     with torch.no_grad():
         torch.testing.assert_close(fast(X), model(X))
+
+
+def test_a_model_whose_work_takes_long_beside_its_calls_is_left_alone() -> None:
+    model, x = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU()).eval(), torch.randn(512, 2048)
+    (decision,) = fxopt.plan(fxopt.optimize(model, FlattenCalls(), example_inputs=x, verify=False)).decisions
+    assert decision.status == "refused" and decision.reason.startswith("2 calls in ")
+    assert [d.status for d in fxopt.plan(flat(model, x)).decisions] == ["applied"]
 
 
 class Heads(nn.Module):

@@ -223,6 +223,20 @@ def test_a_plan_repeats_it_and_a_second_run_finds_nothing():
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
+class TwoReadouts(Classifier):
+    def forward(self, x, edge_index, batch):
+        x = self.conv(x, edge_index).relu()
+        return self.head(pyg.global_mean_pool(x, batch) + pyg.global_max_pool(x, batch))
+
+
+def test_two_places_of_one_module_are_two_in_the_report():
+    fast = swapped(TwoReadouts().eval())
+    assert statuses(fast) == ["applied", "applied"]
+    labels = [decision.label for decision in fxopt.plan(fast).decisions]
+    assert len(set(labels)) == 2
+    assert all(label in str(fxopt.report(fast)) for label in labels)
+
+
 class TwoGraphs(Classifier):
     def forward(self, x, edge_index, batch):
         return self.head(pyg.global_mean_pool(self.conv(x, edge_index) + self.conv(x, edge_index.flip(0)), batch))

@@ -103,6 +103,24 @@ def test_a_layer_that_errs_by_more_than_the_budget_stays_by_itself() -> None:
     assert found["0.down"].status == "applied"
 
 
+def test_where_the_whole_model_errs_by_too_much_what_costs_most_stays() -> None:
+    model = net(64, 64, 64)
+    with torch.no_grad():
+        model[1].down.weight.mul_(30.0)  # what comes of it is most of the result
+    whole = fxopt.optimize(model, "quantize", example_inputs=(X,), measure=False)
+    errors = [decision.figures["precision_error"] for decision in fxopt.plan(whole).decisions]
+    with torch.no_grad():
+        error = float((whole(X) - model(X)).abs().max() / model(X).abs().max())
+    budget = (error + max(errors)) / 2
+    assert max(errors) < 0.9 * budget < error, "each layer is within the budget, and all together are not"
+    fast = fxopt.optimize(model, f"quantize{{budget={budget}}}", example_inputs=(X,), measure=False)
+    found = {decision.label: decision for decision in fxopt.plan(fast).decisions}
+    left = [decision.reason for decision in found.values() if decision.status == "refused"]
+    assert 0 < len(left) < 6 and all("the whole model would err by more than the budget" in reason for reason in left)
+    with torch.no_grad():
+        assert float((fast(X) - model(X)).abs().max() / model(X).abs().max()) <= budget
+
+
 def test_time_for_checks_is_no_limit_to_layers() -> None:
     fast = fxopt.optimize(net(64, 48, 32, 24), "quantize", example_inputs=(X,), measure=False, time_budget=0)
     assert [decision.status for decision in fxopt.plan(fast).decisions] == ["applied"] * 8

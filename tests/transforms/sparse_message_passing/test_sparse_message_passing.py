@@ -216,10 +216,10 @@ def test_of_a_model_without_message_passing_nothing_is_said():
     assert not fxopt.plan(fast).decisions
 
 
-@pytest.mark.parametrize("preset", ["inference", "training"])
-def test_the_presets_have_it(preset):
-    model = Network(pyg.GCNConv(WIDTH, WIDTH)).train(preset == "training")
-    fast = fxopt.optimize(model, preset, example_inputs=graph(), measure=False, time_budget=60)
+@pytest.mark.parametrize("options", ["", "{dtype=bfloat16}", "{dtype=int8}"])
+def test_the_preset_inference_has_it(options):
+    model = Network(pyg.GCNConv(WIDTH, WIDTH)).eval()
+    fast = fxopt.optimize(model, f"inference{options}", example_inputs=graph(), measure=False, time_budget=60)
     decisions = fxopt.plan(fast).decisions
     assert [each.status for each in decisions if each.pass_name == "sparse_message_passing"] == ["applied"]
 

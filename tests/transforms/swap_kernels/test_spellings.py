@@ -156,7 +156,13 @@ def test_a_kernel_that_is_not_listed_is_given_itself():
     model, x = Computes(lambda x, w, b: torch.sin(x) * torch.cos(x)), torch.randn(3, 8)
     chosen = SwapKernels(kernels=[kernel])  # type: ignore[arg-type]
     fast = fxopt.optimize(model, chosen, example_inputs=(x,), measure=False)
-    assert [each.site["data"]["kernel"] for each in fxopt.plan(fast).decisions] == [kernel.name]
+    plan = fxopt.plan(fast)
+    assert [each.site["data"]["kernel"] for each in plan.decisions] == [kernel.name]
+    again = fxopt.optimize(model, chosen, plan=plan, example_inputs=(x,))
+    assert [(each.status, each.key) for each in fxopt.plan(again).decisions] == [("applied", plan.decisions[0].key)]
+    assert torch.equal(again(x), fast(x))
+    with pytest.raises(fxopt.UsageError, match="half_of_sine_of_double"):  # a plan holds its name alone
+        fxopt.optimize(model, plan=plan, example_inputs=(x,))
     with pytest.raises(fxopt.UsageError) as caught:
         SwapKernels(kernels=("zzz",))
     assert str(caught.value).count("there are") == 1
