@@ -1,4 +1,4 @@
-"""Results of packed convolutions that stay in bfloat16, where nothing would see the difference."""
+"""Results of packed layers that stay in bfloat16, where nothing would see the difference."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import fx
 
 from ...operators import canonical_name
 from .convolution import PackedConvolution
+from .linear import PackedLinear
 
 __all__ = ["keep_narrow"]
 
@@ -14,20 +15,39 @@ _CARRYING = frozenset("relu relu6 hardtanh max_pool2d max_pool3d cat identity co
 
 
 def keep_narrow(graph: fx.Graph) -> None:
-    """Let results of convolutions in bfloat16 stay so where only such convolutions read them.
+    """Let results of packed layers in bfloat16 stay so where only others of their kind read them.
 
-    They are converted to float32 otherwise, and back by each that reads them, which changes no number: so results are
-    the same to the bit.
+    They are converted to float32 otherwise, and back by each that reads them, which changes no number where a layer
+    adds and multiplies nothing: so results of convolutions are the same to the bit.
     """
+    _keep_convolutions_narrow(graph)
+    _keep_linears_narrow(graph)
+
+
+def _keep_linears_narrow(graph: fx.Graph) -> None:
+    calls = {node: node.target for node in graph.nodes if isinstance(node.target, PackedLinear)}
+    kept = [node for node in calls if (readers := _readers(node)) and calls.keys() >= set(readers)]
+    taking = {user for node in kept for user in node.users}
+    for node, layer in calls.items():
+        node.target = layer.narrowed(takes=node in taking, gives=node in kept)
+
+
+def _keep_convolutions_narrow(graph: fx.Graph) -> None:
     narrow: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         computes = _computes_narrow(node)
         carries = node.op in ("call_function", "call_method") and canonical_name(node) in _CARRYING
-        if (computes or carries) and node.users and all(_takes(user, node, narrow) for user in node.users):
+        readers = _readers(node) if computes or carries else []
+        if readers and all(_takes(reader, node, narrow) for reader in readers):
             narrow.add(node)
     for node in graph.nodes:
         if _computes_narrow(node):
             node.target = node.target.kept(given=node.args[0] in narrow, gives=node in narrow)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Return what reads a tensor's numbers, beside its shape."""
+    return [user for user in node.users if not (user.target is getattr and user.args[1:] == ("shape",))]
 
 
 def _computes_narrow(node: fx.Node) -> bool:
