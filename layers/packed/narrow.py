@@ -13,23 +13,39 @@ __all__ = ["keep_narrow"]
 _CARRYING = frozenset("relu relu6 hardtanh max_pool2d max_pool3d cat identity contiguous".split())
 """What they give of numbers in bfloat16 is in bfloat16, or is rounded to what they give of these in bfloat16."""
 
+_ALONE = 3
+"""Arguments of a layer that joins its result with nothing: input, weight and bias."""
 
-def keep_narrow(graph: fx.Graph) -> None:
+
+def keep_narrow(graph: fx.Graph, *, exactly: bool = False) -> None:
     """Let results of packed layers in bfloat16 stay so where only others of their kind read them.
 
-    They are converted to float32 otherwise, and back by each that reads them, which changes no number where a layer
-    adds and multiplies nothing: so results of convolutions are the same to the bit.
+    They are converted to float32 otherwise, and back by each that reads them. That changes no number where nothing is
+    added to them or multiplied with them.
+
+    Args:
+        exactly: nothing is kept that would change a number.
     """
     _keep_convolutions_narrow(graph)
-    _keep_linears_narrow(graph)
+    _keep_linears_narrow(graph, exactly=exactly)
 
 
-def _keep_linears_narrow(graph: fx.Graph) -> None:
+def _keep_linears_narrow(graph: fx.Graph, *, exactly: bool) -> None:
     calls = {node: node.target for node in graph.nodes if isinstance(node.target, PackedLinear)}
-    kept = [node for node in calls if (readers := _readers(node)) and calls.keys() >= set(readers)]
-    taking = {user for node in kept for user in node.users}
+    taking: set[fx.Node] = set()
+    kept: set[fx.Node] = set()
+    for node in calls:
+        readers = _readers(node)
+        if readers and calls.keys() >= set(readers) and not (exactly and _is_joined(node, readers)):
+            kept.add(node)
+            taking.update(readers)
     for node, layer in calls.items():
         node.target = layer.narrowed(takes=node in taking, gives=node in kept)
+
+
+def _is_joined(node: fx.Node, readers: list[fx.Node]) -> bool:
+    """Say whether something is added to a layer's result or multiplied with it, or it to something."""
+    return len(node.args) > _ALONE or any(node in reader.args[1:] for reader in readers)
 
 
 def _keep_convolutions_narrow(graph: fx.Graph) -> None:

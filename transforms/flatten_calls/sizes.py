@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -12,7 +13,8 @@ from ...tracing.guards import Argument, Attribute, Constant, Equals, Guard, Item
 __all__ = ["Size", "size_asked"]
 
 
-class Size(NamedTuple):
+@dataclass(frozen=True)
+class Size:
     """What one of the sizes of a tensor is to be."""
 
     x: fx.Node

@@ -50,7 +50,7 @@ def flattened(program: Program, name: str, specialization: Specialization) -> Fl
     inputs = [writer.input(node, specialization.argument(node)) for node in placeholders]
     writer.graph.output(writer.run(specialization.graph, "", inputs, ""))
     shorten(writer.graph)
-    keep_narrow(writer.graph)
+    keep_narrow(writer.graph, exactly=True)
     writer.graph.eliminate_dead_code(is_impure_node=_stays)
     found = Call(AsFound(writer.opened_modules(), len(own_children(owner))), (SELF,))
     mode = Guard(Attribute(SELF, "training"), Is(key_of(owner.training)), _CHANGED)
