@@ -32,8 +32,10 @@ class _Chosen(NamedTuple):
 
 
 def forms_of(optimizer: Optimizer) -> list[str]:
-    """Return the forms that optimizers of this class have, torch's own choice first."""
-    return [form for form, flags in FORMS.items() if all(optimizer.defaults.keys() >= {f} for f in flags if flags[f])]
+    """Return the forms that an optimizer has, torch's own choice first; dampened momentum has no fused one here."""
+    flags = {form: {flag for flag, value in chosen.items() if value} for form, chosen in FORMS.items()}
+    dampened = any(group.get("dampening") for group in (*optimizer.param_groups, optimizer.defaults))
+    return [form for form in FORMS if flags[form] <= optimizer.defaults.keys() and not (dampened and form == "fused")]
 
 
 def has_own_flags(optimizer: Optimizer) -> bool:
@@ -53,7 +55,7 @@ def set_form(optimizer: Optimizer, form: str) -> None:
     hooks = (
         optimizer.register_state_dict_post_hook(_as_given),
         optimizer.register_load_state_dict_post_hook(lambda loaded: set_flags(loaded, form)),
-        *([optimizer.register_step_pre_hook(_lay_alike)] if form == "fused" else []),
+        *([optimizer.register_step_pre_hook(_prepare)] if form == "fused" else []),
     )
     vars(optimizer)[_CHOSEN] = _Chosen(form, hooks)
 
@@ -90,22 +92,42 @@ def is_dense(tensor: Tensor) -> bool:
     return sum((count - 1) * stride for count, stride in sizes) + 1 == tensor.numel()
 
 
-def _lay_alike(optimizer: Optimizer, *_: Any) -> None:
-    """Lay gradients and moments in memory as their parameters lie.
+def _prepare(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Bring what fused kernels take as it comes into the form that they need, before a step."""
+    _, *given = args  # the optimizer itself is the first
+    gradients_are_there = not any(map(callable, (*given, options.get("closure"))))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None or not gradients_are_there:
+                _begin_momentum(optimizer, group, parameter)
+            if parameter.dim() > 1:
+                _lay_alike(optimizer, parameter)
+
+
+def _begin_momentum(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> None:
+    """Begin a momentum of SGD at zero, from where a step without dampening leads to the gradient.
+
+    Torch begins all of a group at once, out of memory that is not set (2.13): parameters that join later, or get their
+    first gradient later, fail there, and a first step that a GradScaler skips leaves any numbers behind.
+    """
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+        state = optimizer.state[parameter]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(parameter, requires_grad=False)
+
+
+def _lay_alike(optimizer: Optimizer, parameter: Tensor) -> None:
+    """Lay a gradient and moments in memory as their parameter lies.
 
     Fused kernels of a CPU read the memory of all of them in one order, and do not look whether it is the same (torch
     2.13): moments of a checkpoint from before `model.to(memory_format=torch.channels_last)` would end up elsewhere.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is None or parameter.dim() < 2:
-                continue
-            strides, state = parameter.stride(), optimizer.state.get(parameter, {})
-            if parameter.grad.stride() != strides:
-                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != strides:
-                    state[name] = torch.empty_like(value).as_strided(parameter.shape, strides).copy_(value)
+    strides, state = parameter.stride(), optimizer.state.get(parameter, {})
+    if parameter.grad is not None and parameter.grad.stride() != strides:
+        parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.stride() != strides:
+            state[name] = torch.empty_like(value).as_strided(parameter.shape, strides).copy_(value)
 
 
 def _as_given(_: Optimizer, saved: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -136,6 +137,62 @@ def test_a_gradient_scaler_skips_steps_that_overflow() -> None:
         scaler.update()
         stayed = [torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True)]
         assert all(stayed) == (factor != 1.0)
+
+
+@pytest.mark.usefixtures("fused_wins")
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_join_a_group_or_have_gradients_late_and_not_always(kind: str) -> None:
+    """Some have a state of their steps, others have none yet, in one group and at one step."""
+
+    def made() -> tuple[list[nn.Parameter], Optimizer]:
+        parameters = [nn.Parameter(torch.linspace(-1, 1, size).repeat(2, 1)) for size in (3, 5, 7)]
+        return parameters, KINDS[kind](parameters)
+
+    def steps(parameters: list[nn.Parameter], optimizer: Optimizer, closure: bool) -> None:
+        def set_gradients(seed: int, trained: int) -> float:
+            for place, parameter in enumerate(parameters):
+                parameter.grad = torch.full_like(parameter, seed + place) if trained >> place & 1 else None
+            return 0.0
+
+        for seed, trained in enumerate((0b001, 0b010, 0b011, 0b110, 0b000, 0b111)):
+            if closure:
+                optimizer.step(functools.partial(set_gradients, seed, trained))
+            else:
+                set_gradients(seed, trained)
+                optimizer.step()
+        optimizer.param_groups[0]["params"].append(joined := nn.Parameter(torch.ones(4)))
+        parameters.append(joined)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+            if kind == "adagrad":
+                optimizer.state[parameter].setdefault("sum", torch.zeros_like(parameter))
+                optimizer.state[parameter].setdefault("step", torch.tensor(0.0))
+        optimizer.step()
+
+    for closure in (False, True):
+        (plain, expected), (mine, optimizer) = made(), made()
+        choose_form(optimizer, nn.ParameterList(mine))
+        steps(plain, expected, closure)
+        steps(mine, optimizer, closure)
+        assert_alike(nn.ParameterList(mine), nn.ParameterList(plain))
+
+
+@pytest.mark.usefixtures("fused_wins")
+def test_momentum_is_nothing_after_a_first_step_that_a_scaler_skips() -> None:
+    model = network()
+    optimizer, scaler = optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.amp.GradScaler("cpu", init_scale=4.0)
+    choose_form(optimizer, model)
+    scaler.scale(model(torch.ones(1, 8)).sum() * float("inf")).backward()
+    scaler.step(optimizer)
+    assert all(not state["momentum_buffer"].any() for state in optimizer.state.values())
+    assert len(optimizer.state) == 4
+
+
+@pytest.mark.usefixtures("fused_wins")
+def test_dampened_momentum_takes_no_fused_steps() -> None:
+    """Its first step differs from those after it, parameter by parameter."""
+    model, optimizer = with_options(optim.SGD, lr=0.1, momentum=0.9, dampening=0.1)
+    assert [*choose_form(optimizer, model).forms] == ["foreach"]
 
 
 def of_sparse() -> tuple[nn.Module, Optimizer]:
