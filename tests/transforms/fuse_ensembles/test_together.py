@@ -140,3 +140,19 @@ def test_weights_that_are_folded_alike_are_no_ensemble():
     fast = fxopt.optimize(model, "inference", example_inputs=x, measure=False)
     assert not [d for d in fxopt.plan(fast).decisions if d.pass_name == "fuse_ensembles"]
     torch.testing.assert_close(fast(x), model(x))
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        trunks = (nn.Sequential(nn.Linear(4, 8), nn.Tanh()) for _ in range(8))
+        self.heads = nn.ModuleList(nn.Sequential(trunk, nn.Linear(8, 2)) for trunk in trunks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([head(x) for head in self.heads], -1)
+
+
+def test_members_that_no_graph_calls_any_more_are_no_places_of_later_passes() -> None:
+    fast = fxopt.optimize(Heads().eval(), "inference", example_inputs=X, measure=False)
+    assert [decision.pass_name for decision in fxopt.plan(fast).decisions] == ["fuse_ensembles"]
+    assert "parameter of its own" not in str(fxopt.report(fast))
