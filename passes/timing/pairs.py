@@ -10,22 +10,25 @@ from .measure import time_candidates
 
 __all__ = ["microseconds", "time_pair", "timing_figures"]
 
-_ROUNDS = 6
-"""Fewer give no interval that holds for any distribution."""
-
 
 def time_pair(
-    before: Callable[[], object], after: Callable[[], object], *, seconds: float, cold: bool = False
+    before: Callable[[], object],
+    after: Callable[[], object],
+    *,
+    seconds: float,
+    least_rounds: int = 6,
+    cold: bool = False,
 ) -> Timings:
     """Time what is there `before` and `after` a rewrite by itself, in about so many seconds, at most twice that.
 
     Args:
         before, after: what to call.
         seconds: how long to sample.
+        least_rounds: so many rounds are taken in any case; fewer than six give no interval for any distribution.
         cold: empty the caches before each call.
     """
     runs = {"before": before, "after": after}
-    return time_candidates(runs, seconds=seconds, least_rounds=_ROUNDS, limit=2 * seconds, cold=cold)
+    return time_candidates(runs, seconds=seconds, least_rounds=least_rounds, limit=2 * seconds, cold=cold)
 
 
 def timing_figures(timings: Timings, after: str = "after", count: int = 1) -> dict[str, Any]:
