@@ -168,13 +168,13 @@ def test_where_it_is_open_whether_a_layer_gains_it_is_timed_for_longer(
 ) -> None:
     asked: list[int] = []
 
-    def timed(candidates: Any, *, least_rounds: int, **_: Any) -> Timings:
+    def timed(before: Any, after: Any, *, least_rounds: int = 6, **_: Any) -> Timings:
         asked.append(least_rounds)
         if len(asked) % 2:  # as often a little faster as slower
             return Timings([{"before": 1.0, "after": after} for after in (0.9, 1.1) * 6])
         return Timings([{"before": sure, "after": 1.0}] * least_rounds)
 
-    monkeypatch.setattr(judging, "time_candidates", timed)
+    monkeypatch.setattr(judging, "time_pair", timed)
     made = decisions("int8_dynamic", net(64))
     assert len(asked) == 4 and asked[1] > asked[0]
     assert {decision.status for decision in made} == {status}
