@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...compat import own_buffers, own_children, own_parameters
 from ...layers.packed import keep_narrow
-from ...passes.rewriting import obstacle_at, unmet_guards, writes
+from ...passes.rewriting import lasting_guards, obstacle_at, writes
 from ...tracing.graphs import Capture, Region, Specialization, capture_of
 from ...tracing.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require
 from ...tracing.program import Program
@@ -207,9 +207,8 @@ class _Writer:
         if len(fitting) != 1 or not self._may_restart(fitting[0].graph):
             return None
         inputs = _received(fitting[0], given)
-        unmet = unmet_guards(module, fitting[0], given)
         result = fitting[0].graph.output_node().args[0]
-        asked = [self._of_owner(guard, path, given) for guard in unmet]
+        asked = [self._of_owner(guard, path, given) for guard in lasting_guards(module, fitting[0], given)]
         if inputs is None or None in asked or not isinstance(result, (fx.Node, tuple)):
             return None
         self.guards += [guard for guard in asked if guard is not None]
