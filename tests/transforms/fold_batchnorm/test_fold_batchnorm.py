@@ -452,7 +452,7 @@ def test_verification_finds_a_fold_gone_wrong(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(arithmetic, "_shift", lambda wide: wide.mean if wide.bias is None else wide.bias + wide.mean)
     (decision,) = fxopt.plan(folded(block())).decisions
-    assert decision.status == "undone" and "differs" in decision.reason
+    assert decision.status == "refused" and "off by" in decision.reason
 
 
 def test_verification_computes_the_fold_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +461,7 @@ def test_verification_computes_the_fold_exactly(monkeypatch: pytest.MonkeyPatch)
     right = fold._fold_of
     monkeypatch.setattr(fold, "_fold_of", lambda *args: replace(right(*args), eps=1e-5 + 1e-8))
     (decision,) = fxopt.plan(folded(block())).decisions
-    assert decision.status == "undone" and "float64" in decision.reason
+    assert decision.status == "refused" and "float64" in decision.reason
 
 
 # -- 4. shared blocks, modes, hooks outside ------------------------------------------------------------------------
