@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -211,6 +212,7 @@ class FunctionPass(Pass):
         return self.name
 
 
+@functools.cache
 def snake_case(name: str) -> str:
     """Return `FuseEnsembles` as `fuse_ensembles`."""
     return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
