@@ -119,6 +119,15 @@ class Tolerances:
             if _is_float(exact[label]):
                 self._exact.note(label, moved * shrink if self.native_is_coarser else 0.0)
 
+    def learn_jumps(self, exact: Quantities, other: Quantities) -> None:
+        """Note how far gradients of `other`, with more noise than rounding makes, are from `exact`.
+
+        One ReLU on its other side moves gradients as far as it does, however little noise it took.
+        """
+        for label, (scale, _) in _scales(exact).items():
+            if is_gradient(label) and scale:
+                self._native.note(label, _moved(exact[label], other.get(label))[0] / scale)
+
     def learn_exact(self, exact: Quantities, other: Quantities) -> None:
         """Note how far `other`, an exact run with the last bits of its inputs changed, is from `exact`."""
         for label in _scales(exact):

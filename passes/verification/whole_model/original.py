@@ -14,6 +14,7 @@ from ....tracing.values import Arguments, Inputs, flatten, map_tensors
 from ..compare import Tolerance
 from ..demands import (
     TooFar,
+    Verdict,
     check_attachment,
     check_form,
     check_same_quantities,
@@ -29,7 +30,7 @@ from ..stage import Stage
 from ..tolerances import beside_neighbours, is_drowned, learn_response, within
 from ..translation import MapState, Objection, Quantities, Translation, quantities
 from ..trial import Kept, Run, Trial
-from ..verify import Verdict, verify
+from ..verify import verify
 from .steady import SteadyDraws
 
 __all__ = ["Original"]
@@ -281,7 +282,7 @@ class Original:
             if number not in self._exact:
                 self._exact[number] = reference(
                     self.model, [call], training=self.training,
-                    gradients=self.gradients and sample.gradients, seed=self.seed, brief=True, whole=True,
+                    gradients=self.gradients and sample.gradients, seed=self.seed, brief=True, whole=True, lasting=True,
                 )  # fmt: skip
             known = self._exact[number]
             drowns = not sample.is_given and _drowns(known)
