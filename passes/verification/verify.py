@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...errors import GuardError
 from ..sites import Numerics
+from .compare import Tolerance
 from .demands import (
     TooFar,
     Verdict,
@@ -63,6 +64,7 @@ def verify(
     numerics: Numerics = Numerics.REASSOCIATED,
     budget: float = 0.05,
     keeps_form: bool = True,
+    least: Mapping[str, Tolerance] | None = None,
 ) -> Verdict:
     """Compare a rewritten module with the `reference` that was taken before.
 
@@ -79,8 +81,9 @@ def verify(
             the round trip, and results keep their form.
         budget: the error that `APPROXIMATE` allows, relative to the scale of each tensor; see `within`.
         keeps_form: whether the results of `SEMANTIC` keep their shapes and types.
+        least: by label, what the rewritten module may err by in its own types, whatever the original does.
     """
-    check = _Check(reference, Stage(module), map_state, numerics, budget, keeps_form)
+    check = _Check(reference, Stage(module), map_state, numerics, budget, keeps_form, least)
     try:
         check.run()
     except Objection as objection:
@@ -99,7 +102,9 @@ class _Check:
         numerics: Numerics,
         budget: float,
         keeps_form: bool,
+        least: Mapping[str, Tolerance] | None,
     ) -> None:
+        self.least = least
         self.reference, self.after, self.numerics, self.budget = reference, after, numerics, budget
         self.map_state, self.keeps_form = map_state, keeps_form
         self.keeps_meaning = numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
@@ -130,7 +135,7 @@ class _Check:
         wanted = self._wanted(translation)
         samples = [sample for sample in self.reference.samples if sample.data in wanted]
         measured = [_measured(sample, translation) for sample in samples]
-        tolerances = Tolerances(self.reference, measured, is_rounded=translation.is_rounded)
+        tolerances = Tolerances(self.reference, measured, is_rounded=self.is_rounded, least=self.least)
         for sample, before in zip(samples, measured, strict=True):
             with _derived(sample):
                 self._sample(sample, before, translation, tolerances)
