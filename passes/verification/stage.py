@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...tracing.graphs import Region, capture_of
+from ...tracing.graphs import Capture, Region, capture_of
 from ...tracing.recording import AttributeState
 from ...tracing.values import INTERNAL, RandomState, TensorFunction, map_tensors, qualified
 from ..state import absent_from_checkpoints
@@ -68,8 +68,18 @@ class Stage:
 
     @property
     def has_missed(self) -> bool:
-        """Say whether, in the run that is under way, no graph of some module fitted a call, and its own code ran."""
-        return any(each.misses is not None and each.misses[0] != each.misses[1] for each in self._belongings)
+        """Say whether, in the run that is under way, no graph of some module fitted a call, and its own code ran.
+
+        Where a module has no graph for the mode, its own code is what runs on every call: that is no miss.
+        """
+        return any(
+            capture is not None and any(graph.runs_in_mode(module) for graph in capture.specializations)
+            for module, capture in self._missed()
+        )
+
+    def _missed(self) -> list[tuple[nn.Module, Capture | None]]:
+        modules = zip(dict.fromkeys(self._modules.values()), self._belongings, strict=True)
+        return [(module, capture_of(module)) for module, each in modules if each.has_missed]
 
     def regions(self, inner: Iterable[str] = ()) -> dict[Region, bool]:
         """Return the parts of graphs that run as modules of their own; whether they are parts of an interpreted graph.
@@ -180,6 +190,11 @@ class _Belongings:
         for name, value in self.held.items():
             self.own[name] = map_tensors(stand_in, value)
 
+    @property
+    def has_missed(self) -> bool:
+        """Say whether the module ran its own code, in the place of its graphs, since it was looked at."""
+        return self.misses is not None and self.misses[0] != self.misses[1]
+
     def restore(self) -> None:
         for dictionary, content in (*self.registers, (self.own, self.attributes)):
             if content or dictionary:
@@ -187,7 +202,7 @@ class _Belongings:
                 dictionary.update(content)
         if self.containers is not None:
             self.containers.restore()
-        if self.misses is not None and self.misses[0] != self.misses[1]:
+        if self.misses is not None and self.has_missed:
             self.misses[0].clear()
             self.misses[0].update(self.misses[1])
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx, nn
 
 from ...layers.members import seal, settings_of, written_out
-from ...layers.packed import PackedLinear, keep_narrow
+from ...layers.packed import keep_narrow
 from ...passes.rewriting import Edit, Place
 from ...passes.sites import Site
 from ...tracing.guards import Guard, Truth, attribute_at
 from .behind import behind
 from .layers import Layer, layer_at
 
-__all__ = ["lay_out", "seal_modules", "write"]
+__all__ = ["lay_out_readers", "seal_modules", "write"]
 
 _DROPS = "pack leaves dropout out"
 
@@ -23,28 +23,13 @@ _DROPS = "pack leaves dropout out"
 def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
     """Write a site; say whether its layers were still there."""
     edit.trainable = True  # where gradients are wanted, it computes as the layers do
-    for label in site.nodes:
-        what, _, number = label.partition(".")
-        if what == "reader":
-            lay_out(edit, edit.graph_node(label), edit.graph_node(f"value.{number}"))
-        elif what == "output":
-            lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
+    lay_out_readers(edit, site.nodes)
     layers = [label for label in site.nodes if label.startswith("layer.")]
     if not all(_write(site, edit, edit.graph_node(label), dtype) for label in layers):
         return False
     if dtype is not torch.float32:
         keep_narrow(edit.graph)
-        _keep_linears_narrow(edit.graph)
     return True
-
-
-def _keep_linears_narrow(graph: fx.Graph) -> None:
-    """Let results that only packed linear layers read stay in their dtype."""
-    calls = {node: node.target for node in graph.nodes if isinstance(node.target, PackedLinear)}
-    kept = [node for node in calls if node.users and calls.keys() >= node.users.keys()]
-    readers = {user for node in kept for user in node.users}
-    for node, layer in calls.items():
-        node.target = layer.narrowed(takes=node in readers, gives=node in kept)
 
 
 def _write(site: Site, edit: Edit, node: fx.Node, dtype: torch.dtype) -> bool:
@@ -77,7 +62,22 @@ def _read(tensor: str | fx.Node | None, edit: Edit, layer: Layer) -> fx.Node | N
     return node
 
 
-def lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
+def lay_out_readers(edit: Edit, labels: Iterable[str]) -> None:
+    """Lay images out for all who need them in the order of their dimensions.
+
+    Args:
+        edit: of the graph.
+        labels: of `readers_in`, with or without something before them; others are passed over.
+    """
+    for label in labels:
+        start, what, number = ("." + label).rsplit(".", 2)
+        if what == "reader":
+            _lay_out(edit, edit.graph_node(label), edit.graph_node(f"{start}.value.{number}"[1:]))
+        elif what == "output":
+            _lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
+
+
+def _lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
     """Give who reads a tensor, and all after it, one that lies in memory in the order of its dimensions.
 
     What reads it may write into it, which those that come later are to see.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ from ....errors import PassError
 from ....tracing.program import deactivate
 from ... import timing
 from ...sites import Goal
-from ..comparison import timing_figures
 from ..history import History, Rewrite
 from ..tuner import Candidate, Tuner
 
@@ -52,9 +52,9 @@ class WholeModel:
             while not races or (self._unwanted(races, doubtful) and len(races) < self._races_before(races[0])):
                 races.append(self._raced(runs))
             unwanted = self._unwanted(races, doubtful)
-            timings = timing.Timings([each for race in races for each in race.rounds], races[-1].in_one_thread)
+            timings = dataclasses.replace(races[-1], rounds=[each for race in races for each in race.rounds])
             if not unwanted:
-                return _as_timings(timing_figures(timings, "after"))
+                return _as_timings(timing.timing_figures(timings))
             speed = timings.ratio("before", "after").mid
             self._take_back(unwanted, f"the whole model was slower with it ({speed:.3g}x)")
             if unwanted is doubtful and not self._tuner.budget.left:
@@ -118,7 +118,7 @@ class WholeModel:
             }
 
     def _raced(self, runs: Mapping[str, timing.Runner]) -> timing.Timings:
-        budget, cold = self._tuner.budget, self._tuner.program.measuring_cold
+        budget, cold = self._tuner.budget, self._tuner.program.measuring.is_cold
         with budget.spending():
             return timing.time_candidates(runs, limit=budget.for_the_whole, cold=cold)
 

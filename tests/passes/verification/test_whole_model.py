@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxopt
 from fxopt.passes.verification import Original, demands, tolerances
 from fxopt.passes.verification.whole_model import original
+from fxopt.tracing.graphs import drop_specializations
+from fxopt.tracing.recording import hold
 from fxopt.tracing.values import Inputs
 
 SEEN: list[Tensor] = []
@@ -123,3 +126,41 @@ def test_a_model_that_errs_only_with_many_rows_is_found() -> None:
     runs = Original(model, [Inputs(torch.randn(8, 8))], gradients=True)
     assert runs.verdict(model).ok
     assert not runs.verdict(other).ok
+
+
+class OfTwoModes(nn.Module):
+    """Decide by the mode and by the number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.linear(x)
+        if x.shape[1] == 32:
+            result = result.sin()
+        return result if self.training else result.cos()
+
+
+class Noting(OfTwoModes):
+    """Note what it is called with, too; such a forward has no graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("with_graph_in_training", [False, True])
+def test_full_size_calls_are_made_where_a_graph_is_for_the_mode(with_graph_in_training: bool) -> None:
+    """A smaller call misses every graph; where none is for the mode, a full-size one would, too."""
+    example, model = Inputs(torch.randn(1, 32, 8)), Noting()
+    captured = OfTwoModes().eval()
+    captured.load_state_dict(model.state_dict())
+    captured = fxopt.capture(captured, example).model
+    hold(captured)  # as while it is worked on
+    if not with_graph_in_training:
+        drop_specializations(captured, lambda graph: graph.runs_in_mode(captured, flipped=True), "as passes do")
+    SEEN.clear()
+    before = Original(model, [example], training=True, is_usual=False)
+    assert before.verdict(captured).ok
+    assert ((1, 32, 8) in [tuple(x.shape) for x in SEEN]) is with_graph_in_training
