@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -83,11 +84,17 @@ def own_names() -> list[str]:
 
     A file defines the class; a folder's front door names it.
     """
-    folders = [Path(folder) for folder in importlib.import_module(TRANSFORMS).__path__]
+    return list(_names_in(tuple(importlib.import_module(TRANSFORMS).__path__)))
+
+
+@cache
+def _names_in(paths: tuple[str, ...]) -> tuple[str, ...]:
+    folders = [Path(path) for path in paths]
     files = {path.stem: (path, "\nclass {}(") for folder in folders for path in folder.glob("[a-z]*.py")}
     doors = {path.parent.name: (path, '"{}"') for folder in folders for path in folder.glob("[a-z]*/__init__.py")}
     found = sorted({**files, **doors}.items())
-    return [name for name, (path, sign) in found if sign.format(class_name(name)) in path.read_text(encoding="utf-8")]
+    fits = (name for name, (path, sign) in found if sign.format(class_name(name)) in path.read_text(encoding="utf-8"))
+    return tuple(fits)
 
 
 def members_of(preset: str, options: Mapping[str, str]) -> tuple[str, ...]:

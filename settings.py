@@ -78,7 +78,11 @@ def _flag(key: str, text: str) -> bool:
 
 
 def _measure(key: str, text: str) -> bool | str:
-    return "cold" if text.lower() == "cold" else _flag(key, text)
+    if text.lower() == "cold":
+        return "cold"
+    if text.lower() not in _WORDS:
+        raise UsageError(f"{key}={text!r} is none of these; use 1, 0 or cold")
+    return _WORDS[text.lower()]
 
 
 def _seconds(key: str, text: str) -> float:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
-from ..passes.pipeline import find_pass
 from ..passes.sites import Goal, Numerics
 from ..storage import byte_text
 
@@ -130,9 +127,10 @@ def _whole_model(record: Record) -> str:
     if not applied:
         return "as it was"
     if not timings:
-        others = dict.fromkeys(d.pass_name for d in applied if _is(d, Goal.SIZE) or _is(d, Goal.MEMORY))
-        of_all = all(d.pass_name in others for d in applied)
-        return f"not timed: {', '.join(others)} is not for speed" if others and of_all else "not timed"
+        others = dict.fromkeys(d.pass_name for d in applied)
+        aimed_elsewhere = all(d.goal in (Goal.SIZE.value, Goal.MEMORY.value) for d in applied)
+        verb = "is" if len(others) == 1 else "are"
+        return f"not timed: {', '.join(others)} {verb} not for speed" if aimed_elsewhere else "not timed"
     before, after = timings["before_ms"] / 1e3, timings["after_ms"] / 1e3
     return f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x in {phase}{_how_timed(timings)}"
 
@@ -197,7 +195,9 @@ def _row(decisions: Sequence[Decision], *, earlier: bool) -> Row:
         pass_name=decision.pass_name + (" (earlier call)" if earlier else ""),
         site=printable(site + (f": {detail}" if detail else "")),
         lowering=decision.choice or "",
-        error=_error([decision.figures for decision in decisions], is_lossy=_is(decision, Numerics.APPROXIMATE)),
+        error=_error(
+            [decision.figures for decision in decisions], is_lossy=decision.numerics == Numerics.APPROXIMATE.value
+        ),
         speed=_speeds([decision.figures for decision in decisions]) + _how_timed(figures) + _shared(figures),
         time=times[0] + (" (the first)" if len(times) > 1 else ""),
         timed=_timed(figures.get("lowerings") or {}),
@@ -218,14 +218,6 @@ def _error(figures: Sequence[Mapping[str, Any]], *, is_lossy: bool) -> str:
     if is_lossy and precision is not None:
         return f"{max(meaning, precision):.1e}, within its budget{jumping}"
     return f"{meaning:.1e}" + ("" if precision is None else f" / {precision:.1e}") + jumping
-
-
-def _is(decision: Decision, kind: Numerics | Goal) -> bool:
-    """Say whether the pass of a decision has this numerics or goal; one that was given as a value need not be known."""
-    with suppress(UsageError):
-        pass_ = find_pass(decision.pass_name)
-        return kind in (pass_.numerics, pass_.goal)
-    return False
 
 
 def _largest(figures: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -174,6 +174,18 @@ def test_lowerings_are_chosen_for_the_calls_that_the_user_names(
     assert fxopt.plan(again).decisions[0].choice == decision.choice
 
 
+def test_the_whole_model_says_that_its_calls_were_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_candidates(candidates: dict[str, timing.Runner], cold: bool, **options: object) -> Timings:
+        samples = {name: 1.0 + (name == "before") for name in candidates}
+        return Timings([samples] * 20, cold=cold)
+
+    monkeypatch.setattr(timing, "time_candidates", time_candidates)
+    two = nn.Sequential(Model(), nn.Linear(3, 5), Model())
+    fast = optimized(two, "fuse_ensembles", measure="cold")
+    timings = fxopt.report(fast).to_json()["timings"]
+    assert len(fxopt.plan(fast).decisions) == 2 and timings["cold"]
+
+
 def test_the_environment_says_that_calls_are_cold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXOPT_MEASURE", "cold")
     fast = optimized(Model(), "fuse_ensembles", measure=None)

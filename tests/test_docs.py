@@ -63,6 +63,9 @@ def test_every_pass_has_a_page_and_a_row():
     assert {p.stem for p in (ROOT / "docs" / "passes").glob("*.md")} - {"index"} == own
     for page in (ROOT / "README.md", ROOT / "docs" / "passes" / "index.md"):
         assert own <= _linked(page)
+    index = (ROOT / "docs" / "passes" / "index.md").read_text(encoding="utf-8")
+    ((_, listed),) = re.findall(r"```\{toctree\}\n((?::.*\n)*)\n([\s\S]*?)```", index)
+    assert sorted(listed.split()) == sorted(own)
 
 
 def test_the_first_screen_of_the_readme_has_both_commands():

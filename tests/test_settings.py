@@ -30,6 +30,12 @@ def test_the_process_environment_is_read_at_each_call(monkeypatch: pytest.Monkey
     assert current().pass_timeout == 7
 
 
+def test_measure_takes_a_third_word():
+    assert current({"FXOPT_MEASURE": "Cold"}).measure == "cold"
+    with pytest.raises(UsageError, match="use 1, 0 or cold"):
+        current({"FXOPT_MEASURE": "warm"})
+
+
 @pytest.mark.parametrize(
     ("key", "text"),
     [

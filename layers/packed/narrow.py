@@ -1,4 +1,4 @@
-"""Results of packed convolutions that stay in bfloat16, where nothing would see the difference."""
+"""Results of packed layers that stay in bfloat16, where nothing would see the difference."""
 
 from __future__ import annotations
 
@@ -6,28 +6,64 @@ from torch import fx
 
 from ...operators import canonical_name
 from .convolution import PackedConvolution
+from .linear import PackedLinear
 
 __all__ = ["keep_narrow"]
 
 _CARRYING = frozenset("relu relu6 hardtanh max_pool2d max_pool3d cat identity contiguous".split())
 """What they give of numbers in bfloat16 is in bfloat16, or is rounded to what they give of these in bfloat16."""
 
+_ALONE = 3
+"""Arguments of a layer that joins its result with nothing: input, weight and bias."""
 
-def keep_narrow(graph: fx.Graph) -> None:
-    """Let results of convolutions in bfloat16 stay so where only such convolutions read them.
 
-    They are converted to float32 otherwise, and back by each that reads them, which changes no number: so results are
-    the same to the bit.
+def keep_narrow(graph: fx.Graph, *, exactly: bool = False) -> None:
+    """Let results of packed layers in bfloat16 stay so where only others of their kind read them.
+
+    They are converted to float32 otherwise, and back by each that reads them. That changes no number where nothing is
+    added to them or multiplied with them.
+
+    Args:
+        exactly: nothing is kept that would change a number.
     """
+    _keep_convolutions_narrow(graph)
+    _keep_linears_narrow(graph, exactly=exactly)
+
+
+def _keep_linears_narrow(graph: fx.Graph, *, exactly: bool) -> None:
+    calls = {node: node.target for node in graph.nodes if isinstance(node.target, PackedLinear)}
+    taking: set[fx.Node] = set()
+    kept: set[fx.Node] = set()
+    for node in calls:
+        readers = _readers(node)
+        if readers and calls.keys() >= set(readers) and not (exactly and _is_joined(node, readers)):
+            kept.add(node)
+            taking.update(readers)
+    for node, layer in calls.items():
+        node.target = layer.narrowed(takes=node in taking, gives=node in kept)
+
+
+def _is_joined(node: fx.Node, readers: list[fx.Node]) -> bool:
+    """Say whether something is added to a layer's result or multiplied with it, or it to something."""
+    return len(node.args) > _ALONE or any(node in reader.args[1:] for reader in readers)
+
+
+def _keep_convolutions_narrow(graph: fx.Graph) -> None:
     narrow: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         computes = _computes_narrow(node)
         carries = node.op in ("call_function", "call_method") and canonical_name(node) in _CARRYING
-        if (computes or carries) and node.users and all(_takes(user, node, narrow) for user in node.users):
+        readers = _readers(node) if computes or carries else []
+        if readers and all(_takes(reader, node, narrow) for reader in readers):
             narrow.add(node)
     for node in graph.nodes:
         if _computes_narrow(node):
             node.target = node.target.kept(given=node.args[0] in narrow, gives=node in narrow)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Return what reads a tensor's numbers, beside its shape."""
+    return [user for user in node.users if not (user.target is getattr and user.args[1:] == ("shape",))]
 
 
 def _computes_narrow(node: fx.Node) -> bool:

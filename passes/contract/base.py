@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
@@ -40,9 +41,10 @@ class Pass:
         averages: of a pass that acts on the finished model: each process trains on rows of its own, and gradients are
             averaged over all of them.
         trainable: whether what it makes can be trained; where it cannot, no optimizer moves there.
-        judges_itself: `find` has timed what it yields, and what that computes in float64 is what was there: sites are
-            neither timed nor, where the pass keeps the function, verified one by one, but with the whole model. Those
-            of an approximate pass are verified so where `judgement` says what they err by.
+        judges_itself: `find` says which sites are worth it, or leaves that to the whole model; what they compute in
+            float64 is what was there. So sites are neither timed nor, where the pass keeps the function, verified one
+            by one, but with the whole model. Those of an approximate pass are verified so where `judgement` says what
+            they err by.
         trains_by_call: of a pass that acts on the finished model: it is still called, so that a step of training can be
             compared with one before.
         before: names of passes that must not run earlier than this one.
@@ -210,6 +212,7 @@ class FunctionPass(Pass):
         return self.name
 
 
+@functools.cache
 def snake_case(name: str) -> str:
     """Return `FuseEnsembles` as `fuse_ensembles`."""
     return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))

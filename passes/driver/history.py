@@ -72,7 +72,7 @@ class History:
     def refuse(self, pass_: Pass, refusal: Refusal) -> None:
         """Note why a pass leaves a place as it is."""
         at = refusal.at.name if isinstance(refusal.at, fx.Node) else refusal.at
-        self.decisions.append(Decision(self.step, pass_.name, at, "refused", label=at, reason=refusal.reason))
+        self.decisions.append(self._of(pass_, key=at, status="refused", label=at, reason=refusal.reason))
 
     def leave(self, pass_: Pass, candidate: Candidate) -> Decision:
         """Note why a group is left as it was."""
@@ -100,7 +100,7 @@ class History:
     def intend(self, pass_: Pass, site: Site) -> None:
         """Note a site of a pass that acts on the finished model."""
         label, described = site.label or site.owner or "(root)", site.to_json()
-        decision = Decision(self.step, pass_.name, site.key, "applied", label, detail=site.detail, site=described)
+        decision = self._of(pass_, key=site.key, status="applied", label=label, detail=site.detail, site=described)
         self.decisions.append(decision)
 
     def _stand(self, rewrite: Rewrite) -> None:
@@ -108,10 +108,15 @@ class History:
         self.rewrites.append(rewrite)
         self.landed_at.setdefault(rewrite.decision.step, set()).update(rewrite.edit.changed_owners)
 
+    def _of(self, pass_: Pass, **fields: Any) -> Decision:
+        """Return a decision of a pass as it is now: its options say what it promises and what it is for."""
+        kind = {"numerics": pass_.numerics.value, "goal": pass_.goal.value}
+        return Decision(step=self.step, pass_name=pass_.name, **kind, **fields)
+
     def _decision(self, pass_: Pass, candidate: Candidate) -> Decision:
         group, (first, *others) = candidate.group, candidate.group.sites
-        return Decision(
-            step=self.step, pass_name=pass_.name, key=group.key, label=group.label, status=candidate.status,
+        return self._of(
+            pass_, key=group.key, label=group.label, status=candidate.status,
             reason=candidate.failure, choice=None if others else first.choice,
             detail=f"{len(group.sites)} sites" if others else first.detail, figures=dict(candidate.figures),
             site=None if others else _described(first),

@@ -10,8 +10,8 @@ from torch import fx, nn
 from ...errors import UsageError
 from ...tracing.values import is_input
 from ..contract import FunctionPass, Pass
-from .order import arranged, check_order
-from .pipeline import parse
+from .order import beside_presets, check_order
+from .pipeline import parse, parse_groups
 from .plan import Plan
 
 __all__ = ["PassLike", "chosen_passes", "refuse_unfit", "unfinished"]
@@ -23,6 +23,8 @@ PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
 def chosen_passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
     """Return the passes that a user means, checked for their order.
 
+    What is listed beside a preset runs among the preset's passes, where the rules of all of them let it.
+
     Raises:
         UsageError: something is no pass, or the passes cannot run in this order.
     """
@@ -33,7 +35,7 @@ def chosen_passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
         )
     single = isinstance(passes, (str, Pass)) or not isinstance(passes, Iterable)
     listed: list[object] = [passes] if single else list(cast("Iterable[object]", passes))
-    found = arranged([pass_ for item in listed for pass_ in _meant(item)])
+    found = beside_presets([group for item in listed for group in _meant(item)])
     check_order(found)
     return tuple(found)
 
@@ -67,15 +69,16 @@ def unfinished(plan: Plan) -> Plan:
     return plan.without({step for step, text in enumerate(plan.pipeline) if any(p.finishes for p in parse(text))})
 
 
-def _meant(item: object) -> tuple[Pass, ...]:
+def _meant(item: object) -> tuple[tuple[Pass, ...], ...]:
+    """Return what each name in an item stands for."""
     if isinstance(item, str):
-        return parse(item)
+        return parse_groups(item)
     if isinstance(item, Pass):
-        return (item,)
+        return ((item,),)
     if _is_pass_class(item):
-        return (item(),)
+        return ((item(),),)
     if callable(item) and not isinstance(item, (type, nn.Module)):
-        return (FunctionPass(cast("Callable[[fx.GraphModule], fx.GraphModule]", item)),)
+        return ((FunctionPass(cast("Callable[[fx.GraphModule], fx.GraphModule]", item)),),)
     shown = f": {item!r}" if isinstance(item, (int, float)) else ""
     raise UsageError(f"a pass is a name, a pass value or a function, not {type(item).__name__}{shown}")
 

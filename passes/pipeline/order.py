@@ -13,7 +13,7 @@ from ..sites import Phase
 from .plan import Decision
 from .registry import find_pass
 
-__all__ = ["arranged", "check_behind", "check_order"]
+__all__ = ["arranged", "beside_presets", "check_behind", "check_order"]
 
 Rule = tuple[int, int, str]
 """Positions of two passes in the list, the first of which must run before the second, and why."""
@@ -30,24 +30,75 @@ def check_order(passes: Sequence[Pass]) -> None:
     _check_required(passes)
     _check_finished_once(passes)
     rules = list(_rules(passes))
-    broken = next((rule for rule in rules if rule[0] > rule[1]), None)
-    if broken is None:
+    broken = [rule for rule in rules if rule[0] > rule[1]]
+    if not broken:
         return
-    early, late, why = broken
+    pairs = {rule[:2] for rule in rules}
+    worst = next((rule for rule in broken if (rule[1], rule[0]) in pairs), broken[0])  # those two fit in no order
+    early, late, why = worst
     raise OrderError(
-        f"{passes[late].name!r} is listed before {passes[early].name!r}, but {why}; {_advice(passes, rules, broken)}"
+        f"{passes[late].name!r} is listed before {passes[early].name!r}, but {why}; {_advice(passes, rules, worst)}"
     )
 
 
 def arranged(passes: Sequence[Pass]) -> list[Pass]:
-    """Return the passes with those behind a pass whose work it includes; see `Pass.includes`."""
+    """Return the passes with those behind a pass whose work it includes; see `Pass.includes`.
+
+    One stays that would no longer run behind what stands between.
+    """
     found = list(passes)
     for pass_ in passes:
         place = next(number for number, each in enumerate(found) if each is pass_)
-        moved = [each for each in found[:place] if each.name in pass_.includes]
-        before = [each for each in found[:place] if each.name not in pass_.includes]
+        moves = [_moves_behind(found, number, place) for number in range(place)]
+        moved = [each for each, goes in zip(found, moves, strict=False) if goes]
+        before = [each for each, goes in zip(found, moves, strict=False) if not goes]
         found = [*before, pass_, *moved, *found[place + 1 :]]
     return found
+
+
+def beside_presets(listed: Sequence[Sequence[Pass]]) -> list[Pass]:
+    """Return all passes in an order that their rules allow, where there is one.
+
+    What comes first stays as it is arranged, if it is allowed. Else the passes beside the longest preset move: before
+    the preset's own pass of that name, or as far from where they are listed as their rules demand.
+
+    Args:
+        listed: what each name or value stands for; of a preset several passes.
+    """
+    plain = [pass_ for group in listed for pass_ in group]
+    if len(listed) < 2 or max(map(len, listed)) < 2 or _is_allowed(arranged(plain)):
+        return arranged(plain)
+    base = max(range(len(listed)), key=lambda number: len(listed[number]))
+    found, ahead = list(listed[base]), sum(len(group) for group in listed[:base])
+    named = [pass_ for number, group in enumerate(listed) if number != base for pass_ in group]
+    earliest = 0
+    for count, pass_ in enumerate(named):
+        wanted = earliest if count < ahead else len(found)
+        place = next((place for place in _places(found, pass_, wanted, earliest)), None)
+        if place is None:
+            return arranged(plain)  # whose order is refused, with the reason
+        found.insert(place, pass_)
+        earliest = place + 1
+    return arranged(found)
+
+
+def _places(found: Sequence[Pass], pass_: Pass, wanted: int, earliest: int) -> Iterator[int]:
+    """Yield where a pass may stand among others: before one of its name, then nearest to a place."""
+    alike = [number for number, each in enumerate(found) if each.name == pass_.name and number >= earliest][:1]
+    near = sorted(range(earliest, len(found) + 1), key=lambda place: abs(place - wanted))
+    for place in (*alike, *near):
+        if _is_allowed(arranged([*found[:place], pass_, *found[place:]])):
+            yield place
+
+
+def _is_allowed(passes: Sequence[Pass]) -> bool:
+    return all(early < late for early, late, _ in _rules(passes))
+
+
+def _moves_behind(found: Sequence[Pass], number: int, place: int) -> bool:
+    """Say whether a pass runs behind a later one that includes its work."""
+    name = found[number].name
+    return name in found[place].includes and not any(name in each.destroys for each in found[number + 1 : place])
 
 
 def check_behind(decisions: Iterable[Decision], passes: Sequence[Pass]) -> None:

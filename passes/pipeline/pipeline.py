@@ -23,7 +23,7 @@ from ...suggest import did_you_mean
 from ..contract import WORD, Pass, Text, ValueMismatch, option_types, read_value
 from .registry import find_pass
 
-__all__ = ["parse"]
+__all__ = ["parse", "parse_groups"]
 
 T = TypeVar("T")
 _STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -40,7 +40,12 @@ def parse(text: str, find: Callable[[str], type[Pass]] = find_pass) -> tuple[Pas
     Raises:
         PipelineError: the text, a name, an option or a value is wrong; the message shows where.
     """
-    return _Parser(re.sub(r"\s", " ", text), find).pipeline()
+    return tuple(pass_ for group in parse_groups(text, find) for pass_ in group)
+
+
+def parse_groups(text: str, find: Callable[[str], type[Pass]] = find_pass) -> tuple[tuple[Pass, ...], ...]:
+    """Return what each name in a pipeline string stands for, as `parse` does: of a preset, all its passes."""
+    return _Parser(re.sub(r"\s", " ", text), find).groups()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +63,10 @@ class _Parser:
         self.text, self.find = text, find
         self.here = self._token_at(0)
 
-    def pipeline(self) -> tuple[Pass, ...]:
+    def groups(self) -> tuple[tuple[Pass, ...], ...]:
         if self.here.kind == "end":
             return ()
-        return tuple(pass_ for group in self.listed(self.passes, "end", "',' or the end") for pass_ in group)
+        return tuple(self.listed(self.passes, "end", "',' or the end"))
 
     def passes(self) -> tuple[Pass, ...]:
         """Read one pass, or the several that a preset stands for."""
@@ -69,7 +74,7 @@ class _Parser:
         if name.text in PRESETS:
             wanted = {option: Literal[tuple(values)] for option, values in PRESET_OPTIONS.get(name.text, {}).items()}
             members = members_of(name.text, self.options(wanted, name.text))
-            return tuple(pass_ for member in members for pass_ in _Parser(member, self.find).pipeline())
+            return tuple(pass_ for member in members for pass_ in parse(member, self.find))
         try:
             pass_type = self.find(name.text)
         except UsageError as error:

@@ -40,6 +40,8 @@ class Decision:
         detail: one clause about the site.
         figures: errors, times and ratios by name.
         site: where the site is and what was decided on there, where replaying must not look for it anew.
+        numerics, goal: what the pass promised and what it was for, with its options, each as its word; "" where a plan
+            of an earlier release does not tell.
     """
 
     step: int
@@ -52,6 +54,8 @@ class Decision:
     detail: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
     site: Mapping[str, Any] | None = None
+    numerics: str = ""
+    goal: str = ""
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -65,9 +69,9 @@ class Decision:
 _OBJECT = cast("type[object]", dict) | None
 _DECISION: Mapping[str, type | UnionType] = {
     "step": int, "pass_name": str, "key": str, "status": str, "label": str, "reason": str, "choice": str | None,
-    "detail": str, "figures": dict, "site": _OBJECT,
+    "detail": str, "figures": dict, "site": _OBJECT, "numerics": str, "goal": str,
 }  # fmt: skip
-_LATER = frozenset({"site"})
+_LATER = frozenset({"site", "numerics", "goal"})
 """What plans of the same version may lack."""
 
 

@@ -27,7 +27,7 @@ from ...tracing.program import Program, changed_metas
 from ...tracing.reads import OWN_CHILDREN
 from ...tracing.values import Absent, counts_items, qualified
 from ..sites import Site
-from ..state import Holder, StateMap, StateStep
+from ..state import Holder, StateMap, StateStep, add_child
 from .graph_edit import GraphEdit
 from .snapshot import Snapshot
 
@@ -59,7 +59,7 @@ class TreeEdit(GraphEdit):
         self._check_takes_more(self.owner, name)
         free = self._free_name(name)
         module.train(self.owner.training)
-        self._set_child(free, module)
+        self._set(free, module)
         self._set_apart(self.owner, free)
         return free
 
@@ -248,7 +248,7 @@ class TreeEdit(GraphEdit):
         and is not part of the state dict.
         """
         free = self._free_name(name)
-        self._set_child(free, value)
+        self._set(free, value)
         return free
 
     def adopt(self, target: str, value: Any) -> None:
@@ -269,9 +269,9 @@ class TreeEdit(GraphEdit):
             free = f"{name}_{number}"
         return free
 
-    def _set_child(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: Any) -> None:
         with self._journal.changing(self.owner):
-            setattr(self.owner, name, value)
+            (add_child if isinstance(value, nn.Module) else setattr)(self.owner, name, value)
         self.program.touch()
 
     def _path(self, name: str) -> str:

@@ -16,7 +16,7 @@ from .checkpoints import (
 )
 from .copying import copied_module, skeleton_of, twin
 from .functional import functional_state
-from .holders import Holder, holder_of
+from .holders import Holder, add_child, holder_of
 from .in_parts import InParts, all_parameters, leave_to_other_ranks, whole_state
 from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
 from .quantized_steps import QuantizeTrained, QuantizeWeight, dequantized, quantized
@@ -46,6 +46,7 @@ __all__ = [
     "StateMap",
     "StateStep",
     "absent_from_checkpoints",
+    "add_child",
     "adopt_added",
     "all_parameters",
     "carry_tensor_hooks",

@@ -9,7 +9,7 @@ from torch import nn
 from ...compat import own_children
 from ...tracing.graphs import ContextRegion, context_regions
 
-__all__ = ["Holder", "holder_of"]
+__all__ = ["Holder", "add_child", "holder_of"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Holder:
 
     def share(self, name: str, module: nn.Module) -> None:
         """Register a new child of the holder, and let the regions borrow it under the same name."""
-        setattr(self.module, name, module)
+        add_child(self.module, name, module)
         children = own_children(self.module)
         for region in context_regions(children):
             # Whoever lists the parameters is to find the new ones under the holder's name first.
@@ -59,6 +59,11 @@ class Holder:
         for region in self.regions:
             region.add_module(name, module)
             region.origins = {**region.origins, name: name}
+
+
+def add_child(module: nn.Module, name: str, child: nn.Module) -> None:
+    """Register a new child, also of a container in which layers were folded: that refuses others, to users."""
+    own_children(module)[name] = child
 
 
 def holder_of(model: nn.Module, owner: str) -> Holder:

@@ -248,7 +248,9 @@ def test_projections_beside_each_other_are_one_line():
 def test_what_a_lossy_pass_gives_up_is_one_error_within_its_budget():
     """`0.0e+00 / 1.4e-02` would read as exact."""
     lossy = decision(
-        pass_name="quantize", figures={"checked": "float32", "meaning_error": 0.0, "precision_error": 0.014}
+        pass_name="quantize",
+        figures={"checked": "float32", "meaning_error": 0.0, "precision_error": 0.014},
+        numerics="approximate",
     )
     assert "| 1.4e-02, within its budget |" in str(report(lossy))
     whole = decision(pass_name="quantize", figures={"checked": "with the whole model", "precision_error": 0.005})
@@ -267,9 +269,39 @@ def two_calls() -> Report:
 
 
 def test_what_is_not_for_speed_says_why_it_is_not_timed():
-    pruned = decision(pass_name="prune", figures={"checked": "float64", "meaning_error": 1e-16})
+    pruned = decision(pass_name="prune", figures={"checked": "float64", "meaning_error": 1e-16}, goal="size")
     assert "whole model       not timed: prune is not for speed\n" in str(report(pruned))
     assert "whole model       not timed\n" in str(report(pruned, dataclasses.replace(APPLIED, step=1)))
+
+
+def test_the_options_of_a_pass_say_what_it_is_for():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU()).eval(), torch.randn(4, 32)
+    small = fxopt.optimize(model, "quantize{scheme=int8_weight,aim=size}", example_inputs=x, measure=False)
+    assert "whole model       not timed: quantize is not for speed\n" in str(fxopt.report(small))
+    fast = fxopt.optimize(model, "quantize", example_inputs=x, measure=False)
+    assert "whole model       not timed\n" in str(fxopt.report(fast))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_options_of_a_pass_say_what_it_promises(dtype: str):
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU()).eval(), torch.randn(4, 32)
+    fast = fxopt.optimize(model, f"pack{{dtype={dtype}}}", example_inputs=x, measure=False)
+    plan = fxopt.plan(fast)
+    if plan.decisions[0].status == "refused":
+        pytest.skip(plan.decisions[0].reason)
+    assert ("within its budget" in str(fxopt.report(fast))) is (dtype == "bfloat16")
+    assert {each.numerics for each in plan.decisions} == {"approximate" if dtype == "bfloat16" else "reassociated"}
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_what_is_left_to_the_whole_model_is_not_said_to_be_judged_where_nothing_is_timed():
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU()).eval(), torch.randn(4, 32)
+    rows = [line for line in str(report_of(model, x)).splitlines() if line.startswith("| pack")]
+    assert rows and all("not timed" in line and "judged" not in line for line in rows)
+
+
+def report_of(model: nn.Module, x: torch.Tensor) -> Report:
+    return fxopt.report(fxopt.optimize(model, "pack", example_inputs=x, measure=False))
 
 
 def test_what_is_not_verified_is_no_check():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..trace import BY_DATA
+from .called import is_called
 from .capturing import Opaque
 from .inactive_modules import (
     deactivate,
@@ -24,6 +25,7 @@ __all__ = [
     "changed_metas",
     "deactivate",
     "deactivate_type_checkers",
+    "is_called",
     "type_checkers_around_changes",
     "type_checkers_without_answer",
     "unrolling",

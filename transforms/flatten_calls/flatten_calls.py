@@ -16,7 +16,7 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...passes.timing import forward_seconds
 from ...tracing.graphs import Region, Specialization, required_capture
-from ...tracing.program import Program
+from ...tracing.program import Program, is_called
 from ...tracing.values import keep, qualified
 from .writing import Flat, flattened, is_written_out
 
@@ -74,7 +74,7 @@ def _found(program: Program) -> Iterator[tuple[Site | Refusal, int]]:
     opened: set[str] = set()
     for owner in sorted(program.captures, key=lambda name: (name.count(".") + bool(name), name)):
         module = program.module(owner)
-        if owner in opened or isinstance(module, Region) or not _is_called(program, owner):
+        if owner in opened or isinstance(module, Region) or not is_called(program, owner):
             continue
         reason = _objection(program, module)
         flat = [] if reason else [each for _, each in _flattened(program, owner)]
@@ -109,19 +109,6 @@ def _flattened(program: Program, owner: str) -> list[tuple[int, Flat]]:
         if each.runs_in_mode(module) and not _is_flat(each)
     ]
     return [(number, flat) for number, flat in found if flat.calls]
-
-
-def _is_called(program: Program, name: str) -> bool:
-    """Say whether the graphs of the nearest module around it that has any call a module, or what holds it."""
-    around = name
-    while around:
-        around = around.rpartition(".")[0]
-        if around in program.captures:
-            graphs = [each.graph for each in required_capture(program.module(around)).specializations]
-            called = {str(node.target) for graph in graphs for node in graph.find_nodes(op="call_module")}
-            path = name[len(around) + bool(around) :].split(".")
-            return any(".".join(path[: count + 1]) in called for count in range(len(path)))
-    return True
 
 
 def _objection(program: Program, module: nn.Module) -> str:

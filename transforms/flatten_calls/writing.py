@@ -18,6 +18,7 @@ from ...tracing.program import Program
 from ...tracing.values import PLAIN_TYPES, keep, map_leaves, qualified, user_class
 from .as_found import AsFound, Opened
 from .leaves import leaf_body, settings_of, shorten
+from .sizes import Size, size_asked
 
 __all__ = ["Flat", "flattened", "is_written_out"]
 
@@ -49,7 +50,7 @@ def flattened(program: Program, name: str, specialization: Specialization) -> Fl
     inputs = [writer.input(node, specialization.argument(node)) for node in placeholders]
     writer.graph.output(writer.run(specialization.graph, "", inputs, ""))
     shorten(writer.graph)
-    keep_narrow(writer.graph)
+    keep_narrow(writer.graph, exactly=True)
     writer.graph.eliminate_dead_code(is_impure_node=_stays)
     found = Call(AsFound(writer.opened_modules(), len(own_children(owner))), (SELF,))
     mode = Guard(Attribute(SELF, "training"), Is(key_of(owner.training)), _CHANGED)
@@ -86,6 +87,7 @@ class _Writer:
         self._opened: dict[str, Opened] = {}
         self._sources: dict[fx.Node, Source] = {}
         self._has_written = False
+        self._required, self._shapes = set[Size](), dict[fx.Node, fx.Node]()
 
     def input(self, node: fx.Node, source: Source) -> fx.Node:
         """Add an argument of the owner's."""
@@ -209,12 +211,27 @@ class _Writer:
         inputs = _received(fitting[0], given)
         unmet = unmet_guards(module, fitting[0], given)
         result = fitting[0].graph.output_node().args[0]
-        asked = [self._of_owner(guard, path, given) for guard in unmet]
-        if inputs is None or None in asked or not isinstance(result, (fx.Node, tuple)):
+        asked = {guard: self._of_owner(guard, path, given) for guard in unmet}
+        sizes = {size_asked(guard, given): guard.reason for guard, over in asked.items() if over is None}
+        if inputs is None or None in sizes or not isinstance(result, (fx.Node, tuple)):
             return None
-        self.guards += [guard for guard in asked if guard is not None]
+        if sizes and self._has_written:
+            return None  # the owner could not start over
+        for size, reason in sizes.items():
+            self._require(size, reason)
+        self.guards += [guard for guard in asked.values() if guard is not None]
         self._opened[path] = Opened.captured(path, module, sorted(fitting[0].reads))
         return fitting[0].graph, inputs
+
+    def _require(self, size: Size | None, reason: str) -> None:
+        """Let the graph ask for a size of what it computes, once; where it is another, the owner starts over."""
+        if size is None or size in self._required:
+            return
+        self._required.add(size)
+        if size.x not in self._shapes:
+            self._shapes[size.x] = self.graph.call_function(getattr, (size.x, "shape"))
+        found = self.graph.call_function(operator.getitem, (self._shapes[size.x], size.index))
+        self.graph.call_function(require, (found, size.expected, reason, True))
 
     def _may_restart(self, graph: fx.Graph) -> bool:
         """Say whether the owner may start over where a check in a graph fails: nothing was written before."""

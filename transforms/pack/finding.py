@@ -14,7 +14,7 @@ from ...layers.packed import Packed
 from ...passes.rewriting import Place
 from ...passes.sites import Refusal, Site
 from ...tracing.graphs import Region
-from ...tracing.program import Program
+from ...tracing.program import Program, is_called
 from ...tracing.values import qualified
 from .behind import Behind, behind
 from .checking import Check
@@ -139,6 +139,8 @@ def _detail(layers: Collection[str], speeds: Sequence[float]) -> str:
 def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refusal]:
     for owner, capture in program.captures.items():
         module = program.module(owner)
+        if not is_called(program, owner):
+            continue
         for number, specialization in enumerate(capture.specializations):
             if not (specialization.runs_in_mode(module) or program.training):
                 continue

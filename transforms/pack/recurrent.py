@@ -17,7 +17,7 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
 from ...passes.verification import rounding, scale_of
 from ...tracing.graphs import Region
-from ...tracing.program import Program
+from ...tracing.program import Program, is_called
 from ...tracing.values import qualified, user_class
 from .finding import IN_TRAINING
 from .layers import module_objection, shape_of
@@ -121,7 +121,7 @@ def _calls(program: Program) -> Iterator[_Found]:
     for owner, capture in program.captures.items():
         module = program.module(owner)
         for number, specialization in enumerate(capture.specializations):
-            if specialization.runs_in_mode(module) or program.training:
+            if is_called(program, owner) and (specialization.runs_in_mode(module) or program.training):
                 for node in specialization.graph.find_nodes(op="call_module"):
                     found = _found(program, owner, number, node)
                     if found is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from ...layers.members import seal, settings_of, written_out
-from ...layers.packed import PackedLinear, keep_narrow
+from ...layers.packed import keep_narrow
 from ...passes.rewriting import Edit, Place
 from ...passes.sites import Site
 from ...tracing.guards import Guard, Truth, attribute_at
@@ -34,17 +34,7 @@ def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
         return False
     if dtype is not torch.float32:
         keep_narrow(edit.graph)
-        _keep_linears_narrow(edit.graph)
     return True
-
-
-def _keep_linears_narrow(graph: fx.Graph) -> None:
-    """Let results that only packed linear layers read stay in their dtype."""
-    calls = {node: node.target for node in graph.nodes if isinstance(node.target, PackedLinear)}
-    kept = [node for node in calls if node.users and calls.keys() >= node.users.keys()]
-    readers = {user for node in kept for user in node.users}
-    for node, layer in calls.items():
-        node.target = layer.narrowed(takes=node in readers, gives=node in kept)
 
 
 def _write(site: Site, edit: Edit, node: fx.Node, dtype: torch.dtype) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class WholeModel:
             while not races or (self._unwanted(races, doubtful) and len(races) < self._races_before(races[0])):
                 races.append(self._raced(runs))
             unwanted = self._unwanted(races, doubtful)
-            timings = timing.Timings([each for race in races for each in race.rounds], races[-1].in_one_thread)
+            timings = dataclasses.replace(races[-1], rounds=[each for race in races for each in race.rounds])
             if not unwanted:
                 return _as_timings(timing_figures(timings, "after"))
             speed = timings.ratio("before", "after").mid

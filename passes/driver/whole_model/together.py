@@ -76,11 +76,16 @@ class Together:
         written = self._written(groups)
         for group, edit in written:
             figures = {"checked": "with the whole model", **pass_.judgement(group.sites[0])}
-            if pass_.goal is Goal.SPEED and "speedup" not in figures:
+            if self._is_for_speed and "speedup" not in figures:
                 figures["untimed"] = "judged with the whole model"
             self.history.keep(pass_, Candidate(group, edit=edit, figures=figures), edit)
         known = {id(group) for group, _ in written}
         return [item for item in found if id(item) not in known]
+
+    @property
+    def _is_for_speed(self) -> bool:
+        """Say whether the whole model is timed with what the pass writes."""
+        return self._pass.goal is Goal.SPEED and self.tuner.program.measuring
 
     def _decided(self, pass_: Pass, groups: Sequence[Group]) -> list[Group]:
         suitable = self._suitable(pass_, groups)
@@ -179,7 +184,7 @@ class Together:
             "checked": verdict.checked_in, "meaning_error": verdict.meaning_error,
             "precision_error": verdict.precision_error, "checked_together": len(written),
         }  # fmt: skip
-        if self._pass.goal is Goal.SPEED:
+        if self._is_for_speed:
             figures["untimed"] = "judged with the whole model"
         for group, edit in written:
             self.history.keep(self._pass, Candidate(group, verdict=verdict, edit=edit, figures=figures), edit)

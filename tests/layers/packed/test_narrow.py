@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxopt.compat_packed import why_no_packing
-from fxopt.layers.packed import Geometry, PackedConvolution, keep_narrow
+from fxopt.layers.packed import Geometry, PackedConvolution, PackedLinear, keep_narrow
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.bfloat16)), reason=why_no_packing(torch.bfloat16))
 
@@ -110,3 +110,39 @@ def test_gradients_and_other_types_are_those_of_the_layers() -> None:
     assert copy.deepcopy(module).double()(X.double()).dtype is torch.float64
     targets = [node.target for node in module.graph.nodes if isinstance(node.target, PackedConvolution)]
     assert pickle.loads(pickle.dumps(targets)) == targets and targets[0] != targets[1]
+
+
+@torch.no_grad()
+def test_who_reads_a_shape_alone_does_not_see_the_type() -> None:
+    module = chain(torch.relu)
+    for node in [each for each in module.graph.nodes if each.op == "call_function"]:
+        with module.graph.inserting_after(node):
+            module.graph.call_function(getattr, (node, "shape"))
+    expected = module(X)
+    assert torch.equal(kept(module)(X), expected)
+    first = next(node for node in module.graph.nodes if isinstance(node.target, PackedConvolution))
+    assert first.target(X, module.weight).dtype is torch.bfloat16
+
+
+def linears(join: bool) -> fx.GraphModule:
+    """Return two linear layers, one behind the other, the second perhaps with the first one's result added."""
+    root, graph = torch.nn.Module(), fx.Graph()
+    root.weight = torch.nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
+    x, weight = graph.placeholder("x"), graph.get_attr("weight")
+    first = graph.call_function(PackedLinear(dtype=torch.bfloat16), (x, weight, None))
+    others = (first,) if join else ()
+    graph.output(graph.call_function(PackedLinear(dtype=torch.bfloat16), (first, weight, None, *others)))
+    return fx.GraphModule(root, graph)
+
+
+@pytest.mark.parametrize("join", [False, True])
+@torch.no_grad()
+def test_linear_layers_keep_what_changes_no_number(join: bool) -> None:
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
+    module = linears(join)
+    expected = module(x)
+    keep_narrow(module.graph, exactly=True)
+    first = next(node for node in module.graph.nodes if isinstance(node.target, PackedLinear))
+    assert first.target.gives_narrow is not join
+    module.recompile()
+    assert torch.equal(module(x), expected)

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import permutations
 from typing import Any
 
 import pytest
 
 from fxopt.errors import OrderError
-from fxopt.known_passes import PRESETS
+from fxopt.known_passes import PRESET_OPTIONS, PRESETS, own_names
 from fxopt.passes.contract import Pass
-from fxopt.passes.pipeline import check_order, chosen_passes
+from fxopt.passes.pipeline import check_order, chosen_passes, parse
 from fxopt.passes.sites import Phase
 
 
@@ -110,3 +111,60 @@ def test_what_runs_behind_need_not_keep_the_rules_of_its_former_place():
     a, b = a_pass("A", before=("b",)), a_pass("B")
     assert chosen_passes([a, b, c := a_pass("C", includes=("a",))]) == (b, c, a)
     assert "'a' must run before 'b'" in message(b, a, c)
+
+
+def test_a_pass_stays_before_what_would_rule_it_out_behind():
+    a, b, c = a_pass("A"), a_pass("B", destroys={"a": "gone"}), a_pass("C", includes=("a",))
+    assert chosen_passes([a, b, c]) == (a, b, c)
+    names = [p.name for p in chosen_passes("fold_batchnorm,compress")]
+    assert names == ["fold_batchnorm", "quantize", "quantize"]
+
+
+def presets() -> Iterator[str]:
+    for preset in PRESETS:
+        yield preset
+        for option, values in PRESET_OPTIONS.get(preset, {}).items():
+            yield from (f"{preset}{{{option}={value}}}" for value in list(values)[1:])
+
+
+@pytest.mark.parametrize("preset", [*presets()])
+def test_every_pass_goes_with_every_preset_or_cannot_be_used_with_it(preset: str):
+    for name in own_names():
+        answers = [order_or_reason(",".join(both)) for both in permutations((preset, name))]
+        assert len({type(each) for each in answers}) == 1, "only one order of the two is taken"
+        for answer in answers:
+            if isinstance(answer, str):
+                assert "cannot be used together" in answer or "leave one out" in answer
+            else:
+                assert sorted(answer) == sorted(map(str, (*parse(preset), *parse(name))))
+
+
+def order_or_reason(text: str) -> list[str] | str:
+    try:
+        return [str(p) for p in chosen_passes(text)]
+    except OrderError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "beside"),
+    [
+        ("inference,prune", "prune,fold_batchnorm"),
+        ("inference,attention", "attention,pack"),
+        ("inference,pack{dtype=bfloat16}", "pack{dtype=bfloat16},pack"),
+        ("fuse_ensembles{lowering=bmm},inference", "fuse_ensembles{lowering=bmm},fuse_ensembles"),
+        ("inference{dtype=int8},quantize{scheme=int8_static}", "quantize,quantize{scheme=int8_static}"),
+        ("swap_kernels,training", "swap_kernels,eliminate_common_subexpressions"),
+        ("compress,inference", "fuse_ensembles,quantize{scheme=int8_weight,aim=size}"),
+    ],
+)
+def test_what_is_listed_beside_a_preset_runs_where_its_rules_let_it(text: str, beside: str):
+    assert beside in ",".join(map(str, chosen_passes(text)))
+
+
+def test_passes_without_a_preset_keep_the_order_that_is_written():
+    for text in ("fold_batchnorm,prune", "pack,fold_batchnorm"):
+        with pytest.raises(OrderError, match="use "):
+            chosen_passes(text)
+    with pytest.raises(OrderError):  # those two, too, where a preset stands beside them
+        chosen_passes("inference,fuse_ensembles,prune")

@@ -274,6 +274,54 @@ def test_what_stays_a_call() -> None:
     }  # fmt: skip
 
 
+class Padded(nn.Module):
+    """Pads by the size of what it is given, as the layers of MobileNetV2 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(2, 2, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = int(x.shape[-1])
+        return self.convolution(F.pad(x, (0, 1 if size % 2 == 0 else 2)))
+
+
+class Counting(nn.Module):
+    """Writes into a buffer before a layer that decides by a size of what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.padded = nn.Conv1d(2, 2, 1), Padded()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return self.padded(self.first(x))
+
+
+def test_layers_that_decide_by_sizes_of_what_is_computed_are_written_out_and_ask() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv1d(2, 2, 1), Padded(), Padded()).eval(), torch.randn(1, 2, 16)
+    fast = fxopt.optimize(model, "flatten_calls", example_inputs=x, measure=False)
+    assert not fxopt.graphs(fast)[""].find_nodes(op="call_module")
+    for size in (16, 15, 14, 13, 16):
+        given = torch.randn(3, 2, size)
+        with torch.no_grad():
+            assert torch.equal(fast(given), model(given))
+            assert torch.equal(pickle.loads(pickle.dumps(fast))(given), model(given))
+
+
+def test_what_was_written_before_is_not_written_again_where_a_size_is_another() -> None:
+    torch.manual_seed(0)
+    model, x = Counting().eval(), torch.randn(1, 2, 16)
+    fast = fxopt.optimize(model, "flatten_calls", example_inputs=x, measure=False)
+    before = fast.calls.item()
+    with torch.no_grad():
+        given = torch.randn(1, 2, 15)
+        assert torch.equal(fast(given), model(given))
+    assert fast.calls.item() == before + 1
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 class Sum(nn.Module):
     def forward(self, parts: list[Tensor]) -> Tensor:

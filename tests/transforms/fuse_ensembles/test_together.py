@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.errors import FusedMemberError
 from fxopt.passes.driver import Group, grouped
 from fxopt.passes.rewriting import Edit
 from fxopt.testing import assert_equivalent
@@ -109,3 +110,49 @@ def test_measured_they_stay_where_they_pay_together() -> None:
     for decision in fxopt.plan(fast).decisions:
         slow = decision.reason.startswith(("no faster", "not clearly faster", "the whole model"))
         assert decision.status == "applied" or slow
+
+
+class NormThenHeads(nn.Sequential):
+    """A container of the user's with a forward of its own: a folded batch norm, then an ensemble."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        convolution, norm, *heads = self
+        y = norm(convolution(x))
+        return torch.stack([head(y) for head in heads])
+
+
+def test_a_container_in_which_layers_were_folded_takes_an_ensemble():
+    heads = [nn.Linear(4, 2) for _ in range(3)]
+    model, x = NormThenHeads(nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8), *heads).eval(), torch.randn(2, 3, 4)
+    fast = fxopt.optimize(model, "fold_batchnorm,fuse_ensembles", example_inputs=x, measure=False)
+    applied = [d.pass_name for d in fxopt.plan(fast).decisions if d.status == "applied"]
+    assert applied == ["fold_batchnorm", "fuse_ensembles"]
+    torch.testing.assert_close(fast(x), model(x))
+    with pytest.raises(FusedMemberError, match="cannot be added"):
+        fast.another = nn.Linear(4, 2)
+    narrow = fxopt.optimize(model, "fold_batchnorm,autocast", example_inputs=x, measure=False)
+    assert "autocast" in [d.pass_name for d in fxopt.plan(narrow).decisions if d.status == "applied"]
+
+
+def test_weights_that_are_folded_alike_are_no_ensemble():
+    blocks = [nn.Sequential(nn.Conv1d(3, 3, 1), nn.BatchNorm1d(3), nn.ReLU()) for _ in range(3)]
+    model, x = nn.Sequential(*blocks).eval(), torch.randn(2, 3, 4)
+    fast = fxopt.optimize(model, "inference", example_inputs=x, measure=False)
+    assert not [d for d in fxopt.plan(fast).decisions if d.pass_name == "fuse_ensembles"]
+    torch.testing.assert_close(fast(x), model(x))
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        trunks = (nn.Sequential(nn.Linear(4, 8), nn.Tanh()) for _ in range(8))
+        self.heads = nn.ModuleList(nn.Sequential(trunk, nn.Linear(8, 2)) for trunk in trunks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([head(x) for head in self.heads], -1)
+
+
+def test_members_that_no_graph_calls_any_more_are_no_places_of_later_passes() -> None:
+    fast = fxopt.optimize(Heads().eval(), "inference", example_inputs=X, measure=False)
+    assert [decision.pass_name for decision in fxopt.plan(fast).decisions] == ["fuse_ensembles"]
+    assert "parameter of its own" not in str(fxopt.report(fast))

@@ -67,7 +67,7 @@ def _search(inlined: InlinedGraph, owner: nn.Module) -> list[Ensemble]:
                 search.color(operation)
         for members in list(search.classes.values()):
             search.pack(members)
-        ensembles = [ensemble for ensemble in search.ensembles() if not _belongs_to_a_child(ensemble)]
+        ensembles = [each for each in search.ensembles() if not _belongs_to_a_child(each) and _computes(each)]
         found.extend(ensembles)
         taken.update(member for ensemble in ensembles for pack in ensemble.packs for member in pack.members)
     return found
@@ -77,6 +77,11 @@ def _belongs_to_a_child(ensemble: Ensemble) -> bool:
     """Say whether all of it lies in one inlined call: then it is found there, without inlining that call here."""
     members = [member for pack in ensemble.packs for member in pack.members]
     return all("/" in member.name for member in members) and len({member.call for member in members}) == 1
+
+
+def _computes(ensemble: Ensemble) -> bool:
+    """Say whether it computes anything at each call, beside tensors that are made from parameters and kept."""
+    return any(pack.operator != "derived" and not _is_derived(pack) for pack in ensemble.packs)
 
 
 class _Search:
