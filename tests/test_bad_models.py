@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.errors import InputError
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -239,3 +240,35 @@ def test_names_that_are_keywords_are_captured() -> None:
     program = fxopt.capture(model, (X,))
     assert program.opaque == {}
     assert torch.equal(program.model(X), model(X))
+
+
+@torch.library.custom_op("fxopt_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class WithoutGradient(nn.Module):
+    """A model for inference, by an operator of the user's that has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([head(x) for head in self.heads], -1) + doubled(self.heads[0](x)).sum()
+
+
+def test_an_operator_without_a_gradient_is_named_with_the_way_out() -> None:
+    model, x = WithoutGradient().eval(), torch.randn(2, 4)
+    with pytest.raises(InputError) as caught:
+        fxopt.optimize(model, "fuse_ensembles{lowering=bmm},eliminate_common_subexpressions", example_inputs=x)
+    message = str(caught.value)
+    assert message.startswith("WithoutGradient computes no gradients") and "fxopt_tests.doubled has none" in message
+    assert "register_autograd" in message and "\n" not in message
+    fast = fxopt.optimize(model.requires_grad_(False), example_inputs=x, measure=False)
+    torch.testing.assert_close(fast(x), model(x))

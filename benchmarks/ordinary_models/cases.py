@@ -91,7 +91,7 @@ def _net(network: Callable[[], nn.Module], exact: float, bf16: float, size: int 
 
 def _decoder(network: Callable[[], Any], exact: float, bf16: float, int8: float) -> Case:
     aims = _aims(exact, bf16, int8)
-    return Case(partial(_decoding, network), aims, preparation=6.0, int8="quantize{scheme=int8_weight}")
+    return Case(partial(_decoding, network), aims, preparation=6.0)
 
 
 _SGD = ("SGD", {"lr": 1e-4, "momentum": 0.9})

@@ -14,17 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.known_passes import PRESETS, own_names
 
 from .cases import Case
 
 __all__ = ["COLUMNS", "IN_TRAINING", "OWN_THREADS", "Prepared", "Subject", "first_tensor", "imported"]
-
-BEYOND = {
-    "inference": ("attention", "sparse_message_passing", "pack", "flatten_calls"),
-    "training": ("channels_last",),
-}
-"""Passes that stand behind the others of a preset, whether it has them or not, as far as they are there."""
 
 Call = Callable[[], Tensor]
 
@@ -87,16 +80,11 @@ def eager(of: Subject) -> Prepared:
 
 def passes(preset: str, kind: str, int8: str) -> list[str]:
     """Return the passes of a column: exact ones, and for `kind` those that err."""
-    known = own_names()
-    listed = [name for name in PRESETS[preset] if name not in BEYOND[preset]]
-    listed += [name for name in BEYOND[preset] if name in known]
+    if preset == "training":
+        return [preset, "channels_last", *(["autocast"] if kind == "bf16" else [])]
     if kind == "bf16":
-        listed = [f"{name}{{dtype=bfloat16}}" if name == "pack" else name for name in listed]
-        return [*listed, "autocast"] if preset == "training" else listed
-    if kind == "int8":
-        before = next((at for at, name in enumerate(listed) if name in BEYOND[preset]), len(listed))
-        return [*listed[:before], int8, *listed[before:]]
-    return listed
+        return [f"{preset}{{dtype=bfloat16}}"]
+    return [preset, int8] if kind == "int8" else [preset]
 
 
 def optimized(of: Subject, *, kind: str) -> Prepared:

@@ -30,7 +30,7 @@ from .inputs import (
     smaller,
     zeros,
 )
-from .reference_runs import ReferenceRuns, coarsest_epsilon
+from .reference_runs import ReferenceRuns, coarsest_epsilon, raised_by
 from .stage import Stage
 from .trial import Run
 
@@ -275,8 +275,7 @@ class _Maker:
                 except Exception as error:  # the module's own code may raise anything; the reason is kept
                     failure = failure or error
                     self.reason = self.reason or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        name, what = type(self.stage.module).__name__, type(failure).__name__
-        raise InputError(f"{name} raised {what} on a call it was recorded with: {failure}") from failure
+        raise InputError(raised_by(type(self.stage.module).__name__, failure)) from failure
 
     def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Run) -> Sample:
         known = None if self.runs.random or state is not self.state else self._natives.get(id(arguments))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +16,29 @@ from .stage import Stage
 from .tape import Tape
 from .trial import Kept, Run, Trial
 
-__all__ = ["ReferenceRuns", "coarsest_epsilon", "epsilon_of"]
+__all__ = ["ReferenceRuns", "coarsest_epsilon", "epsilon_of", "raised_by"]
 
 _STREAM = 0x0DD5EED0DD5EED
 """Where the plain random stream begins: at no seed that code sets, whose draws would look like those that go on."""
+
+
+_NO_GRADIENT = re.compile(
+    r"Trying to backward through (\S+?)(?:\.default)? but no autograd formula|derivative for (\S+) is not implemented"
+)
+"""What torch says of an operator without a gradient."""
+
+
+def raised_by(name: str, failure: Exception | None) -> str:
+    """Return what to say of an exception that a module of this class raised in its runs, and what to do."""
+    without = _NO_GRADIENT.search(str(failure))
+    if without is None:
+        return f"{name} raised {type(failure).__name__} on a call it was recorded with: {failure}"
+    operator = without[1] or without[2]
+    return (
+        f"{name} computes no gradients, which are checked too: the operator {operator} has none; give it one by "
+        "torch.library.register_autograd or, where the model is for inference alone, call "
+        "model.requires_grad_(False) first"
+    )
 
 
 @dataclass
