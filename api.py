@@ -33,11 +33,11 @@ from .passes.driver import (
 from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
 from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, whole_state, writes_files
-from .passes.timing import BudgetRequest, collection_paused, measure_meant
+from .passes.timing import BudgetRequest, collection_paused
 from .reporting.notes import notes, unverified
 from .reporting.progress import progress_line
 from .reporting.report import Report
-from .settings import current
+from .settings import Measure, current
 from .storage import as_path
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
@@ -128,11 +128,11 @@ def optimize(
     pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
     refuse_unfit(pipeline, inplace=inplace, trains=optimizer is not None)
     settings = current()
-    times, cold = measure_meant(settings.measure if measure is None else measure)
+    measuring = settings.measure if measure is None else Measure.of(measure)
     inputs = normalize_inputs(example_inputs, model)
     request = Request(
         passes=pipeline, inputs=inputs, phase=Phase.meant(phase), plan=decided, seed=seed, settings=settings,
-        verify=settings.verify if verify is None else verify, twin=verify_twin, measure=times, cold=cold,
+        verify=settings.verify if verify is None else verify, twin=verify_twin, measure=measuring,
         time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -10,11 +11,43 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
-from .errors import UsageError
+from .errors import UsageError, expect
 
-__all__ = ["Settings", "current", "weights_only"]
+__all__ = ["Measure", "Settings", "current", "weights_only"]
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+class Measure(enum.Enum):
+    """Whether what is made for speed is timed, and how; only `NO` is false."""
+
+    NO = "no"
+    YES = "yes"
+    COLD = "cold"
+    """With caches emptied before each call, as by other work between two calls."""
+
+    @classmethod
+    def of(cls, given: object) -> Measure:
+        """Read what a user gave as `measure`: True, False or "cold".
+
+        Raises:
+            UsageError: if it is none of these.
+        """
+        wanted = "True, False or 'cold'"
+        expect(given, (bool, str), "measure", wanted)
+        if isinstance(given, str):
+            if given != cls.COLD.value:
+                raise UsageError(f"measure={given!r}; give {wanted}")
+            return cls.COLD
+        return cls.YES if given else cls.NO
+
+    @property
+    def is_cold(self) -> bool:
+        """Say whether caches are emptied before each call."""
+        return self is Measure.COLD
+
+    def __bool__(self) -> bool:
+        return self is not Measure.NO
 
 
 def _own_cache() -> Path:
@@ -28,7 +61,7 @@ class Settings:
 
     Attributes:
         verify: check every rewrite unless the call says otherwise.
-        measure: time every rewrite made for speed unless the call says otherwise; `cold` with emptied caches.
+        measure: time every rewrite made for speed unless the call says otherwise.
         pass_timeout: seconds that one pass may take on one model before it counts as hung; 0 sets no limit.
         reproducer_dir: the folder that reproducers of failed passes are written to.
         time_budget: what checks and timing may take, as `optimize` reads it; None is the default.
@@ -36,7 +69,7 @@ class Settings:
     """
 
     verify: bool = True
-    measure: bool | str = True
+    measure: Measure = Measure.YES
     pass_timeout: float = 300.0
     reproducer_dir: Path = field(default_factory=lambda: Path(gettempdir()) / "fxopt")
     time_budget: str | None = None
@@ -77,12 +110,11 @@ def _flag(key: str, text: str) -> bool:
     return _WORDS[text.lower()]
 
 
-def _measure(key: str, text: str) -> bool | str:
-    if text.lower() == "cold":
-        return "cold"
-    if text.lower() not in _WORDS:
-        raise UsageError(f"{key}={text!r} is none of these; use 1, 0 or cold")
-    return _WORDS[text.lower()]
+def _measure(key: str, text: str) -> Measure:
+    word = text.lower()
+    if word != Measure.COLD.value and word not in _WORDS:
+        raise UsageError(f"{key}={text!r} is neither on, off nor cold; use 1, 0 or cold")
+    return Measure.of(_WORDS.get(word, word))
 
 
 def _seconds(key: str, text: str) -> float:

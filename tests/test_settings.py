@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fxopt.errors import UsageError
-from fxopt.settings import Settings, current
+from fxopt.settings import Measure, Settings, current
 
 
 def test_nothing_set_means_the_defaults():
@@ -22,7 +22,7 @@ def test_each_variable_is_read():
         "FXOPT_TIME_BUDGET": "30",
         "FXOPT_KERNEL_CACHE": "/elsewhere",
     }
-    assert current(environment) == Settings(False, False, 2.5, Path("/somewhere"), "30", Path("/elsewhere"))
+    assert current(environment) == Settings(False, Measure.NO, 2.5, Path("/somewhere"), "30", Path("/elsewhere"))
 
 
 def test_the_process_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch):
@@ -31,7 +31,7 @@ def test_the_process_environment_is_read_at_each_call(monkeypatch: pytest.Monkey
 
 
 def test_measure_takes_a_third_word():
-    assert current({"FXOPT_MEASURE": "Cold"}).measure == "cold"
+    assert current({"FXOPT_MEASURE": "Cold"}).measure is Measure.COLD
     with pytest.raises(UsageError, match="use 1, 0 or cold"):
         current({"FXOPT_MEASURE": "warm"})
 

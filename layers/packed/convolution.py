@@ -16,10 +16,10 @@ from ...compat_packed import convolution, convolution_packed, is_packed
 from .activations import NO_ACTIVATION, Activation
 from .weights import NOTHING, Packed, can_be_packed
 
-__all__ = ["Geometry", "PackedConvolution"]
+__all__ = ["CHANNELS_LAST", "Geometry", "PackedConvolution"]
 
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the number of dimensions."""
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""How images lie with their channels last, by the number of dimensions."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class PackedConvolution(Packed):
         if any(part.stop == part.start for part in wanted[2:]):  # padded, images are smaller than the kernel
             return self.plainly(x, weight, bias, other)
         result = convolution(given, packed, bias, self.geometry.even, behind)[wanted]
-        return self.finished(result.contiguous(memory_format=_LAST[self._dims]), gives, other)
+        return self.finished(result.contiguous(memory_format=CHANNELS_LAST[self._dims]), gives, other)
 
     def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the convolution as torch does."""

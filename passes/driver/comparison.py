@@ -23,7 +23,7 @@ from ..state import StateMap, twin
 from ..verification import is_on_meta, modes_to_check
 from .groups import Group
 
-__all__ = ["UNNAMED", "Comparison", "microseconds", "timing_figures"]
+__all__ = ["UNNAMED", "Comparison"]
 
 UNNAMED = "after"
 """The candidate of a pass that knows one way of rewriting a site."""
@@ -172,14 +172,14 @@ class Comparison:
         every = {"before": self.before, **runners}
         known = {name: runner for name, runner in every.items() if runner is not None}
         with self._running(timing=True):
-            return timing.time_candidates(known, limit=self._limit, cold=self._program.measuring_cold)
+            return timing.time_candidates(known, limit=self._limit, cold=self._program.measuring.is_cold)
 
     def judged(self, timings: timing.Timings, best: str, names: Iterable[str]) -> tuple[dict[str, Any], str]:
         """Return the figures of the best candidate of some, and why it does not pay, or ""."""
         speed = timings.ratio("before", best)
         figures = {
-            **timing_figures(timings, best),
-            "lowerings": {name: microseconds(timings, name) for name in names},
+            **timing.timing_figures(timings, best),
+            "lowerings": {name: timing.microseconds(timings, name) for name in names},
         }
         if speed.low > 1.0 or self.group.required:
             return figures, ""
@@ -209,18 +209,3 @@ class Comparison:
         if is_on_meta(self._owner):
             return "unverified: meta"
         return "unverified: never called" if self._program.inputs else "unverified: no example inputs"
-
-
-def timing_figures(timings: timing.Timings, after: str) -> dict[str, Any]:
-    """Return the timings of a candidate and of what was before as figures for a plan, their ratio with its interval."""
-    speed = timings.ratio("before", after)
-    return {
-        "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
-        "before_us": timings.microseconds("before"), "after_us": microseconds(timings, after),
-        **({"threads": 1} if timings.in_one_thread else {}), **({"cold": True} if timings.cold else {}),
-    }  # fmt: skip
-
-
-def microseconds(timings: timing.Timings, name: str) -> float:
-    """Return the time of a call that agrees with the ratio: samples are compared within their rounds only."""
-    return timings.microseconds("before") / timings.ratio("before", name).mid

@@ -247,7 +247,7 @@ def _choose_form(fast: nn.Module, optimizer: Optimizer, request: Request) -> Non
     """Let an optimizer take its steps in the form that is fastest, or that the plan names, and note that."""
     record, plan = record_of(fast), request.plan
     choice = choose_form(
-        optimizer, fast, check=request.verify, measure=request.measure and plan is None,
+        optimizer, fast, check=request.verify, measure=bool(request.measure) and plan is None,
         decided=None if plan is None else plan.optimizer_form, ranks=ranks() if plan is None else None,
     )  # fmt: skip
     if record is not None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import InputError, PassError, UsageError
-from ...settings import Settings
+from ...settings import Measure, Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, capture_program, deactivate
 from ...tracing.recording import alone, eagerly, hold, plain_registries, rank_local, release
@@ -43,8 +43,8 @@ class Request:
         passes: in the order in which they run.
         inputs: the example calls; may be none.
         phase: TRAIN or EVAL, or None for the model's own mode.
-        verify, measure: whether rewrites are checked and timed.
-        cold: time with caches emptied before each call.
+        verify: whether rewrites are checked.
+        measure: whether, and how, they are timed.
         plan: decisions to repeat instead.
         checks_plan: verify what the plan repeats, and leave out what is wrong: another rank has decided on it.
         seed: of verification's random inputs.
@@ -59,8 +59,7 @@ class Request:
     inputs: tuple[Inputs, ...] = ()
     phase: Phase | None = None
     verify: bool = True
-    measure: bool = True
-    cold: bool = False
+    measure: Measure = Measure.YES
     plan: Plan | None = None
     checks_plan: bool = False
     seed: int = 0
@@ -158,7 +157,7 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
     if request.twin is None or request.plan is not None:
         return _optimized_once(model, names, request)
     # What a twin's verification undoes must not have landed here: the rest is repeated.
-    without_twin = dataclasses.replace(request, twin=None, measure=False)
+    without_twin = dataclasses.replace(request, twin=None, measure=Measure.NO)
     twin = _optimized_once(request.twin, check_model(request.twin), without_twin)
     plans = (_with_plan(each, request)[1] for each in (_optimized_once(model, names, request), twin))
     return _optimized_once(model, names, dataclasses.replace(request, plan=as_in_twin(*plans), checks_plan=True))
@@ -182,7 +181,6 @@ def _rewritten(
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program = capture_program(fast, list(request.inputs) or None, training=training)
         program.measuring, program.replaying = request.measure, request.plan is not None
-        program.measuring_cold = request.cold
     trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
         manager = _manager(program, request, trained)
@@ -216,7 +214,7 @@ def _rewritten(
 
 
 def _measures(request: Request) -> bool:
-    return request.measure and request.plan is None
+    return bool(request.measure) and request.plan is None
 
 
 def _limit_to_evaluation(fast: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
@@ -315,7 +313,7 @@ def _in_mode(program: Program) -> Generator[None]:
 
 def _manager(program: Program, request: Request, trained: Collection[nn.Module]) -> Manager:
     return Manager(
-        program, check=request.verify, time=request.measure, seed=request.seed,
+        program, check=request.verify, time=bool(request.measure), seed=request.seed,
         settings=request.settings, on_failure=request.on_failure, trained=trained, budget=_budget(program, request),
         on_progress=request.on_progress,
     )  # fmt: skip
@@ -323,7 +321,7 @@ def _manager(program: Program, request: Request, trained: Collection[nn.Module])
 
 def _budget(program: Program, request: Request) -> TimeBudget:
     """Return the time for checks and timing; where nothing is run there is no limit."""
-    runs = (request.verify or request.measure) and request.plan is None
+    runs = (request.verify or bool(request.measure)) and request.plan is None
     if not runs or not program.inputs or is_on_meta(program.model):
         return TimeBudget()
     on_gpu = any(tensor.is_cuda for tensor in all_tensors(program.names.distinct))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .budget import DEFAULT_BUDGET, BudgetRequest, TimeBudget
-from .cold import measure_meant
 from .collection import collection_paused
 from .live_bytes import LiveBytes, MemoryUse, memory_use
 from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
+from .pairs import microseconds, time_pair, timing_figures
 from .runner import Runner, forward_seconds, runner
 
 __all__ = [
@@ -22,8 +22,10 @@ __all__ = [
     "Timings",
     "collection_paused",
     "forward_seconds",
-    "measure_meant",
     "memory_use",
+    "microseconds",
     "runner",
     "time_candidates",
+    "time_pair",
+    "timing_figures",
 ]

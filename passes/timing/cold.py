@@ -8,9 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from ...errors import UsageError, expect
-
-__all__ = ["Eviction", "measure_meant"]
+__all__ = ["Eviction"]
 
 _LAST_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _LARGE_CACHE = 64 * 2**20
@@ -52,16 +50,3 @@ def last_level_bytes(told: Path = _LAST_LEVEL) -> int:
 def _bytes_of(gpu: torch.device) -> int:
     properties = cast("Any", torch.cuda).get_device_properties(gpu)
     return int(properties.L2_cache_size)
-
-
-def measure_meant(measure: object) -> tuple[bool, bool]:
-    """Return whether rewrites are timed, and whether with cold caches, for what a user gave as `measure`.
-
-    Raises:
-        UsageError: it is neither True, False nor "cold".
-    """
-    wanted = "True, False or 'cold'"
-    expect(measure, (bool, str), "measure", wanted)
-    if isinstance(measure, str) and measure != "cold":
-        raise UsageError(f"measure={measure!r}; give {wanted}")
-    return bool(measure), measure == "cold"

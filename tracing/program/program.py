@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from ...compat import submodule
 from ...errors import CaptureError, InputError
+from ...settings import Measure
 from ..graphs import Capture, Region, capture_of
 from ..recording import Recording, in_phase, misses_in, record
 from ..values import Inputs, ModelNames, qualified
@@ -65,7 +66,7 @@ class Program:
         model: runs from the graphs.
         inputs: the example inputs; none if there were none.
         training: the phase that the program is being optimized for.
-        measuring, measuring_cold: whether passes for speed are timed, and that with caches emptied before each call.
+        measuring: whether, and how, passes for speed are timed.
         replaying: whether a plan says what is rewritten: then no site is refused for want of example inputs.
         opaque: name -> why that module runs its original forward.
         analyses: `program.analyses[AnalysisType]`, kept until the next change.
@@ -84,7 +85,7 @@ class Program:
     ) -> None:
         self.model = model
         self.inputs = inputs
-        self.measuring, self.measuring_cold, self.replaying = True, False, False
+        self.measuring, self.replaying = Measure.YES, False
         self.opaque = dict(opaque or {})
         self.training = model.training if training is None else training
         self.analyses = Analyses(self)

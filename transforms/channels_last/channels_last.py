@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from ...compat import own_parameters
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
-from ..pack.writing import lay_out
+from ..pack.writing import lay_out_readers
 from .find import found_in
 from .layout import laid_last
 
@@ -46,7 +46,9 @@ class ChannelsLast(Pass):
         for place in site.parts:
             with edit.at(place):
                 for label in place.nodes:
-                    _write(edit, label)
+                    if ".conv." in label:
+                        _lay_last(edit, edit.graph_node(label))
+                lay_out_readers(edit, place.nodes)
         inside = len(site.owner) + 1 if site.owner else 0
         for name in cast("list[str]", site.data["weights"]):
             path = f"{name}.weight"[inside:]
@@ -54,15 +56,9 @@ class ChannelsLast(Pass):
             edit.set_tensor(path, laid_last(cast("Tensor", weight).detach()), None)
 
 
-def _write(edit: Edit, label: str) -> None:
-    number, what, count = label.split(".")
-    node = edit.graph_node(label)
-    if what == "conv":
-        x = node.all_input_nodes[0]
-        laid = next((user for user in x.users if user.target is laid_last), None) or edit.call(laid_last, x)
-        laid.meta["val"] = x.meta.get("val")
-        node.replace_input_with(x, laid)
-    elif what == "reader":
-        lay_out(edit, node, edit.graph_node(f"{number}.value.{count}"))
-    elif what == "output":
-        lay_out(edit, edit.graph.output_node(), node)
+def _lay_last(edit: Edit, convolution: fx.Node) -> None:
+    """Give a convolution images that lie channels last."""
+    x = convolution.all_input_nodes[0]
+    laid = next((user for user in x.users if user.target is laid_last), None) or edit.call(laid_last, x)
+    laid.meta["val"] = x.meta.get("val")
+    convolution.replace_input_with(x, laid)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat import own_parameters
-from ...operators import info_of, operator_info, operator_of_module
+from ...layers.packed import CHANNELS_LAST
 from ...passes.rewriting import obstacle_to_inlining
 from ...passes.sites import Refusal, Site
 from ...passes.verification import TensorOwners
@@ -18,12 +18,10 @@ from ...tracing.graphs import Region
 from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
 from ..pack.views import readers_in
-from .layout import FORMATS
 
 __all__ = ["found_in"]
 
 _CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_PASSING_ON = (nn.BatchNorm2d, nn.BatchNorm3d, nn.Dropout, nn.Dropout2d, nn.Identity, nn.MaxPool2d, nn.AvgPool2d)
 Place = tuple[str, int]
 """Owner of a graph, and which one of its graphs it is."""
 
@@ -67,11 +65,7 @@ def _site(program: Program, calls: Mapping[Place, list[_Convolution]]) -> Site:
     parts: list[Site] = []
     for owner, number in dict.fromkeys((*calls, *read)):
         place, prefix = (owner, number), f"{len(parts)}."
-        given = {
-            f"conv.{n}": each.node.name
-            for n, each in enumerate(calls.get(place, []))
-            if not _follows(program, owner, each.node)
-        }
+        given = {f"conv.{n}": each.node.name for n, each in enumerate(calls.get(place, []))}
         labels = {f"{prefix}{label}": name for label, name in {**given, **read.get(place, {})}.items()}
         parts.append(Site(program, owner, labels, number))
     count = len({each.name for found in calls.values() for each in found})
@@ -98,24 +92,9 @@ def _obstacle(program: Program, found: _Convolution) -> str:
         return reason
     if kind not in _CONVOLUTIONS or type(found.module) is not kind:
         return f"it is a {kind.__name__}, which may compute something else than a convolution of torch.nn"
-    if type(weight) not in (Tensor, nn.Parameter) or cast("Tensor", weight).dim() not in FORMATS:
+    if type(weight) not in (Tensor, nn.Parameter) or cast("Tensor", weight).dim() not in CHANNELS_LAST:
         return "its weight is no plain parameter of its own"
     if cast("Tensor", weight).layout is not torch.strided:
         return "its weight is not dense"
     names = program.analyses[TensorOwners].names(f"{program.name_of(found.module)}.weight")
     return f"its weight is tied to '{names[1]}'" if len(names) > 1 else ""
-
-
-def _follows(program: Program, owner: str, node: fx.Node) -> bool:
-    """Say whether the input of a convolution comes from another one of the same graph, and lies as that left it."""
-    before = node.all_input_nodes[0]
-    while before.op in ("call_module", "call_function", "call_method") and before.all_input_nodes:
-        module = program.callee(owner, before) if before.op == "call_module" else None
-        if isinstance(module, _CONVOLUTIONS):
-            return True
-        kind = None if module is None else user_class(type(module))
-        operator = info_of(before) if kind is None else operator_info(operator_of_module(kind))
-        if not operator.elementwise and kind not in _PASSING_ON:
-            return False
-        before = before.all_input_nodes[0]
-    return False

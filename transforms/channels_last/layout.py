@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-__all__ = ["FORMATS", "laid_last"]
+from ...layers.packed import CHANNELS_LAST
 
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the number of dimensions."""
+__all__ = ["laid_last"]
 
 
 def laid_last(x: Tensor) -> Tensor:
@@ -17,5 +15,5 @@ def laid_last(x: Tensor) -> Tensor:
     Args:
         x: [N, C, H, W] or [N, C, D, H, W]; what has other dimensions is returned as it is.
     """
-    kind = FORMATS.get(x.dim())
+    kind = CHANNELS_LAST.get(x.dim())
     return x if kind is None else x.contiguous(memory_format=kind)

@@ -23,6 +23,7 @@ from .checking import fault
 from .dimensions import expect_dimensions
 from .find import TRANSPOSED, Call, Pair, dimensions_wanted, has_own_forward, obstacles, pairs_in
 from .own_forward import Tail, tail_of
+from .unfolded import unfolded
 
 __all__ = ["FoldBatchnorm"]
 
@@ -40,7 +41,8 @@ class FoldBatchnorm(Pass):
     What a batch norm of a subclass computes behind the norm, dropout and an activation, is computed behind the layer.
     A layer that `prune` has masked is folded with its zeros, and follows its masks.
     Refuses: a convolution or batch norm that is called, tied or read elsewhere too, or has hooks or parametrizations;
-        a batch norm in training mode or without running statistics; a linear whose output has more than two dimensions.
+        a batch norm in training mode or without running statistics; a linear whose output has more than two dimensions;
+        calls of `F.batch_norm` in the forward of a module that is no batch norm, and norms before a layer.
     """
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
@@ -54,6 +56,7 @@ class FoldBatchnorm(Pass):
         pairs = pairs_in(program)
         reasons = obstacles(pairs, program, tails=True)
         reasons |= _faults([pair for pair in pairs if pair not in reasons], program)
+        yield from unfolded(program, {pair.norm for pair in pairs})
         sound: dict[str, list[Pair]] = {}
         for pair in pairs:
             if pair in reasons:

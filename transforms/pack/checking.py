@@ -11,7 +11,7 @@ from torch import Tensor
 from ...layers.packed import Packed
 from ...passes.verification import Tolerance, distance, rounding, scale_of
 
-__all__ = ["Check"]
+__all__ = ["Check", "tolerated"]
 
 _OWN = 4.0
 """A packed layer may err four times as much as the layer does, by units in the last place of the scale, and by what
@@ -19,6 +19,19 @@ rounding adds up to in a sum one after another: the square root of the number of
 
 _OUTPUTS = 16
 """So many outputs are computed in float64; the others are compared with the layer's own in float32."""
+
+
+def tolerated(error: float, own: Tensor, exact: Tensor, terms: int = 1) -> float:
+    """Return how far off a packed layer may be.
+
+    Args:
+        error: by how much the layer itself is off.
+        own: what that gives.
+        exact: the same in float64.
+        terms: how many products each output is the sum of, where they are not added one after another in both.
+    """
+    summed = math.sqrt(terms) * torch.finfo(own.dtype).eps * scale_of(exact)
+    return _OWN * error + rounding(own).absolute + summed
 
 
 @dataclass(frozen=True)
@@ -58,8 +71,7 @@ class Check:
             some = self._some(own)
             exact = self._exact(x, other, some)
             error = float((self._picked(own, some) - exact).abs().max())
-            summed = math.sqrt(self.terms) * torch.finfo(own.dtype).eps * scale_of(exact)
-            most = _OWN * error + rounding(own).absolute + summed
+            most = tolerated(error, own, exact, self.terms)
             seen = distance(exact, self._picked(found, some).double(), Tolerance(0.0, most))
             if not seen.problem:
                 seen = distance(own.double(), found.double(), Tolerance(0.0, most + error))

@@ -19,16 +19,13 @@ from ...tracing.values import qualified
 from .behind import Behind, behind
 from .checking import Check
 from .layers import Layer, layer_at
-from .timing import Calls, Gains, Times
+from .timing import LEAST, Calls, Gains, Times
 from .views import readers_in
 
 __all__ = ["IN_TRAINING", "found_in"]
 
-_LEAST = 1.01
-"""What gains less by itself stays as it is; of the rest the whole model tells."""
-
 _LEAST_TOGETHER = 0.5
-"""The same of a convolution where those of a model gain together."""
+"""What a convolution must gain by itself where those of a model gain together."""
 
 _COLOURS = 4
 """Images have so many channels at most."""
@@ -83,13 +80,9 @@ def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
     together = _gain_together(layers, gains.known)
     graphs: dict[tuple[str, int], list[_Found]] = {}
     for found in layers:
-        times = gains.known.get(found.kind)
-        least = _LEAST_TOGETHER if together and found.layer.geometry is not None else _LEAST
-        if found.kind in gains.faults:
-            yield Refusal(gains.faults[found.kind], found.name)
-        elif times is not None and times.gain.mid < least:
-            gain = times.gain
-            yield Refusal(f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})", found.name)
+        least = _LEAST_TOGETHER if together and found.layer.geometry is not None else LEAST
+        if objection := gains.objection(found.kind, least):
+            yield Refusal(objection, found.name)
         else:
             graphs.setdefault((found.owner, found.number), []).append(found)
     packed = {place: _otherwise(group) for place, group in graphs.items()}
@@ -104,7 +97,7 @@ def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) ->
     Between one that is packed and one that is not images are laid out anew, which is to be saved.
     """
     timed = [known[found.kind] for found in layers if found.layer.geometry is not None and found.kind in known]
-    return sum(times.own for times in timed) > _LEAST * sum(times.packed for times in timed)
+    return sum(times.own for times in timed) > LEAST * sum(times.packed for times in timed)
 
 
 def _otherwise(group: Sequence[_Found]) -> set[fx.Node]:
@@ -171,8 +164,7 @@ def _gains(program: Program, layers: Sequence[_Found]) -> Gains:
     for kind, alike in kinds.items():
         if not alike[0].layer.tensors(program, alike[0].owner)[0].is_meta:
             exact = alike[0].dtype is torch.float32  # what is not is verified site by site, within its budget
-            calls, cold = _calls(program, alike), program.measuring_cold
-            gains.look(kind, calls, exact=exact, timed=program.measuring, cold=cold)
+            gains.look(kind, _calls(program, alike), exact=exact, measuring=program.measuring)
     return gains
 
 

@@ -15,10 +15,10 @@ from ...compat import own_parameters
 from ...layers.packed import PackedLSTM, Recurrence, why_not_packed
 from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
-from ...passes.verification import rounding, scale_of
 from ...tracing.graphs import Region
 from ...tracing.program import Program, is_called
 from ...tracing.values import qualified, user_class
+from .checking import tolerated
 from .finding import IN_TRAINING
 from .layers import module_objection, shape_of
 from .timing import Calls, Gains
@@ -28,12 +28,6 @@ __all__ = ["LABEL", "recurrent_in", "write_recurrent"]
 
 LABEL = "recurrent"
 """What sites call the call of an LSTM."""
-
-_LEAST = 1.01
-"""What gains less by itself stays as it is."""
-
-_OWN = 4.0
-"""Rounding may make a packed LSTM err as much more than the LSTM itself."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +69,11 @@ def recurrent_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusa
         tensors, kind = _tensors(found.module), found.kind
         shape = _given(found.node)
         if shape is not None and math.prod(shape) and not tensors[0].is_meta and kind not in gains.seen:
-            calls, cold = _as_calls(found, shape, dtype), program.measuring_cold
-            gains.look(kind, calls, exact=exact, timed=program.measuring, cold=cold)
-        gain = None if kind not in gains.known else gains.known[kind].gain
-        if kind in gains.faults:
-            yield Refusal(gains.faults[kind], found.name)
-        elif gain is not None and gain.mid < _LEAST:
-            yield Refusal(f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})", found.name)
+            gains.look(kind, _as_calls(found, shape, dtype), exact=exact, measuring=program.measuring)
+        if objection := gains.objection(kind):
+            yield Refusal(objection, found.name)
         else:
-            speeds = [] if gain is None else [round(gain.mid, 3)]
+            speeds = [round(gains.known[kind].gain.mid, 3)] if kind in gains.known else []
             detail = "1 LSTM" + (f", {speeds[0]:.3g}x by itself" if speeds else "")
             yield Site(
                 program, found.owner, {LABEL: found.node.name}, found.number, detail=detail, kind=kind,
@@ -197,5 +187,5 @@ class _Check:
             exact = self.packed.plainly(x.double(), None, *(each.double() for each in self.tensors))[0]
             own, found = self.packed.plainly(x, None, *self.tensors)[0], self.packed(laid, None, *self.tensors)[0]
             errors = [float((each.double() - exact).abs().max()) for each in (own, found)]
-            most = _OWN * errors[0] + rounding(own).absolute + torch.finfo(own.dtype).eps * scale_of(exact)
+            most = tolerated(errors[0], own, exact)
         return "" if errors[1] <= most else f"packed, it is off by {errors[1]:.1e}, where it is by {errors[0]:.1e}"

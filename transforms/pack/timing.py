@@ -9,18 +9,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...passes.timing import Interval, time_candidates
+from ...layers.packed import CHANNELS_LAST
+from ...passes.timing import Interval, time_pair
+from ...settings import Measure
 
-__all__ = ["Calls", "Gains", "Times"]
+__all__ = ["LEAST", "Calls", "Gains", "Times"]
+
+LEAST = 1.01
+"""What gains less by itself stays as it is; of the rest the whole model tells."""
 
 _SECONDS = 0.04
 """How long a kind of layer is timed."""
 
 _MOST = 4
 """So many layers of a kind are called in turn: in use, weights do not wait in the caches either."""
-
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By the number of dimensions."""
 
 Compute = Callable[..., object]
 
@@ -67,7 +69,7 @@ class Calls:
     def given(self) -> tuple[Tensor, Tensor]:
         """Return what the layers are given in each way."""
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(0))
-        return x, x.contiguous(memory_format=_LAST[len(self.shape)]) if self.lies_last else x
+        return x, x.contiguous(memory_format=CHANNELS_LAST[len(self.shape)]) if self.lies_last else x
 
     def times(self, x: Tensor, other: Tensor, *, cold: bool = False) -> Times:
         """Return how long they take in each way; `cold`: with caches emptied before."""
@@ -77,10 +79,10 @@ class Calls:
             for each in some:
                 compute(x, *each)
 
-        runs = {"before": lambda: run(self.before, x), "after": lambda: run(self.after, other)}
+        before, after = (lambda: run(self.before, x)), (lambda: run(self.after, other))
         with torch.no_grad():
-            found = time_candidates(runs, seconds=_SECONDS, least_rounds=6, limit=2 * _SECONDS, cold=cold)
-        own, packed = (found.seconds(name) / len(some) for name in runs)
+            found = time_pair(before, after, seconds=_SECONDS, cold=cold)
+        own, packed = (found.seconds(name) / len(some) for name in ("before", "after"))
         return Times(found.ratio("before", "after"), own, packed)
 
 
@@ -101,11 +103,20 @@ class Gains:
         """Return the kinds that something is known of."""
         return {*self.known, *self.faults}
 
-    def look(self, kind: Hashable, calls: Calls, *, exact: bool, timed: bool, cold: bool = False) -> None:
-        """Check the layers of a kind, where they are to be exact, and time them; `cold`: with caches emptied before."""
+    def objection(self, kind: Hashable, least: float = LEAST) -> str:
+        """Return why layers of a kind stay as they are: they are wrong, or gain less than `least`; else ""."""
+        if kind in self.faults:
+            return self.faults[kind]
+        gain = self.known[kind].gain if kind in self.known else None
+        if gain is None or gain.mid >= least:
+            return ""
+        return f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})"
+
+    def look(self, kind: Hashable, calls: Calls, *, exact: bool, measuring: Measure) -> None:
+        """Check the layers of a kind, where they are to be exact, and time them where that is wanted."""
         x, other = calls.given()
         fault = calls.check.fault(x, other) if exact else ""
         if fault:
             self.faults[kind] = fault
-        elif timed:
-            self.known[kind] = calls.times(x, other, cold=cold)
+        elif measuring:
+            self.known[kind] = calls.times(x, other, cold=measuring.is_cold)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import fx, nn
@@ -15,7 +15,7 @@ from ...tracing.guards import Guard, Truth, attribute_at
 from .behind import behind
 from .layers import Layer, layer_at
 
-__all__ = ["lay_out", "seal_modules", "write"]
+__all__ = ["lay_out_readers", "seal_modules", "write"]
 
 _DROPS = "pack leaves dropout out"
 
@@ -23,12 +23,7 @@ _DROPS = "pack leaves dropout out"
 def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
     """Write a site; say whether its layers were still there."""
     edit.trainable = True  # where gradients are wanted, it computes as the layers do
-    for label in site.nodes:
-        what, _, number = label.partition(".")
-        if what == "reader":
-            lay_out(edit, edit.graph_node(label), edit.graph_node(f"value.{number}"))
-        elif what == "output":
-            lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
+    lay_out_readers(edit, site.nodes)
     layers = [label for label in site.nodes if label.startswith("layer.")]
     if not all(_write(site, edit, edit.graph_node(label), dtype) for label in layers):
         return False
@@ -67,7 +62,22 @@ def _read(tensor: str | fx.Node | None, edit: Edit, layer: Layer) -> fx.Node | N
     return node
 
 
-def lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
+def lay_out_readers(edit: Edit, labels: Iterable[str]) -> None:
+    """Lay images out for all who need them in the order of their dimensions.
+
+    Args:
+        edit: of the graph.
+        labels: of `readers_in`, with or without something before them; others are passed over.
+    """
+    for label in labels:
+        start, what, number = ("." + label).rsplit(".", 2)
+        if what == "reader":
+            _lay_out(edit, edit.graph_node(label), edit.graph_node(f"{start}.value.{number}"[1:]))
+        elif what == "output":
+            _lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
+
+
+def _lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
     """Give who reads a tensor, and all after it, one that lies in memory in the order of its dimensions.
 
     What reads it may write into it, which those that come later are to see.

@@ -10,6 +10,7 @@ from torch import nn
 from ...passes.contract import word_for
 from ...passes.sites import Refusal, Site
 from ...passes.verification import is_on_meta
+from ...settings import Measure
 from ...tracing.program import Program
 from .eligible import Layer, already_quantized, obstacle
 from .judging import Judgement, Make, judged
@@ -53,8 +54,8 @@ def found(settings: Settings, program: Program, layers: Sequence[Layer], make: M
     if called is None or is_on_meta(program.model):
         yield from (Site(program, layer.name, {}, detail=layer.detail) for layer in able)
         return
-    timed = program.measuring and settings.aim == "speed"
-    judgements = judged(program, able, make, settings.error_budget, timed=timed)
+    measuring = program.measuring if settings.aim == "speed" else Measure.NO
+    judgements = judged(program, able, make, settings.error_budget, measuring=measuring)
     pairs = list(zip(able, judgements, strict=True))
     fine = {layer.module: each.layer for layer, each in pairs if each.layer is not None and not each.objection}
     costly = left_in_floats(program, fine, settings.error_budget)

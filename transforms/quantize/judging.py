@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...errors import MatchFailure
-from ...passes.timing import Timings, time_candidates
+from ...passes.timing import time_pair, timing_figures
 from ...passes.verification import Tolerance, distance
+from ...settings import Measure
 from ...tracing.program import Program
 from ...tracing.recording import Call
 from ...tracing.values import user_class
@@ -49,7 +50,7 @@ class Judgement:
     """
 
     error: float = 0.0
-    figures: Mapping[str, float] | None = None
+    figures: Mapping[str, Any] | None = None
     objection: str = ""
     layer: nn.Module | None = None
 
@@ -61,7 +62,9 @@ class Judgement:
         return saved / max(self.error, 1e-12)
 
 
-def judged(program: Program, layers: Sequence[Layer], make: Make, budget: float, *, timed: bool) -> list[Judgement]:
+def judged(
+    program: Program, layers: Sequence[Layer], make: Make, budget: float, *, measuring: Measure
+) -> list[Judgement]:
     """Compare layers with the same in small numbers, on what the model gives them.
 
     Args:
@@ -69,7 +72,7 @@ def judged(program: Program, layers: Sequence[Layer], make: Make, budget: float,
         layers: to be judged.
         make: returns what would stand in the place of one, or raises `MatchFailure`.
         budget: the error that is allowed.
-        timed: whether those are objected to that are no faster.
+        measuring: whether, and how, they are timed; then those are objected to that are no faster.
     """
     calls = program.recording([layer.module for layer in layers]).calls
     kinds: dict[Hashable, list[int]] = {}
@@ -79,7 +82,7 @@ def judged(program: Program, layers: Sequence[Layer], make: Make, budget: float,
     with torch.no_grad():
         for alike in kinds.values():
             trial = _Trial([layers[number].module for number in alike], calls, make, budget)
-            found.update(zip(alike, trial.judgements(timed=timed), strict=True))
+            found.update(zip(alike, trial.judgements(measuring), strict=True))
     return [found[number] for number in range(len(layers))]
 
 
@@ -99,7 +102,7 @@ class _Trial:
     make: Make
     budget: float
 
-    def judgements(self, *, timed: bool) -> list[Judgement]:
+    def judgements(self, measuring: Measure) -> list[Judgement]:
         """Return what is known of each, in order."""
         some: list[tuple[nn.Module, nn.Module]] = []
         found: list[Judgement] = []
@@ -110,9 +113,12 @@ class _Trial:
                 found.append(Judgement(objection=str(failure)))
                 continue
             found.append(self._compared(module, instead))
-            if timed and not found[-1].objection and sum(_size(each) for each, _ in some) < _BYTES:
+            if measuring and not found[-1].objection and sum(_size(each) for each, _ in some) < _BYTES:
                 some.append((module, instead))
-        return [self._beside(each, figures) for each in found] if some and (figures := self._timed(some)) else found
+        if not some:
+            return found
+        figures = self._timed(some, cold=measuring.is_cold)
+        return [self._beside(each, figures) for each in found]
 
     def _compared(self, module: nn.Module, instead: nn.Module) -> Judgement:
         calls = self.calls[module]
@@ -126,7 +132,7 @@ class _Trial:
             error, objection=f"it errs by {error:.2g} of its scale, more than the budget of {self.budget:g}"
         )
 
-    def _timed(self, some: Sequence[tuple[nn.Module, nn.Module]]) -> dict[str, float]:
+    def _timed(self, some: Sequence[tuple[nn.Module, nn.Module]], *, cold: bool) -> dict[str, Any]:
         given = [(self.calls[module][0].args, self.calls[module][0].kwargs) for module, _ in some]
 
         def run(layers: Sequence[nn.Module]) -> Callable[[], None]:
@@ -136,25 +142,17 @@ class _Trial:
 
             return call
 
-        runs = {"before": run([module for module, _ in some]), "after": run([instead for _, instead in some])}
-        timings = time_candidates(runs, seconds=_SECONDS, least_rounds=6, limit=2 * _SECONDS)
+        before, after = run([module for module, _ in some]), run([instead for _, instead in some])
+        timings = time_pair(before, after, seconds=_SECONDS, cold=cold)
         if (speed := timings.ratio("before", "after")).low <= 1.0 <= speed.high:  # another run might say the other
-            more = _IN_DOUBT * _SECONDS
-            timings = time_candidates(runs, seconds=more, least_rounds=6 * _IN_DOUBT, limit=2 * more)
-        return _figures(timings, len(some))
+            more, rounds = _IN_DOUBT * _SECONDS, 6 * _IN_DOUBT
+            timings = time_pair(before, after, seconds=more, least_rounds=rounds, cold=cold)
+        return timing_figures(timings, count=len(some))
 
-    def _beside(self, judgement: Judgement, figures: Mapping[str, float]) -> Judgement:
+    def _beside(self, judgement: Judgement, figures: Mapping[str, Any]) -> Judgement:
         slow = f"no faster: {figures['speedup']:.3g}x ({figures['speedup_low']:.3g} to {figures['speedup_high']:.3g})"
         objection = judgement.objection or ("" if figures["speedup"] > 1.0 else slow)
         return dataclasses.replace(judgement, figures=figures, objection=objection)
-
-
-def _figures(timings: Timings, count: int) -> dict[str, float]:
-    speed, before = timings.ratio("before", "after"), timings.microseconds("before") / count
-    return {
-        "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
-        "before_us": before, "after_us": before / speed.mid,
-    }  # fmt: skip
 
 
 def _size(module: nn.Module) -> int:

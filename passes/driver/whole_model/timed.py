@@ -13,7 +13,6 @@ from ....errors import PassError
 from ....tracing.program import deactivate
 from ... import timing
 from ...sites import Goal
-from ..comparison import timing_figures
 from ..history import History, Rewrite
 from ..tuner import Candidate, Tuner
 
@@ -55,7 +54,7 @@ class WholeModel:
             unwanted = self._unwanted(races, doubtful)
             timings = dataclasses.replace(races[-1], rounds=[each for race in races for each in race.rounds])
             if not unwanted:
-                return _as_timings(timing_figures(timings, "after"))
+                return _as_timings(timing.timing_figures(timings))
             speed = timings.ratio("before", "after").mid
             self._take_back(unwanted, f"the whole model was slower with it ({speed:.3g}x)")
             if unwanted is doubtful and not self._tuner.budget.left:
@@ -119,7 +118,7 @@ class WholeModel:
             }
 
     def _raced(self, runs: Mapping[str, timing.Runner]) -> timing.Timings:
-        budget, cold = self._tuner.budget, self._tuner.program.measuring_cold
+        budget, cold = self._tuner.budget, self._tuner.program.measuring.is_cold
         with budget.spending():
             return timing.time_candidates(runs, limit=budget.for_the_whole, cold=cold)
 

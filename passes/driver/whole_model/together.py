@@ -85,7 +85,7 @@ class Together:
     @property
     def _is_for_speed(self) -> bool:
         """Say whether the whole model is timed with what the pass writes."""
-        return self._pass.goal is Goal.SPEED and self.tuner.program.measuring
+        return self._pass.goal is Goal.SPEED and bool(self.tuner.program.measuring)
 
     def _decided(self, pass_: Pass, groups: Sequence[Group]) -> list[Group]:
         suitable = self._suitable(pass_, groups)

@@ -76,7 +76,7 @@ def test_it_fires() -> None:
     model = network()
     fast = laid(model)
     assert nodes(fast) == ["x", "laid_last", "stem", "relu", "blocks", "pool", "flatten", "head", "output"]
-    inside = ["x", "laid_last", "first", "norm", "relu", "second", "add", "relu_1", "output"]
+    inside = ["x", "laid_last", "first", "norm", "relu", "laid_last_1", "second", "add", "relu_1", "output"]
     assert nodes(fast, "blocks.0") == nodes(fast, "blocks.1") == inside
     assert (weights(fast), weights(model)) == ({True}, {False})
     again = copy.deepcopy(fast)

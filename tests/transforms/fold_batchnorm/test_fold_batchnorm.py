@@ -409,6 +409,21 @@ def test_a_norm_before_the_convolution_is_left_alone() -> None:
     assert reasons(shaken(PreActivation())) == []
 
 
+class Functional(Block):
+    """Norms by the function, in a forward that is no batch norm's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        return F.batch_norm(self.layer(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+
+
+def test_norms_that_stand_elsewhere_are_named() -> None:
+    before = shaken(nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 6, 3)))
+    assert reasons(before) == ["it stands before '1', and only norms behind a layer are folded"]
+    functional = shaken(Functional(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)))
+    assert reasons(functional) == ["it is a call of F.batch_norm; give it a module, nn.BatchNorm, to fold it"]
+
+
 # -- 3. numerics, through real models ------------------------------------------------------------------------------
 
 

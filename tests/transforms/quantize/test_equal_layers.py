@@ -68,11 +68,11 @@ def trials(races: list[str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Note each time that layers are timed by themselves; with small numbers they are always twice as fast."""
     seen: list[int] = []
 
-    def timed(candidates: Any, **_: Any) -> Timings:
-        seen.append(len(candidates))
-        return Timings([{name: 2.0 if name == "before" else 1.0 for name in candidates}] * 9)
+    def timed(before: Any, after: Any, *, cold: bool, **_: Any) -> Timings:
+        seen.append(len((before, after)))
+        return Timings([{"before": 2.0, "after": 1.0}] * 9, cold=cold)
 
-    monkeypatch.setattr(judging, "time_candidates", timed)
+    monkeypatch.setattr(judging, "time_pair", timed)
     return seen
 
 
@@ -84,6 +84,15 @@ def test_one_layer_of_each_kind_is_timed_and_each_is_compared(scheme: str, trial
     assert all(decision.figures["checked"] == "with the whole model" for decision in made)
     assert all(decision.figures["speedup"] == 2.0 for decision in made)
     assert len({decision.figures["precision_error"] for decision in made}) == 6
+
+
+@pytest.mark.parametrize("measure", [True, "cold"])
+def test_layers_are_timed_with_caches_emptied_where_that_is_asked_for(
+    measure: object, trials: list[int], races: list[str]
+) -> None:
+    fast = fxopt.optimize(net(64), "quantize", example_inputs=(X,), measure=measure, time_budget=1e6)
+    assert trials
+    assert {decision.figures.get("cold", False) for decision in fxopt.plan(fast).decisions} == {measure == "cold"}
 
 
 def test_what_saves_most_for_its_error_comes_first(trials: list[int]) -> None:
@@ -159,13 +168,13 @@ def test_where_it_is_open_whether_a_layer_gains_it_is_timed_for_longer(
 ) -> None:
     asked: list[int] = []
 
-    def timed(candidates: Any, *, least_rounds: int, **_: Any) -> Timings:
+    def timed(before: Any, after: Any, *, least_rounds: int = 6, **_: Any) -> Timings:
         asked.append(least_rounds)
         if len(asked) % 2:  # as often a little faster as slower
             return Timings([{"before": 1.0, "after": after} for after in (0.9, 1.1) * 6])
         return Timings([{"before": sure, "after": 1.0}] * least_rounds)
 
-    monkeypatch.setattr(judging, "time_candidates", timed)
+    monkeypatch.setattr(judging, "time_pair", timed)
     made = decisions("int8_dynamic", net(64))
     assert len(asked) == 4 and asked[1] > asked[0]
     assert {decision.status for decision in made} == {status}

@@ -1,0 +1,52 @@
+"""Two ways of computing the same, timed beside each other, and what plans say of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .intervals import Timings
+from .measure import time_candidates
+
+__all__ = ["microseconds", "time_pair", "timing_figures"]
+
+
+def time_pair(
+    before: Callable[[], object],
+    after: Callable[[], object],
+    *,
+    seconds: float,
+    least_rounds: int = 6,
+    cold: bool = False,
+) -> Timings:
+    """Time what is there `before` and `after` a rewrite by itself, in about so many seconds, at most twice that.
+
+    Args:
+        before, after: what to call.
+        seconds: how long to sample.
+        least_rounds: so many rounds are taken in any case; fewer than six give no interval for any distribution.
+        cold: empty the caches before each call.
+    """
+    runs = {"before": before, "after": after}
+    return time_candidates(runs, seconds=seconds, least_rounds=least_rounds, limit=2 * seconds, cold=cold)
+
+
+def timing_figures(timings: Timings, after: str = "after", count: int = 1) -> dict[str, Any]:
+    """Return the timings of a candidate and of what was before as figures for a plan, their ratio with its interval.
+
+    Args:
+        timings: with samples of `before`, and of the candidate.
+        after: the name of the candidate.
+        count: how many layers were called one after another; times are those of one.
+    """
+    speed = timings.ratio("before", after)
+    return {
+        "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
+        "before_us": timings.microseconds("before") / count, "after_us": microseconds(timings, after) / count,
+        **({"threads": 1} if timings.in_one_thread else {}), **({"cold": True} if timings.cold else {}),
+    }  # fmt: skip
+
+
+def microseconds(timings: Timings, name: str) -> float:
+    """Return the time of a call that agrees with the ratio: samples are compared within their rounds only."""
+    return timings.microseconds("before") / timings.ratio("before", name).mid
