@@ -33,9 +33,13 @@ class _Chosen(NamedTuple):
 
 def forms_of(optimizer: Optimizer) -> list[str]:
     """Return the forms that an optimizer has, torch's own choice first; dampened momentum has no fused one here."""
-    flags = {form: {flag for flag, value in chosen.items() if value} for form, chosen in FORMS.items()}
     dampened = any(group.get("dampening") for group in (*optimizer.param_groups, optimizer.defaults))
-    return [form for form in FORMS if flags[form] <= optimizer.defaults.keys() and not (dampened and form == "fused")]
+    forms: list[str] = []
+    for form, chosen in FORMS.items():
+        is_known = all(flag in optimizer.defaults for flag, value in chosen.items() if value)
+        if is_known and not (dampened and form == "fused"):
+            forms.append(form)
+    return forms
 
 
 def has_own_flags(optimizer: Optimizer) -> bool:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...compat import own_parameters, padding_around
+from ...errors import MatchFailure
 from ...layers.masked import gone_attribute, gone_of
 from ...layers.members import seal, written_out
 from ...operators import info_of, operator_info, operator_of_module
@@ -21,7 +22,7 @@ from ...tracing.values import qualified, user_class
 from .arithmetic import Fold
 from .dimensions import expect_dimensions
 from .find import TRANSPOSED, Call, Pair, dimensions_wanted, has_own_forward, obstacles, pairs_in
-from .own_forward import Tail, tail_of
+from .own_forward import tail_of
 
 __all__ = ["FoldBatchnorm"]
 
@@ -108,8 +109,10 @@ def _fold(call: Call, edit: Edit) -> None:
 def _behind(norm: nn.BatchNorm1d, call: Call, folded: fx.Node, edit: Edit) -> fx.Node:
     """Write what a norm's own forward computes behind the norm, and return the last of it."""
     tail = tail_of(norm) if has_own_forward(norm) else None
-    if not isinstance(tail, Tail):
+    if tail is None:
         return folded
+    if isinstance(tail, str):
+        raise MatchFailure(tail)
     if tail.dimensions is not None:
         _expect_dimensions(_source_of_dimensions(folded, edit.program, edit.site.owner), tail.dimensions, edit)
     written: dict[fx.Node, Any] = {tail.start: folded, **dict.fromkeys(tail.flags, False)}
