@@ -1,7 +1,7 @@
 """The convolutions of PyTorch Geometric, computed over compressed rows.
 
 Each function takes the layer, what is kept, x [n, in], edge_index [2, E] and what the edges have, and returns [n, out];
-or None where the layer's own forward has to say what is wrong, or is faster for a graph that was never seen before.
+or None where the layer's own forward has to say what is wrong.
 """
 
 # pyright: reportMissingTypeStubs=false
@@ -18,14 +18,9 @@ from ...compat import wants_gradients
 from .kept import KeptGraphs
 from .products import at_edges, neighbour_sums, normalized_in_parts, normalized_sums
 from .rows import Part, Rows, rows_of
+from .sights import is_small
 
 __all__ = ["gat", "gatv2", "gcn", "gin", "sage"]
-
-_WORTH = 2**19
-"""Rows are made at the first sight of a graph whose messages are this many numbers: they take less than is gained."""
-
-_TRIALS = 64
-"""So many smaller graphs of a layer go over rows, too; if none comes again, further ones do at their second sight."""
 
 _CHUNK = 2**17
 """Numbers of edges that are looked at together, so that they stay in the cache."""
@@ -182,28 +177,16 @@ def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
 def _plain_rows(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor) -> Rows | None:
     """Return the rows of the edges as they are given."""
     what = ("edges", len(x), conv.flow)
-    if not _is_worth_it(conv, kept, x, edge_index, what):
-        return None
-    return kept.of((edge_index,), what, lambda: rows_of(edge_index, len(x), flow=conv.flow))
+    rows = kept.of((edge_index,), what, lambda: rows_of(edge_index, len(x), flow=conv.flow))
+    return _noted(conv, kept, x, edge_index, rows)
 
 
-def _is_worth_it(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, what: tuple[Any, ...]) -> bool:
-    """Say whether rows are there, or are made: sorting the edges of a small graph costs more than one call gains."""
-    if edge_index.shape[1] * x.shape[1] >= _WORTH:
-        return True
-    given, layer = (edge_index,), id(conv)
-    trials = kept.trials.get(layer, 0)
-    if kept.holds(given, what):
-        if trials and kept.of(given, "layer", lambda: layer) == layer:  # not another layer of the same call
-            kept.trials[layer] = 0
-        return True
-    if trials < _TRIALS:
-        kept.trials[layer] = trials + 1
-        kept.of(given, "layer", lambda: layer)
-        return True
-    seen = kept.holds(given, "seen")
-    kept.of(given, "seen", lambda: True)
-    return seen
+def _noted(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, rows: Rows | None) -> Rows | None:
+    """Note that a layer goes over these rows where it matters how often it does."""
+    sights = kept.sights.get((id(conv), conv.training))
+    if rows is not None and sights is not None and is_small(x, edge_index):
+        sights.used(id(conv), rows)
+    return rows
 
 
 def _weighted(
@@ -227,8 +210,6 @@ def _normalized(
         rows = kept.of((edges,), ("cached", len(x), conv.flow), lambda: rows_of(edges, len(x), flow=conv.flow))
         return None if rows is None else (rows, weights.index_select(0, rows.order))
     what = ("normalized", len(x), conv.flow, conv.add_self_loops)
-    if not _is_worth_it(conv, kept, x, edge_index, what):
-        return None
 
     def made() -> tuple[Rows, Tensor] | None:
         edges, weights = _with_weights(conv, x, edge_index, edge_weight)
@@ -236,10 +217,13 @@ def _normalized(
         return None if rows is None else (rows, weights.index_select(0, rows.order))
 
     if edge_weight is not None and edge_weight.requires_grad:  # nothing counts what fused optimizers write
-        return made()
-    given = (edge_index,) if edge_weight is None else (edge_index, edge_weight)
-    with torch.no_grad(), torch.inference_mode(False):
-        return kept.of(given, ("weights", *what, conv.improved, x.dtype), made)
+        found = made()
+    else:
+        given = (edge_index,) if edge_weight is None else (edge_index, edge_weight)
+        with torch.no_grad(), torch.inference_mode(False):
+            found = kept.of(given, ("weights", *what, conv.improved, x.dtype), made)
+    _noted(conv, kept, x, edge_index, None if found is None else found[0])
+    return found
 
 
 def _with_weights(conv: Any, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -254,11 +238,10 @@ def _rows_with_loops(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor)
     if not conv.add_self_loops:
         return _plain_rows(conv, kept, x, edge_index)
     what = ("loops", len(x), conv.flow)
-    if not _is_worth_it(conv, kept, x, edge_index, what):
-        return None
-    return kept.of(
+    rows = kept.of(
         (edge_index,), what, lambda: rows_of(_looped(conv, edge_index, None, len(x))[0], len(x), flow=conv.flow)
     )
+    return _noted(conv, kept, x, edge_index, rows)
 
 
 def _looped(conv: Any, edge_index: Tensor, edge_attr: Tensor | None, nodes: int) -> tuple[Tensor, Tensor | None]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ...operators import Unchanged
+from .sights import Sights
 
 __all__ = ["KeptGraphs"]
 
@@ -38,22 +39,17 @@ class KeptGraphs:
     Threads may share it. A copy of it, or one from a pickle, is empty.
 
     Attributes:
-        trials: layer, by its identity -> for how many graphs it made rows, since one came again, that would not have
-            been worth it alone. A layer on one graph says nothing of one behind it whose graphs are always new.
+        sights: layer, by its identity, and its mode -> what it knows of its graphs. A layer on one graph says nothing
+            of one behind it whose graphs are always new, nor evaluation on one graph of training on many.
     """
 
     def __init__(self) -> None:
-        self.trials: dict[int, int] = {}
+        self.sights: dict[tuple[int, bool], Sights] = {}
         self._lock = threading.Lock()
         self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
 
     def __reduce__(self) -> tuple[type[KeptGraphs], tuple[()]]:
         return KeptGraphs, ()
-
-    def holds(self, tensors: Sequence[Tensor], what: Hashable) -> bool:
-        """Say whether something was computed from these tensors as they are."""
-        kept = self._kept.get(_key(tensors, what))
-        return kept is not None and kept.noted.same(*tensors)
 
     def of(self, tensors: Sequence[Tensor], what: Hashable, compute: Callable[[], Any]) -> Any:
         """Return what was computed from some tensors; it is computed where they are others, or were written to.

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ...tracing.graphs import uninstall
 from ...tracing.values import Remade, class_recipe, in_class, subclass, user_class
 from .kept import KeptGraphs
+from .sights import Sights, is_small
 from .supported import CONVOLUTIONS, takes
 
 __all__ = ["CompressedMessages", "compressed", "is_compressed"]
@@ -31,18 +33,32 @@ class CompressedMessages(Remade):
     _fxopt_is_operation: ClassVar[bool] = True
 
     def forward(self, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        edges = given[0] if given else None
-        is_usual = not given or (len(given) == 1 and (args or next(iter(kwargs)) in ("edge_weight", "edge_attr")))
-        layer = cast("nn.Module", self)
-        may = vars(layer)[_TRAINS] or not layer.training
-        if is_usual and may and takes(layer, x, edge_index, edges):
-            base = user_class(type(layer))
-            compute = CONVOLUTIONS[f"{base.__module__}.{base.__qualname__}"]
-            found = compute(layer, vars(layer)[_KEPT], x, edge_index, edges)
+        if not is_compiling() and self._goes_over_rows(x, edge_index):
+            found = self._over_rows(x, edge_index, *args, **kwargs)
             if found is not None:
                 return found
-        return cast("Any", super()).forward(x, edge_index, *args, **kwargs)
+        return super().forward(x, edge_index, *args, **kwargs)  # type: ignore[misc]
+
+    def _goes_over_rows(self, x: Any, edge_index: Any) -> bool:
+        """Say whether this graph has come often enough; this comes first, for it runs where nothing can be gained."""
+        its = vars(self)
+        if not (its[_TRAINS] or not its["training"]) or type(x) is not Tensor or type(edge_index) is not Tensor:
+            return False
+        sights, key = its[_KEPT].sights, (id(self), its["training"])
+        seen = sights.get(key)
+        seen = sights.setdefault(key, Sights()) if seen is None else seen
+        return seen.wants(edge_index) or its.get("cached", False) or not is_small(x, edge_index)
+
+    def _over_rows(self, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Return what the layer's own forward would; None where that has to run."""
+        given, layer = (*args, *kwargs.values()), cast("nn.Module", self)
+        edges = given[0] if given else None
+        is_usual = not given or (len(given) == 1 and (args or next(iter(kwargs)) in ("edge_weight", "edge_attr")))
+        if not is_usual or not takes(layer, x, edge_index, edges):
+            return None
+        base = user_class(type(layer))
+        compute = CONVOLUTIONS[f"{base.__module__}.{base.__qualname__}"]
+        return compute(layer, vars(layer)[_KEPT], x, edge_index, edges)
 
     def train(self, mode: bool = True) -> Any:
         """Set the mode; what follows from weights of edges is computed anew."""

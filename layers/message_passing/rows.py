@@ -43,6 +43,7 @@ class Rows:
         sources: [E] int64, the node that each edge comes from.
         order: [E] int64, the place of each edge among those that were given.
         num_sources: how many nodes edges may come from.
+        uses: layer, by its identity -> how often it went over them.
     """
 
     offsets: Tensor
@@ -50,6 +51,7 @@ class Rows:
     order: Tensor
     num_sources: int
     by_heads: dict[int, Rows] = field(default_factory=dict[int, "Rows"])
+    uses: dict[int, int] = field(default_factory=dict[int, int])
 
     @property
     def num_targets(self) -> int:

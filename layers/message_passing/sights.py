@@ -1,0 +1,81 @@
+"""How often a layer has seen a graph, and from which sight on it makes rows: that costs more than one call gains."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ...compat import version_of
+from .rows import Rows
+
+__all__ = ["Sights", "is_small"]
+
+_WORTH = 2**19
+"""Rows are made at the first sight of a graph whose messages are this many numbers: they take less than is gained."""
+
+_COST = 3
+"""To make the rows of a small graph takes as long as so many calls over them gain."""
+
+_CREDIT = 4
+"""So many graphs may go over rows before the layer waits longer."""
+
+_PAID = 16
+"""A graph whose rows were used again so often shows that graphs come again: rows are made at the first sight."""
+
+_MOST = 64
+"""So many graphs are remembered at most."""
+
+_Seen = tuple[weakref.ref[Tensor], int, int]
+"""A graph, its version, and how often it was seen at that."""
+
+
+def is_small(x: Tensor, edge_index: Tensor) -> bool:
+    """Say whether making the rows of a graph, for features x [n, in], takes longer than one call over them gains."""
+    return edge_index.numel() * x.shape[-1] < 2 * _WORTH
+
+
+@dataclass
+class Sights:
+    """What one layer knows of the graphs that it was called with.
+
+    Attributes:
+        wanted: at which sight of a graph its rows are made. It doubles when rows cost more than they gained.
+        debt: what rows have cost so far and not gained, in calls.
+    """
+
+    wanted: int = 1
+    debt: int = 0
+    _seen: dict[int, tuple[weakref.ref[Tensor], int, int]] = field(
+        default_factory=dict[int, tuple[weakref.ref[Tensor], int, int]]
+    )
+
+    def wants(self, edge_index: Tensor) -> bool:
+        """Note a sight of a graph, and say whether it goes over rows: it came often enough since it was written to."""
+        if self.wanted == 1 or edge_index.is_inference():  # of tensors of inference mode nothing is kept
+            return self.wanted == 1
+        key, version = id(edge_index), version_of(edge_index)
+        noted = self._seen.get(key)  # no lock: it would cost as much again, and a count that threads lose is no loss
+        if noted is not None and noted[0]() is edge_index and noted[1] == version:
+            self._seen[key] = noted[0], version, noted[2] + 1
+            return noted[2] + 1 >= self.wanted
+        if len(self._seen) >= _MOST:
+            self._forget()
+        self._seen[key] = weakref.ref(edge_index), version, 1
+        return False
+
+    def _forget(self) -> None:
+        """Forget the graphs that are gone; all where that leaves no room."""
+        alive = {each: seen for each, seen in list(self._seen.items()) if seen[0]() is not None}
+        self._seen = alive if len(alive) < _MOST else {}
+
+    def used(self, layer: int, rows: Rows) -> None:
+        """Note that a layer, by its identity, goes over these rows: what they cost at first, what they gain then."""
+        uses = rows.uses.get(layer, 0)
+        rows.uses[layer] = uses + 1
+        self.debt = self.debt + _COST if not uses else max(0, self.debt - 1)
+        if self.debt > _COST * _CREDIT:
+            self.wanted, self.debt = 2 * self.wanted, 0
+        elif uses >= _PAID:
+            self.wanted = 1
