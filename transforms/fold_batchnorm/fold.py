@@ -136,8 +136,9 @@ def _behind(norm: nn.BatchNorm1d, call: Call, folded: fx.Node, edit: Edit) -> fx
         return folded
     if isinstance(tail, str):
         raise MatchFailure(tail)
-    if tail.dimensions is not None:
-        _expect_dimensions(_source_of_dimensions(folded, edit.program, edit.site.owner), tail.dimensions, edit)
+    # Unlike that of torch, a forward of the user's may take an input without a batch, and norm another dimension.
+    wanted = tail.dimensions or _batched_dimensions(edit.program.callee(edit.site.owner, call.layer))
+    _expect_dimensions(_source_of_dimensions(folded, edit.program, edit.site.owner), wanted, edit)
     written: dict[fx.Node, Any] = {tail.start: folded, **dict.fromkeys(tail.flags, False)}
     for node in tail.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), written.__getitem__)
@@ -146,6 +147,11 @@ def _behind(norm: nn.BatchNorm1d, call: Call, folded: fx.Node, edit: Edit) -> fx
         written[node] = edit.call(target, *args, before=call.norm, **kwargs)
         written[node].meta.update({key: node.meta[key] for key in ("val", "source") if key in node.meta})
     return written[tail.nodes[-1] if tail.nodes else tail.start]
+
+
+def _batched_dimensions(layer: nn.Module) -> int:
+    """Return how many dimensions a layer gives where the second is its channels."""
+    return 2 if isinstance(layer, nn.Linear) else len(cast("nn.Conv2d", layer).kernel_size) + 2
 
 
 def _fold_of(layer: nn.Module, norm: nn.BatchNorm1d) -> Fold:
