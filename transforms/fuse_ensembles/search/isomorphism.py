@@ -117,7 +117,8 @@ class _Search:
         signature = (what, text, *(self.describe(operand) for operand in operands))
         self.forms[operation] = template, operands
         self.colors[operation] = self.numbers.setdefault(signature, len(self.numbers))
-        self.classes.setdefault(signature, []).append(operation)
+        if not _is_made_of_parameters(operation):
+            self.classes.setdefault(signature, []).append(operation)
 
     def number(self, operation: Operation, text: str, operands: Sequence[Operation]) -> None:
         """Let equal calculations with sizes, which each member does for itself, count as one value."""
@@ -188,12 +189,15 @@ class _Search:
 
     def pack(self, members: Sequence[Operation]) -> None:
         for group in self.align(members):
-            pack = self.form(group) if len(group) > 1 else None
-            if pack is None:
-                continue
+            self.pack_group(group)
+
+    def pack_group(self, group: Sequence[Operation]) -> Pack | None:
+        """Form the pack of a group, in its order, where there is one."""
+        pack = self.form(group) if len(group) > 1 else None
+        if pack is not None:
             self.packs.append(pack)
-            for position, member in enumerate(group):
-                self.located[member] = pack, position
+            self.located.update((member, (pack, position)) for position, member in enumerate(group))
+        return pack
 
     def align(self, members: Sequence[Operation]) -> list[list[Operation]]:
         """Split one colour into groups ordered like the packs that they read; linears on outer inputs are one group."""
@@ -266,7 +270,7 @@ class _Search:
         column = tuple(self.same.get(operand, operand) for operand in column)
         if all(_same_value(operand, column[0]) for operand in column):
             return Shared(column[0])
-        pack = self.packed(column)
+        pack = self.packed(column) or self.kept(column)
         if pack is not None:
             return pack
         if all(operand.kind == "get_attr" for operand in column):
@@ -297,6 +301,12 @@ class _Search:
             return None
         return pack
 
+    def kept(self, column: tuple[Operation, ...]) -> Pack | None:
+        """Return a pack of tensors made of parameters and kept, formed for the operations that read just these."""
+        if len({self.colors.get(operand) for operand in column}) > 1 or not all(map(_is_made_of_parameters, column)):
+            return None
+        return self.pack_group(column)
+
     def ensembles(self) -> list[Ensemble]:
         owner: dict[Pack, Ensemble] = {}
         first: dict[Parameters, Pack] = {}
@@ -312,6 +322,12 @@ class _Search:
         for ensemble in unique:
             ensemble.packs.sort(key=lambda pack: max(member.index for member in pack.members))
         return [ensemble for ensemble in unique if any(True for _ in ensemble.parameters)]
+
+
+def _is_made_of_parameters(operation: Operation) -> bool:
+    """Say whether it is made from parameters and kept: a derived tensor, or one of several."""
+    made = operation.inputs[0] if operation.operator == "getitem" else operation
+    return made.operator == "derived"
 
 
 def _is_no_tensor(operation: Operation) -> bool:
