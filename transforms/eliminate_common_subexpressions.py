@@ -13,7 +13,7 @@ from ..passes.rewriting import Edit, handed_out, has_effects, writes
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..passes.verification import found_in_graphs
 from ..tracing.program import Program
-from ..tracing.values import map_leaves
+from ..tracing.values import is_plain_structure, map_leaves
 
 __all__ = ["EliminateCommonSubexpressions"]
 
@@ -24,6 +24,8 @@ class EliminateCommonSubexpressions(Pass):
 
     Before: a = torch.relu(x); b = torch.relu(x)        After: a = torch.relu(x), read in both places
     Refuses: a graph that writes in place, since then equal expressions need not be equal values.
+
+    A graph that repeats reads of sizes and other plain values only is left as it is: that takes no time to speak of.
     """
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
@@ -33,7 +35,7 @@ class EliminateCommonSubexpressions(Pass):
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         for owner, specialization, graph, repeated in found_in_graphs(program, repetitions):
-            if not repeated:
+            if not any(map(_computes, repeated)):
                 continue
             writer = next((node for node in graph.nodes if writes(node, program, owner)), None)
             if writer is not None:
@@ -76,6 +78,11 @@ def repetitions(graph: fx.Graph, program: Program, owner: str) -> dict[fx.Node, 
             same[node] = known
             handed.update({known} if node in handed else ())
     return same
+
+
+def _computes(node: fx.Node) -> bool:
+    """Say whether a node may compute tensors, and does not only read plain values such as sizes."""
+    return "val" not in node.meta or not is_plain_structure(node.meta["val"])
 
 
 def _key(node: fx.Node, same: dict[fx.Node, fx.Node]) -> object:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...operators import is_dense
 from ..pipeline import Ranks
 from ..timing import time_candidates
-from .forms import forms_of, has_own_flags, is_dense, reset_form, set_form
+from .forms import forms_of, reset_form, set_form
+from .gate import has_flags, has_plain_options
 from .trial import deviation, stepping
 
 __all__ = ["Choice", "choose_form"]
@@ -83,10 +85,10 @@ def _refused(optimizer: Optimizer, model: nn.Module) -> Choice | None:
     """Return why an optimizer stays as it is before any step is tried."""
     parameters: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
     kind, reason = type(optimizer).__name__, ""
-    if has_own_flags(optimizer):
+    if any(map(has_flags, (*optimizer.param_groups, optimizer.defaults))):
         reason = "its flags foreach and fused are set already"
-    elif any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
-        reason = "it is differentiable or capturable"
+    elif not all(map(has_plain_options, optimizer.param_groups)):
+        reason = "it is differentiable or capturable, or an option is a tensor"
     elif any(type(each) not in (Tensor, nn.Parameter) or not each.is_floating_point() for each in parameters):
         reason = "a parameter is sharded or has no floating-point numbers"
     elif not all(map(is_dense, parameters)):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..verification import Tolerance, distance, rounding
-from .forms import set_flags
+from .forms import set_form
 
 __all__ = ["deviation", "stepping"]
 
@@ -88,7 +88,7 @@ def _optimizer(like: Optimizer, groups: Sequence[Group], form: str) -> Optimizer
     listed = [{**copy.deepcopy(options), "params": [nn.Parameter(t) for t in tensors]} for options, tensors in groups]
     make: Any = type(like)
     trial: Optimizer = make([group for group in listed if group["params"]])
-    set_flags(trial, form)
+    set_form(trial, form)
     return trial
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .changes import UnnotedChange, only_reading
 from .edit import Edit
 from .effects import handed_out, has_effects, writes, written_values
-from .inlining import obstacle_at, obstacle_to_inlining, unmet_guards
+from .inlining import lasting_guards, obstacle_at, obstacle_to_inlining, unmet_guards
 from .matching import Found, Held, Place, call_in
 from .patterns import Match, Pattern, anything, either, module, operation
 from .snapshot import Snapshot
@@ -24,6 +24,7 @@ __all__ = [
     "either",
     "handed_out",
     "has_effects",
+    "lasting_guards",
     "module",
     "obstacle_at",
     "obstacle_to_inlining",

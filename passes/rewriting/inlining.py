@@ -11,11 +11,12 @@ from torch.nn.utils import parametrize
 
 from ...compat import has_hooks
 from ...tracing.graphs import Capture, Specialization, WrappedRegion
-from ...tracing.guards import SELF, Attribute, Guard, Source, is_switch
+from ...tracing.guards import SELF, Argument, Attribute, Guard, Source, is_outside, is_switch
 from ...tracing.values import user_class
 from ..sites import VOLATILE, is_volatile
 
 __all__ = [
+    "lasting_guards",
     "obstacle_at",
     "obstacle_to_inlining",
     "unmet_guard",
@@ -58,6 +59,23 @@ def unmet_guards(module: nn.Module, specialization: Specialization, given: Mappi
     """Return all such conditions; see `unmet_guard`."""
     names = {"self": module, **given}
     return [g for g in specialization.guards if _may_change(g, module) or not g.holds(names)]
+
+
+def lasting_guards(module: nn.Module, specialization: Specialization, given: Mapping[str, Any]) -> list[Guard]:
+    """Return the conditions that whoever writes a captured module's graph out elsewhere has to go on asking there.
+
+    These are those that the call does not always meet, and all on what the module holds or on what is outside of it:
+    attributes of its children, of its class, globals. What constants among the arguments meet for ever is left out.
+    """
+    unmet = unmet_guards(module, specialization, given)
+    return [guard for guard in specialization.guards if guard in unmet or not _is_on_arguments_alone(guard)]
+
+
+def _is_on_arguments_alone(guard: Guard) -> bool:
+    sources = list(guard.sources())
+    return any(isinstance(each, Argument) for each in sources) and not any(
+        each == SELF or is_outside(each) for each in sources
+    )
 
 
 def _may_change(guard: Guard, module: nn.Module) -> bool:

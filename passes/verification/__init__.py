@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .analyses import CallSites, TensorOwners, TensorReads, found_in_graphs, is_on_meta
 from .compare import Tolerance, distance, form_problem, half_the_digits, rounding, scale_of
+from .demands import Verdict
 from .float64 import Float64Mode, double_defaults, narrow, widened
 from .inputs import jittered, perturbed_inputs, perturbed_state, smaller
 from .modes import depends_on_mode, modes_to_check
@@ -11,7 +12,7 @@ from .reference import Data, Reference, reference
 from .tape import Tape
 from .tolerances import gradients_within
 from .translation import MapState
-from .verify import Verdict, verify
+from .verify import verify
 from .whole_model import Original, Simulation
 
 __all__ = [

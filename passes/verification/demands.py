@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
@@ -16,6 +17,7 @@ from .trial import Run
 
 __all__ = [
     "TooFar",
+    "Verdict",
     "check_attachment",
     "check_bits",
     "check_drift",
@@ -53,6 +55,30 @@ class TooFar(Objection):
     def __init__(self, message: str, error: float) -> None:
         super().__init__(message)
         self.error = error
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification found.
+
+    Attributes:
+        ok: whether the rewrite keeps its promise.
+        reason: a sentence that says what is wrong, or "".
+        meaning_error: the largest difference between the exact runs, relative to the scale of what differs.
+        precision_error: the largest error of the rewritten module in its own types, likewise.
+        checked_in: "float64", or the narrower type that had to do.
+        is_rounded: whether the rewritten module holds new tensors, computed in its own types: then the exact runs are
+            no better than that.
+        jump: the largest error of gradients beyond the budget, as those of the original move, too.
+    """
+
+    ok: bool
+    reason: str
+    meaning_error: float = 0.0
+    precision_error: float = 0.0
+    checked_in: str = "float64"
+    is_rounded: bool = False
+    jump: float = 0.0
 
 
 def check_structure(before: Run, after: Run) -> None:

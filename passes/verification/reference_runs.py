@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...tracing.values import Arguments, flatten
 from .float64 import Float64Mode
+from .inputs import jittered
 from .stage import Stage
 from .tape import Tape
 from .trial import Kept, Run, Trial
@@ -103,6 +104,15 @@ class ReferenceRuns:
     def native(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
         """Run in the module's own types, random draws from the tape."""
         return self._trial(None, None).run(arguments, state)
+
+    def around(
+        self, arguments: Arguments, state: Mapping[str, Tensor], step: float, count: int, *,
+        native: bool = False, second: bool = False,
+    ) -> Iterator[Run]:  # fmt: skip
+        """Run on inputs and state that are off by `step`: what the module means is what they mean."""
+        for number in range(count):
+            near, values = jittered((arguments, dict(state)), step, None if native else self.wide, number)
+            yield self.native(near, values) if native else self.exact(near, values, like=arguments, second=second)
 
     def served(
         self, calls: Sequence[Arguments], state: Mapping[str, Tensor], untaken: set[int] | None = None

@@ -93,10 +93,18 @@ class Tolerances:
         measured: its samples.
         is_rounded: whether the rewritten module holds new tensors, which were computed in its own types: then its exact
             runs cannot be better than that.
+        least: by label, what the rewritten module may err by in its own types, whatever the original does.
     """
 
-    def __init__(self, reference: Reference, measured: Sequence[Measured], *, is_rounded: bool) -> None:
-        self.reference, self.is_rounded = reference, is_rounded
+    def __init__(
+        self,
+        reference: Reference,
+        measured: Sequence[Measured],
+        *,
+        is_rounded: bool,
+        least: Mapping[str, Tolerance] | None = None,
+    ) -> None:
+        self.reference, self.is_rounded, self._least = reference, is_rounded, least or {}
         wide = epsilon_of(reference.wide)
         self.wide_epsilon = reference.native_epsilon if wide is None else wide
         self._exact, self._native = _Seen(), _Seen()
@@ -118,6 +126,15 @@ class Tolerances:
             self._native.note(label, moved / scale if scale else 0.0, places)
             if _is_float(exact[label]):
                 self._exact.note(label, moved * shrink if self.native_is_coarser else 0.0)
+
+    def learn_jumps(self, exact: Quantities, other: Quantities) -> None:
+        """Note how far gradients of `other`, with more noise than rounding makes, are from `exact`.
+
+        One ReLU on its other side moves gradients as far as it does, however little noise it took.
+        """
+        for label, (scale, _) in _scales(exact).items():
+            if is_gradient(label) and scale:
+                self._native.note(label, _moved(exact[label], other.get(label))[0] / scale)
 
     def learn_exact(self, exact: Quantities, other: Quantities) -> None:
         """Note how far `other`, an exact run with the last bits of its inputs changed, is from `exact`."""
@@ -164,9 +181,12 @@ class Tolerances:
         return {
             label: Tolerance(
                 least.relative,
-                least.absolute * scale
-                + self._share(sample, label, typical) * max(scale, 1e-6 * around)
-                + self._cancelled(sample, label, scale, around),
+                max(
+                    self._least[label].absolute if label in self._least else 0.0,
+                    least.absolute * scale
+                    + self._share(sample, label, typical) * max(scale, 1e-6 * around)
+                    + self._cancelled(sample, label, scale, around),
+                ),
                 self._unit(label, scale, around),
                 _FLIPS_FACTOR * self._native.places.get(label, 0),
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from ...errors import GuardError
 from ..sites import Numerics
+from .compare import Tolerance
 from .demands import (
+    TooFar,
+    Verdict,
     check_attachment,
     check_bits,
     check_drift,
@@ -31,7 +34,7 @@ from .demands import (
     overflowing_alike,
     results_in,
 )
-from .inputs import Asked, ServedCall, jittered
+from .inputs import Asked, ServedCall
 from .reference import Data, Reference, Sample, reference
 from .stage import Stage
 from .tolerances import Measured, Tolerances, within
@@ -46,29 +49,11 @@ _ECHOES = 4
 _PROBES = 8
 """How often a module that seems to be wrong is run again, to learn what rounding does to it."""
 
+_UNITS = 4.0
+"""How many units in the last place inputs and state are off then."""
 
-@dataclass(frozen=True)
-class Verdict:
-    """What verification found.
-
-    Attributes:
-        ok: whether the rewrite keeps its promise.
-        reason: a sentence that says what is wrong, or "".
-        meaning_error: the largest difference between the exact runs, relative to the scale of what differs.
-        precision_error: the largest error of the rewritten module in its own types, likewise.
-        checked_in: "float64", or the narrower type that had to do.
-        is_rounded: whether the rewritten module holds new tensors, computed in its own types: then the exact runs are
-            no better than that.
-        jump: the largest error of gradients beyond the budget, as those of the original move, too.
-    """
-
-    ok: bool
-    reason: str
-    meaning_error: float = 0.0
-    precision_error: float = 0.0
-    checked_in: str = "float64"
-    is_rounded: bool = False
-    jump: float = 0.0
+_MORE_UNITS = 32.0
+"""The same where only gradients are off: of few ReLUs that fall on the other side, none may have done so before."""
 
 
 def verify(
@@ -79,6 +64,7 @@ def verify(
     numerics: Numerics = Numerics.REASSOCIATED,
     budget: float = 0.05,
     keeps_form: bool = True,
+    least: Mapping[str, Tolerance] | None = None,
 ) -> Verdict:
     """Compare a rewritten module with the `reference` that was taken before.
 
@@ -95,8 +81,9 @@ def verify(
             the round trip, and results keep their form.
         budget: the error that `APPROXIMATE` allows, relative to the scale of each tensor; see `within`.
         keeps_form: whether the results of `SEMANTIC` keep their shapes and types.
+        least: by label, what the rewritten module may err by in its own types, whatever the original does.
     """
-    check = _Check(reference, Stage(module), map_state, numerics, budget, keeps_form)
+    check = _Check(reference, Stage(module), map_state, numerics, budget, keeps_form, least)
     try:
         check.run()
     except Objection as objection:
@@ -115,7 +102,9 @@ class _Check:
         numerics: Numerics,
         budget: float,
         keeps_form: bool,
+        least: Mapping[str, Tolerance] | None,
     ) -> None:
+        self.least = least
         self.reference, self.after, self.numerics, self.budget = reference, after, numerics, budget
         self.map_state, self.keeps_form = map_state, keeps_form
         self.keeps_meaning = numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
@@ -146,7 +135,7 @@ class _Check:
         wanted = self._wanted(translation)
         samples = [sample for sample in self.reference.samples if sample.data in wanted]
         measured = [_measured(sample, translation) for sample in samples]
-        tolerances = Tolerances(self.reference, measured, is_rounded=translation.is_rounded)
+        tolerances = Tolerances(self.reference, measured, is_rounded=self.is_rounded, least=self.least)
         for sample, before in zip(samples, measured, strict=True):
             with _derived(sample):
                 self._sample(sample, before, translation, tolerances)
@@ -278,8 +267,14 @@ class _Check:
             if exact is None:
                 error = error_around(expected, found, self.budget)
                 yield from self._learn_response(sample, before, error, tolerances)
-            for run in self._jittered(sample, state, 4 * self.reference.native_epsilon, _PROBES if exact else 0):
-                yield tolerances.learn_native(_quantities(exact or run), _quantities(run))
+                return
+            for run in self._rounded(sample, state, _UNITS):
+                yield tolerances.learn_native(_quantities(exact), run)
+            results = {label: value for label, value in expected.items() if not is_gradient(label)}
+            with suppress(TooFar):
+                largest_gap(results, found, tolerances.for_precision(before), "", fewer_infinities=True)
+                for run in self._rounded(sample, state, _MORE_UNITS):
+                    yield tolerances.learn_jumps(_quantities(exact), run)
 
         error, objection = judged(judge, learn)
         if budget is not None and objection is None:
@@ -296,9 +291,7 @@ class _Check:
         runs, translation = self.reference.original, Translation(self.reference, self.after, self.map_state)
         if runs is None or not error:
             return
-        for number in range(_PROBES):
-            arguments, state = jittered((sample.arguments, dict(sample.state)), error, runs.wide, number)
-            run = runs.exact(arguments, state, like=sample.arguments)
+        for run in runs.around(sample.arguments, sample.state, error, _PROBES):
             yield tolerances.learn_response(before.exact, translation.quantities(run, sample.state))
 
     def _drift(
@@ -352,7 +345,7 @@ class _Check:
 
         def learn() -> Iterator[None]:
             exact = _quantities(self._exact(sample, self.after.state))
-            for run in self._jittered(sample, self.after.state, 4 * self.reference.native_epsilon, _PROBES):
+            for run in self._jittered(sample, self.after.state, _UNITS * self.reference.native_epsilon, _PROBES):
                 yield tolerances.learn_native(exact, _quantities(run))
 
         objection = judged(judge, learn)[1]
@@ -360,11 +353,17 @@ class _Check:
             raise objection
 
     def _jittered(self, sample: Sample, state: Mapping[str, Tensor], step: float, count: int) -> Iterator[Run]:
-        """Run the rewritten module on inputs and state that are off by `step`; what it means is what they mean."""
-        for number in range(count):
-            arguments, values = jittered((sample.arguments, dict(state)), step, self.runs.wide, number)
-            second = sample.data is Data.SECOND
-            yield self.runs.exact(arguments, values, like=sample.arguments, second=second)
+        """Run the rewritten module on inputs and state that are off by `step`."""
+        return self.runs.around(sample.arguments, state, step, count, second=sample.data is Data.SECOND)
+
+    def _rounded(self, sample: Sample, state: Mapping[str, Tensor], units: float) -> Iterator[Quantities]:
+        """Yield what a few units of rounding make: in its own types where the original can run, else exactly."""
+        step, runs = units * self.reference.native_epsilon, self.reference.original
+        if runs is None:
+            return map(_quantities, self._jittered(sample, state, step, _PROBES))
+        translation = Translation(self.reference, self.after, self.map_state)
+        near = runs.around(sample.arguments, sample.state, step, _PROBES, native=True)
+        return (translation.quantities(run, sample.state) for run in near)
 
     def _stream(self, sample: Sample, before: Run, translation: Translation) -> None:
         """Compare runs on the plain random stream, and how far each has advanced it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -87,6 +88,27 @@ def test_refuses_graphs_that_write() -> None:
     (reason,) = [d.reason for d in fxopt.plan(fast).decisions]
     assert re.fullmatch(r"'add_' at \w+\.py:\d+ may write in place, so equal expressions may differ", reason)
     torch.testing.assert_close(fast(x), model(x))
+
+
+class RepeatsSizes(nn.Module):
+    """Repeat reads of sizes and, where it is to, a result of them."""
+
+    def __init__(self, *, computes: bool) -> None:
+        super().__init__()
+        self.computes = computes
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = x.shape[0], x.shape[1]
+        first = x.view(x.shape[0], x.shape[1], 1)
+        return first + (x.view(rows, columns, 1).sin() if self.computes else x.sum())
+
+
+@pytest.mark.parametrize("computes", [False, True])
+def test_sizes_alone_are_not_worth_a_rewrite(computes: bool) -> None:
+    model, x = RepeatsSizes(computes=computes), torch.randn(3, 4)
+    fast = merged(model, x)
+    assert [decision.status for decision in fxopt.plan(fast).decisions] == ["applied"] * computes
+    assert_equivalent(model, fast, (torch.randn(5, 2),))
 
 
 def test_two_outputs_stay_two_tensors() -> None:

@@ -131,6 +131,11 @@ class Capture:
         """Return the plain attributes whose values are part of a graph: setting one drops that graph."""
         return frozenset(name for specialization in self.specializations for name in specialization.reads)
 
+    @property
+    def is_whole(self) -> bool:
+        """Say whether none of the graphs was dropped after capture, and there is one."""
+        return bool(self.specializations) and not self.dropped
+
     def forget_derived(self) -> None:
         """Let the tensors that rewritten graphs derive from others be made anew."""
         for node in (node for each in self.specializations if self.rewritten for node in each.graph.nodes):

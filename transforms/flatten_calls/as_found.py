@@ -16,7 +16,7 @@ from ...compat import REGISTERS, has_hooks, own_children
 from ...compat_calls import hooks_of, hooks_of_all
 from ...tracing.graphs import capture_of
 from ...tracing.guards import NOT_HELD
-from ...tracing.values import Absent, user_class
+from ...tracing.values import Absent, is_plain_structure, user_class
 
 __all__ = ["AsFound", "Opened"]
 
@@ -51,13 +51,18 @@ class Opened:
     @classmethod
     def captured(cls, path: str, module: nn.Module, reads: Iterable[str]) -> Opened:
         """Return what a module is now, whose graph was written out, which was made for some attributes."""
-        return cls(path, user_class(type(module)), (), True, tuple(reads), _without(module), _count(module))
+        reads = tuple(reads)
+        plain = tuple(
+            (name, vars(module)[name]) for name in reads if is_plain_structure(vars(module).get(name, Absent))
+        )
+        settings = tuple((name, _kept(value)) for name, value in plain)
+        return cls(path, user_class(type(module)), settings, True, reads, _without(module), _count(module))
 
     def with_setting(self, name: str, value: Any) -> Opened:
         """Return it with one more attribute whose value was written out."""
         settings = (*self.settings, (name, value))
         reads = self.reads if name in self.reads else (*self.reads, name)
-        return self if (name, value) in self.settings else replace(self, settings=settings, reads=reads)
+        return self if name in _names(self.settings) else replace(self, settings=settings, reads=reads)
 
 
 def _names(settings: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
@@ -79,7 +84,7 @@ class _Noted:
 
     Attributes:
         hooks: the registries of all their hooks, and those of all modules.
-        places, names, values: entries of dictionaries, and what is there: children and settings.
+        places, names, values, types: entries of dictionaries, what is there (children and settings), and its types.
         registries, sizes: the modules' dictionaries of attributes and of children, and how many entries they have.
         modules, kinds: the modules and their classes.
         is_right: whether that is what it was when the calls were written out.
@@ -89,6 +94,7 @@ class _Noted:
     places: list[dict[str, Any]]
     names: list[str]
     values: list[Any]
+    types: list[type]
     registries: list[dict[str, Any]]
     sizes: list[int]
     modules: list[nn.Module]
@@ -118,12 +124,14 @@ class AsFound:
             return False  # compilers see the modules
         known = self._known.get(id(module))
         if known is not None:
-            hooks, places, names, values, registries, sizes, modules, kinds, is_right, _ = known
+            hooks, places, names, values, types, registries, sizes, modules, kinds, is_right, _ = known
             if any(hooks):
                 return False
             try:
+                held = [*map(getitem, places, names)]
                 if (
-                    [*map(getitem, places, names)] == values
+                    held == values
+                    and [*map(type, held)] == types
                     and [*map(len, registries)] == sizes
                     and [*map(type, modules)] == kinds
                 ):
@@ -164,8 +172,8 @@ class AsFound:
         parents = [cast("dict[str, Any]", own_children(each)) for each in (module, *modules)]
         registries = [*map(vars, modules), *(children for children in parents if children)]
         return _Noted(
-            (*hooks, *hooks_of_all()), places, names, values, registries, [*map(len, registries)], modules,
-            [*map(type, modules)], is_right,
+            (*hooks, *hooks_of_all()), places, names, values, [*map(type, values)], registries, [*map(len, registries)],
+            modules, [*map(type, modules)], is_right,
         )  # fmt: skip
 
     def __eq__(self, other: object) -> bool:
@@ -192,9 +200,14 @@ def _is_as_found(module: nn.Module, opened: Opened) -> bool:
     if any(vars(module)[register].get(name) is not None for register in REGISTERS for name in opened.without):
         return False
     capture = capture_of(module) if opened.has_graph else None
-    if opened.has_graph and (capture is None or capture.dropped):
+    if opened.has_graph and (capture is None or not capture.is_whole):
         return False
-    return all(vars(module).get(name, Absent) == value for name, value in opened.settings)
+    return all(_is_same(vars(module).get(name, Absent), value) for name, value in opened.settings)
+
+
+def _is_same(now: Any, then: Any) -> bool:
+    """Say whether plain values are the same; `==` takes 1, 1.0 and True for one."""
+    return now is then or (type(now) is type(then) and now == then and repr(now) == repr(then))
 
 
 def _kept(value: Any) -> Any:

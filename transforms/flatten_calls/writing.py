@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...compat import own_buffers, own_children, own_parameters
 from ...layers.packed import keep_narrow
-from ...passes.rewriting import obstacle_at, unmet_guards, writes
+from ...passes.rewriting import lasting_guards, obstacle_at, writes
 from ...tracing.graphs import Capture, Region, Specialization, capture_of
 from ...tracing.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require
 from ...tracing.program import Program
@@ -209,9 +209,9 @@ class _Writer:
         if len(fitting) != 1 or not self._may_restart(fitting[0].graph):
             return None
         inputs = _received(fitting[0], given)
-        unmet = unmet_guards(module, fitting[0], given)
         result = fitting[0].graph.output_node().args[0]
-        asked = {guard: self._of_owner(guard, path, given) for guard in unmet}
+        lasting = lasting_guards(module, fitting[0], given)
+        asked = {guard: self._of_owner(guard, path, given) for guard in lasting}
         sizes = {size_asked(guard, given): guard.reason for guard, over in asked.items() if over is None}
         if inputs is None or None in sizes or not isinstance(result, (fx.Node, tuple)):
             return None

@@ -19,15 +19,27 @@ from ...tracing.program import Program
 from ...tracing.values import TensorMeta, qualified, user_class
 from .own_forward import tail_of
 
-__all__ = ["TRANSPOSED", "Call", "Pair", "dimensions_wanted", "has_own_forward", "obstacles", "pairs_in"]
+__all__ = [
+    "LAYERS",
+    "TRANSPOSED",
+    "Call",
+    "Pair",
+    "dimensions_wanted",
+    "evaluated",
+    "has_own_forward",
+    "obstacles",
+    "pairs_in",
+]
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LAYERS: Mapping[type[nn.Module], tuple[type[nn.Module], ...]] = {
+LAYERS: Mapping[type[nn.Module], tuple[type[nn.Module], ...]] = {
     nn.BatchNorm1d: (nn.Linear, nn.Conv1d, nn.ConvTranspose1d),
     nn.BatchNorm2d: (nn.Conv2d, nn.ConvTranspose2d),
     nn.BatchNorm3d: (nn.Conv3d, nn.ConvTranspose3d),
 }
-_KNOWN = frozenset((*SYNCHRONIZED.values(), *_LAYERS, *(layer for layers in _LAYERS.values() for layer in layers)))
+"""Kind of norm -> the layers that it can be folded into."""
+
+_KNOWN = frozenset((*SYNCHRONIZED.values(), *LAYERS, *(layer for layers in LAYERS.values() for layer in layers)))
 _DIMENSIONS: Mapping[type[nn.Module], int] = {nn.Linear: 2, nn.Conv1d: 3, nn.ConvTranspose1d: 3}
 """What the output must have where the norm takes several; with fewer or more it would norm another dimension."""
 
@@ -80,7 +92,7 @@ class Pair:
 
 def pairs_in(program: Program) -> list[Pair]:
     """Return every pair in a program."""
-    if not any(isinstance(module, tuple(_LAYERS)) for module in program.names.distinct):
+    if not any(isinstance(module, tuple(LAYERS)) for module in program.names.distinct):
         return []  # most ensembles: their many graphs need not be gone through
     return [pair for owner in program.captures for pair in _pairs(program, owner)]
 
@@ -103,20 +115,20 @@ def obstacles(
 
 def _pairs(program: Program, owner: str) -> Sequence[Pair]:
     found: dict[tuple[str, str], Pair] = {}
-    for number, specialization in _evaluated(program, owner):
+    for number, specialization in evaluated(program, owner):
         for node in specialization.graph.find_nodes(op="call_module"):
             if len(node.all_input_nodes) != 1 or node.all_input_nodes[0].op != "call_module":
                 continue
             call = Call(number, node.all_input_nodes[0], node)
             layer, norm = (program.callee(owner, n) for n in (call.layer, call.norm))
-            if any(isinstance(norm, kind) and isinstance(layer, layers) for kind, layers in _LAYERS.items()):
+            if any(isinstance(norm, kind) and isinstance(layer, layers) for kind, layers in LAYERS.items()):
                 names = str(call.layer.target), str(call.norm.target)
                 pair = found.setdefault(names, Pair(owner, *names, layer, cast("nn.BatchNorm1d", norm)))
                 pair.calls.append(call)
     return list(found.values())
 
 
-def _evaluated(program: Program, owner: str) -> list[tuple[int, Specialization]]:
+def evaluated(program: Program, owner: str) -> list[tuple[int, Specialization]]:
     """Return the graphs of a module that can run in evaluation mode, with their numbers."""
     module = program.module(owner)
     return [item for item in enumerate(required_capture(module).specializations) if item[1].runs_in_mode(module)]
@@ -181,7 +193,7 @@ def _obstacle_in_calls(pair: Pair, program: Program) -> str | None:
         return f"the {pair.layer_kind} is called with more than one argument"
     if any(len(call.layer.users) > 1 for call in pair.calls):
         return f"the {pair.layer_kind}'s output is read elsewhere too"
-    graphs = _evaluated(program, pair.owner)
+    graphs = evaluated(program, pair.owner)
     nodes = {node for call in pair.calls for node in (call.layer, call.norm)}
     for what, module in pair.both:
         if program.analyses[CallSites].count(module) > 1:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ...compat import own_parameters, padding_around
+from ...compat import own_buffers, own_parameters, padding_around
 from ...layers.masked import gone_attribute, gone_of
 from ...layers.members import seal, written_out
 from ...operators import info_of, operator_info, operator_of_module
@@ -19,9 +19,11 @@ from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
 from .arithmetic import Fold
+from .checking import fault
 from .dimensions import expect_dimensions
 from .find import TRANSPOSED, Call, Pair, dimensions_wanted, has_own_forward, obstacles, pairs_in
 from .own_forward import Tail, tail_of
+from .unfolded import unfolded
 
 __all__ = ["FoldBatchnorm"]
 
@@ -39,18 +41,22 @@ class FoldBatchnorm(Pass):
     What a batch norm of a subclass computes behind the norm, dropout and an activation, is computed behind the layer.
     A layer that `prune` has masked is folded with its zeros, and follows its masks.
     Refuses: a convolution or batch norm that is called, tied or read elsewhere too, or has hooks or parametrizations;
-        a batch norm in training mode or without running statistics; a linear whose output has more than two dimensions.
+        a batch norm in training mode or without running statistics; a linear whose output has more than two dimensions;
+        calls of `F.batch_norm` in the forward of a module that is no batch norm, and norms before a layer.
     """
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.SPEED
     phase: ClassVar[Phase] = Phase.EVAL
+    judges_itself: ClassVar[bool] = True  # one of many norms gains less than can be measured: the whole model tells
     # In a fused ensemble the members' convolutions are one function call, with nothing left to fold into.
     before: ClassVar[tuple[str, ...]] = ("fuse_ensembles",)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         pairs = pairs_in(program)
         reasons = obstacles(pairs, program, tails=True)
+        reasons |= _faults([pair for pair in pairs if pair not in reasons], program)
+        yield from unfolded(program, {pair.norm for pair in pairs})
         sound: dict[str, list[Pair]] = {}
         for pair in pairs:
             if pair in reasons:
@@ -88,6 +94,23 @@ class FoldBatchnorm(Pass):
                 edit.hold_in_evaluation(sorted(names))
 
 
+def _faults(pairs: Sequence[Pair], program: Program) -> dict[Pair, str]:
+    """Return how far off folds are that are wrong in float64."""
+    if program.replaying:
+        return {}
+    found = ((pair, _fault(pair)) for pair in pairs)
+    return {pair: reason for pair, reason in found if reason}
+
+
+def _fault(pair: Pair) -> str:
+    fold = _fold_of(pair.layer, pair.norm)
+    norm = {**own_parameters(pair.norm), **own_buffers(pair.norm)}
+    layer = {**own_parameters(pair.layer), **own_buffers(pair.layer)}
+    tensors = [layer[name] for name in fold.layer_tensors] + [norm[name] for name in fold.norm_tensors]
+    gone = [gone_of(pair.layer)[name] for name in fold.masked]
+    return fault(pair.layer, pair.norm, fold, [each for each in (*tensors, *gone) if each is not None])
+
+
 def _fold(call: Call, edit: Edit) -> None:
     program, owner = edit.program, edit.site.owner
     layer, norm = program.callee(owner, call.layer), program.callee(owner, call.norm)
@@ -110,8 +133,9 @@ def _behind(norm: nn.BatchNorm1d, call: Call, folded: fx.Node, edit: Edit) -> fx
     tail = tail_of(norm) if has_own_forward(norm) else None
     if not isinstance(tail, Tail):
         return folded
-    if tail.dimensions is not None:
-        _expect_dimensions(_source_of_dimensions(folded, edit.program, edit.site.owner), tail.dimensions, edit)
+    # Unlike that of torch, a forward of the user's may take an input without a batch, and norm another dimension.
+    wanted = tail.dimensions or _batched_dimensions(edit.program.callee(edit.site.owner, call.layer))
+    _expect_dimensions(_source_of_dimensions(folded, edit.program, edit.site.owner), wanted, edit)
     written: dict[fx.Node, Any] = {tail.start: folded, **dict.fromkeys(tail.flags, False)}
     for node in tail.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), written.__getitem__)
@@ -120,6 +144,11 @@ def _behind(norm: nn.BatchNorm1d, call: Call, folded: fx.Node, edit: Edit) -> fx
         written[node] = edit.call(target, *args, before=call.norm, **kwargs)
         written[node].meta.update({key: node.meta[key] for key in ("val", "source") if key in node.meta})
     return written[tail.nodes[-1] if tail.nodes else tail.start]
+
+
+def _batched_dimensions(layer: nn.Module) -> int:
+    """Return how many dimensions a layer gives where the second is its channels."""
+    return 2 if isinstance(layer, nn.Linear) else len(cast("nn.Conv2d", layer).kernel_size) + 2
 
 
 def _fold_of(layer: nn.Module, norm: nn.BatchNorm1d) -> Fold:

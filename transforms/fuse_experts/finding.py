@@ -60,17 +60,25 @@ def mixture_at(program: Program, owner: str) -> Mixture:
 
 def _looked_at(program: Program, names: list[str]) -> list[tuple[str, Mixture | str | None]]:
     """Look for a mixture in each of some modules; what has one inside of it is not looked at itself."""
-    if not names or not program.inputs:
-        return []
-    modules = {name: program.module(name) for name in names}
+    modules = {name: module for name in names if not _has_layers_only(module := program.module(name))}
+    if not modules or not program.inputs:
+        return [(name, None) for name in names]
     calls = program.recording(list(modules.values())).calls
     found: dict[str, Mixture | str | None] = {}
     with unrolling(program) as unroller:
-        for name in sorted(names, key=lambda name: -name.count(".") if name else 1):
+        for name in sorted(modules, key=lambda name: -name.count(".") if name else 1):
             inside = [other for other, what in found.items() if what is not None and f"{other}.".startswith(f"{name}.")]
             if calls.get(modules[name]) and not (inside or (not name and any(found.values()))):
                 found[name] = _Reader(program, name, max(calls[modules[name]], key=_size), unroller).read()
     return [(name, found.get(name)) for name in names]
+
+
+def _has_layers_only(module: nn.Module) -> bool:
+    """Say whether what looks like experts is called one after another, as its graph shows."""
+    if capture_of(module) is None or _has_stacks(module):
+        return False
+    graphs = [each.graph for each in required_capture(module).specializations]
+    return not any(find_sources(module, graph, {}) for graph in graphs)
 
 
 def _size(call: Call) -> int:
@@ -87,8 +95,6 @@ class _Reader:
 
     def read(self) -> Mixture | str | None:
         reason = None
-        if self._has_layers_only():
-            return None
         if not self._is_opaque and any(_groups(each.graph) for each in required_capture(self.module).specializations):
             return "its experts are multiplied together already (grouped_mm)"
         for opened in self._openings():
@@ -101,13 +107,6 @@ class _Reader:
             except _NoLoopError:
                 continue
         return reason
-
-    def _has_layers_only(self) -> bool:
-        """Say whether what looks like experts is called one after another, as its graph shows."""
-        if self._is_opaque or _has_stacks(self.module):
-            return False
-        graphs = [each.graph for each in required_capture(self.module).specializations]
-        return not any(find_sources(self.module, graph, {}) for graph in graphs)
 
     @property
     def _is_opaque(self) -> bool:

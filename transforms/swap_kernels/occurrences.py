@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any, cast
@@ -16,6 +16,8 @@ from ...cuda_ops import Kernel
 from ...errors import UsageError
 from ...layers.members import seal, written_out
 from ...passes.rewriting import Edit, Found, Held
+from ...tracing.graphs import Specialization, required_capture
+from ...tracing.guards import Guard, Method, Truth
 from ...tracing.program import Program
 from ...tracing.values import TensorMeta, meta_of
 from .spelled import is_cast, uncast
@@ -80,6 +82,7 @@ class Occurrence:
             known = zip(made, self._tried(), dtypes, strict=False)
             new = [proxy if tried.dtype == dtype else proxy.to(dtype) for proxy, tried, dtype in known]
         self._ask_operands(edit)
+        edit.hold_where(list(self._guards(required_capture(edit.owner).specializations[edit.site.specialization])))
         calls = [str(node.target) for node in self.covered if node.op == "call_module"]
         for path, names in written_out(edit.owner, calls).items():
             module = edit.owner.get_submodule(path)
@@ -92,6 +95,14 @@ class Occurrence:
                 edit.graph.erase_node(proxy.node)
         for node in set(edit.graph.nodes) - before:
             edit.sign(node)
+
+    def _guards(self, specialization: Specialization) -> Iterator[Guard]:
+        """Yield what makes a call the original's, where an argument that holds integers holds probabilities, say."""
+        for name in self._tensors:
+            given = _argument(self.found.names[name]) if name in self.found.names else None
+            if given is not None and not self._tensors[name].dtype.is_floating_point:
+                source = Method(specialization.argument(given), "is_floating_point", ())
+                yield Guard(source, Truth(False), f"{self.kernel.name} takes integers there")
 
     # -- results ---------------------------------------------------------------------------------------------------
 
@@ -190,6 +201,13 @@ class Occurrence:
         node = self.found.names[name]
         moved = node.op == "get_attr" and self.second is not None  # it may come after the place of the call
         return graph.get_attr(str(node.target)) if moved else node
+
+
+def _argument(node: fx.Node) -> fx.Node | None:
+    """Return the argument of a graph that a node is a view, a part or a cast of."""
+    while node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node if node.op == "placeholder" and isinstance(node.meta.get("val"), TensorMeta) else None
 
 
 def _several(results: Any) -> tuple[Any, ...]:

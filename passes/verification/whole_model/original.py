@@ -14,6 +14,7 @@ from ....tracing.values import Arguments, Inputs, flatten, map_tensors
 from ..compare import Tolerance
 from ..demands import (
     TooFar,
+    Verdict,
     check_attachment,
     check_form,
     check_same_quantities,
@@ -29,7 +30,7 @@ from ..stage import Stage
 from ..tolerances import beside_neighbours, is_drowned, learn_response, within
 from ..translation import MapState, Objection, Quantities, Translation, quantities
 from ..trial import Kept, Run, Trial
-from ..verify import Verdict, verify
+from ..verify import verify
 from .steady import SteadyDraws
 
 __all__ = ["Original"]
@@ -244,7 +245,7 @@ class Original:
             try:
                 error = largest_gap(before, found, _close(before), where)
             except TooFar:
-                error = self._looked_at_closely(sample, after.module, translation)
+                error = self._looked_at_closely(sample, after.module, translation, _close(before))
         return None if run.missed and not sample.is_given else error
 
     def _within(
@@ -269,8 +270,10 @@ class Original:
                 return largest_gap(before, found, within(before, budget, responses), where)
         return largest_gap(before, found, within(before, budget, responses), where)
 
-    def _looked_at_closely(self, sample: _Sample, model: nn.Module, translation: Translation) -> float | None:
-        """Compare in float64, and in the own types with it; None where a derived call drowns in rounding there.
+    def _looked_at_closely(
+        self, sample: _Sample, model: nn.Module, translation: Translation, close: Mapping[str, Tolerance]
+    ) -> float | None:
+        """Compare in float64, and in the own types what is not `close`; None where a derived call drowns in rounding.
 
         A norm over the few values of a smaller call may give gradients that are rounding alone: of such a call only
         float64 tells, and how exact the model is in its own types is for the examples to say.
@@ -281,11 +284,12 @@ class Original:
             if number not in self._exact:
                 self._exact[number] = reference(
                     self.model, [call], training=self.training,
-                    gradients=self.gradients and sample.gradients, seed=self.seed, brief=True, whole=True,
+                    gradients=self.gradients and sample.gradients, seed=self.seed, brief=True, whole=True, lasting=True,
                 )  # fmt: skip
             known = self._exact[number]
             drowns = not sample.is_given and _drowns(known)
-            verdict = verify(_in_float64_alone(known) if drowns else known, model, map_state=translation.map_state)
+            known = _in_float64_alone(known) if drowns else known
+            verdict = verify(known, model, map_state=translation.map_state, least=close)
         if not verdict.ok:
             raise TooFar(f"{verdict.reason}, in the whole model", max(verdict.meaning_error, verdict.precision_error))
         return None if drowns else verdict.precision_error

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from ....tracing.values import Inputs
+from ..demands import Verdict
 from ..reference import Reference, reference
 from ..translation import MapState
-from ..verify import Verdict, verify
+from ..verify import verify
 from .steady import SteadyDraws
 
 __all__ = ["Simulation"]

@@ -440,6 +440,26 @@ def test_kinks_and_chaos_are_no_mistakes(
     assert not judge(before, after, x).ok
 
 
+def test_one_kink_among_many_places_is_no_mistake() -> None:
+    """Of 64 rows one is close to a ReLU's kink: little noise leaves it there, but one rounding does not."""
+    torch.manual_seed(0)
+    x, w = normal(64, 256), normal(256)
+    sums = (x * w).sum(-1)
+    lost = sums - (sums + 1024.0 - 1024.0)
+    row = int(lost.argmax())
+    start = sums - 5.0
+    start[row] = sums[row] - 0.7 * lost[row]
+    before = Lambda(lambda m, x: torch.relu((x * m.w).sum(-1) - m.start), w=w, start=start)
+    after = rewritten(before, lambda m, x: torch.relu((x * m.w).sum(-1) + 1024.0 - 1024.0 - m.start))
+    gone = [bool(model(x)[row] == 0) for model in (before, after)]
+    assert gone == [False, True]
+    verdict = judge(before, after, x)
+    assert verdict.ok, verdict.reason
+    assert verdict.precision_error > 1e-3
+    wrong = rewritten(before, lambda m, x: torch.relu((x * m.w).sum(-1) * (1 + 1e-7) + 1024.0 - 1024.0 - m.start))
+    assert not judge(before, wrong, x).ok
+
+
 def test_an_overflow_may_go_but_not_come() -> None:
     risky = Lambda(lambda m, x: (x * 300 * 300) / 300)
     safe = rewritten(risky, lambda m, x: x * 300)

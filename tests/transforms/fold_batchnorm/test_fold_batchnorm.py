@@ -409,6 +409,21 @@ def test_a_norm_before_the_convolution_is_left_alone() -> None:
     assert reasons(shaken(PreActivation())) == []
 
 
+class Functional(Block):
+    """Norms by the function, in a forward that is no batch norm's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm = self.norm
+        return F.batch_norm(self.layer(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
+
+
+def test_norms_that_stand_elsewhere_are_named() -> None:
+    before = shaken(nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 6, 3)))
+    assert reasons(before) == ["it stands before '1', and only norms behind a layer are folded"]
+    functional = shaken(Functional(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6)))
+    assert reasons(functional) == ["it is a call of F.batch_norm; give it a module, nn.BatchNorm, to fold it"]
+
+
 # -- 3. numerics, through real models ------------------------------------------------------------------------------
 
 
@@ -452,7 +467,7 @@ def test_verification_finds_a_fold_gone_wrong(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(arithmetic, "_shift", lambda wide: wide.mean if wide.bias is None else wide.bias + wide.mean)
     (decision,) = fxopt.plan(folded(block())).decisions
-    assert decision.status == "undone" and "differs" in decision.reason
+    assert decision.status == "refused" and "off by" in decision.reason
 
 
 def test_verification_computes_the_fold_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,7 +476,17 @@ def test_verification_computes_the_fold_exactly(monkeypatch: pytest.MonkeyPatch)
     right = fold._fold_of
     monkeypatch.setattr(fold, "_fold_of", lambda *args: replace(right(*args), eps=1e-5 + 1e-8))
     (decision,) = fxopt.plan(folded(block())).decisions
-    assert decision.status == "undone" and "float64" in decision.reason
+    assert decision.status == "refused" and "float64" in decision.reason
+
+
+def test_all_norms_of_a_deep_network_are_folded_however_short_the_time_budget() -> None:
+    torch.manual_seed(0)
+    model = shaken(nn.Sequential(*(Block(nn.Conv2d(3, 3, size), nn.BatchNorm2d(3)) for size in (1, 2, 3, 4, 5))))
+    x = torch.randn(2, 3, 16, 16)
+    fast = fxopt.optimize(model, "fold_batchnorm", example_inputs=x, time_budget=0.01)
+    assert applied(fast) == 5
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))
 
 
 # -- 4. shared blocks, modes, hooks outside ------------------------------------------------------------------------

@@ -156,6 +156,25 @@ def test_one_image_without_a_batch_is_refused_as_the_norm_does() -> None:
         network()(IMAGES[0])
 
 
+class Anything(nn.BatchNorm2d):
+    """It norms the second dimension of whatever comes in."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.relu(F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias))
+
+
+def test_one_image_as_high_as_there_are_channels_is_not_normed_by_another_dimension() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 9, 3, padding=1), Anything(9)).eval()
+    nn.init.normal_(model[1].running_mean)  # pyright: ignore[reportArgumentType]
+    fast = folded(model)
+    assert reasons(fast) == [""]
+    assert_equivalent(model, fast, IMAGES, training=False)
+    assert model(IMAGES[0]).shape == (9, 9, 9)
+    with pytest.raises(GuardError, match="4 dimensions"):
+        fast(IMAGES[0])
+
+
 def test_a_second_time_and_a_plan(tmp_path: Path) -> None:
     fast = folded(network())
     again = folded(fast)

@@ -101,6 +101,22 @@ def test_classes_in_eight_bits_are_taken_as_cross_entropy_takes_them():
     torch.testing.assert_close(fast(x, target.to(torch.uint8)), model(x, target.to(torch.uint8)))
 
 
+@pytest.mark.parametrize(("kind", "shape"), [(by_size, (10, CLASSES)), (classes_second, (2, CLASSES, 5))])
+def test_probabilities_of_classes_are_taken_by_the_original(kind: Callable[..., Tensor], shape: tuple[int, ...]):
+    model, (x, target) = Loss(kind), given()
+    fast, found = swapped(model, x, target)
+    assert found == ["linear_cross_entropy"]
+    probabilities = torch.randn(shape).softmax(1)
+    try:
+        expected = model(x, probabilities)
+    except (RuntimeError, ValueError) as error:
+        with pytest.raises(type(error)):
+            fast(x, probabilities)
+    else:
+        torch.testing.assert_close(fast(x, probabilities), expected)
+    torch.testing.assert_close(fast(x, target), model(x, target))
+
+
 def test_in_bfloat16_with_an_upcast_the_loss_is_float32():
     model, (x, target) = Loss(causal).bfloat16(), given()
     fast, found = swapped(model, x.bfloat16(), target)
