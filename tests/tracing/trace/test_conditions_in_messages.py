@@ -63,5 +63,9 @@ def test_a_warning_quotes_the_line_that_needs_a_value() -> None:
         Folds().eval(), "fuse_ensembles{lowering=bmm}", example_inputs=(torch.ones(2, 1, 8),), measure=False
     )
     with pytest.warns(fxopt.GuardWarning, match=r"'if h.shape\[1\] > 1' \(at test_conditions_in_messages.py:"):
-        for _ in range(20):
-            fast(torch.ones(2, 1, 3))
+        calls(fast, torch.ones(2, 1, 3))
+
+
+def calls(model: nn.Module, x: Tensor) -> None:
+    for _ in range(20):
+        model(x)
