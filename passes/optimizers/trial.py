@@ -42,7 +42,7 @@ def stepping(optimizer: Optimizer, form: str) -> Callable[[], object]:
     every = 1
     while every < len(sizes) and sum(size for size, *_ in sizes[::every]) > _ELEMENTS:
         every += 1
-    kept = {place for _, *place in sizes[-1::-every] for place in [tuple(place)]}
+    kept = {(at, n) for _, at, n in sizes[::-every]}
     parts = [
         (options, [tensor.clone() for n, tensor in enumerate(each) if (at, n) in kept])
         for at, (options, each) in enumerate(groups)

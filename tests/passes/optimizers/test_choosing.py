@@ -157,12 +157,20 @@ def with_options(kind: type[Optimizer], **options: Any) -> tuple[nn.Module, Opti
     return model, kind(model.parameters(), **options)
 
 
+<<<<<<< HEAD
+SET = "you set fused or foreach; leave both out to have the form chosen"
+REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, Optimizer]], str]] = {
+    "fused": (lambda: with_options(optim.Adam, fused=True), SET),
+    "not foreach": (lambda: with_options(optim.Adam, foreach=False), SET),
+    "differentiable": (lambda: with_options(optim.SGD, differentiable=True), "it is differentiable or capturable"),
+=======
 UNUSUAL = "it is differentiable or capturable, or an option is a tensor"
 REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, Optimizer]], str]] = {
     "fused": (lambda: with_options(optim.Adam, fused=True), "its flags foreach and fused are set already"),
     "not foreach": (lambda: with_options(optim.Adam, foreach=False), "its flags foreach and fused are set already"),
     "differentiable": (lambda: with_options(optim.SGD, differentiable=True), UNUSUAL),
     "rate": (lambda: with_options(optim.Adam, lr=torch.tensor(0.1)), UNUSUAL),
+>>>>>>> main
     "sparse": (of_sparse, "gradients of an embedding are sparse"),
     "complex": (
         lambda: (model := nn.Linear(2, 2, dtype=torch.complex64), optim.Adam(model.parameters())),
@@ -191,6 +199,28 @@ def test_a_parameter_that_is_a_part_of_other_memory_is_left_alone() -> None:
     model = nn.Linear(2, 4, bias=False)
     model.weight = nn.Parameter(torch.ones(4, 8)[:, ::4])
     assert choose_form(optim.Adam(model.parameters()), model).reason == "a parameter is a part of other memory"
+
+
+@pytest.mark.usefixtures("fused_wins")
+def test_steps_of_a_users_own_class_are_not_tried() -> None:
+    class Loud(optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            raise OSError("a step of a user's class was made on copies")
+
+    model = network()
+    choice = choose_form(Loud(model.parameters()), model)
+    assert choice.form == "" and choice.reason.startswith("Loud is no class of torch.optim itself")
+
+
+@pytest.mark.usefixtures("fused_wins")
+def test_why_no_form_could_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("no such kernel\nwith a long trace")
+
+    monkeypatch.setattr(choosing, "stepping", failing)
+    model = network()
+    choice = choose_form(optim.Adam(model.parameters()), model)
+    assert choice.reason == "its steps could not be tried: no such kernel"
 
 
 @pytest.mark.usefixtures("fused_wins")
