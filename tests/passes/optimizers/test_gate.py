@@ -213,6 +213,19 @@ def test_gradients_that_become_sparse(kind: str) -> None:
     assert_alike(model, plain)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "adagrad"])
+def test_a_model_that_is_channels_last_takes_fused_steps(kind: str) -> None:
+    model = network().to(memory_format=torch.channels_last)
+    optimizer = KINDS[kind](model.parameters())
+    set_form(optimizer, "fused")
+    plain = copy.deepcopy(model)
+    with Kernels() as kernels:
+        train(model, optimizer)
+    assert kernels.count == 2
+    train(plain, KINDS[kind](plain.parameters()))
+    assert_alike(model, plain)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_weights_in_another_precision_take_steps_as_without_a_form(dtype: torch.dtype) -> None:
     """The form was compared in another one, and moments that are there are of another kind."""
