@@ -65,6 +65,7 @@ __all__ = [
     "torch_functions_off",
     "transient_buffers",
     "version_of",
+    "wants_gradients",
     "written_arguments",
 ]
 
@@ -207,6 +208,11 @@ _dispatch_modes, _function_modes = _native._len_torch_dispatch_stack, _native._l
 _forward_ad, _is_cast = cast("Any", forward_ad), _native._is_any_autocast_enabled
 _is_compiling = torch.compiler.is_compiling
 _is_tracing, _transform = _native._is_tracing, _native._functorch.peek_interpreter_stack
+
+
+def wants_gradients(*tensors: Tensor | None) -> bool:
+    """Say whether autograd records what is computed from these: the gradient of one of them may be asked for."""
+    return torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in tensors)
 
 
 def is_plainly_eager(*, watched: bool = False) -> bool:

@@ -16,6 +16,7 @@ from .derived import Derived, Keeping, derived
 from .flops import counted_flops, flops_of
 from .info import Chance, OpInfo
 from .registry import Registration, operator_info, operator_of_module, register_operator
+from .samples import is_dense
 from .unchanged import Unchanged, why_unseen
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "has_random_effects",
     "in_place_signature",
     "info_of",
+    "is_dense",
     "is_known_function",
     "mutates",
     "normalized_arguments",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..compat import is_plainly_eager
+from ..compat import is_plainly_eager, wants_gradients
 from .unchanged import Unchanged, why_unseen
 
 __all__ = ["Derived", "Keeping", "derived"]
@@ -73,8 +73,7 @@ class Derived(Keeping):
         if all(type(tensor) is Tensor for tensor in tensors) and _is_finished(tensors):
             self._forget_gone()
             self._kept[id(originals[0])] = noted, made
-        wanted = torch.is_grad_enabled() and any(original.requires_grad for original in originals)
-        return self._attached(made, originals) if wanted else made
+        return self._attached(made, originals) if wants_gradients(*originals) else made
 
     def _attached(self, made: Any, originals: Sequence[Tensor]) -> Any:
         """Return the result as one that gradients flow through to the originals."""

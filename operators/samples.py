@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-__all__ = ["sample_of"]
+__all__ = ["is_dense", "sample_of"]
 
 _COUNT = 16
 _INTEGERS: Mapping[int, Literal["b", "h", "i", "q"]] = {1: "b", 2: "h", 4: "i", 8: "q"}
@@ -35,9 +35,9 @@ def sample_of(tensor: Tensor) -> tuple[memoryview | None, memoryview | None]:
 def _walk(tensor: Tensor) -> tuple[int, int]:
     """Return how many elements are read, and how far one lies behind the other in memory."""
     number, lengths = tensor.numel(), [length for length in tensor.shape if length > 1]
-    if number <= _COUNT and _is_dense(tensor):
+    if number <= _COUNT and is_dense(tensor):
         return number, 1
-    if _is_dense(tensor):
+    if is_dense(tensor):
         step = (number - 1) // (_COUNT - 1)
         while math.gcd(step, number) > 1:  # each lies in another row and in another column
             step -= 1
@@ -47,7 +47,7 @@ def _walk(tensor: Tensor) -> tuple[int, int]:
     return count, sum(step * stride for step, stride in zip(steps, tensor.stride(), strict=True))
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Say whether the elements fill their memory, in whatever order of the dimensions."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

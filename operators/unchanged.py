@@ -48,7 +48,7 @@ class Unchanged:
 
 
 def why_unseen(tensor: Tensor) -> str:
-    """Return why not every change of a tensor can be seen that torch counts, or ""."""
+    """Return why changes of a tensor may go unseen, or ""."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return f"is a {type(tensor).__name__} ({tensor.layout}), and no plain tensor"
     return "was made in inference_mode, where torch does not count writes into it" if tensor.is_inference() else ""

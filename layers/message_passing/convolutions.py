@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...compat import wants_gradients
 from .kept import KeptGraphs
-from .products import at_edges, needs_gradient, neighbour_sums, normalized_in_parts, normalized_sums
+from .products import at_edges, neighbour_sums, normalized_in_parts, normalized_sums
 from .rows import Part, Rows, rows_of
 from .sights import is_small
 
@@ -69,7 +70,7 @@ def gat(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr: T
         return None
     heads, channels = conv.heads, conv.out_channels
     hidden = conv.lin(x).view(-1, heads, channels)
-    if needs_gradient(hidden, conv.att_src, conv.att_dst):
+    if wants_gradients(hidden, conv.att_src, conv.att_dst):
         source, target = (hidden * conv.att_src).sum(-1), (hidden * conv.att_dst).sum(-1)
     else:
         both = torch.cat([_blocks(conv.att_src), _blocks(conv.att_dst)], 1)
@@ -78,7 +79,7 @@ def gat(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr: T
     if edge_attr is not None and conv.lin_edge is not None:
         features = conv.lin_edge(_features_of_edges(conv, kept, edge_index, edge_attr, rows))
         of_edges = (features.view(-1, heads, channels) * conv.att_edge).sum(-1)
-    if needs_gradient(source, of_edges):
+    if wants_gradients(source, of_edges):
         wide = rows.of_heads(heads)
         scores = at_edges(source.reshape(-1), wide, "sources") + at_edges(target.t().reshape(-1), wide, "targets")
         scores = scores if of_edges is None else scores + of_edges.t().reshape(-1)
@@ -119,7 +120,7 @@ def gatv2(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr:
     left = conv.lin_l(x)
     right = left if conv.share_weights else conv.lin_r(x)
     features = None if edge_attr is None else _features_of_edges(conv, kept, edge_index, edge_attr, rows)
-    gradient = needs_gradient(left, right, features, conv.att)
+    gradient = wants_gradients(left, right, features, conv.att)
     scores = _scores(conv, left, right, features, rows, gradient=gradient).t().contiguous()
     if gradient:
         wide = rows.of_heads(conv.heads)

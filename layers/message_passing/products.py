@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...compat import wants_gradients
 from .rows import Part, Rows
 
-__all__ = ["at_edges", "needs_gradient", "neighbour_sums", "normalized_in_parts", "normalized_sums", "sums_of_edges"]
+__all__ = ["at_edges", "neighbour_sums", "normalized_in_parts", "normalized_sums", "sums_of_edges"]
 
 Side = Literal["sources", "targets"]
 
@@ -24,21 +25,21 @@ def neighbour_sums(x: Tensor, values: Tensor | None, rows: Rows) -> Tensor:
         values: [E], what each edge multiplies by, in the order of the rows; None: nothing.
         rows: of the graph.
     """
-    if needs_gradient(x, values):
+    if wants_gradients(x, values):
         return cast("Tensor", _NeighbourSums.apply(x, values, rows))
     return _bags(x, rows.sources, rows.offsets, values)
 
 
 def at_edges(x: Tensor, rows: Rows, side: Side) -> Tensor:
     """Return the row of `x` [nodes, ...] of the node at this side of each edge [E, ...]."""
-    if needs_gradient(x):
+    if wants_gradients(x):
         return cast("Tensor", _AtEdges.apply(x, rows, side))
     return x.index_select(0, getattr(rows, side))
 
 
 def sums_of_edges(values: Tensor, rows: Rows, side: Side = "targets") -> Tensor:
     """Return the sums of values of edges [E] or [E, C] by the node at this side [nodes, ...]."""
-    if needs_gradient(values):
+    if wants_gradients(values):
         return cast("Tensor", _SumsOfEdges.apply(values, rows, side))
     return _summed(values, rows, side)
 
@@ -83,11 +84,6 @@ def normalized_in_parts(x: Tensor, scores: Callable[[int, Part], Tensor], rows: 
 
 _SAFE = 20.0
 """The exponential of a score up to this is taken as it is; of others that of the distance from the highest."""
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Say whether a gradient of one of these is asked for."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _bags(x: Tensor, places: Tensor, offsets: Tensor, values: Tensor | None = None) -> Tensor:

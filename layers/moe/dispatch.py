@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...compat import autocast_dtype, is_plainly_eager
+from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
 from .lowerings import LOWERINGS, Compute, Lowering, Projection, Task
 
 __all__ = ["choose_lowering", "may_look", "mixture", "possible_lowerings"]
@@ -109,7 +109,7 @@ def choose_lowering(task: Task) -> Lowering:
 def _trains(task: Task) -> bool:
     """Tell whether a backward pass may follow."""
     tensors = (task.x, *(projection.weight for projection in task.projections))
-    return torch.is_grad_enabled() and any(cast("Tensor", tensor).requires_grad for tensor in tensors)
+    return wants_gradients(*(cast("Tensor", tensor) for tensor in tensors))
 
 
 def _is_dense(task: Task, *, trains: bool) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat import runs_kernels
+from ...compat import runs_kernels, wants_gradients
 from ...compat_packed import is_packed, lstm_as_torch, lstm_layer, lstm_packed
 from ...operators import Derived, Keeping, derived
 from .weights import can_be_packed
@@ -128,7 +128,7 @@ class PackedLSTM(Keeping):
             shape = (len(self.weights), x.size(0 if self.its.batch_first else 1), self.its.hidden_size)
             if len(hx) != 2 or not all(type(h) is Tensor and _is_plain(h) and h.shape == shape for h in hx):
                 return False
-        if torch.is_grad_enabled() and any(each.requires_grad for each in (x, *(hx or ()), *tensors)):
+        if wants_gradients(x, *(hx or ()), *tensors):
             return False
         return len(tensors) == len(self.weights) * self.its.count and runs_kernels()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat import runs_kernels
+from ...compat import runs_kernels, wants_gradients
 from ...operators import Keeping, derived, why_unseen
 from .activations import NO_ACTIVATION, Activation
 
@@ -77,12 +77,7 @@ class Packed(Keeping):
 
         Kernels look at no more of a bias than where it begins: it must be one number for each of the outputs, in order.
         """
-        if torch.is_grad_enabled() and (
-            x.requires_grad
-            or weight.requires_grad
-            or (bias is not None and bias.requires_grad)
-            or (other is not None and other.requires_grad)
-        ):
+        if wants_gradients(x, weight, bias, other):
             return False
         return (
             type(x) is Tensor

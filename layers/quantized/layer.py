@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from ...compat import is_plainly_eager, modules_by_name, own_buffers, runs_kernels
+from ...compat import is_plainly_eager, modules_by_name, own_buffers, runs_kernels, wants_gradients
 from ...compat_quantized import is_simulating, runs_simulation
 from ...errors import UsageError
 from ...passes.state import dequantized
@@ -124,8 +124,6 @@ def is_finite(x: Tensor) -> bool:
 
 def is_plain_call(x: Tensor, *parameters: Tensor | None) -> bool:
     """Say whether a layer is called as it mostly is: eagerly on a CPU, without autocast, and nobody wants gradients."""
-    if torch.is_grad_enabled() and (
-        x.requires_grad or any(each is not None and each.requires_grad for each in parameters)
-    ):
+    if wants_gradients(x, *parameters):
         return False
     return type(x) is Tensor and x.is_cpu and x.numel() > 0 and runs_kernels() and not is_simulating()

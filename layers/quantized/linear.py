@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat import autocast_dtype, is_plainly_eager
+from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
 from ...compat_quantized import (
     float8_product,
     has_float8,
@@ -59,7 +59,7 @@ class QuantizedLinear(HoldsWeight):
         if not self.has_kernel(input.device) or not input.numel() or not is_plainly_eager():
             return self.in_floats(input)
         input = input.to(autocast_dtype(input))  # noqa: A001
-        if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+        if wants_gradients(input, self.bias):
             return self.with_gradient(input)
         return self.kernel(input)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ...compat import autocast_dtype, is_plainly_eager, own_buffers, own_parameters
+from ...compat import autocast_dtype, is_plainly_eager, own_buffers, own_parameters, wants_gradients
 from ...compat_quantized import int8_cells, int8_lstm, runs_simulation
 from ...passes.state import dequantized
 from .layer import QuantizedLayer, is_finite
@@ -43,7 +42,7 @@ class Int8DynamicLSTM(QuantizedLayer):
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:  # noqa: A002  as nn.LSTM calls it
         if not isinstance(input, Tensor) or input.ndim != 3 or not input.is_cpu or not input.numel():
             return self.simulated(input, hx)
-        wanted = torch.is_grad_enabled() and (input.requires_grad or any(p.requires_grad for p in self.parameters()))
+        wanted = wants_gradients(input, *self.parameters())
         if runs_simulation() or wanted or not is_plainly_eager() or not is_finite(input):
             if wanted:  # an optimizer may step on the biases next
                 self.packing.forget()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat import autocast_dtype, is_plainly_eager
+from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
 from ...compat_quantized import (
     Int8Result,
     int8_convolution,
@@ -83,7 +83,7 @@ class StaticLayer(HoldsWeight):
         scales, bias = self.held[1] if scales is None else scales, self.bias if bias is None else bias
         if not self._has_kernel(input):
             return self.simulated(input, scales, bias, behind)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, scales, bias)):
+        if wants_gradients(input, scales, bias):
             # What gradients flow through is in floats between layers, too.
             floats = Behind(activation, None, contiguous)
             return cast("Any", _WithGradient).apply(self, floats, input, scales, bias)

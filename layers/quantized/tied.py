@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat import autocast_dtype, is_plainly_eager
+from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
 from ...compat_quantized import int8_packed, int8_product_dynamic, runs_simulation
 from ...passes.state import quantized
 from .layer import QuantizedLayer, is_finite
@@ -37,9 +36,7 @@ class TiedInt8Linear(QuantizedLayer):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
         weight, bias = self.weight, self.bias
-        if torch.is_grad_enabled() and (
-            input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-        ):
+        if wants_gradients(input, weight, bias):
             self.packing.forget()  # an optimizer may step on the weight next
             return F.linear(input, weight, bias)
         if runs_simulation() or not (input.is_cpu and weight.is_cpu) or not input.numel() or not is_plainly_eager():

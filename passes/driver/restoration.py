@@ -230,7 +230,7 @@ def hand_over(
     record = cast("Record", record_of(fast))
     if optimizer is not None:
         _move_optimizer(optimizer, model, fast, record)
-        _choose_form(fast, optimizer, request)
+        _choose_form(fast, record, optimizer, request)
     record.lost_hooks.extend(_carry_hooks(model, fast))
     if not inplace:
         return fast
@@ -243,16 +243,15 @@ def hand_over(
     return model
 
 
-def _choose_form(fast: nn.Module, optimizer: Optimizer, request: Request) -> None:
+def _choose_form(fast: nn.Module, record: Record, optimizer: Optimizer, request: Request) -> None:
     """Let an optimizer take its steps in the form that is fastest, or that the plan names, and note that."""
-    record, plan = record_of(fast), request.plan
+    plan = request.plan
     choice = choose_form(
         optimizer, fast, check=request.verify, measure=bool(request.measure) and plan is None,
         decided=None if plan is None else plan.optimizer_form, ranks=ranks() if plan is None else None,
     )  # fmt: skip
-    if record is not None:
-        decided = replace(record.plan, optimizer_form=choice.form)
-        vars(fast)[RECORD_KEY] = record.changed(decided, optimizer=choice.to_json())
+    decided = replace(record.plan, optimizer_form=choice.form)
+    vars(fast)[RECORD_KEY] = record.changed(decided, optimizer=choice.to_json())
 
 
 def _move_optimizer(optimizer: Optimizer, model: nn.Module, fast: nn.Module, record: Record) -> None:

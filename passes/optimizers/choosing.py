@@ -7,12 +7,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from ...operators import is_dense
 from ..pipeline import Ranks
 from ..timing import time_candidates
-from .forms import forms_of, has_own_flags, is_dense, reset_form, set_form
+from .forms import forms_of, reset_form, set_form
+from .gate import has_flags, has_plain_options
 from .trial import deviation, stepping
 
 __all__ = ["Choice", "choose_form"]
@@ -83,10 +85,19 @@ def _refused(optimizer: Optimizer, model: nn.Module) -> Choice | None:
     """Return why an optimizer stays as it is before any step is tried."""
     parameters: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
     kind, reason = type(optimizer).__name__, ""
-    if has_own_flags(optimizer):
-        reason = "its flags foreach and fused are set already"
+<<<<<<< HEAD
+    if getattr(optim, kind, None) is not type(optimizer):
+        reason = f"{kind} is no class of torch.optim itself: its steps may do more than another form of them"
+    elif has_own_flags(optimizer):
+        reason = "you set fused or foreach; leave both out to have the form chosen"
     elif any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         reason = "it is differentiable or capturable"
+=======
+    if any(map(has_flags, (*optimizer.param_groups, optimizer.defaults))):
+        reason = "its flags foreach and fused are set already"
+    elif not all(map(has_plain_options, optimizer.param_groups)):
+        reason = "it is differentiable or capturable, or an option is a tensor"
+>>>>>>> main
     elif any(type(each) not in (Tensor, nn.Parameter) or not each.is_floating_point() for each in parameters):
         reason = "a parameter is sharded or has no floating-point numbers"
     elif not all(map(is_dense, parameters)):
@@ -117,9 +128,15 @@ def _of_plan(optimizer: Optimizer, decided: str | None) -> Choice:
 def _fastest(optimizer: Optimizer, check: bool) -> Choice:
     """Race all forms, and return the fastest one that computes the same."""
     kind = type(optimizer).__name__
-    racing = {form: steps for form in forms_of(optimizer) if (steps := _steps(optimizer, form)[0]) is not None}
+    racing: dict[str, Callable[[], object]] = {}
+    problem = ""
+    for form in forms_of(optimizer):
+        steps, why = _steps(optimizer, form)
+        if steps is not None:
+            racing[form] = steps
+        problem = problem or why
     if len(racing) < 2 or "" not in racing:
-        return Choice(kind, reason="it has one form here")
+        return Choice(kind, reason=f"its steps could not be tried: {problem}" if problem else "it has one form here")
     timings = time_candidates(racing, seconds=_SECONDS)
     forms = {form: round(timings.ratio("", form).mid, 3) for form in racing if form}
     left, wrong = list(racing), ""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..verification import Tolerance, distance, rounding
-from .forms import set_flags
+from .forms import set_form
 
 __all__ = ["deviation", "stepping"]
 
@@ -42,7 +42,7 @@ def stepping(optimizer: Optimizer, form: str) -> Callable[[], object]:
     every = 1
     while every < len(sizes) and sum(size for size, *_ in sizes[::every]) > _ELEMENTS:
         every += 1
-    kept = {place for _, *place in sizes[-1::-every] for place in [tuple(place)]}
+    kept = {(at, n) for _, at, n in sizes[::-every]}
     parts = [
         (options, [tensor.clone() for n, tensor in enumerate(each) if (at, n) in kept])
         for at, (options, each) in enumerate(groups)
@@ -88,7 +88,7 @@ def _optimizer(like: Optimizer, groups: Sequence[Group], form: str) -> Optimizer
     listed = [{**copy.deepcopy(options), "params": [nn.Parameter(t) for t in tensors]} for options, tensors in groups]
     make: Any = type(like)
     trial: Optimizer = make([group for group in listed if group["params"]])
-    set_flags(trial, form)
+    set_form(trial, form)
     return trial
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...compat import own_buffers, own_parameters, padding_around
+from ...errors import MatchFailure
 from ...layers.masked import gone_attribute, gone_of
 from ...layers.members import seal, written_out
 from ...operators import info_of, operator_info, operator_of_module
@@ -22,7 +23,7 @@ from .arithmetic import Fold
 from .checking import fault
 from .dimensions import expect_dimensions
 from .find import TRANSPOSED, Call, Pair, dimensions_wanted, has_own_forward, obstacles, pairs_in
-from .own_forward import Tail, tail_of
+from .own_forward import tail_of
 from .unfolded import unfolded
 
 __all__ = ["FoldBatchnorm"]
@@ -131,8 +132,10 @@ def _fold(call: Call, edit: Edit) -> None:
 def _behind(norm: nn.BatchNorm1d, call: Call, folded: fx.Node, edit: Edit) -> fx.Node:
     """Write what a norm's own forward computes behind the norm, and return the last of it."""
     tail = tail_of(norm) if has_own_forward(norm) else None
-    if not isinstance(tail, Tail):
+    if tail is None:
         return folded
+    if isinstance(tail, str):
+        raise MatchFailure(tail)
     # Unlike that of torch, a forward of the user's may take an input without a batch, and norm another dimension.
     wanted = tail.dimensions or _batched_dimensions(edit.program.callee(edit.site.owner, call.layer))
     _expect_dimensions(_source_of_dimensions(folded, edit.program, edit.site.owner), wanted, edit)

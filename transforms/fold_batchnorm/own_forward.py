@@ -19,8 +19,8 @@ from ...tracing.values import user_class
 
 __all__ = ["Tail", "tail_of"]
 
-_READ = {"running_mean": "running_mean", "running_var": "running_var", "weight": "weight", "bias": "bias"}
-"""Argument of the norm -> the attribute that it must be."""
+_READ = ("running_mean", "running_var", "weight", "bias")
+"""Arguments of the norm that must be its attributes of these names."""
 
 _COMPARISONS = frozenset((operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge))
 _DROPOUTS = frozenset((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout))
@@ -87,7 +87,7 @@ def _is_norm(node: fx.Node, x: fx.Node, norm: nn.Module) -> bool:
     training = named.get("training", False)
     plain = named.get("input") is x and (training is False or (isinstance(training, fx.Node) and _is_flag(training)))
     return plain and named.get("eps", 1e-5) == getattr(norm, "eps", None) and all(
-        _is_own(named.get(argument), getattr(norm, attribute, None), attribute) for argument, attribute in _READ.items()
+        _is_own(named.get(name), getattr(norm, name, None), name) for name in _READ
     )  # fmt: skip
 
 

@@ -55,8 +55,8 @@ def behind(place: Place, layer: Layer) -> Behind:
     found = _activation(place, start[-1])
     if found is not None:
         inside, more = _through_dropouts(place, (*start, found[0]))
-        return _whole(place, node, inside, None, found[1], modes=(*modes, *more))
-    for joins in ("add", "mul")[: 1 + is_linear]:
+        return _whole(place, node, inside, found[1], modes=(*modes, *more))
+    for joins in ("add", "mul") if is_linear else ("add",):
         joined = _joined(place, start[-1], joins)
         if joined is not None and place.is_undisturbed(Found(computed=(*start, joined[0]))):
             last, other = joined
@@ -64,16 +64,15 @@ def behind(place: Place, layer: Layer) -> Behind:
             if found is None or not place.is_undisturbed(Found(computed=(*start, last, found[0]))):
                 return Behind((*start, last), other, NO_ACTIVATION, joins, modes)
             return Behind((*start, last, found[0]), other, found[1], joins, modes)
-    return _whole(place, node, start, None, NO_ACTIVATION, modes=modes)
+    return _whole(place, node, start, NO_ACTIVATION, modes=modes)
 
 
 def _whole(
-    place: Place, node: fx.Node, inside: tuple[fx.Node, ...], other: fx.Node | None, activation: Activation, *,
-    modes: tuple[str, ...],
-) -> Behind:  # fmt: skip
+    place: Place, node: fx.Node, inside: tuple[fx.Node, ...], activation: Activation, *, modes: tuple[str, ...]
+) -> Behind:
     """Return all of it where nothing is written in between, else the layer alone."""
     if place.is_undisturbed(Found(computed=inside)):
-        return Behind(inside, other, activation, "add", modes)
+        return Behind(inside, None, activation, "add", modes)
     return Behind((node,), None, NO_ACTIVATION)
 
 

@@ -27,7 +27,7 @@ _BEFORE = "it works on layers as they were before pack"
 
 @dataclass(frozen=True)
 class Pack(Pass):
-    """Compute linear layers and convolutions, with what stands behind them, on weights packed once by oneDNN.
+    """Compute linears and convolutions, with what stands behind them, and LSTMs on weights packed once by oneDNN.
 
     Before: relu(conv(x) + y)        After: packed_convolution(x, weight, bias, y)
     Refuses: weights that are no plain tensors of float32 on the CPU, layers with hooks or parametrizations, subclasses

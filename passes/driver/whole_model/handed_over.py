@@ -155,7 +155,9 @@ class HandedOver:
         order = sorted(standing, key=lambda rewrite: (_is_lossy(rewrite.pass_), -_value(rewrite)))
         right, reason = self._longest_right(order, reason)
         gone = order[right:] if _is_lossy(order[right].pass_) or not self._has_time else [order[right]]
-        reason = reason if self._has_time else f"{reason}; {self.tuner.budget} was spent twice, and all that follow go"
+        if not self._has_time:
+            unknown = "no time was left to find which rewrite it is, so all unproven ones were undone"
+            reason = f"{reason}; {unknown}; give a larger time_budget"
         self._stand([rewrite for rewrite in order if rewrite not in gone])
         for rewrite in gone:
             self.history.undo(rewrite, f"the model as handed over is wrong with it: {reason}")
