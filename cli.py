@@ -61,7 +61,9 @@ Model = Annotated[
 ]
 Passes = Annotated[
     str | None,
-    typer.Option("--passes", "-p", metavar="PIPELINE", help="Passes or a preset.", autocompletion=complete_pipeline),
+    typer.Option(
+        "--passes", "-p", metavar="PIPELINE", help="Passes or a preset; quote braces.", autocompletion=complete_pipeline
+    ),
 ]
 TimeBudget = Annotated[
     str | None, typer.Option(metavar="TIME", help="What checks and timing may take: seconds, or '100 forwards'.")
@@ -301,7 +303,7 @@ def passes(
 
     Example: fxopt passes fuse_ensembles
     """
-    check_name(name)
+    name = check_name(name)
     from .reporting.catalogue import catalogue, catalogue_json
 
     _show(catalogue_json(name) if as_json else catalogue(name), as_json)

@@ -71,6 +71,9 @@ PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Mapping[str, tuple[str, .
 TRANSFORMS = f"{__name__.split('.', maxsplit=1)[0]}.transforms"
 _TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"|[,={}\[\]]|[^\s,={}\[\]"'<>]+""")
 
+_WITH_OPTIONS = re.compile(rf"(?<![^\s,])(?P<preset>{'|'.join(PRESETS)})\s*{{(?P<options>[^{{}}\[\]\"']*)}}")
+_OPTION = re.compile(r"([^\s,={}]+)\s*=\s*([^\s,={}]+)")
+
 
 def pass_names() -> dict[str, str]:
     """Return the name of every pass and where it comes from, importing none."""
@@ -117,10 +120,11 @@ def entry_points() -> list[importlib.metadata.EntryPoint]:
 
 
 def check_names(pipeline: str) -> None:
-    """Check the names in a pipeline string, and nothing else of it.
+    """Check the names in a pipeline string, and the options of presets, and nothing else of it.
 
     Raises:
-        PipelineError: there is no pass or preset of a name; the message shows where, and the nearest one.
+        PipelineError: there is no pass or preset of a name, or no such option of a preset; the message shows where, and
+            the nearest one.
     """
     text, depth, names = re.sub(r"\s", " ", pipeline), 0, {*pass_names(), *PRESETS}
     for token in _TOKEN.finditer(text):
@@ -128,3 +132,17 @@ def check_names(pipeline: str) -> None:
         depth += (word in "{[") - (word in "}]")
         if depth == 0 and word not in ",=}]" and word[0] not in "'\"" and word not in names:
             raise PipelineError(f"unknown pass {word!r}{did_you_mean(word, names)}", text, token.start(), token.end())
+    _check_preset_options(text)
+
+
+def _check_preset_options(text: str) -> None:
+    for found in _WITH_OPTIONS.finditer(text):
+        options = PRESET_OPTIONS.get(found["preset"], {})
+        for each in _OPTION.finditer(text, *found.span("options")):
+            name, value = each.groups()
+            if name not in options:
+                hint = did_you_mean(name, options) if options else "; it has none"
+                raise PipelineError(f"{found['preset']!r} has no option {name!r}{hint}", text, *each.span(1))
+            if value not in options[name]:
+                wrong = f"option {name!r}: {value!r} is no value of it{did_you_mean(value, options[name])}"
+                raise PipelineError(wrong, text, *each.span(2))

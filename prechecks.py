@@ -39,14 +39,19 @@ def check_pipeline(text: str | None) -> None:
         check_names(text)
 
 
-def check_name(name: str | None) -> None:
-    """Check the name of one pass or preset.
+def check_name(name: str | None) -> str | None:
+    """Check the name of one pass or preset, and return it without options.
 
     Raises:
         UsageError: there is none of this name.
     """
-    if name is not None and name not in (known := {*pass_names(), *PRESETS}):
+    if name is None:
+        return None
+    bare = name.partition("{")[0]
+    if bare not in (known := {*pass_names(), *PRESETS}):
         raise UsageError(f"unknown pass {name!r}{did_you_mean(name, known)}")
+    check_names(name)
+    return bare
 
 
 def check_output(path: Path | None, *models: str, suffix: str = "") -> None:

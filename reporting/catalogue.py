@@ -30,9 +30,15 @@ def _lines(title: str, infos: Mapping[str, PassInfo], presets: Mapping[str, Sequ
     width = max(map(len, [*infos, *presets])) + 2
     lines = [title, *_indented([f"{info.name:<{width}}{info.problem or info.summary}" for info in infos.values()])]
     if presets:
-        named = [f"{preset:<{width}}{','.join(members)}" for preset, members in presets.items()]
+        named = [f"{preset:<{width}}{','.join(members)}{_options(preset)}" for preset, members in presets.items()]
         lines += ["presets", *_indented(named)]
     return "\n".join(lines) + "\n"
+
+
+def _options(preset: str) -> str:
+    """Return the options that a preset takes, with their values."""
+    options = PRESET_OPTIONS.get(preset, {}).items()
+    return "".join(f"  ({option}={', '.join(values)})" for option, values in options)
 
 
 def _choices(preset: str) -> Iterator[str]:

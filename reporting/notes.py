@@ -46,6 +46,7 @@ def notes(record: Record, model: nn.Module) -> list[str]:
         *_costs(record),
         *sizes,
         *_holds_for(record),
+        _of_optimizer(record),
         _for_training(record),
         _sharded(model),
         _printing(model),
@@ -69,6 +70,16 @@ def _holds_for(record: Record) -> Iterator[str]:
     """Say for which calls figures hold that are not those of all calls."""
     standing = {decision.pass_name for decision in record.plan.decisions if decision.status == "applied"}
     yield from (f"{name}: {text}" for name, text in _HOLDS_FOR.items() if name in standing)
+
+
+def _of_optimizer(record: Record) -> str:
+    """Say whose parameters the state of an optimizer is of, where they are others than before."""
+    if not record.optimizer or record.parameters_before == record.parameters_after:
+        return ""
+    return (
+        "optimizer.state_dict() is of the parameters of the optimized model: it fits a model optimized by this plan; "
+        "after fxopt.restore(model, optimizer=optimizer) it fits the original"
+    )
 
 
 def _costs(record: Record) -> Iterator[str]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from ..passes.driver import state_map_of
+from ..passes.driver import record_of, state_map_of
 from ..passes.sites import Numerics
 from ..passes.verification import Verdict, reference, verify
 from ..tracing.graphs import capture_of
@@ -37,11 +37,13 @@ class Comparison:
         verdicts: one for each call.
         gradients: whether gradients were compared too.
         tolerance: the error that was allowed, relative to the scale of each tensor; None: that of rounding.
+        lossy: the passes that made one of the models differ from the original, as they promise.
     """
 
     verdicts: Sequence[Verdict]
     gradients: bool
     tolerance: float | None = None
+    lossy: Sequence[str] = ()
 
     @property
     def equal(self) -> bool:
@@ -80,6 +82,8 @@ class Comparison:
         for number, verdict in enumerate(self.verdicts):
             if verdict.reason:
                 yield Text(f"call {number}: {printable(verdict.reason)}")
+        if self.lossy and self.tolerance is None and not self.equal:
+            yield Text(f"{', '.join(self.lossy)} computes with fewer digits: allow an error, as in --tolerance 0.02")
 
     def _headline(self) -> str:
         if not self.equal:
@@ -141,7 +145,14 @@ def compare_models(
         for call in calls:
             taken = reference(before, [call], training=training, gradients=gradients, seed=seed, keyed=keyed)
             verdicts.append(verify(taken, after, map_state=translated, **allowed))
-    return Comparison(verdicts, gradients, tolerance)
+    return Comparison(verdicts, gradients, tolerance, _lossy(before, after))
+
+
+def _lossy(*models: nn.Module) -> list[str]:
+    """Return the passes that made models differ from their originals, as they promise."""
+    decisions = [each for model in models if (record := record_of(model)) for each in record.plan.decisions]
+    applied = [each for each in decisions if each.status == "applied" and each.numerics == Numerics.APPROXIMATE.value]
+    return list(dict.fromkeys(each.pass_name for each in applied))
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -165,7 +165,7 @@ def _optimizer_rows(chosen: Mapping[str, Any]) -> list[Row]:
     if not chosen.get("form"):
         return []
     error = "unverified" if chosen["error"] is None else f"{chosen['error']:.1e}"
-    speed = f"{chosen['speedup']:.3g}x a step" if chosen["speedup"] else ""
+    speed = f"{chosen['speedup']:.3g}x in optimizer.step()" if chosen["speedup"] else ""
     return [Row("optimizer", chosen["kind"], chosen["form"], error, speed, "", "")]
 
 
@@ -269,14 +269,22 @@ def left_alone(record: Record) -> list[Left]:
         if decision.status != "applied":
             alike.setdefault(_cause(decision), []).append(decision)
     decided = [
-        Left(status, f"{pass_name} at {_several(each.label for each in decisions)}", _reason(decisions))
-        for (status, pass_name, *_), decisions in alike.items()
+        Left(status, f"{_named(record, decisions)} at {_several(each.label for each in decisions)}", _reason(decisions))
+        for (status, *_), decisions in alike.items()
     ]
     opaque = [
         Left("not captured", (clipped(name) or "(root)") + located(location), printable(reason))
         for name, location, reason in record.opaque
     ]
     return decided + _optimizer_left(record.optimizer) + opaque
+
+
+def _named(record: Record, decisions: Sequence[Decision]) -> str:
+    """Return the name of a pass; with its options where they tell it from another of its name."""
+    name, texts = decisions[0].pass_name, record.plan.pipeline
+    forms = dict.fromkeys(text for text in texts if text.partition("{")[0] == name)
+    mine = dict.fromkeys(texts[each.step] for each in decisions if each.step < len(texts))
+    return " and ".join(mine) if len(forms) > 1 and mine else name
 
 
 def _cause(decision: Decision) -> tuple[str, ...]:

@@ -482,7 +482,7 @@ def test_a_plan_for_another_model() -> None:
     with pytest.raises(fxopt.PlanError, match=r"is not in this model") as caught:
         fxopt.optimize(Ensemble(3), FUSE, plan=plan)
     assert caught.value.exit_code == 3
-    with pytest.raises(fxopt.PlanError, match="give example_inputs= with the plan"):
+    with pytest.raises(fxopt.PlanError, match="give example_inputs=, too"):
         fxopt.optimize(nn.Sequential(nn.Linear(5, 5)), FUSE, plan=plan)
 
 
@@ -493,7 +493,7 @@ class OfAnySize(Ensemble):
 
 def test_a_plan_for_a_module_that_only_example_inputs_could_capture() -> None:
     plan = fxopt.plan(fxopt.optimize(OfAnySize(), FUSE, example_inputs=(X,), measure=False))
-    with pytest.raises(fxopt.PlanError, match=r"no graph of its module: .*; give example_inputs= with the plan"):
+    with pytest.raises(fxopt.PlanError, match=r"no graph of its module: .*; give example_inputs=, too"):
         fxopt.optimize(OfAnySize(), plan=plan)
     assert fxopt.plan(fxopt.optimize(OfAnySize(), plan=plan, example_inputs=(X,))).decisions
 

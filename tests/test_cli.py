@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from fxopt.errors import PipelineError
+from fxopt.known_passes import check_names
 
 SOURCE = """
 import torch
@@ -377,6 +381,8 @@ def test_passes_are_listed_and_described(fxopt: Fxopt):
     assert described["presets"] == {}
     assert "int8      quantize,pack{dtype=bfloat16},pack in the place of pack" in fxopt("passes", "inference").out
     assert fxopt("passes", "inference", "--json").json["options"] == {"dtype": ["float32", "bfloat16", "int8"]}
+    assert fxopt("passes", "inference{dtype=int8}").out == fxopt("passes", "inference").out
+    assert "(dtype=float32, bfloat16, int8)" in listed.out
     wrong = fxopt("passes", "fuse")
     assert wrong.code == 2
     assert "unknown pass 'fuse'; did you mean 'fuse_ensembles'?" in wrong.err
@@ -481,6 +487,20 @@ def test_names_of_passes_are_checked_before_torch_is_loaded(zoo: Path, arguments
     assert done.returncode == 2
     assert "unknown pass 'fuse_ensemble'; did you mean 'fuse_ensembles'?" in done.stderr
     assert done.stdout == "False False\n"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ("pack,inference{dtype=int7}", "option 'dtype': 'int7' is no value of it; did you mean 'int8'?"),
+        ("inference{dtyp=int8}", "'inference' has no option 'dtyp'; did you mean 'dtype'?"),
+        ("training{dtype=int8}", "'training' has no option 'dtype'; it has none"),
+    ],
+)
+def test_options_of_presets_are_checked_before_torch_is_loaded(pipeline: str, message: str):
+    with pytest.raises(PipelineError, match=re.escape(message)):
+        check_names(pipeline)
+    check_names("inference{ dtype = int8 },pack{dtype=bfloat16}")
 
 
 def test_names_of_passes_are_completed():

@@ -124,7 +124,7 @@ class Manager:
                 missing = next(iter(wanted.values()))
                 lost = self.program.opaque.get(missing.key.partition(":")[0].replace("(root)", ""))
                 why = f": no graph of its module: {lost.reason}" if lost else ""
-                why += "; give example_inputs= with the plan" if lost or not self.program.inputs else ""
+                why += "; give example_inputs=, too" if lost or not self.program.inputs else ""
                 place = f"the plan's site {missing.key} of pass '{missing.pass_name}'"
                 raise PlanError(f"{place} is not in this model{why}")
 

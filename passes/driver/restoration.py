@@ -207,7 +207,10 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         given = type(optimizer).__name__
-        raise UsageError(f"optimizer= takes a torch.optim.Optimizer over the model's parameters, not {given}")
+        raise UsageError(
+            f"optimizer= takes a torch.optim.Optimizer over the model's parameters, not {given}; "
+            "give one of several, and move the others with fxopt.translate_optimizer(other, fast)"
+        )
     check_type(optimizer)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if held.isdisjoint(map(id, model.parameters())):

@@ -245,7 +245,7 @@ class Tuner:
         comparison = self._comparison(pass_, group)
         was_untimed = not comparison.timed and self._is_timed(pass_) and self.asks(pass_, group)
         if was_untimed and len(group.choices) > 1 and not group.required:
-            return Candidate(group, f"not timed: {self.budget} is too short", was_skipped=True), ()
+            return Candidate(group, f"not timed: {self.budget.too_short}", was_skipped=True), ()
         candidates = self._candidates(comparison)
         able = {name: candidate for name, candidate in candidates.items() if not candidate.failure}
         if not able:
@@ -253,7 +253,7 @@ class Tuner:
         if not comparison.timed:
             kept = next(iter(able.values()))
             if was_untimed:
-                kept = dataclasses.replace(kept, figures={**kept.figures, "untimed": f"{self.budget} is too short"})
+                kept = dataclasses.replace(kept, figures={**kept.figures, "untimed": self.budget.too_short})
             return kept, group.rest(kept.group)
         return self._settled(comparison, self._race(comparison, able), ())
 

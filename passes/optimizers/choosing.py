@@ -85,19 +85,12 @@ def _refused(optimizer: Optimizer, model: nn.Module) -> Choice | None:
     """Return why an optimizer stays as it is before any step is tried."""
     parameters: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
     kind, reason = type(optimizer).__name__, ""
-<<<<<<< HEAD
     if getattr(optim, kind, None) is not type(optimizer):
         reason = f"{kind} is no class of torch.optim itself: its steps may do more than another form of them"
-    elif has_own_flags(optimizer):
+    elif any(map(has_flags, (*optimizer.param_groups, optimizer.defaults))):
         reason = "you set fused or foreach; leave both out to have the form chosen"
-    elif any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
-        reason = "it is differentiable or capturable"
-=======
-    if any(map(has_flags, (*optimizer.param_groups, optimizer.defaults))):
-        reason = "its flags foreach and fused are set already"
     elif not all(map(has_plain_options, optimizer.param_groups)):
         reason = "it is differentiable or capturable, or an option is a tensor"
->>>>>>> main
     elif any(type(each) not in (Tensor, nn.Parameter) or not each.is_floating_point() for each in parameters):
         reason = "a parameter is sharded or has no floating-point numbers"
     elif not all(map(is_dense, parameters)):

@@ -24,25 +24,8 @@ class _Chosen(NamedTuple):
 
 
 def forms_of(optimizer: Optimizer) -> list[str]:
-<<<<<<< HEAD
-    """Return the forms that an optimizer has, torch's own choice first; dampened momentum has no fused one here."""
-    dampened = any(group.get("dampening") for group in (*optimizer.param_groups, optimizer.defaults))
-    forms: list[str] = []
-    for form, chosen in FORMS.items():
-        is_known = all(flag in optimizer.defaults for flag, value in chosen.items() if value)
-        if is_known and not (dampened and form == "fused"):
-            forms.append(form)
-    return forms
-
-
-def has_own_flags(optimizer: Optimizer) -> bool:
-    """Say whether its user has set a flag, to true or to false."""
-    groups = (*optimizer.param_groups, optimizer.defaults)
-    return any(group.get(flag) is not None for group in groups for flag in FORMS[""])
-=======
     """Return the forms that an optimizer has, torch's own choice, "", first."""
     return ["", *(flag for flag in FLAGS if flag in optimizer.defaults and reads_groups(type(optimizer)))]
->>>>>>> main
 
 
 def set_form(optimizer: Optimizer, form: str) -> None:

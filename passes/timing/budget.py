@@ -184,5 +184,10 @@ class TimeBudget:
             return math.inf
         return max(0.0, self.left - (_COMPARING_FORWARDS + _READY_FORWARDS) * self.forward)
 
+    @property
+    def too_short(self) -> str:
+        """Say that a site is not timed for want of time, though some may be left: for later sites, and the model."""
+        return f"its share of the time budget of {self.seconds:.3g} s is too short to tell; give a larger time_budget"
+
     def __str__(self) -> str:
         return f"{'its part of ' if math.isfinite(self._until) else ''}the time budget of {self.seconds:.3g} s"

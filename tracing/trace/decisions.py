@@ -268,14 +268,15 @@ class Decisions:
         if lifted is not None:
             guard = Guard(lifted, Truth(bool(value)), reason) if truth else equal(lifted, value, reason)
         if lifted is None or not self._keep(guard):
-            self._require(node, value, place, structural=structural)
+            self._require(node, value, place, structural=structural, given=source is not None)
         elif is_switch(lifted):
             self.flags[lifted] = bool(value)
 
-    def _require(self, node: fx.Node, value: Any, place: str, *, structural: bool) -> None:
+    def _require(self, node: fx.Node, value: Any, place: str, *, structural: bool, given: bool = False) -> None:
         if any(user.target is require and user.args[1] == value for user in node.users):
             return
-        reason = f"{node.name} was {value!r} at capture, and the control flow at {place} needs it"
+        asks = f"the control flow at {place}" if given else f"{condition_of()} (at {place})"
+        reason = f"{node.name} was {value!r} at capture, and {asks} needs it"
         graph = self._tracer.graph
         with graph.inserting_after(node):
             check = graph.call_function(require, (node, self._tracer.constant(value), reason, True))

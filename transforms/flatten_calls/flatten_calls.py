@@ -28,6 +28,9 @@ _SAVED = 5e-5
 _LEAST = 1.05
 """What a model is to gain by that. Checking and timing the whole of it takes as long as some dozens of forwards."""
 
+_COLD = 10
+"""A first call takes less than so many times as long as the next."""
+
 _PLAIN = (torch.Tensor, nn.Parameter, type(None))
 
 
@@ -84,7 +87,7 @@ def _found(program: Program) -> Iterator[tuple[Site | Refusal, int]]:
             yield Refusal("it writes into what it is given, such as a cache", owner), 0
         elif flat:
             calls = sum(each.calls for each in flat)
-            yield Site(program, owner, {}, phase=phase, detail=f"{calls} calls written out"), calls
+            yield Site(program, owner, {}, phase=phase, detail=f"{calls} call{'s' * (calls != 1)} written out"), calls
             yield from ((_refusal(owner, each), 0) for each in _closed(flat))
             opened |= {qualified(owner, path) for each in flat for path in each.opened}
 
@@ -93,11 +96,15 @@ def _too_little(program: Program, calls: int) -> str:
     """Return why it does not pay to look at a model whose forward takes long beside its calls; "" where it may."""
     if not program.measuring or program.replaying or not program.whole_calls:
         return ""
-    taken = forward_seconds(program.model, program.whole_calls[:1], training=False)
     saved = calls * _SAVED
-    if saved > (1 - 1 / _LEAST) * taken:
+    enough = saved / (1 - 1 / _LEAST)
+    taken = forward_seconds(program.model, program.whole_calls[:1], training=False)
+    if enough <= taken < _COLD * enough:  # a first call takes longer than those behind it
+        taken = min(taken, forward_seconds(program.model, program.whole_calls[:1], training=False))
+    if taken < enough:
         return ""
-    return f"{calls} calls in {taken * 1e3:.3g} ms: it would gain {taken / (taken - saved):.3g}x at most"
+    counted = f"{calls} call{'s' * (calls != 1)} in {taken * 1e3:.3g} ms"
+    return f"{counted}: it would gain {taken / (taken - saved):.3g}x at most"
 
 
 def _flattened(program: Program, owner: str) -> list[tuple[int, Flat]]:

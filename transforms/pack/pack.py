@@ -56,7 +56,7 @@ class Pack(Pass):
 
     def check(self, model: nn.Module) -> None:
         if self.dtype not in (torch.float32, torch.bfloat16):
-            raise UsageError(f"pass 'pack': dtype={self.dtype}; use float32 or bfloat16")
+            raise UsageError(f"pass 'pack': dtype={str(self.dtype).removeprefix('torch.')}; use float32 or bfloat16")
         _ = self.error_budget
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:

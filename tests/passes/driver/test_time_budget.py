@@ -132,13 +132,15 @@ def test_a_pass_that_takes_all_the_time_leaves_those_behind_their_part(races: li
 def test_without_time_for_timing_one_lowering_is_applied_and_the_whole_model_judges(races: list[list[str]]) -> None:
     manager = managed(TimeBudget(100.0, timing=80.0), Subtract())
     assert outcomes(manager) == [("applied", "")] * 3
-    assert {d.figures["untimed"] for d in manager.decisions} == {"the time budget of 100 s is too short"}
+    assert {d.figures["untimed"] for d in manager.decisions} == {
+        "its share of the time budget of 100 s is too short to tell; give a larger time_budget"
+    }
     assert races == [["after", "before"]]
 
 
 def test_without_time_for_timing_several_lowerings_are_left(races: list[list[str]]) -> None:
     manager = managed(TimeBudget(100.0, timing=80.0), Subtract(choices=("one", "two")))
-    assert outcomes(manager) == [("skipped", "not timed: the time budget of 100 s is too short")] * 3
+    assert outcomes(manager) == [("skipped", "not timed: " + manager.budget.too_short)] * 3
     manager = managed(TimeBudget(100.0, timing=80.0), Subtract(choices=("one", "two"), required=True))
     assert [status for status, _ in outcomes(manager)] == ["applied"] * 3
 

@@ -41,3 +41,31 @@ def test_a_condition_that_cannot_be_read_is_called_one(monkeypatch: pytest.Monke
     )
     fast(-torch.ones(5, 8))
     assert "a condition (at test_conditions_in_messages.py:" in str(fxopt.report(fast))
+
+
+class Folds(nn.Module):
+    """Whose control flow needs a size of what is computed on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 3)
+        self.heads = nn.ModuleList(nn.Linear(1, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv(x).transpose(1, 2)
+        if h.shape[1] > 1:
+            h = h + 1
+        return torch.stack([head(h) for head in self.heads])
+
+
+def test_a_warning_quotes_the_line_that_needs_a_value() -> None:
+    fast = fxopt.optimize(
+        Folds().eval(), "fuse_ensembles{lowering=bmm}", example_inputs=(torch.ones(2, 1, 8),), measure=False
+    )
+    with pytest.warns(fxopt.GuardWarning, match=r"'if h.shape\[1\] > 1' \(at test_conditions_in_messages.py:"):
+        calls(fast, torch.ones(2, 1, 3))
+
+
+def calls(model: nn.Module, x: Tensor) -> None:
+    for _ in range(20):
+        model(x)
