@@ -80,8 +80,8 @@ def _is_on_arguments_alone(guard: Guard) -> bool:
 
 def _may_change(guard: Guard, module: nn.Module) -> bool:
     """Say whether a condition may change from call to call although arguments and module stay the same."""
-    is_on_mode = guard.asks_for_training or any(map(is_switch, guard.sources()))
-    return is_on_mode or any(_looks_inside(source, module) for source in guard.sources())
+    is_global = guard.asks_for_training or any(is_switch(each) or is_outside(each) for each in guard.sources())
+    return is_global or any(_looks_inside(source, module) for source in guard.sources())
 
 
 def _looks_inside(source: Source, module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from ...tracing.program import Program
 from ...tracing.rules import leaf_graph
 from ...tracing.values import user_class
 from .effects import overwrites_unseen, writes
-from .inlining import obstacle_to_inlining, unmet_guards
+from .inlining import lasting_guards, obstacle_to_inlining
 
 __all__ = ["Call", "Found", "Held", "Place", "call_in"]
 
@@ -132,7 +132,7 @@ def _in_capture(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Nod
         return None
     sources = {each: specialization.argument(each) for each in specialization.graph.find_nodes(op="placeholder")}
     plain = all(isinstance(source, Argument) and source.name in given for source in sources.values())
-    if not plain or unmet_guards(module, specialization, given):
+    if not plain or lasting_guards(module, specialization, given):
         return None
     named = {n.name: given[getattr(source, "name", "")] for n, source in sources.items()}
     return call, _as_if_outside(call, operator, node.target, named)

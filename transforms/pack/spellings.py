@@ -9,7 +9,7 @@ from torch import fx
 
 from ...cuda_ops import KERNELS
 from ...layers.packed import Activation, known_activations
-from ...passes.rewriting import Found, Pattern, Place, obstacle_to_inlining, unmet_guards
+from ...passes.rewriting import Found, Pattern, Place, lasting_guards, obstacle_to_inlining
 from ...tracing.graphs import Specialization, capture_of
 from ..swap_kernels import spelled
 
@@ -32,7 +32,7 @@ def written_out(place: Place, user: fx.Node, x: fx.Node) -> Activation | None:
         given = capture.parameters.bind(user.args, {})
     except TypeError:
         return None
-    if unmet_guards(module, specialization, given):
+    if lasting_guards(module, specialization, given):
         return None
     return next((each for pattern, each in _spellings() if _fits(pattern, specialization, inner)), None)
 

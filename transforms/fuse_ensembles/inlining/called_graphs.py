@@ -12,6 +12,7 @@ from ....tracing.graphs import Capture, Specialization
 from ....tracing.guards import require
 from ....tracing.rules import leaf_graph
 from .batchable_modules import module_operator
+from .mode_guards import is_passed_on
 
 __all__ = ["checks_on_the_way", "has_plain_output", "leaf_graph_of", "specialization_of_call"]
 
@@ -36,7 +37,7 @@ def specialization_of_call(
     if len(in_mode) == 1:
         return in_mode[0]
     for specialization in in_mode:
-        if all(guard.asks_for_training for guard in unmet_guards(module, specialization, given)):
+        if all(map(is_passed_on, unmet_guards(module, specialization, given))):
             return specialization
     return None
 

@@ -272,7 +272,7 @@ class _Builder:
         call: str,
     ) -> str | None:
         """Append what checks that a module's graph holds for a call, or return under what it does."""
-        guards = [guard for guard in unmet_guards(module, specialization, given) if not guard.asks_for_training]
+        guards = [guard for guard in unmet_guards(module, specialization, given) if not is_passed_on(guard)]
         values = {name: value for name, value in given.items() if isinstance(value, Operation)}
         checks = write_checks(guards, values) if guards else None
         if guards and (checks is None or not self.may_restart):
