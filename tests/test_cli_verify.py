@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fxopt.reporting.verdicts import Comparison
+from fxopt.reporting import verdicts
 
 SOURCE = """
 import torch
@@ -278,6 +278,6 @@ def test_a_model_that_computes_with_fewer_digits_is_told_how_to_be_compared():
         ok=False, meaning_error=0.01, precision_error=0.01, reason="output differs", checked_in="float64"
     )
     assert "quantize computes with fewer digits: allow an error, as in --tolerance" in str(
-        Comparison([differs], False, lossy=("quantize",))
+        verdicts.Comparison([differs], False, lossy=("quantize",))
     )
-    assert "fewer digits" not in str(Comparison([differs], False, 0.001, lossy=("quantize",)))
+    assert "fewer digits" not in str(verdicts.Comparison([differs], False, 0.001, lossy=("quantize",)))
