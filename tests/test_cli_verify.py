@@ -3,14 +3,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-
-from fxopt.reporting import verdicts
 
 SOURCE = """
 import torch
@@ -271,13 +268,3 @@ def test_a_model_that_is_none_is_found_before_the_other_is_built(fxopt: Fxopt):
     done = fxopt("verify", "zoo:no_such_factory", "missing.fxopt")
     assert done.code == 2
     assert "'missing.fxopt' is no file" in done.err and "no_such_factory" not in done.err
-
-
-def test_a_model_that_computes_with_fewer_digits_is_told_how_to_be_compared():
-    differs: Any = SimpleNamespace(
-        ok=False, meaning_error=0.01, precision_error=0.01, reason="output differs", checked_in="float64"
-    )
-    assert "quantize computes with fewer digits: allow an error, as in --tolerance" in str(
-        verdicts.Comparison([differs], False, lossy=("quantize",))
-    )
-    assert "fewer digits" not in str(verdicts.Comparison([differs], False, 0.001, lossy=("quantize",)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -47,23 +47,40 @@ def change(kind: type[nn.Module], model: nn.Module, patch: pytest.MonkeyPatch) -
     if kind is Global:
         patch.setitem(globals(), "SLOPE", 0.9)
     elif kind is OfChild:
-        held: Any = model.get_submodule("1.drop")
-        held.p = 0.9
+        for held in model.modules():
+            if isinstance(held, nn.Dropout):
+                held.p = 0.9
     else:
         patch.setattr(kind, "slope", 0.9)
 
 
+class Heads(nn.Module):
+    """An ensemble of small convolutional networks with one activation each."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 8, 3), kind(), nn.Conv2d(8, 2, 1)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([head(x) for head in self.heads])
+
+
 CASES = [("pack", OfClass), ("pack", Global), ("pack", OfChild), ("fold_batchnorm", Norm)]
+CASES += [(passes, kind) for passes in ("fuse_ensembles", "inference") for kind in (OfClass, Global, OfChild)]
 
 
 @pytest.mark.parametrize(("passes", "kind"), CASES)
 def test_changes_are_seen(passes: str, kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), Norm(8) if kind is Norm else kind()).eval()
+    if passes in ("fuse_ensembles", "inference"):
+        model = Heads(kind).eval()
+    else:
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), Norm(8) if kind is Norm else kind()).eval()
     x = torch.randn(2, 3, 8, 8)
     fast = fxopt.optimize(model, passes, example_inputs=x, measure=False)
     with torch.no_grad():
         before = model(x)
+        assert (passes == "fuse_ensembles") <= bool(fxopt.plan(fast).decisions)
         torch.testing.assert_close(fast(x), before, rtol=1e-4, atol=1e-4)
         for each in (model, fast):
             change(kind, each, monkeypatch)

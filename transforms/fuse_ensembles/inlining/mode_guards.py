@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ....tracing.graphs import required_capture
-from ....tracing.guards import SELF, Guard, is_outside, module_at
+from ....tracing.guards import SELF, Attribute, Guard, Item, Source, is_outside, module_at
 from ....tracing.program import Program
 
 __all__ = ["Case", "cases_of", "child_guard", "is_passed_on"]
@@ -58,8 +58,21 @@ def _cases_of(module: nn.Module) -> list[Case]:
 
 
 def is_passed_on(guard: Guard) -> bool:
-    """Say whether a module that opens another one takes this condition of it for its own: on modes, or from outside."""
-    return guard.asks_for_training or any(map(is_outside, guard.sources()))
+    """Say whether a module that opens another one takes this condition of it for its own.
+
+    It is one on modes, on what is outside of the module, or on an attribute of a module inside, which nothing protects
+    where no graph calls that module.
+    """
+    sources = list(guard.sources())
+    return guard.asks_for_training or any(is_outside(each) or _is_of_a_child(each) for each in sources)
+
+
+def _is_of_a_child(source: Source) -> bool:
+    match source:
+        case Attribute(Item(Attribute(_, "_modules")), name):
+            return name != "_modules"
+        case _:
+            return False
 
 
 def child_guard(guard: Guard, path: str) -> Guard:

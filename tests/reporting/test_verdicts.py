@@ -1,0 +1,17 @@
+"""What is said of two models that were compared."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from fxopt.reporting.verdicts import Comparison
+
+
+def test_a_model_that_computes_with_fewer_digits_is_told_how_to_be_compared() -> None:
+    differs: Any = SimpleNamespace(
+        ok=False, meaning_error=0.01, precision_error=0.01, reason="output differs", checked_in="float64"
+    )
+    advice = "quantize computes with fewer digits: allow an error, as in --tolerance"
+    assert advice in str(Comparison([differs], False, lossy=("quantize",)))
+    assert "fewer digits" not in str(Comparison([differs], False, 0.001, lossy=("quantize",)))
