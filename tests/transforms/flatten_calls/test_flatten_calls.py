@@ -322,7 +322,6 @@ def test_what_was_written_before_is_not_written_again_where_a_size_is_another() 
     assert fast.calls.item() == before + 1
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 class Sum(nn.Module):
     def forward(self, parts: list[Tensor]) -> Tensor:
         return parts[0] if parts[0].shape != parts[1].shape else parts[0] + parts[1]
