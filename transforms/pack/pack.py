@@ -31,7 +31,7 @@ class Pack(Pass):
 
     Before: relu(conv(x) + y)        After: packed_convolution(x, weight, bias, y)
     Refuses: weights that are no plain tensors of float32 on the CPU, layers with hooks or parametrizations, subclasses
-        of those of torch.nn, padding with other than zeros, models in training.
+        of those of torch.nn, padding with other than zeros, LSTMs with `proj_size`, models in training.
 
     Options:
         dtype: what is computed in: `float32`, or `bfloat16` within a float32 model.
