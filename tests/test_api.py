@@ -160,14 +160,14 @@ def test_lowerings_are_chosen_for_the_calls_that_the_user_names(
     """Of hot calls one lowering is the fastest here, of cold ones another; plan and report say which it was."""
 
     def time_candidates(candidates: dict[str, timing.Runner], cold: bool, **options: object) -> Timings:
-        fastest = "bmm" if cold else "wide"
+        fastest = "bmm" if cold else "grouped_conv"
         samples = {name: 1.0 + (name != fastest) + 2 * (name == "before") for name in candidates}
         return Timings([samples] * 20, cold=cold)
 
     monkeypatch.setattr(timing, "time_candidates", time_candidates)
     fast = optimized(Model(), "fuse_ensembles", measure=wanted)
     (decision,) = fxopt.plan(fast).decisions
-    assert decision.choice == ("bmm" if said else "wide")
+    assert decision.choice == ("bmm" if said else "grouped_conv")
     assert decision.figures.get("cold", False) is said
     assert ("cold (caches emptied before each call)" in str(fxopt.report(fast))) is said
     again = fxopt.optimize(Model(), plan=fxopt.plan(fast), example_inputs=(X,))

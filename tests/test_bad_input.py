@@ -326,9 +326,8 @@ def test_a_model_on_the_meta_device() -> None:
     with torch.device("meta"):
         model = Ensemble()
     fast = optimized(model, "inference", measure=True)
-    [decision, packing] = fxopt.plan(fast).decisions
+    [decision] = fxopt.plan(fast).decisions
     assert (decision.status, decision.figures) == ("applied", {"checked": "unverified: meta"})
-    assert (packing.pass_name, packing.status) == ("pack", "refused")  # the model is in training
     assert fast(X.to("meta")).shape == (6, 3)
     real = Ensemble()
     fast = fast.to_empty(device="cpu")
