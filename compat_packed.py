@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "Recurrence",
     "convolution",
     "convolution_packed",
     "is_packed",
@@ -102,21 +104,39 @@ def convolution(
     return transposed(x, packed, bias, padding, its.output_padding, stride, dilation, groups, name, scalars, kind)
 
 
-class _Recurrence(Protocol):
-    """The settings of an LSTM, as `layers.packed.Recurrence` has them."""
+@dataclass(frozen=True)
+class Recurrence:
+    """The settings of an LSTM, as `torch.nn.LSTM` names them.
+
+    Attributes:
+        input_size, hidden_size, num_layers: its sizes.
+        bias: whether it has biases.
+        batch_first: whether the input is [N, T, inputs]; else it is [T, N, inputs].
+        bidirectional: whether it reads sequences from behind, too.
+    """
+
+    input_size: int
+    hidden_size: int
+    num_layers: int = 1
+    bias: bool = True
+    batch_first: bool = False
+    bidirectional: bool = False
 
     @property
-    def input_size(self) -> int: ...
+    def directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
     @property
-    def hidden_size(self) -> int: ...
+    def names(self) -> list[str]:
+        """Return the names of the tensors in the order in which they are read: layers, directions, kinds."""
+        ends = [f"_l{n}{end}" for n in range(self.num_layers) for end in ("", "_reverse")[: self.directions]]
+        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")[: self.count]
+        return [f"{kind}{end}" for end in ends for kind in kinds]
+
     @property
-    def num_layers(self) -> int: ...
-    @property
-    def bias(self) -> bool: ...
-    @property
-    def batch_first(self) -> bool: ...
-    @property
-    def bidirectional(self) -> bool: ...
+    def count(self) -> int:
+        """Return how many tensors there are for a layer in one direction."""
+        return 4 if self.bias else 2
 
 
 _LSTM = 2
@@ -141,7 +161,7 @@ def _lstm() -> Any:
 
 
 def lstm_layer(
-    x: Tensor, packed: Sequence[Tensor], states: tuple[Tensor, Tensor], its: _Recurrence, *, is_reversed: bool
+    x: Tensor, packed: Sequence[Tensor], states: tuple[Tensor, Tensor], its: Recurrence, *, is_reversed: bool
 ) -> list[Tensor]:
     """Return outputs, [T, N, hidden], hidden state and cell state of a layer of an LSTM in one direction.
 
@@ -165,15 +185,14 @@ class _Shell:
     check_forward_args, permute_hidden = _own.check_forward_args, _own.permute_hidden
     get_expected_hidden_size, get_expected_cell_size = _own.get_expected_hidden_size, _own.get_expected_cell_size
 
-    def __init__(self, its: _Recurrence, tensors: Sequence[Tensor]) -> None:
-        self.input_size, self.hidden_size, self.num_layers = its.input_size, its.hidden_size, its.num_layers
-        self.bias, self.batch_first, self.bidirectional = its.bias, its.batch_first, its.bidirectional
+    def __init__(self, its: Recurrence, tensors: Sequence[Tensor]) -> None:
+        vars(self).update(vars(its))
         self._flat_weights = list(tensors)
 
     def _update_flat_weights(self) -> None:
         """Let the tensors be those that were handed over."""
 
 
-def lstm_as_torch(x: Any, hx: Any, tensors: Sequence[Tensor], its: _Recurrence) -> Any:
+def lstm_as_torch(x: Any, hx: Any, tensors: Sequence[Tensor], its: Recurrence) -> Any:
     """Return what `torch.nn.LSTM` gives in evaluation, with its checks, for tensors in the order of its own."""
     return _Shell(its, tensors).forward(x, hx)

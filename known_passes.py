@@ -55,7 +55,10 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Preset -> what it stands for: passes, with options where they are not the default ones."""
 
-PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]]] = MappingProxyType(
+Replacements = Mapping[str, tuple[str, ...]]
+"""Pass -> what stands in its place."""
+
+PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Replacements]]] = MappingProxyType(
     {
         "inference": {
             "dtype": {
@@ -66,7 +69,7 @@ PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Mapping[str, tuple[str, .
         }
     }
 )
-"""Preset -> option -> value -> pass -> what stands in its place; the first value is the default."""
+"""Preset -> option -> value -> what stands in the place of passes; the first value is the default."""
 
 TRANSFORMS = f"{__name__.split('.', maxsplit=1)[0]}.transforms"
 _TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"|[,={}\[\]]|[^\s,={}\[\]"'<>]+""")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...compat import runs_kernels, wants_gradients
-from ...compat_packed import is_packed, lstm_as_torch, lstm_layer, lstm_packed
+from ...compat_packed import Recurrence, is_packed, lstm_as_torch, lstm_layer, lstm_packed
 from ...operators import Derived, Keeping, derived
 from .weights import can_be_packed
 
@@ -19,41 +19,6 @@ __all__ = ["PackedLSTM", "Recurrence"]
 
 State = tuple[Tensor, Tensor]
 Result = tuple[Tensor, State]
-
-
-@dataclass(frozen=True)
-class Recurrence:
-    """The settings of an LSTM, as `torch.nn.LSTM` names them.
-
-    Attributes:
-        input_size, hidden_size, num_layers: its sizes.
-        bias: whether it has biases.
-        batch_first: whether the input is [N, T, inputs]; else it is [T, N, inputs].
-        bidirectional: whether it reads sequences from behind, too.
-    """
-
-    input_size: int
-    hidden_size: int
-    num_layers: int = 1
-    bias: bool = True
-    batch_first: bool = False
-    bidirectional: bool = False
-
-    @property
-    def directions(self) -> int:
-        return 2 if self.bidirectional else 1
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the tensors in the order in which they are read: layers, directions, kinds."""
-        ends = [f"_l{n}{end}" for n in range(self.num_layers) for end in ("", "_reverse")[: self.directions]]
-        kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")[: self.count]
-        return [f"{kind}{end}" for end in ends for kind in kinds]
-
-    @property
-    def count(self) -> int:
-        """Return how many tensors there are for a layer in one direction."""
-        return 4 if self.bias else 2
 
 
 @dataclass(frozen=True)

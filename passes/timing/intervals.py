@@ -23,7 +23,7 @@ _T_AT_99 = {3: 9.925, 4: 5.841, 5: 4.604}
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio, and where it lies with 95% confidence."""
+    """A ratio, and where it lies with 95% confidence; with 99% where it is of fewer than six rounds."""
 
     low: float
     mid: float

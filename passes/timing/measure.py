@@ -82,9 +82,9 @@ def time_candidates(
 
     Args:
         candidates: name -> what to call; a `Runner` is left without a trace on its module.
-        seconds: how long to sample, warm-up not counted; `least_rounds` are taken in any case but that, and four times
-            as long where it is still open whether something beats the first candidate.
-        least_rounds: the number of rounds before anything is decided that is not plain.
+        seconds: how long to sample, warm-up not counted; four times as long where it is still open whether something
+            beats the first candidate.
+        least_rounds: so many are taken whatever the time, unless three to five long ones leave no doubt.
         limit: seconds of processor time after which the fewest rounds that say anything must do, here six.
         cold: empty the caches before each call, as other work between two calls does.
     """

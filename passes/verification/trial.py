@@ -96,7 +96,7 @@ class Trial:
     second: bool = False
     inner: Sequence[str] = ()
     called: set[str] = field(default_factory=set[str])
-    kept: Kept = field(default_factory=dict[tuple[int, torch.dtype], "tuple[Tensor, int]"])
+    kept: Kept = field(default_factory=Kept)
 
     def run(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Run:
         """Run once; `state` gives every parameter and buffer by name, and stays unchanged.

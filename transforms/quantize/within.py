@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +14,9 @@ from ...tracing.program import Program
 from ...tracing.recording import preserved
 from .judging import error_of
 
-__all__ = ["left_in_floats"]
+__all__ = ["costs", "left_in_floats", "left_out"]
+
+Layer = TypeVar("Layer")
 
 _MARGIN = 0.9
 """Of the budget: other calls err by a little more than the first."""
@@ -30,22 +32,43 @@ def left_in_floats(program: Program, layers: Mapping[nn.Module, nn.Module], budg
     """
     if not program.whole_calls or not layers:
         return {}
-    run = _Run(program, layers)
-    every, allowed = list(layers), _MARGIN * budget
-    if run.error(every) <= allowed:
+    run, allowed = _Run(program, layers), _MARGIN * budget
+    if run.error(list(layers)) <= allowed:
         return {}
-    alone: dict[nn.Module, float] = {}
+    alone = costs(layers, run.error)
+    left, _ = left_out(alone, run.error, allowed)
+    return {layer: alone[layer] for layer in left}
+
+
+def costs(layers: Iterable[Layer], error: Callable[[Sequence[Layer]], float]) -> dict[Layer, float]:
+    """Return by how much a model's results are off where one layer alone computes in fewer bits."""
+    every = list(layers)
+    alone: dict[Layer, float] = {}
     with progress_bar("fxopt: measuring layers", len(every)) as move:
         for layer in every:
-            alone[layer] = run.error([layer])
+            alone[layer] = error([layer])
             move(1)
-    order = sorted(every, key=alone.__getitem__, reverse=True)
+    return alone
+
+
+def left_out(
+    alone: Mapping[Layer, float], error: Callable[[Sequence[Layer]], float], allowed: float
+) -> tuple[Sequence[Layer], float]:
+    """Return the layers to leave in floats, the most costly first, and the error with all others in fewer bits.
+
+    Args:
+        alone: what each costs by itself; together they err by more than is allowed.
+        error: of some of them.
+        allowed: how much that may be.
+    """
+    order = sorted(alone, key=alone.__getitem__, reverse=True)
     # More layers in floats are taken to err less, so that the count can be found by halving.
-    wrong, right = 0, len(order)
+    wrong, right, least = 0, len(order), 0.0
     while right - wrong > 1:
         middle = (wrong + right) // 2
-        wrong, right = (wrong, middle) if run.error(order[middle:]) <= allowed else (middle, right)
-    return {layer: alone[layer] for layer in order[:right]}
+        found = error(order[middle:])
+        wrong, right, least = (wrong, middle, found) if found <= allowed else (middle, right, least)
+    return order[:right], least
 
 
 class _Run:

@@ -8,20 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import KINDS, Kernels
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxopt
 from fxopt.passes.optimizers import choose_form, choosing, trial
-
-KINDS: dict[str, Callable[[Any], Optimizer]] = {
-    "adamw": lambda given: optim.AdamW(given, lr=0.05, amsgrad=True),
-    "adam": lambda given: optim.Adam(given, lr=0.05, weight_decay=0.1),
-    "sgd": lambda given: optim.SGD(given, lr=0.05, momentum=0.9, nesterov=True),
-    "dampened": lambda given: optim.SGD(given, lr=0.05, momentum=0.9, dampening=0.1),
-    "adagrad": lambda given: optim.Adagrad(given, lr=0.05),
-}
 
 
 def network() -> nn.Module:
@@ -35,16 +27,6 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int = 2) -> None:
         optimizer.zero_grad()
         (model(x) - 1).square().mean().backward()
         optimizer.step()
-
-
-class Kernels(TorchDispatchMode):
-    """Counts the fused kernels that are called."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "_fused_" in str(func)
-        return func(*args, **(kwargs or {}))
 
 
 def flags(optimizer: Optimizer) -> list[tuple[Any, Any]]:

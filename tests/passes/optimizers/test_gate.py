@@ -10,34 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from stepping import KINDS, Kernels
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxopt.passes.optimizers.forms import forms_of, reset_form, set_form
 from fxopt.passes.optimizers.gate import FLAGS
 
-KINDS: dict[str, Callable[[Any], Optimizer]] = {
-    "adamw": lambda given: optim.AdamW(given, lr=0.05, amsgrad=True),
-    "adam": lambda given: optim.Adam(given, lr=0.05, weight_decay=0.1),
-    "sgd": lambda given: optim.SGD(given, lr=0.05, momentum=0.9, nesterov=True),
-    "dampened": lambda given: optim.SGD(given, lr=0.05, momentum=0.9, dampening=0.5),
-    "adagrad": lambda given: optim.Adagrad(given, lr=0.05),
-}
 X = torch.linspace(-1, 1, 2 * 3 * 4 * 4).view(2, 3, 4, 4)
 
 Changes = Callable[[nn.Module, Optimizer], object]
-
-
-class Kernels(TorchDispatchMode):
-    """Counts the fused kernels that are called."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "_fused_" in str(func)
-        return func(*args, **(kwargs or {}))
 
 
 def network() -> nn.Module:

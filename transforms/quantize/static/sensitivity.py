@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ....layers.quantized import Range
-from ....progress_bar import progress_bar
 from ....tracing.program import Program
 from ....tracing.values import Inputs
+from ..within import costs, left_out
 from .simulation import RoundedModel
 
 __all__ = ["Sensitivity", "sensitivity", "unknown"]
@@ -48,17 +48,6 @@ def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call:
     whole = simulation.error(ranges)
     if whole <= budget:
         return Sensitivity(simulation.own_errors, {}, (), whole, whole)
-    alone: dict[str, float] = {}
-    small = simulation.on_less()
-    with progress_bar("fxopt: measuring layers", len(ranges)) as move:
-        for name in ranges:
-            alone[name] = small.error([name])
-            move(1)
-    order = sorted(ranges, key=alone.__getitem__, reverse=True)
-    # More layers in floats are taken to err less, so that the count can be found by halving.
-    wrong, right, error = 0, len(order), 0.0
-    while right - wrong > 1:
-        middle = (wrong + right) // 2
-        found = simulation.error(order[middle:])
-        wrong, right, error = (wrong, middle, found) if found <= budget else (middle, right, error)
-    return Sensitivity(simulation.own_errors, alone, order[:right], error, whole)
+    alone = costs(ranges, simulation.on_less().error)
+    left, error = left_out(alone, simulation.error, budget)
+    return Sensitivity(simulation.own_errors, alone, left, error, whole)
