@@ -23,7 +23,16 @@ from .threads import one_thread
 if sys.platform == "linux":
     import resource
 
-__all__ = ["CALLS_OF_EACH", "CALLS_OF_TWO", "Interval", "Runner", "Timings", "runner", "time_candidates"]
+__all__ = [
+    "CALLS_OF_EACH",
+    "CALLS_OF_TWO",
+    "FEWEST_ROUNDS",
+    "Interval",
+    "Runner",
+    "Timings",
+    "runner",
+    "time_candidates",
+]
 
 Candidate = Callable[[], object]
 
@@ -36,7 +45,7 @@ _WARM_UP_SECONDS = 2e-3
 _LEAST_ROUNDS = 9
 """Fewer pairs cannot give a 99% interval for a median: 2 * 0.5**9 = 0.004."""
 
-_FEWEST_ROUNDS = 6
+FEWEST_ROUNDS = 6
 """Fewer pairs cannot give a 95% interval for a median: 2 * 0.5**6 = 0.03. Where time is short, these must do."""
 
 _SHORT_SECONDS = 5e-3
@@ -49,7 +58,7 @@ _STALLED = 4.0
 _NO_GAIN = 1.25
 """Where threads take this much longer by the clock than one uses of the processor, other programs have the cores."""
 
-CALLS_OF_EACH, CALLS_OF_TWO = 2 + HOPELESS_ROUNDS, 2 * (_FEWEST_ROUNDS - HOPELESS_ROUNDS)
+CALLS_OF_EACH, CALLS_OF_TWO = 2 + HOPELESS_ROUNDS, 2 * (FEWEST_ROUNDS - HOPELESS_ROUNDS)
 """So many calls are made at least of each candidate, which is run twice to get ready, and then of the two best."""
 
 _LONG_SECONDS = 20e-3
@@ -72,6 +81,7 @@ def time_candidates(
     least_rounds: int = _LEAST_ROUNDS,
     limit: float = math.inf,
     cold: bool = False,
+    clear: float = CLEARLY_SLOWER,
 ) -> Timings:
     """Time candidates side by side until the answer is clear, or the time is up.
 
@@ -87,6 +97,7 @@ def time_candidates(
         least_rounds: so many are taken whatever the time, unless three to five long ones leave no doubt.
         limit: seconds of processor time after which the fewest rounds that say anything must do, here six.
         cold: empty the caches before each call, as other work between two calls does.
+        clear: by what factor one must be the fastest for three to five long rounds to leave no doubt.
     """
     evict = Eviction(_gpus_of(candidates.values())) if cold else None
     with ExitStack() as stack:
@@ -94,10 +105,11 @@ def time_candidates(
             if isinstance(candidate, Runner):
                 stack.enter_context(candidate.leaving_no_trace())
         stack.enter_context(collection_paused())
-        timings = _raced(candidates, seconds, least_rounds, limit, evict, may_stall=torch.get_num_threads() > 1)
+        may_stall = torch.get_num_threads() > 1
+        timings = _raced(candidates, seconds, least_rounds, limit, evict, clear, may_stall=may_stall)
         if timings is None:
             stack.enter_context(one_thread())
-            timings = _raced(candidates, seconds, least_rounds, limit, evict) or Timings()
+            timings = _raced(candidates, seconds, least_rounds, limit, evict, clear) or Timings()
             timings.in_one_thread = True
     timings.cold = cold
     return timings
@@ -105,7 +117,7 @@ def time_candidates(
 
 def _raced(
     candidates: Mapping[str, Candidate], seconds: float, least_rounds: int, limit: float, evict: Eviction | None,
-    *, may_stall: bool = False,
+    clear: float, *, may_stall: bool = False,
 ) -> Timings | None:  # fmt: skip
     """Return the samples; None where calls `may_stall`, and do."""
     first = next(iter(candidates))
@@ -123,9 +135,9 @@ def _raced(
         if len(timings.rounds) == 1 and not _tells(samplings):
             timings, samplings = Timings(), _with_clock(candidates, time.perf_counter, evict)
             continue
-        if _is_settled(timings, racing, samplings):
+        if _is_settled(timings, racing, samplings, clear):
             break
-        if len(timings.rounds) >= _FEWEST_ROUNDS and time.thread_time() > end:
+        if len(timings.rounds) >= FEWEST_ROUNDS and time.thread_time() > end:
             break
         if len(timings.rounds) < least_rounds:
             continue
@@ -156,10 +168,10 @@ def _tells(samplings: Mapping[str, _Sampling]) -> bool:
     return all(each.works_in_this_thread or each.clock is not time.thread_time for each in samplings.values())
 
 
-def _is_settled(timings: Timings, racing: Sequence[str], samplings: Mapping[str, _Sampling]) -> bool:
+def _is_settled(timings: Timings, racing: Sequence[str], samplings: Mapping[str, _Sampling], clear: float) -> bool:
     """Say whether the first rounds leave no doubt, of calls that are long enough for one sample to tell something."""
     is_short = any(samplings[name].least < _SETTLING_SECONDS for name in racing)
-    return len(timings.rounds) >= HOPELESS_ROUNDS and not is_short and timings.is_settled(racing)
+    return len(timings.rounds) >= HOPELESS_ROUNDS and not is_short and timings.is_settled(racing, clear)
 
 
 class _Stopwatch:
@@ -196,7 +208,7 @@ def _has_stalled(timings: Timings, samplings: Mapping[str, _Sampling]) -> bool:
     """
     for name, sampling in samplings.items():
         samples = [sample[name] for sample in timings.rounds if name in sample]
-        is_short = len(samples) >= _FEWEST_ROUNDS and sampling.least < _WARM_UP_SECONDS
+        is_short = len(samples) >= FEWEST_ROUNDS and sampling.least < _WARM_UP_SECONDS
         if is_short and median(samples) > _STALLED * sampling.least:
             return True
     return False
