@@ -1,0 +1,134 @@
+"""pack at one row: turned weights, layers that wait for memory, and what layers in bfloat16 err by."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.compat_packed import why_no_packing
+from fxopt.layers.packed import NO_ACTIVATION, PackedLinear, TurnedLinear, known_activations
+from fxopt.passes.pipeline import Plan
+from fxopt.passes.timing import Interval
+from fxopt.transforms.pack import Pack
+from fxopt.transforms.pack.timing import Calls, Times
+
+pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
+
+needs_bfloat16 = pytest.mark.skipif(bool(why_no_packing(torch.bfloat16)), reason=why_no_packing(torch.bfloat16))
+
+ROW = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(0))
+GELU = next(each for each in known_activations() if each.kind == "tanh" and each.operator == "gelu")
+
+
+def tensors(outputs: int = 24) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(outputs, 16, generator=generator), torch.randn(outputs, generator=generator)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 4, bias=False)).eval()
+
+
+@pytest.fixture
+def turned_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(self: Calls, *, cold: bool = False) -> Times:
+        gain = 3.0 if isinstance(self.after, TurnedLinear) else 2.0
+        return Times(Interval(gain, gain, gain), gain, 1.0)
+
+    monkeypatch.setattr(Calls, "times", times)
+
+
+# -- the function ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (1, 1, 16), (3, 16), (0, 16)], ids=str)
+@pytest.mark.parametrize("activation", [NO_ACTIVATION, GELU], ids=str)
+def test_turned_weights_compute_what_the_layer_does(shape: tuple[int, ...], activation: object) -> None:
+    x, (weight, bias) = torch.randn(shape), tensors()
+    layer = TurnedLinear(activation)  # type: ignore[arg-type]
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, weight, bias), layer.plainly(x, weight, bias))
+        torch.testing.assert_close(layer(x, weight), layer.plainly(x, weight, None))
+        other = torch.randn(*shape[:-1], 24)
+        torch.testing.assert_close(layer(x, weight, bias, other), layer.plainly(x, weight, bias, other))
+        gate = TurnedLinear(activation, "mul")  # type: ignore[arg-type]
+        torch.testing.assert_close(gate(x, weight, bias, other), gate.plainly(x, weight, bias, other))
+
+
+def test_a_weight_is_turned_once_and_anew_when_it_has_changed() -> None:
+    weight, bias = tensors()
+    layer = TurnedLinear()
+    with torch.no_grad():
+        layer(ROW, weight, bias)
+        turned = layer.turned(weight)
+        assert layer.turned(weight) is turned and turned.shape == (16, 24)
+        weight.mul_(2)
+        torch.testing.assert_close(layer(ROW, weight, bias), layer.plainly(ROW, weight, bias))
+        assert layer.turned(weight) is not turned
+
+
+def test_gradients_other_types_and_copies_are_as_of_any_packed_layer() -> None:
+    weight, bias = tensors()
+    layer = TurnedLinear(GELU, "mul")
+    assert pickle.loads(pickle.dumps(layer)) == copy.deepcopy(layer) == layer != PackedLinear(GELU, joins="mul")
+    x = ROW.clone().requires_grad_()
+    TurnedLinear()(x, weight, bias).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0, 0], weight.sum(0))
+    assert TurnedLinear()(ROW.double(), weight.double(), bias.double()).dtype is torch.float64
+
+
+# -- in models -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("turned_wins")
+def test_the_faster_way_at_one_row_is_in_the_plan_and_replayed() -> None:
+    model = network()
+    found = fxopt.plan(fxopt.optimize(model, Pack(), example_inputs=ROW[0], time_budget=None)).to_json()
+    (decision,) = found["decisions"]
+    assert decision["site"]["data"] == {"speeds": [3.0, 3.0], "turned": ["layer.0", "layer.1"]}
+    decision["status"] = "applied"  # so small a model gains nothing
+    fast = fxopt.optimize(network(), plan=Plan.from_json(found), example_inputs=ROW[0])
+    kinds = [type(node.target) for node in fxopt.graphs(fast)[""].nodes if node.op == "call_function"]
+    assert kinds == [TurnedLinear, TurnedLinear]
+    for x in (ROW[0], torch.randn(5, 16)):
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), model(x))
+
+
+@pytest.mark.usefixtures("turned_wins")
+def test_more_rows_are_computed_on_packed_weights() -> None:
+    fast = fxopt.optimize(network(), Pack(), example_inputs=torch.randn(4, 16), time_budget=None)
+    (decision,) = fxopt.plan(fast).decisions
+    assert decision.site["data"] == {"speeds": [2.0, 2.0]}
+
+
+def test_weights_beyond_the_caches_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxopt.transforms.pack.finding.last_level_bytes", lambda: 64)
+
+    def by_itself(self: Calls, *, cold: bool = False) -> Times:
+        raise AssertionError("it finds its weight in the caches")
+
+    monkeypatch.setattr(Calls, "times", by_itself)
+    model = network()
+    fast = fxopt.optimize(model, Pack(), example_inputs=ROW[0], time_budget=None)
+    assert fxopt.plan(fast).decisions
+    with torch.no_grad():
+        torch.testing.assert_close(fast(ROW[0]), model(ROW[0]))
+
+
+# -- what bfloat16 errs by -------------------------------------------------------------------------------------------
+
+
+@needs_bfloat16
+def test_layers_in_bfloat16_are_compared_once_for_each_kind_and_left_to_the_whole_model() -> None:
+    fast = fxopt.optimize(network(), Pack(dtype=torch.bfloat16), example_inputs=torch.randn(6, 16), measure=False)
+    (decision,) = fxopt.plan(fast).decisions
+    assert decision.status == "applied" and decision.figures["checked"] == "with the whole model"
+    assert 0 < decision.figures["precision_error"] < 0.02
