@@ -11,18 +11,19 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.compat_packed import why_no_packing
-from fxopt.layers.packed import NO_ACTIVATION, PackedLinear, TurnedLinear, known_activations
+from fxopt.layers import packed
 from fxopt.passes.pipeline import Plan
 from fxopt.passes.timing import Interval
-from fxopt.transforms.pack import Pack
-from fxopt.transforms.pack.timing import Calls, Times
+from fxopt.transforms.pack import Pack, timing
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
 
 needs_bfloat16 = pytest.mark.skipif(bool(why_no_packing(torch.bfloat16)), reason=why_no_packing(torch.bfloat16))
 
+PackedLinear, TurnedLinear = packed.PackedLinear, packed.TurnedLinear
+
 ROW = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(0))
-GELU = next(each for each in known_activations() if each.kind == "tanh" and each.operator == "gelu")
+GELU = next(each for each in packed.known_activations() if each.kind == "tanh" and each.operator == "gelu")
 
 
 def tensors(outputs: int = 24) -> tuple[Tensor, Tensor]:
@@ -37,18 +38,18 @@ def network() -> nn.Sequential:
 
 @pytest.fixture
 def turned_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    def times(self: Calls, *, cold: bool = False) -> Times:
+    def times(self: timing.Calls, *, cold: bool = False) -> timing.Times:
         gain = 3.0 if isinstance(self.after, TurnedLinear) else 2.0
-        return Times(Interval(gain, gain, gain), gain, 1.0)
+        return timing.Times(Interval(gain, gain, gain), gain, 1.0)
 
-    monkeypatch.setattr(Calls, "times", times)
+    monkeypatch.setattr(timing.Calls, "times", times)
 
 
 # -- the function ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(16,), (1, 16), (1, 1, 16), (3, 16), (0, 16)], ids=str)
-@pytest.mark.parametrize("activation", [NO_ACTIVATION, GELU], ids=str)
+@pytest.mark.parametrize("activation", [packed.NO_ACTIVATION, GELU], ids=str)
 def test_turned_weights_compute_what_the_layer_does(shape: tuple[int, ...], activation: object) -> None:
     x, (weight, bias) = torch.randn(shape), tensors()
     layer = TurnedLinear(activation)  # type: ignore[arg-type]
@@ -112,10 +113,10 @@ def test_more_rows_are_computed_on_packed_weights() -> None:
 def test_weights_beyond_the_caches_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxopt.transforms.pack.finding.last_level_bytes", lambda: 64)
 
-    def by_itself(self: Calls, *, cold: bool = False) -> Times:
+    def by_itself(self: timing.Calls, *, cold: bool = False) -> timing.Times:
         raise AssertionError("it finds its weight in the caches")
 
-    monkeypatch.setattr(Calls, "times", by_itself)
+    monkeypatch.setattr(timing.Calls, "times", by_itself)
     model = network()
     fast = fxopt.optimize(model, Pack(), example_inputs=ROW[0], time_budget=None)
     assert fxopt.plan(fast).decisions
