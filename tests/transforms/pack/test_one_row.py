@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fxopt
 from fxopt.compat_packed import why_no_packing
-from fxopt.layers import packed
 from fxopt.passes.pipeline import Plan
 from fxopt.passes.timing import Interval
-from fxopt.transforms.pack import Pack, timing
+from fxopt.transforms.pack import Pack, layers, timing
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
 
 needs_bfloat16 = pytest.mark.skipif(bool(why_no_packing(torch.bfloat16)), reason=why_no_packing(torch.bfloat16))
 
-PackedLinear, TurnedLinear = packed.PackedLinear, packed.TurnedLinear
-
 ROW = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(0))
-GELU = next(each for each in packed.known_activations() if each.kind == "tanh" and each.operator == "gelu")
-
-
-def tensors(outputs: int = 24) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(outputs, 16, generator=generator), torch.randn(outputs, generator=generator)
 
 
 def network() -> nn.Sequential:
@@ -39,50 +27,10 @@ def network() -> nn.Sequential:
 @pytest.fixture
 def turned_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(self: timing.Calls, *, cold: bool = False) -> timing.Times:
-        gain = 3.0 if isinstance(self.after, TurnedLinear) else 2.0
+        gain = 3.0 if isinstance(self.after, layers.TurnedLinear) else 2.0
         return timing.Times(Interval(gain, gain, gain), gain, 1.0)
 
     monkeypatch.setattr(timing.Calls, "times", times)
-
-
-# -- the function ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", [(16,), (1, 16), (1, 1, 16), (3, 16), (0, 16)], ids=str)
-@pytest.mark.parametrize("activation", [packed.NO_ACTIVATION, GELU], ids=str)
-def test_turned_weights_compute_what_the_layer_does(shape: tuple[int, ...], activation: object) -> None:
-    x, (weight, bias) = torch.randn(shape), tensors()
-    layer = TurnedLinear(activation)  # type: ignore[arg-type]
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x, weight, bias), layer.plainly(x, weight, bias))
-        torch.testing.assert_close(layer(x, weight), layer.plainly(x, weight, None))
-        other = torch.randn(*shape[:-1], 24)
-        torch.testing.assert_close(layer(x, weight, bias, other), layer.plainly(x, weight, bias, other))
-        gate = TurnedLinear(activation, "mul")  # type: ignore[arg-type]
-        torch.testing.assert_close(gate(x, weight, bias, other), gate.plainly(x, weight, bias, other))
-
-
-def test_a_weight_is_turned_once_and_anew_when_it_has_changed() -> None:
-    weight, bias = tensors()
-    layer = TurnedLinear()
-    with torch.no_grad():
-        layer(ROW, weight, bias)
-        turned = layer.turned(weight)
-        assert layer.turned(weight) is turned and turned.shape == (16, 24)
-        weight.mul_(2)
-        torch.testing.assert_close(layer(ROW, weight, bias), layer.plainly(ROW, weight, bias))
-        assert layer.turned(weight) is not turned
-
-
-def test_gradients_other_types_and_copies_are_as_of_any_packed_layer() -> None:
-    weight, bias = tensors()
-    layer = TurnedLinear(GELU, "mul")
-    assert pickle.loads(pickle.dumps(layer)) == copy.deepcopy(layer) == layer != PackedLinear(GELU, joins="mul")
-    x = ROW.clone().requires_grad_()
-    TurnedLinear()(x, weight, bias).sum().backward()
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad[0, 0], weight.sum(0))
-    assert TurnedLinear()(ROW.double(), weight.double(), bias.double()).dtype is torch.float64
 
 
 # -- in models -------------------------------------------------------------------------------------------------------
@@ -97,7 +45,7 @@ def test_the_faster_way_at_one_row_is_in_the_plan_and_replayed() -> None:
     decision["status"] = "applied"  # so small a model gains nothing
     fast = fxopt.optimize(network(), plan=Plan.from_json(found), example_inputs=ROW[0])
     kinds = [type(node.target) for node in fxopt.graphs(fast)[""].nodes if node.op == "call_function"]
-    assert kinds == [TurnedLinear, TurnedLinear]
+    assert kinds == [layers.TurnedLinear, layers.TurnedLinear]
     for x in (ROW[0], torch.randn(5, 16)):
         with torch.no_grad():
             torch.testing.assert_close(fast(x), model(x))
