@@ -3,6 +3,7 @@
     python benchmarks/ordinary.py --json benchmarks/results/ordinary.json
     python benchmarks/ordinary.py --models resnet-18 "mlp, batch 1" --columns exact compile --threads 1 --seconds 1
     python benchmarks/ordinary.py --show --json benchmarks/results/ordinary.json
+    python benchmarks/ordinary.py --table --json benchmarks/results/ordinary.json
 
 Weights and inputs are random, from a committed seed. Each cell is measured in a process of its own, in which calls of
 eager and of the column take turns; a ratio is eager's time over the column's, with its interval of 95%. Preparation is
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 from machine import described
-from ordinary_models import CASES, COLUMNS, IN_TRAINING, SEED, measured
+from ordinary_models import CASES, COLUMNS, IN_TRAINING, SEED, measured, tables
 
 FLOOR = 0.95
 MEANS = {"exact": 1.3, "bf16": 2.0}
@@ -194,9 +195,15 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that the process of a cell may take")
     parser.add_argument("--missing", action="store_true", help="leave out cells that the file has figures of")
     parser.add_argument("--show", action="store_true", help="measure nothing: print what the file has")
+    parser.add_argument("--table", action="store_true", help="measure nothing: print what the file has, in Markdown")
     parser.add_argument("--json", type=Path, help="file to add cells to")
     arguments = parser.parse_args()
     report = Report(arguments.json)
+    if arguments.table:
+        for threads in arguments.threads:
+            rows = {model: report.row(model, threads) for model in arguments.models}
+            print(*tables({model: row for model, row in rows.items() if row}, arguments.columns), sep="\n")
+        return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     for model in arguments.models:
         for threads in arguments.threads:

@@ -5,5 +5,6 @@ from __future__ import annotations
 from .cases import CASES, SEED, Case
 from .columns import COLUMNS, IN_TRAINING
 from .measuring import measured
+from .tables import tables
 
-__all__ = ["CASES", "COLUMNS", "IN_TRAINING", "SEED", "Case", "measured"]
+__all__ = ["CASES", "COLUMNS", "IN_TRAINING", "SEED", "Case", "measured", "tables"]

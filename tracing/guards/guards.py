@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 from torch import Tensor
 
 from ...errors import GuardError
-from ..values import Kept
+from ..values import Kept, qualified
 from .sources import (
     TOLD,
     Attribute,
@@ -265,8 +265,8 @@ def is_tensor(source: Source, expected: bool, reason: str) -> Guard:
 
 
 def in_evaluation(module: str, reason: str) -> Guard:
-    """Return a guard on the mode of a module inside, by its qualified name: it is in evaluation."""
-    return Guard(attribute_at(f"{module}.training"), Truth(False), reason)
+    """Return a guard on the mode of a module inside, by its qualified name, "" for itself: it is in evaluation."""
+    return Guard(attribute_at(qualified(module, "training")), Truth(False), reason)
 
 
 # -- checks in the middle of a graph ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The arithmetic of folding a batch norm into the convolution or linear before it."""
+"""The arithmetic of folding batch norms into the convolution or linear before or behind them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Fold"]
+__all__ = ["Fold", "Folds"]
 
 
 class _Originals(NamedTuple):
-    """What goes into a fold, in float64: a layer's weight and bias, and a batch norm's tensors, each [out]."""
+    """What goes into a fold, in float64: a layer's weight and bias, and a batch norm's tensors, each [channels]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -32,8 +32,10 @@ class Fold:
         biased: the layer has a bias.
         scaled, shifted: the norm has a weight, a bias.
         transposed: the layer's weight is [in, out / groups, ...] rather than [out, ...].
-        groups: of a transposed convolution; of other layers it does not matter.
+        groups: of a transposed convolution, and of a layer behind the norm; of others it does not matter.
         masked: those of the layer's tensors of which elements are zero, whatever is written there.
+        before: the norm stands before the layer, and norms what this reads: w' = w * scale, b' = b + w @ shift.
+        counted: the norm has the number of batches.
     """
 
     eps: float
@@ -43,18 +45,25 @@ class Fold:
     transposed: bool = False
     groups: int = 1
     masked: tuple[str, ...] = ()
+    before: bool = False
+    counted: bool = True
 
     def __call__(self, weight: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         """Return weight and bias.
 
         Args:
             weight: of the layer.
-            rest: its bias, the norm's weight and bias, where there are any, its running mean and variance, each [out],
-                and the number of batches: torch counts that as written to in training, and not the statistics; and
-                of each that is masked, which elements are zero.
+            rest: its bias, the norm's weight and bias, where there are any, its running mean and variance, each
+                [channels], and the number of batches where it counts them: torch counts that as written to in training,
+                and not the statistics; and of each that is masked, which elements are zero.
         """
         wide = self._originals(self._zeroed((weight, *rest)))
         scale = _scale(wide, self.eps)
+        if self.before:
+            shift = -wide.mean * scale if wide.beta is None else wide.beta - wide.mean * scale
+            added = (wide.weight * self._spread_behind(shift, wide.weight)).flatten(1).sum(1)
+            bias = added if wide.bias is None else wide.bias + added
+            return (wide.weight * self._spread_behind(scale, wide.weight)).to(weight.dtype), bias.to(weight.dtype)
         bias = _shift(wide) * scale if wide.beta is None else _shift(wide) * scale + wide.beta
         return (wide.weight * self._spread(scale, wide.weight)).to(weight.dtype), bias.to(weight.dtype)
 
@@ -66,8 +75,8 @@ class Fold:
     @property
     def norm_tensors(self) -> tuple[str, ...]:
         """Return what the tensors that the norm computes with are called in it."""
-        statistics = ("running_mean", "running_var", "num_batches_tracked")
-        return (*["weight"] * self.scaled, *["bias"] * self.shifted, *statistics)
+        counts = ["num_batches_tracked"] * self.counted
+        return (*["weight"] * self.scaled, *["bias"] * self.shifted, "running_mean", "running_var", *counts)
 
     def _zeroed(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the tensors with zeros where masks want them, without the masks."""
@@ -80,10 +89,15 @@ class Fold:
         return (*own, *tensors[len(own) : count])
 
     def _originals(self, tensors: tuple[Tensor, ...]) -> _Originals:
-        rest = iter([tensor.double() for tensor in tensors[:-1]])
+        rest = iter([tensor.double() for tensor in tensors])
         weight = next(rest)
         bias, gamma, beta = (next(rest) if there else None for there in (self.biased, self.scaled, self.shifted))
         return _Originals(weight, bias, gamma, beta, next(rest), next(rest))
+
+    def _spread_behind(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Return one value for each channel that the layer reads, [in], in a shape that multiplies the weight."""
+        rows = values.view(self.groups, -1).repeat_interleave(weight.shape[0] // self.groups, 0)
+        return rows.reshape(*rows.shape, *[1] * (weight.ndim - 2))
 
     def _spread(self, values: Tensor, weight: Tensor) -> Tensor:
         """Return one value for each output channel, [out], in a shape that multiplies the weight."""
@@ -91,6 +105,25 @@ class Fold:
             return values.reshape(-1, *[1] * (weight.ndim - 1))
         rows = values.view(self.groups, -1).repeat_interleave(weight.shape[0] // self.groups, 0)
         return rows.reshape(*rows.shape, *[1] * (weight.ndim - 2))
+
+
+@dataclass(frozen=True)
+class Folds:
+    """Compute the weight and bias of a layer that does what a norm, the layer and another norm do.
+
+    Attributes:
+        before, behind: of the two norms; the second one takes the results of the first.
+    """
+
+    before: Fold
+    behind: Fold
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weight and bias; what `before` is called with, then what `behind` wants of its norm."""
+        count = len(tensors) - len(self.behind.norm_tensors)
+        weight, bias = self.before(tensors[0].double(), *tensors[1:count])
+        weight, bias = self.behind(weight, bias, *tensors[count:])
+        return weight.to(tensors[0].dtype), bias.to(tensors[0].dtype)
 
 
 def _scale(wide: _Originals, eps: float) -> Tensor:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ...compat import own_buffers, own_parameters, padding_around
+from ...compat import padding_around
 from ...errors import MatchFailure
 from ...layers.masked import gone_attribute, gone_of
 from ...layers.members import seal, written_out
@@ -18,12 +19,14 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
-from ...tracing.values import qualified, user_class
-from .arithmetic import Fold
+from ...tracing.values import user_class
+from .arithmetic import Fold, Folds
 from .checking import fault
 from .dimensions import expect_dimensions
-from .find import TRANSPOSED, Call, Pair, dimensions_wanted, has_own_forward, obstacles, pairs_in
+from .find import Call, Pair, pairs_in, source_of
+from .obstacles import dimensions_wanted, has_own_forward, obstacles
 from .own_forward import tail_of
+from .parts import Layer, Norm, layer_at, norm_at
 from .unfolded import unfolded
 
 __all__ = ["FoldBatchnorm"]
@@ -36,14 +39,15 @@ _KEEPS_DIMENSIONS = (
 
 @dataclass(frozen=True)
 class FoldBatchnorm(Pass):
-    """Fold evaluation-mode batch norms into the convolutions or linears that feed them.
+    """Fold evaluation-mode batch norms into the convolutions or linears before them, or else behind them.
 
     Before: self.bn(self.conv(x))        After: conv2d(x, *fold(conv.weight, ..., bn.running_var))
+    Calls of `F.batch_norm` and of the layers' functions on tensors of the model are the same.
     What a batch norm of a subclass computes behind the norm, dropout and an activation, is computed behind the layer.
     A layer that `prune` has masked is folded with its zeros, and follows its masks.
     Refuses: a convolution or batch norm that is called, tied or read elsewhere too, or has hooks or parametrizations;
-        a batch norm in training mode or without running statistics; a linear whose output has more than two dimensions;
-        calls of `F.batch_norm` in the forward of a module that is no batch norm, and norms before a layer.
+        a batch norm in training mode or without running statistics; a linear on more than two dimensions;
+        norms before a convolution that pads with zeros or is transposed.
     """
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
@@ -57,87 +61,154 @@ class FoldBatchnorm(Pass):
         pairs = pairs_in(program)
         reasons = obstacles(pairs, program, tails=True)
         reasons |= _faults([pair for pair in pairs if pair not in reasons], program)
-        yield from unfolded(program, {pair.norm for pair in pairs})
-        sound: dict[str, list[Pair]] = {}
-        for pair in pairs:
-            if pair in reasons:
-                yield Refusal(reasons[pair], qualified(pair.owner, pair.norm_name))
-            else:
-                sound.setdefault(pair.owner, []).append(pair)
+        yield from unfolded(program)
+        sound = _taken(pairs, reasons)
+        for pair in _named(pairs, sound):
+            yield Refusal(reasons[pair], pair.place)
         # One site for all of a module: by itself, one of many norms gains less than can be measured.
-        for owner, group in sound.items():
-            nodes = {
-                f"{what}.{number}.{call.specialization}": node.name
-                for number, pair in enumerate(group)
-                for call in pair.calls
-                for what, node in (("layer", call.layer), ("norm", call.norm))
-            }
-            first = group[0]
-            detail = f"{first.norm_name} into {first.layer_name}" if len(group) == 1 else f"{len(group)} batch norms"
-            yield Site(
-                program, owner, nodes, min(call.specialization for pair in group for call in pair.calls), detail=detail
-            )
+        owners: dict[str, list[Pair]] = {}
+        for pair in sound:
+            owners.setdefault(pair.owner, []).append(pair)
+        yield from (_site(program, owner, group) for owner, group in owners.items())
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         norms: dict[int, set[str]] = {}
-        for label in site.nodes:
-            what, number, specialization = label.split(".")
-            if what == "layer":
-                with edit.in_specialization(int(specialization)):
-                    call = Call(
-                        int(specialization), edit.graph_node(label), edit.graph_node(f"norm.{number}.{specialization}")
-                    )
-                    norms.setdefault(int(specialization), set()).add(str(call.norm.target))
+        for layer, calls in _by_layer(site, edit).items():
+            number = calls[0].specialization
+            with edit.in_specialization(number):
+                found = [_norm(call, edit) for call in calls]
+                norms.setdefault(number, set()).update("" if norm.module is None else norm.name for norm in found)
+                for call in calls:
                     _seal(call, edit)
-                    _fold(call, edit)
-        for specialization, names in norms.items():
-            with edit.in_specialization(specialization):
+                _fold(layer, calls, edit)
+        for number, names in norms.items():
+            with edit.in_specialization(number):
                 edit.hold_in_evaluation(sorted(names))
+
+
+def _taken(pairs: Sequence[Pair], reasons: Mapping[Pair, str]) -> list[Pair]:
+    """Return the pairs to fold: each norm goes into the layer before it or, where that will not do, the one behind."""
+    sound = [pair for pair in pairs if pair not in reasons]
+    gone = {call.norm for pair in sound if not pair.before for call in pair.calls}
+    return [pair for pair in sound if not (pair.before and any(call.norm in gone for call in pair.calls))]
+
+
+def _named(pairs: Sequence[Pair], sound: Sequence[Pair]) -> Iterator[Pair]:
+    """Yield one refused pair for each norm that is in no pair to fold."""
+    seen = {call.norm for pair in sound for call in pair.calls}
+    for pair in pairs:
+        nodes = {call.norm for call in pair.calls}
+        if not nodes & seen:
+            yield pair
+        seen |= nodes
+
+
+def _site(program: Program, owner: str, group: Sequence[Pair]) -> Site:
+    nodes = {
+        f"{what}.{number}.{call.specialization}": node.name
+        for number, pair in enumerate(group)
+        for call in pair.calls
+        for what, node in (("layer", call.layer), ("norm", call.norm))
+    }
+    first = group[0]
+    detail = f"{first.norm.name} into {first.layer.name}" if len(group) == 1 else f"{len(group)} batch norms"
+    return Site(program, owner, nodes, min(call.specialization for pair in group for call in pair.calls), detail=detail)
 
 
 def _faults(pairs: Sequence[Pair], program: Program) -> dict[Pair, str]:
     """Return how far off folds are that are wrong in float64."""
     if program.replaying:
         return {}
-    found = ((pair, _fault(pair)) for pair in pairs)
+    found = ((pair, _fault(pair, program.module(pair.owner))) for pair in pairs)
     return {pair: reason for pair, reason in found if reason}
 
 
-def _fault(pair: Pair) -> str:
-    fold = _fold_of(pair.layer, pair.norm)
-    norm = {**own_parameters(pair.norm), **own_buffers(pair.norm)}
-    layer = {**own_parameters(pair.layer), **own_buffers(pair.layer)}
-    tensors = [layer[name] for name in fold.layer_tensors] + [norm[name] for name in fold.norm_tensors]
-    gone = [gone_of(pair.layer)[name] for name in fold.masked]
-    return fault(pair.layer, pair.norm, fold, [each for each in (*tensors, *gone) if each is not None])
+def _fault(pair: Pair, owner: nn.Module) -> str:
+    fold = _fold_of(pair.layer, pair.norm, before=pair.before)
+    gone = [] if pair.layer.module is None else [gone_of(pair.layer.module)[name] for name in fold.masked]
+    tensors = [operator.attrgetter(path)(owner) for path in (*_of_layer(pair.layer, fold), *_of_norm(pair.norm, fold))]
+    return fault(pair.layer, pair.norm, fold, [*tensors, *gone])
 
 
-def _fold(call: Call, edit: Edit) -> None:
-    program, owner = edit.program, edit.site.owner
-    layer, norm = program.callee(owner, call.layer), program.callee(owner, call.norm)
-    wanted = dimensions_wanted(layer)
-    if wanted is not None:
-        _expect_dimensions(_source_of_dimensions(call.layer.all_input_nodes[0], program, owner), wanted, edit)
-    fold = _fold_of(layer, cast("nn.BatchNorm1d", norm))
-    tensors = [f"{call.layer.target}.{name}" for name in fold.layer_tensors]
-    tensors += [f"{call.norm.target}.{name}" for name in fold.norm_tensors]
-    tensors += [f"{call.layer.target}.{gone_attribute(name)}" for name in fold.masked]
-    weight, bias = edit.derive(fold, tensors)
-    folded = _call(layer, call.layer, weight, bias, edit)
-    folded.meta["source"] = call.layer.meta.get("source")
-    edit.replace(call.layer, folded)
-    edit.replace(call.norm, _behind(cast("nn.BatchNorm1d", norm), call, folded, edit))
+def _by_layer(site: Site, edit: Edit) -> dict[fx.Node, list[Call]]:
+    """Return the calls of norms by the layer that takes them: one, or one on each side, that before the layer first."""
+    found: dict[fx.Node, list[Call]] = {}
+    for label in site.nodes:
+        what, number, specialization = label.split(".")
+        if what == "layer":
+            with edit.in_specialization(int(specialization)):
+                norm = edit.graph_node(f"norm.{number}.{specialization}")
+                call = Call(int(specialization), edit.graph_node(label), norm)
+            found.setdefault(call.layer, []).append(call)
+    return {layer: sorted(calls, key=_is_behind) for layer, calls in found.items()}
 
 
-def _behind(norm: nn.BatchNorm1d, call: Call, folded: fx.Node, edit: Edit) -> fx.Node:
+def _is_behind(call: Call) -> bool:
+    return source_of(call.layer) is not call.norm
+
+
+def _norm(call: Call, edit: Edit) -> Norm:
+    norm = norm_at(edit.program, edit.site.owner, call.norm)
+    if norm is None:
+        raise MatchFailure(f"'{call.norm.name}' is no batch norm any more")
+    return norm
+
+
+def _fold(node: fx.Node, calls: Sequence[Call], edit: Edit) -> None:
+    """Write a layer with the norms on its sides folded in, in the place of the first of them."""
+    layer = layer_at(edit.program, edit.site.owner, node)
+    behind = [_is_behind(call) for call in calls]
+    place = node if behind[0] else calls[0].norm
+    x = source_of(place)
+    if layer is None or x is None:
+        raise MatchFailure(f"'{node.name}' is no call of a layer any more")
+    norms = [_norm(call, edit) for call in calls]
+    _check_dimensions(x, layer, norms, edit)
+    weight, bias = _derived(layer, norms, behind, edit)
+    # What the norm reads may be written to between the norm and the layer behind it.
+    folded = _call(layer, x, weight, bias, place, edit)
+    folded.meta.update({key: node.meta.get(key) for key in ("source", "val")})
+    edit.replace(node, folded)
+    if not behind[0]:
+        edit.replace(calls[0].norm, x)
+    if behind[-1]:
+        edit.replace(calls[-1].norm, _behind(norms[-1].module, calls[-1], folded, layer.rank, edit))
+
+
+def _check_dimensions(x: fx.Node, layer: Layer, norms: Sequence[Norm], edit: Edit) -> None:
+    wanted = [dimensions_wanted(Pair(edit.site.owner, layer, norm)) for norm in norms]
+    for count in {each for each in wanted if each is not None}:
+        _expect_dimensions(_source_of_dimensions(x, edit.program, edit.site.owner), count, edit)
+
+
+def _derived(layer: Layer, norms: Sequence[Norm], behind: Sequence[bool], edit: Edit) -> Sequence[fx.Node]:
+    """Add the weight and the bias that are made of a layer's and of those of one norm or two."""
+    fold = _fold_of(layer, norms[0], before=not behind[0])
+    tensors = [*_of_layer(layer, fold), *_of_norm(norms[0], fold)]
+    tensors += [f"{layer.name}.{gone_attribute(name)}" for name in fold.masked]
+    if len(norms) == 1:
+        return edit.derive(fold, tensors)
+    second = replace(_fold_of(layer, norms[1], before=False), biased=True, masked=())
+    return edit.derive(Folds(fold, second), [*tensors, *_of_norm(norms[1], second)])
+
+
+def _of_layer(layer: Layer, fold: Fold) -> list[str]:
+    return [layer.tensors[name] for name in fold.layer_tensors]
+
+
+def _of_norm(norm: Norm, fold: Fold) -> list[str]:
+    return [norm.tensors[name] for name in fold.norm_tensors]
+
+
+def _behind(norm: nn.BatchNorm1d | None, call: Call, folded: fx.Node, rank: int, edit: Edit) -> fx.Node:
     """Write what a norm's own forward computes behind the norm, and return the last of it."""
-    tail = tail_of(norm) if has_own_forward(norm) else None
+    tail = tail_of(norm) if norm is not None and has_own_forward(norm) else None
     if tail is None:
         return folded
     if isinstance(tail, str):
         raise MatchFailure(tail)
     # Unlike that of torch, a forward of the user's may take an input without a batch, and norm another dimension.
-    wanted = tail.dimensions or _batched_dimensions(edit.program.callee(edit.site.owner, call.layer))
+    wanted = tail.dimensions or rank + 2
     _expect_dimensions(_source_of_dimensions(folded, edit.program, edit.site.owner), wanted, edit)
     written: dict[fx.Node, Any] = {tail.start: folded, **dict.fromkeys(tail.flags, False)}
     for node in tail.nodes:
@@ -149,38 +220,28 @@ def _behind(norm: nn.BatchNorm1d, call: Call, folded: fx.Node, edit: Edit) -> fx
     return written[tail.nodes[-1] if tail.nodes else tail.start]
 
 
-def _batched_dimensions(layer: nn.Module) -> int:
-    """Return how many dimensions a layer gives where the second is its channels."""
-    return 2 if isinstance(layer, nn.Linear) else len(cast("nn.Conv2d", layer).kernel_size) + 2
-
-
-def _fold_of(layer: nn.Module, norm: nn.BatchNorm1d) -> Fold:
+def _fold_of(layer: Layer, norm: Norm, *, before: bool) -> Fold:
+    masks = [] if layer.module is None else list(gone_of(layer.module))
     return Fold(
-        eps=float(norm.eps),
-        biased=own_parameters(layer).get("bias") is not None,
-        scaled=own_parameters(norm).get("weight") is not None,
-        shifted=own_parameters(norm).get("bias") is not None,
-        transposed=isinstance(layer, TRANSPOSED),
-        groups=layer.groups if isinstance(layer, TRANSPOSED) else 1,
-        masked=tuple(name for name in gone_of(layer) if own_parameters(layer).get(name) is not None),
+        eps=norm.eps,
+        biased="bias" in layer.tensors,
+        scaled="weight" in norm.tensors,
+        shifted="bias" in norm.tensors,
+        counted="num_batches_tracked" in norm.tensors,
+        transposed=layer.is_transposed,
+        groups=layer.groups if layer.is_transposed or before else 1,
+        masked=tuple(name for name in masks if name in layer.tensors),
+        before=before,
     )
 
 
-def _call(layer: nn.Module, node: fx.Node, weight: fx.Node, bias: fx.Node, edit: Edit) -> fx.Node:
-    """Write what a layer does with its input, with another weight and bias."""
-    x = node.all_input_nodes[0]
-    if isinstance(layer, nn.Linear):
-        return edit.call(F.linear, x, weight, bias, before=node)
-    conv = cast("nn.Conv2d", layer)
-    options: dict[str, Any] = {"stride": conv.stride, "dilation": conv.dilation, "groups": conv.groups}
-    options["padding"] = conv.padding
-    kind = f"{'conv_transpose' if isinstance(layer, TRANSPOSED) else 'conv'}{len(conv.kernel_size)}d"
-    if isinstance(layer, TRANSPOSED):
-        options["output_padding"] = layer.output_padding
-    if conv.padding_mode != "zeros":
-        x = edit.call(F.pad, x, padding_around(conv), mode=conv.padding_mode, before=node)
+def _call(layer: Layer, x: fx.Node, weight: fx.Node, bias: fx.Node, before: fx.Node, edit: Edit) -> fx.Node:
+    """Write what a layer does with an input, with another weight and bias."""
+    options = {name: value for name, value in layer.settings.items() if name != "padding_mode"}
+    if layer.module is not None and layer.mode != "zeros":
+        x = edit.call(F.pad, x, padding_around(layer.module), mode=layer.mode, before=before)
         options["padding"] = 0
-    return edit.call(getattr(F, kind), x, weight, bias, before=node, **options)
+    return edit.call(getattr(F, layer.function), x, weight, bias, before=before, **options)
 
 
 # -- what the rewrite stands on ------------------------------------------------------------------------------------
@@ -188,7 +249,8 @@ def _call(layer: nn.Module, node: fx.Node, weight: fx.Node, bias: fx.Node, edit:
 
 def _seal(call: Call, edit: Edit) -> None:
     """Let the settings that the graph now holds, and the way to the two modules, be what they are."""
-    for path, names in written_out(edit.owner, [str(call.layer.target), str(call.norm.target)]).items():
+    modules = [str(node.target) for node in (call.layer, call.norm) if node.op == "call_module"]
+    for path, names in written_out(edit.owner, modules).items():
         module = edit.owner.get_submodule(path)
         edit.on_undo(seal(module, names), module)
 

@@ -17,7 +17,7 @@ from ...passes.sites import Refusal
 from ...passes.verification import TensorOwners, TensorReads
 from ...tracing.program import Program
 from ...tracing.values import qualified
-from ..fold_batchnorm.arithmetic import Fold
+from ..fold_batchnorm.arithmetic import Fold, Folds
 
 __all__ = ["Layer", "already_quantized", "obstacle", "tied_to"]
 
@@ -86,7 +86,7 @@ def _weight_problem(layer: Layer, name: str, program: Program) -> str:
     reads = program.analyses[TensorReads]
     for reader in reads.readers_of(tensor):
         nodes = reads.nodes_of(tensor, reader)
-        if any(isinstance(_function_of(user), Fold) for node in nodes for user in node.users):
+        if any(isinstance(_function_of(user), (Fold, Folds)) for node in nodes for user in node.users):
             return _FOLDED
         if reader != layer.name and not (name == "weight" and _only_asks(nodes)):
             return f"'{reader}' reads its weight"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fxopt.transforms.fold_batchnorm.arithmetic import Fold
+from fxopt.transforms.fold_batchnorm.arithmetic import Fold, Folds
 
 
 @st.composite
@@ -67,3 +67,52 @@ def test_members_at_once(case: tuple[Fold, dict[str, Tensor]]) -> None:
         weight, bias = fold(*(tensor[member] for tensor in several))
         torch.testing.assert_close(weights[member], weight)
         torch.testing.assert_close(biases[member], bias)
+
+
+@st.composite
+def folds_behind_norms(draw: st.DrawFn) -> tuple[Fold, list[Tensor]]:
+    """Draw a fold of a norm into the layer behind it, and the tensors that go into it, in the order of the call."""
+    groups, rank = draw(st.sampled_from([1, 2, 3])), draw(st.integers(0, 2))
+    groups = groups if rank else 1
+    flags = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
+    fold = Fold(0.1, *flags, groups=groups, before=True, counted=draw(st.booleans()))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    tensors = {"layer weight": torch.randn(4 * groups, 2, *[3] * rank, generator=generator, dtype=torch.float64)}
+    names = [f"layer {name}" for name in fold.layer_tensors[1:]] + [f"norm {name}" for name in fold.norm_tensors]
+    for name in names:
+        width = 4 if name.startswith("layer") else 2
+        tensors[name] = torch.rand(width * groups, generator=generator, dtype=torch.float64) + 0.1
+    return fold, list(tensors.values())
+
+
+def normed(fold: Fold, x: Tensor, tensors: list[Tensor]) -> Tensor:
+    own = dict(zip(fold.norm_tensors, tensors, strict=True))
+    return F.batch_norm(
+        x, own["running_mean"], own["running_var"], own.get("weight"), own.get("bias"), False, 0.0, fold.eps
+    )
+
+
+def layer(fold: Fold, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rank = weight.ndim - 2
+    return getattr(F, f"conv{rank}d")(x, weight, bias, groups=fold.groups) if rank else F.linear(x, weight, bias)
+
+
+@given(folds_behind_norms())
+def test_a_layer_behind_a_norm_takes_it(case: tuple[Fold, list[Tensor]]) -> None:
+    fold, tensors = case
+    count = len(fold.layer_tensors)
+    x = torch.randn(2, tensors[0].shape[1] * fold.groups, *[5] * (tensors[0].ndim - 2), dtype=torch.float64)
+    expected = layer(fold, normed(fold, x, tensors[count:]), *tensors[:count])
+    torch.testing.assert_close(layer(fold, x, *fold(*tensors)), expected)
+
+
+@given(folds_behind_norms(), st.booleans())
+def test_a_layer_between_two_norms_takes_both(case: tuple[Fold, list[Tensor]], affine: bool) -> None:
+    fold, tensors = case
+    count, width = len(fold.layer_tensors), tensors[0].shape[0]
+    behind = Fold(0.2, biased=True, scaled=affine, shifted=affine)
+    second = [torch.rand(width, dtype=torch.float64) + 0.1 for _ in behind.norm_tensors]
+    x = torch.randn(2, tensors[0].shape[1] * fold.groups, *[5] * (tensors[0].ndim - 2), dtype=torch.float64)
+    between = layer(fold, normed(fold, x, tensors[count:]), *tensors[:count])
+    found = Folds(fold, behind)(*tensors, *second)
+    torch.testing.assert_close(layer(fold, x, *found), normed(behind, between, second))

@@ -15,7 +15,8 @@ from ....passes.verification import CallSites
 from ....tracing.graphs import Region, required_capture
 from ....tracing.program import Program
 from ....tracing.values import user_class
-from ...fold_batchnorm.find import obstacles, pairs_in
+from ...fold_batchnorm.find import pairs_in
+from ...fold_batchnorm.obstacles import obstacles
 from .layout import Followers, followers
 from .pools import pooling_of
 
@@ -80,14 +81,17 @@ def chains(program: Program, ranges: Mapping[str, Range]) -> Iterator[Chain]:
 
 def _norms(program: Program) -> dict[fx.Node, fx.Node]:
     """Return layer node -> norm node where the norm can be folded."""
-    pairs = pairs_in(program)
+    pairs = [pair for pair in pairs_in(program) if not pair.before and len(pair.modules) == 2]
     wrong = obstacles(pairs, program, also=(FakeQuantized, Freezable))
     return {
-        call.layer: call.norm for pair in pairs if pair not in wrong and _is_sure(pair.layer) for call in pair.calls
+        call.layer: call.norm
+        for pair in pairs
+        if pair not in wrong and _is_sure(pair.layer.module)
+        for call in pair.calls
     }
 
 
-def _is_sure(layer: nn.Module) -> bool:
+def _is_sure(layer: nn.Module | None) -> bool:
     """Say whether a norm behind a layer norms its channels, whatever the number of dimensions."""
     return not isinstance(layer, FakeQuantized) or isinstance(layer, (nn.Conv2d, nn.Conv3d))
 

@@ -27,7 +27,7 @@ from ....passes.state import QuantizeTrained, QuantizeWeight, StateStep
 from ....tracing.values import TensorMeta, qualified
 from ...fold_batchnorm.arithmetic import Fold
 from ...fold_batchnorm.dimensions import expect_dimensions
-from ...fold_batchnorm.find import dimensions_wanted
+from ...fold_batchnorm.obstacles import dimensions_of
 from ..linears import CONVOLUTIONS
 from ..replacing import instead_of, put
 from .candidates import is_candidate, objection
@@ -52,7 +52,7 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
     called = members(site, edit)
     for number, layer in enumerate(layers):
         node, norm = edit.graph_node(f"layer.{number}"), f"norm.{number}"
-        wanted = dimensions_wanted(edit.program.callee(site.owner, node)) if norm in site.nodes else None
+        wanted = dimensions_of(edit.program.callee(site.owner, node)) if norm in site.nodes else None
         if wanted is not None:
             edit.call(expect_dimensions, node.args[0], wanted, before=node)
         _replace_layer(str(node.target), layer, edit, group)
