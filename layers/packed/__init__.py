@@ -7,9 +7,10 @@ from .convolution import CHANNELS_LAST, Geometry, PackedConvolution
 from .linear import PackedLinear
 from .narrow import keep_narrow
 from .recurrent import PackedLSTM, Recurrence
+from .turned import TurnedLinear
 from .weights import Packed, why_not_packed
 
 __all__ = [
     "CHANNELS_LAST", "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM",
-    "PackedLinear", "Recurrence", "keep_narrow", "known_activations", "why_not_packed",
+    "PackedLinear", "Recurrence", "TurnedLinear", "keep_narrow", "known_activations", "why_not_packed",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .budget import DEFAULT_BUDGET, BudgetRequest, TimeBudget
+from .cold import last_level_bytes
 from .collection import collection_paused
 from .live_bytes import LiveBytes, MemoryUse, memory_use
 from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
@@ -22,6 +23,7 @@ __all__ = [
     "Timings",
     "collection_paused",
     "forward_seconds",
+    "last_level_bytes",
     "memory_use",
     "microseconds",
     "runner",

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-__all__ = ["Eviction"]
+__all__ = ["Eviction", "last_level_bytes"]
 
 _LAST_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _LARGE_CACHE = 64 * 2**20

@@ -79,6 +79,14 @@ class Check:
         what = f"packed, it is off by {seen.error:.1e} of the scale, where the layer itself is off by {own_error:.1e}"
         return what if seen.problem else ""
 
+    def error(self, x: Tensor, laid: Tensor) -> float:
+        """Return how far off the packed layer is from the layer itself, relative to the scale of its result."""
+        with torch.no_grad():
+            other = torch.ones_like(self.packed.computed(x, self.weight, self.bias)) if self.adds else None
+            own = self.packed.plainly(x, self.weight, self.bias, other)
+            found = self.packed(laid, self.weight, self.bias, other)
+            return distance(own.double(), found.double(), Tolerance(0.0, math.inf)).error
+
     def _some(self, own: Tensor) -> Tensor | None:
         """Return the numbers of the outputs that are computed in float64; None stands for all."""
         if self.along is None:

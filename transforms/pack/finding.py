@@ -13,13 +13,15 @@ from torch import fx
 from ...layers.packed import Packed
 from ...passes.rewriting import Place
 from ...passes.sites import Refusal, Site
+from ...passes.timing import last_level_bytes
 from ...tracing.graphs import Region
 from ...tracing.program import Program, is_called
 from ...tracing.values import qualified
 from .behind import Behind, behind
 from .checking import Check
+from .in_turn import times_in_turn
 from .layers import Layer, layer_at
-from .timing import LEAST, Calls, Gains, Times
+from .timing import LEAST, TURNED, Calls, Gains, Times
 from .views import readers_in
 
 __all__ = ["IN_TRAINING", "found_in"]
@@ -29,6 +31,12 @@ _LEAST_TOGETHER = 0.5
 
 _COLOURS = 4
 """Images have so many channels at most."""
+
+_FEW_ROWS = 16
+"""With so many rows at most, a linear layer waits for its weight."""
+
+_BYTES = 4
+"""Of a number in a weight."""
 
 IN_TRAINING = "the model is in training, where weights change at every step; call model.eval() first"
 """Why nothing is packed then."""
@@ -61,12 +69,21 @@ class _Found:
         return self.layer.kind, self.behind.activation, self.behind.other is None, self.behind.joins
 
     @property
-    def packed(self) -> Packed:
-        return self.layer.packed(self.behind.activation, self.dtype, self.behind.joins)
+    def may_be_turned(self) -> bool:
+        return self.dtype is torch.float32 and self.layer.rows_given == 1 and not self.layer.transposed
+
+    def packed(self, *, turned: bool = False) -> Packed:
+        return self.layer.packed(self.behind.activation, self.dtype, self.behind.joins, turned=turned)
 
 
-def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
-    """Yield the layers of each graph that runs in evaluation as a site, and those that stay as they are."""
+def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Site | Refusal]:
+    """Yield the layers of each graph that runs in evaluation as a site, and those that stay as they are.
+
+    Args:
+        program: the model.
+        dtype: to compute in.
+        budget: the error that is allowed in others than float32.
+    """
     if program.training:
         yield from (Refusal(IN_TRAINING, "(root)") for _ in itertools.islice(_candidates(program, dtype), 1))
         return
@@ -76,7 +93,7 @@ def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
             yield item
         else:
             layers.append(item)
-    gains = _gains(program, layers)
+    gains = _gains(program, layers, budget)
     together = _gain_together(layers, gains.known)
     graphs: dict[tuple[str, int], list[_Found]] = {}
     for found in layers:
@@ -88,7 +105,7 @@ def found_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
     packed = {place: _otherwise(group) for place, group in graphs.items()}
     views = readers_in(program, packed) if any(packed.values()) else {}
     for place in {**graphs, **views}:
-        yield _site(program, place, graphs.get(place, []), views.get(place, {}), gains.known)
+        yield _site(program, place, graphs.get(place, []), views.get(place, {}), gains)
 
 
 def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) -> bool:
@@ -106,16 +123,17 @@ def _otherwise(group: Sequence[_Found]) -> set[fx.Node]:
 
 
 def _site(
-    program: Program, place: tuple[str, int], group: Sequence[_Found], views: dict[str, str],
-    times: Mapping[Hashable, Times],
+    program: Program, place: tuple[str, int], group: Sequence[_Found], views: dict[str, str], gains: Gains
 ) -> Site:  # fmt: skip
     nodes = {f"layer.{count}": found.layer.node.name for count, found in enumerate(group)}
     kind = tuple(found.kind for found in group)
-    speeds = [round(times[found.kind].gain.mid, 3) for found in group if found.kind in times]
+    speeds = [round(gains.known[found.kind].gain.mid, 3) for found in group if found.kind in gains.known]
+    turned = [f"layer.{count}" for count, found in enumerate(group) if found.kind in gains.turned]
     # With data the plan says where the site is: which layers gain is not measured anew.
     return Site(
         program, place[0], {**nodes, **views}, place[1], detail=_detail(nodes, speeds), kind=kind,
-        data={"speeds": speeds},
+        data={"speeds": speeds, **({"turned": turned} if turned else {})},
+        found=gains.error([found.kind for found in group]),
     )  # fmt: skip
 
 
@@ -154,22 +172,40 @@ def _candidate(
     return Refusal(reason, found.name) if reason else found
 
 
-def _gains(program: Program, layers: Sequence[_Found]) -> Gains:
+def _gains(program: Program, layers: Sequence[_Found], budget: float) -> Gains:
     """Return what each kind of layer of a known shape gains, where that is to be measured, and which are wrong."""
     kinds: dict[Hashable, list[_Found]] = {}
     for found in layers:
         if math.prod(found.layer.given or (0,)):
             kinds.setdefault(found.kind, []).append(found)
-    gains = Gains()
+    gains, waiting, waits = Gains(), dict[Hashable, dict[str, Calls]](), _waits_for_memory(layers)
     for kind, alike in kinds.items():
-        if not alike[0].layer.tensors(program, alike[0].owner)[0].is_meta:
-            exact = alike[0].dtype is torch.float32  # what is not is verified site by site, within its budget
-            gains.look(kind, _calls(program, alike), exact=exact, measuring=program.measuring)
+        first = alike[0]
+        if first.layer.tensors(program, first.owner)[0].is_meta:
+            continue
+        forms = {"packed": _calls(program, alike)}
+        if first.may_be_turned and program.measuring:
+            forms[TURNED] = _calls(program, alike, turned=True)
+        right = gains.look(kind, forms, allowed=None if first.dtype is torch.float32 else budget)
+        if not right or not program.measuring:
+            continue
+        if waits and not program.measuring.is_cold and 0 < first.layer.rows_given <= _FEW_ROWS:
+            waiting[kind] = right
+        else:
+            gains.take(kind, {form: calls.times(cold=program.measuring.is_cold) for form, calls in right.items()})
+    for kind, times in times_in_turn(waiting).items() if waiting else ():
+        gains.take(kind, times)
     return gains
 
 
-def _calls(program: Program, alike: Sequence[_Found]) -> Calls:
-    first, packed = alike[0], alike[0].packed
+def _waits_for_memory(layers: Sequence[_Found]) -> bool:
+    """Say whether the weights of all linear layers are more than caches hold: between two calls each has left them."""
+    sizes = {found.name: math.prod(found.layer.shape) for found in layers if found.layer.geometry is None}
+    return _BYTES * sum(sizes.values()) > last_level_bytes()
+
+
+def _calls(program: Program, alike: Sequence[_Found], *, turned: bool = False) -> Calls:
+    first, packed = alike[0], alike[0].packed(turned=turned)
     tensors = [found.layer.tensors(program, found.owner) for found in alike]
     geometry = first.layer.geometry
     # What feeds a convolution is mostly another one; images are not.
@@ -177,4 +213,4 @@ def _calls(program: Program, alike: Sequence[_Found]) -> Calls:
     lies_last = len(shape) in (4, 5) and channels > _COLOURS
     layer, adds = first.layer, first.behind.other is not None
     check = Check(packed, *tensors[0], adds, layer.outputs, layer.rows, layer.terms)
-    return Calls(shape, packed.plainly, packed, tensors, check, lies_last)
+    return Calls(shape, packed.plainly, packed, tensors, check, lies_last, geometry is not None)

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_parameters
 from ...layers.masked import Masked
-from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear, why_not_packed
+from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear, TurnedLinear, why_not_packed
 from ...operators import canonical_name, normalized_arguments
 from ...passes.rewriting import Found, Place, call_in, obstacle_to_inlining
 from ...tracing.program import Program
@@ -65,9 +65,11 @@ class Layer:
         return cast("Tensor", weight), bias
 
     def packed(
-        self, activation: Activation, dtype: torch.dtype, joins: str = "add"
+        self, activation: Activation, dtype: torch.dtype, joins: str = "add", *, turned: bool = False
     ) -> PackedLinear | PackedConvolution:
-        """Return what computes it on a packed weight."""
+        """Return what computes it on a packed weight, or at one row on a turned one."""
+        if turned:
+            return TurnedLinear(activation, joins)
         if self.geometry is None:
             return PackedLinear(activation, dtype, self.transposed, joins)
         size = None if self.geometry.size is None else self.given
@@ -107,6 +109,12 @@ class Layer:
         if shape is None or len(shape) < -dim:
             return shape
         return (*shape[: len(shape) + dim], width, *shape[len(shape) + dim + 1 :])
+
+    @property
+    def rows_given(self) -> int:
+        """Return how many rows a linear layer is given; 0 where that is not known, and of a convolution."""
+        given = self.given
+        return 0 if self.geometry is not None or given is None else math.prod(given[:-1])
 
     @property
     def kind(self) -> Hashable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -63,7 +63,11 @@ class Pack(Pass):
         reason = why_no_packing(self.dtype)
         if reason:
             return iter([Refusal(reason, "(root)")])
-        return itertools.chain(found_in(program, self.dtype), recurrent_in(program, self.dtype))
+        budget = self.error_budget
+        return itertools.chain(found_in(program, self.dtype, budget), recurrent_in(program, self.dtype, budget))
+
+    def judgement(self, site: Site) -> Mapping[str, Any]:
+        return {} if site.found is None else {"precision_error": site.found}
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         writes = write_recurrent if LABEL in site.nodes else write

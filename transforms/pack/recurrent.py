@@ -15,6 +15,7 @@ from ...compat import own_parameters
 from ...layers.packed import PackedLSTM, Recurrence, why_not_packed
 from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
+from ...passes.verification import Tolerance, distance
 from ...tracing.graphs import Region
 from ...tracing.program import Program, is_called
 from ...tracing.values import qualified, user_class
@@ -56,12 +57,12 @@ class _Found:
         return _given(self.node), settings_of(self.module)
 
 
-def recurrent_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusal]:
-    """Yield a site for each call of an LSTM, and those that stay as they are."""
+def recurrent_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Site | Refusal]:
+    """Yield a site for each call of an LSTM, and those that stay as they are; see `found_in`."""
     if program.training:
         yield from (Refusal(IN_TRAINING, "(root)") for _ in itertools.islice(_calls(program), 1))
         return
-    gains, exact = Gains(), dtype is torch.float32
+    gains, allowed = Gains(), None if dtype is torch.float32 else budget
     for found in _calls(program):
         if found.objection:
             yield Refusal(found.objection, found.name)
@@ -69,7 +70,9 @@ def recurrent_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusa
         tensors, kind = _tensors(found.module), found.kind
         shape = _given(found.node)
         if shape is not None and math.prod(shape) and not tensors[0].is_meta and kind not in gains.seen:
-            gains.look(kind, _as_calls(found, shape, dtype), exact=exact, measuring=program.measuring)
+            calls = _as_calls(found, shape, dtype)
+            if gains.look(kind, {"packed": calls}, allowed=allowed) and program.measuring:
+                gains.take(kind, {"packed": calls.times(cold=program.measuring.is_cold)})
         if objection := gains.objection(kind):
             yield Refusal(objection, found.name)
         else:
@@ -77,7 +80,7 @@ def recurrent_in(program: Program, dtype: torch.dtype) -> Iterator[Site | Refusa
             detail = "1 LSTM" + (f", {speeds[0]:.3g}x by itself" if speeds else "")
             yield Site(
                 program, found.owner, {LABEL: found.node.name}, found.number, detail=detail, kind=kind,
-                data={"speeds": speeds},
+                data={"speeds": speeds}, found=gains.error([kind]),
             )  # fmt: skip
 
 
@@ -189,3 +192,9 @@ class _Check:
             errors = [float((each.double() - exact).abs().max()) for each in (own, found)]
             most = tolerated(errors[0], own, exact)
         return "" if errors[1] <= most else f"packed, it is off by {errors[1]:.1e}, where it is by {errors[0]:.1e}"
+
+    def error(self, x: Tensor, laid: Tensor) -> float:
+        """Return how far off the packed LSTM is from the LSTM itself, relative to the scale of its outputs."""
+        with torch.no_grad():
+            own, found = self.packed.plainly(x, None, *self.tensors)[0], self.packed(laid, None, *self.tensors)[0]
+            return distance(own, found, Tolerance(0.0, math.inf)).error

@@ -25,17 +25,18 @@ def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
     edit.trainable = True  # where gradients are wanted, it computes as the layers do
     lay_out_readers(edit, site.nodes)
     layers = [label for label in site.nodes if label.startswith("layer.")]
-    if not all(_write(site, edit, edit.graph_node(label), dtype) for label in layers):
+    if not all(_write(site, edit, label, dtype) for label in layers):
         return False
     if dtype is not torch.float32:
         keep_narrow(edit.graph)
     return True
 
 
-def _write(site: Site, edit: Edit, node: fx.Node, dtype: torch.dtype) -> bool:
-    layer = layer_at(edit.program, site.owner, node)
+def _write(site: Site, edit: Edit, label: str, dtype: torch.dtype) -> bool:
+    layer = layer_at(edit.program, site.owner, edit.graph_node(label))
     if layer is None or layer.objection:
         return False
+    turned = label in (site.data or {}).get("turned", ())
     found = behind(Place(edit.program, site.owner), layer)
     if found.modes:
         edit.hold_where([Guard(attribute_at(mode), Truth(False), _DROPS) for mode in found.modes])
@@ -43,7 +44,8 @@ def _write(site: Site, edit: Edit, node: fx.Node, dtype: torch.dtype) -> bool:
     modules = [*layer.modules, *(str(each.target) for each in around if each.op == "call_module")]
     tensors = [_read(name, edit, layer) for name in (layer.weight, layer.bias)]
     more = () if found.other is None else (found.other,)
-    packed = edit.call(layer.packed(found.activation, dtype, found.joins), layer.x, *tensors, *more, before=found.last)
+    function = layer.packed(found.activation, dtype, found.joins, turned=turned)
+    packed = edit.call(function, layer.x, *tensors, *more, before=found.last)
     packed.meta["source"] = layer.node.meta.get("source")
     between = [each for each in found.inside if each is not found.last]
     edit.replace(found.last, packed)

@@ -1,0 +1,60 @@
+"""Linear layers on turned weights: what they compute at one row and at others, and what they keep."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxopt.compat_packed import why_no_packing
+from fxopt.layers.packed import NO_ACTIVATION, PackedLinear, TurnedLinear, known_activations
+
+pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
+
+ROW = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(0))
+GELU = next(each for each in known_activations() if each.kind == "tanh" and each.operator == "gelu")
+
+
+def tensors(outputs: int = 24) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(outputs, 16, generator=generator), torch.randn(outputs, generator=generator)
+
+
+@pytest.mark.parametrize("shape", [(16,), (1, 16), (1, 1, 16), (3, 16), (0, 16)], ids=str)
+@pytest.mark.parametrize("activation", [NO_ACTIVATION, GELU], ids=str)
+def test_turned_weights_compute_what_the_layer_does(shape: tuple[int, ...], activation: object) -> None:
+    x, (weight, bias) = torch.randn(shape), tensors()
+    layer = TurnedLinear(activation)  # type: ignore[arg-type]
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, weight, bias), layer.plainly(x, weight, bias))
+        torch.testing.assert_close(layer(x, weight), layer.plainly(x, weight, None))
+        other = torch.randn(*shape[:-1], 24)
+        torch.testing.assert_close(layer(x, weight, bias, other), layer.plainly(x, weight, bias, other))
+        gate = TurnedLinear(activation, "mul")  # type: ignore[arg-type]
+        torch.testing.assert_close(gate(x, weight, bias, other), gate.plainly(x, weight, bias, other))
+
+
+def test_a_weight_is_turned_once_and_anew_when_it_has_changed() -> None:
+    weight, bias = tensors()
+    layer = TurnedLinear()
+    with torch.no_grad():
+        layer(ROW, weight, bias)
+        turned = layer.turned(weight)
+        assert layer.turned(weight) is turned and turned.shape == (16, 24)
+        weight.mul_(2)
+        torch.testing.assert_close(layer(ROW, weight, bias), layer.plainly(ROW, weight, bias))
+        assert layer.turned(weight) is not turned
+
+
+def test_gradients_other_types_and_copies_are_as_of_any_packed_layer() -> None:
+    weight, bias = tensors()
+    layer = TurnedLinear(GELU, "mul")
+    assert pickle.loads(pickle.dumps(layer)) == copy.deepcopy(layer) == layer != PackedLinear(GELU, joins="mul")
+    x = ROW.clone().requires_grad_()
+    TurnedLinear()(x, weight, bias).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0, 0], weight.sum(0))
+    assert TurnedLinear()(ROW.double(), weight.double(), bias.double()).dtype is torch.float64
