@@ -6,7 +6,7 @@ from .budget import DEFAULT_BUDGET, BudgetRequest, TimeBudget
 from .cold import last_level_bytes
 from .collection import collection_paused
 from .live_bytes import LiveBytes, MemoryUse, memory_use
-from .measure import CALLS_OF_EACH, CALLS_OF_TWO, FEWEST_ROUNDS, Interval, Timings, time_candidates
+from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
 from .pairs import microseconds, time_pair, timing_figures
 from .runner import Runner, forward_seconds, runner
 
@@ -14,7 +14,6 @@ __all__ = [
     "CALLS_OF_EACH",
     "CALLS_OF_TWO",
     "DEFAULT_BUDGET",
-    "FEWEST_ROUNDS",
     "BudgetRequest",
     "Interval",
     "LiveBytes",
