@@ -5,6 +5,7 @@ Names are imported when they are first used, so that `import fxopt`, and with it
 
 from __future__ import annotations
 
+import gc
 import importlib
 import random
 from typing import TYPE_CHECKING
@@ -184,11 +185,14 @@ def __getattr__(name: str) -> object:
     namespace = _PLACE_OF.get(name)
     if namespace is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    state = random.getstate()
+    state, collects = random.getstate(), gc.isenabled()
+    gc.disable()  # what is imported lives on: the collector would walk all of torch, again and again
     try:
         value = getattr(importlib.import_module(f".{namespace}", __name__), name)
     finally:
         random.setstate(state)  # packages that are imported then draw numbers
+        if collects:
+            gc.enable()
     globals()[name] = value
     return value
 

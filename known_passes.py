@@ -38,6 +38,7 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "fold_batchnorm",
             "fuse_experts",
             "fuse_ensembles",
+            "attention",
             "pack",
             "sparse_message_passing",
             "flatten_calls",

@@ -326,7 +326,8 @@ def _budget(program: Program, request: Request) -> TimeBudget:
         return TimeBudget()
     on_gpu = any(tensor.is_cuda for tensor in all_tensors(program.names.distinct))
     clock = time.perf_counter if on_gpu else time.thread_time
-    forward = forward_seconds(program.model, program.whole_calls, program.training, clock)
+    known = 0.0 if on_gpu or program.training else program.seconds
+    forward = known or forward_seconds(program.model, program.whole_calls, program.training, clock)
     return TimeBudget.granted(request.time_budget, forward, clock)
 
 

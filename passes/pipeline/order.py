@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
-import networkx as nx
-
 from ...errors import OrderError, UsageError
 from ..contract import Pass
 from ..sites import Phase
@@ -173,6 +171,8 @@ def _is_rest(passes: Sequence[Pass], place: int) -> bool:
 
 def _advice(passes: Sequence[Pass], rules: Sequence[Rule], broken: Rule) -> str:
     """Return the nearest order that keeps all rules, or the rule that makes the broken one impossible to keep."""
+    import networkx as nx  # a third of a second, for one message
+
     graph: nx.DiGraph[int] = nx.DiGraph()
     graph.add_nodes_from(range(len(passes)))
     graph.add_edges_from((early, late) for early, late, _ in rules)

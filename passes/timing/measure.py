@@ -55,6 +55,9 @@ CALLS_OF_EACH, CALLS_OF_TWO = 2 + HOPELESS_ROUNDS, 2 * (_FEWEST_ROUNDS - HOPELES
 _LONG_SECONDS = 20e-3
 """A call of this length that has run once is ready."""
 
+_LONG_ROUND_SECONDS = 50e-3
+"""Of rounds of this length no more than the fewest are taken in any case: a stall is a small part of each."""
+
 _SETTLING_SECONDS = 2e-3
 """One sample of such a call says what it takes. Shorter ones are sampled as often as asked: that costs little."""
 
@@ -62,7 +65,8 @@ _MOST_ROUNDS = 400
 _TRIES = 3
 _PATIENCE = 4.0
 """Where it is open whether the first candidate is beaten, or which one does it best, sampling may take four times as
-long; and where the thread waits for its turn, the clock may show four times the processor time that it has used."""
+long, of long rounds twice as long; and where the thread waits for its turn, the clock may show four times the processor
+time that it has used."""
 
 
 def time_candidates(
@@ -71,6 +75,7 @@ def time_candidates(
     seconds: float = 0.25,
     least_rounds: int = _LEAST_ROUNDS,
     limit: float = math.inf,
+    fewest: int = _FEWEST_ROUNDS,
     cold: bool = False,
 ) -> Timings:
     """Time candidates side by side until the answer is clear, or the time is up.
@@ -84,8 +89,10 @@ def time_candidates(
         candidates: name -> what to call; a `Runner` is left without a trace on its module.
         seconds: how long to sample, warm-up not counted; four times as long where it is still open whether something
             beats the first candidate.
-        least_rounds: so many are taken whatever the time, unless three to five long ones leave no doubt.
-        limit: seconds of processor time after which the fewest rounds that say anything must do, here six.
+        least_rounds: so many are taken whatever the time, unless three to five long ones leave no doubt; of rounds
+            that take long, no more than six.
+        limit: seconds of processor time after which the fewest rounds must do.
+        fewest: how many that are; of less than six the interval assumes a distribution.
         cold: empty the caches before each call, as other work between two calls does.
     """
     evict = Eviction(_gpus_of(candidates.values())) if cold else None
@@ -94,21 +101,22 @@ def time_candidates(
             if isinstance(candidate, Runner):
                 stack.enter_context(candidate.leaving_no_trace())
         stack.enter_context(collection_paused())
-        timings = _raced(candidates, seconds, least_rounds, limit, evict, may_stall=torch.get_num_threads() > 1)
+        counts = least_rounds, fewest
+        timings = _raced(candidates, seconds, counts, limit, evict, may_stall=torch.get_num_threads() > 1)
         if timings is None:
             stack.enter_context(one_thread())
-            timings = _raced(candidates, seconds, least_rounds, limit, evict) or Timings()
+            timings = _raced(candidates, seconds, counts, limit, evict) or Timings()
             timings.in_one_thread = True
     timings.cold = cold
     return timings
 
 
 def _raced(
-    candidates: Mapping[str, Candidate], seconds: float, least_rounds: int, limit: float, evict: Eviction | None,
+    candidates: Mapping[str, Candidate], seconds: float, counts: tuple[int, int], limit: float, evict: Eviction | None,
     *, may_stall: bool = False,
 ) -> Timings | None:  # fmt: skip
-    """Return the samples; None where calls `may_stall`, and do."""
-    first = next(iter(candidates))
+    """Return the samples; None where calls `may_stall`, and do. `counts` is of the least rounds and the fewest."""
+    first, (least_rounds, fewest) = next(iter(candidates)), counts
     if may_stall and _is_slower_in_threads(candidates[first]):
         return None
     timings, samplings = Timings(), _samplings(candidates, evict)
@@ -125,12 +133,13 @@ def _raced(
             continue
         if _is_settled(timings, racing, samplings):
             break
-        if len(timings.rounds) >= _FEWEST_ROUNDS and time.thread_time() > end:
+        if len(timings.rounds) >= fewest and time.thread_time() > end:
             break
-        if len(timings.rounds) < least_rounds:
+        is_long = sum(timings.rounds[-1].values()) > _LONG_ROUND_SECONDS
+        if len(timings.rounds) < (min(least_rounds, _FEWEST_ROUNDS) if is_long else least_rounds):
             continue
         racing = timings.survivors(racing)
-        patience = _PATIENCE if _is_in_doubt(timings, first, racing) else 1.0
+        patience = (2.0 if is_long else _PATIENCE) if _is_in_doubt(timings, first, racing) else 1.0
         if time_used.seconds() > patience * seconds or _is_clear(timings, racing):
             break
     return timings

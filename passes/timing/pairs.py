@@ -10,6 +10,9 @@ from .measure import time_candidates
 
 __all__ = ["microseconds", "time_pair", "timing_figures"]
 
+_FEWEST = 3
+"""Fewer rounds than this have no interval at all."""
+
 
 def time_pair(
     before: Callable[[], object],
@@ -21,14 +24,17 @@ def time_pair(
 ) -> Timings:
     """Time what is there `before` and `after` a rewrite by itself, in about so many seconds, at most twice that.
 
+    Of long calls three rounds must do: the whole model, which is timed in the end, tells the rest.
+
     Args:
         before, after: what to call.
         seconds: how long to sample.
-        least_rounds: so many rounds are taken in any case; fewer than six give no interval for any distribution.
+        least_rounds: so many rounds are taken while there is time; fewer than six assume a distribution.
         cold: empty the caches before each call.
     """
     runs = {"before": before, "after": after}
-    return time_candidates(runs, seconds=seconds, least_rounds=least_rounds, limit=2 * seconds, cold=cold)
+    limit = 2 * seconds
+    return time_candidates(runs, seconds=seconds, least_rounds=least_rounds, limit=limit, fewest=_FEWEST, cold=cold)
 
 
 def timing_figures(timings: Timings, after: str = "after", count: int = 1) -> dict[str, Any]:

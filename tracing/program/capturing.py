@@ -69,6 +69,7 @@ class Captures:
         leaves: names of the modules that are never looked into.
         uncertain: whether other numbers in the examples might have given more: a forward failed, or decided by data.
         names: of the model's modules, if these are still all once the captures are installed.
+        seconds: of processor time that the captured model took on the calls of the whole; 0 where none was made.
     """
 
     captured: dict[str, Capture]
@@ -76,6 +77,7 @@ class Captures:
     leaves: list[str]
     uncertain: bool = False
     names: ModelNames | None = None
+    seconds: float = 0.0
 
 
 def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:

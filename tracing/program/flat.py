@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import networkx as nx
 from torch import fx, nn
 from torch.fx.node import map_arg
 
@@ -13,6 +12,9 @@ from ...compat import submodule
 from ..graphs import Capture, Specialization, capture_of
 from ..guards import Source, reader
 from ..values import qualified
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 __all__ = ["FlatNode", "FlatView"]
 
@@ -39,6 +41,8 @@ class FlatView:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        import networkx as nx  # a third of a second, and few look at a model so
+
         self._model = model
         graph: nx.DiGraph[FlatNode] = nx.DiGraph()
         self.graph = graph

@@ -107,6 +107,11 @@ def _install_checked(
         state.accept_graphs()
         for name in disagreeing(model, found.captured, expected, state, grad=recording.grad):
             _give_up(found, name, names.modules[name], present[name])
+    found.seconds = sum(
+        min(each.seconds, default=0.0)
+        for each in expected
+        if each.training is model.training and not each.inputs.module
+    )
     for capture in found.captured.values():
         capture.misses.clear()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,12 +29,14 @@ class Expectation:
         training: the mode.
         output: what it gives.
         twice: whether calls keep something on the model, and a backward pass after each of two calls in a row works.
+        seconds: of processor time that each run of the captured model on them took.
     """
 
     inputs: Inputs
     training: bool
     output: Any
     twice: bool = False
+    seconds: list[float] = field(default_factory=list[float], compare=False)
 
 
 def expectations(
@@ -152,10 +155,12 @@ def _agrees_in(
 ) -> bool:
     with restoring(state), in_phase(model, training), torch.set_grad_enabled(grad):
         for expectation in expected:
+            start = time.thread_time()
             try:
                 given = _run(model, expectation.inputs, grad)
             except Exception:
                 return False
+            expectation.seconds.append(time.thread_time() - start)
             if not same_outputs(given, expectation.output):
                 return False
     return True

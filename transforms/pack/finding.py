@@ -244,4 +244,4 @@ def _calls(program: Program, alike: Sequence[_Found], *, turned: bool = False) -
     lies_last = len(shape) in (4, 5) and channels > _COLOURS
     layer, adds = first.layer, first.behind.other is not None
     check = Check(packed, *tensors[0], adds, layer.outputs, layer.rows, layer.terms)
-    return Calls(shape, packed.plainly, packed, tensors, check, lies_last)
+    return Calls(shape, packed.plainly, packed, tensors, check, lies_last, geometry is not None)

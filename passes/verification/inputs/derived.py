@@ -41,6 +41,9 @@ fewer there are, the less they say of how far rounding leads.
 _NODES = 64
 """So many nodes of a graph are few."""
 
+_OFTEN_HALVED = 32
+"""Images are halved five times in most networks; those that join the halves again take multiples of this."""
+
 _SMALL = 1 << 14
 """A call of so many numbers costs next to nothing."""
 
@@ -199,9 +202,10 @@ def smaller(arguments: Arguments) -> Iterator[Arguments]:
         yield graph
     few = few_rows(arguments)
     for inner in _inner_sizes(few):
-        sizes = {size: _quarter(size) for size in inner}
-        if any(size != quarter for size, quarter in sizes.items()):
-            yield _resized(few, dict.fromkeys(range(1, 6), sizes))
+        for reduced in (_quarter, _halved_often):
+            sizes = {size: reduced(size) for size in inner}
+            if any(size != less for size, less in sizes.items()):
+                yield _resized(few, dict.fromkeys(range(1, 6), sizes))
     yield few
 
 
@@ -234,6 +238,11 @@ def _is_of_edges(tensor: Tensor, rows: int) -> bool:
 def _quarter(size: int) -> int:
     """Return an odd size of about a quarter, where that is less; one stays one."""
     return min(size, max(_LEAST, size // 4 // 2 * 2 + 1))
+
+
+def _halved_often(size: int) -> int:
+    """Return an even size of about a quarter, where that is less, for networks that join what they have halved."""
+    return min(size, max(_OFTEN_HALVED, size // 4 // _OFTEN_HALVED * _OFTEN_HALVED))
 
 
 def other_strides(arguments: Arguments) -> Arguments:

@@ -106,8 +106,8 @@ def test_a_pass_whose_work_another_includes_runs_behind_it():
 
 def test_what_runs_behind_need_not_keep_the_rules_of_its_former_place():
     names = [p.name for p in chosen_passes("inference,quantize{scheme=int8_static}")]
-    behind = ["fold_batchnorm", *names[names.index("fuse_ensembles") + 3 :]]
-    assert names[names.index("fuse_ensembles") + 1 :] == ["quantize", *behind] and "pack" in behind
+    behind = ["fold_batchnorm", *names[names.index("attention") + 3 :]]
+    assert names[names.index("attention") + 1 :] == ["quantize", *behind] and "pack" in behind
     a, b = a_pass("A", before=("b",)), a_pass("B")
     assert chosen_passes([a, b, c := a_pass("C", includes=("a",))]) == (b, c, a)
     assert "'a' must run before 'b'" in message(b, a, c)

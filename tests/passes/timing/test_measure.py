@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.passes.timing import Interval, Timings, cold, measure, runner, time_candidates
+from fxopt.passes.timing import Interval, Timings, cold, measure, runner, time_candidates, time_pair
 
 
 @dataclass
@@ -160,8 +160,14 @@ def test_a_close_race_is_run_to_the_end_of_its_time(clock: Clock) -> None:
 
 
 def test_time_is_limited_but_for_the_first_rounds(clock: Clock) -> None:
-    found = time_candidates({"a": clock.candidate(5.0, 0.5), "b": clock.candidate(5.0, 0.5)}, seconds=0.25)
+    found = time_candidates({"a": clock.candidate(5e-3, 0.5), "b": clock.candidate(5e-3, 0.5)}, seconds=0.02)
     assert len(found.rounds) == 9
+
+
+def test_of_long_calls_no_more_rounds_than_the_fewest_are_taken(clock: Clock) -> None:
+    candidates = {"a": clock.candidate(5.0, 0.5), "b": clock.candidate(5.0, 0.5)}
+    assert len(time_candidates(candidates, seconds=0.25).rounds) == 6
+    assert len(time_pair(*candidates.values(), seconds=0.25, least_rounds=18).rounds) == 3
 
 
 def test_what_is_clearly_slower_drops_out(clock: Clock) -> None:

@@ -283,3 +283,8 @@ def test_a_smaller_call_of_a_graph_has_edges_among_its_first_nodes() -> None:
 def test_pairs_of_numbers_that_name_no_rows_are_no_edges() -> None:
     (few, pairs), _ = next(iter(smaller(((torch.randn(200, 4), torch.full((2, 900), 200)), {}))))
     assert len(few) == 8 and pairs.shape == (2, 900)
+
+
+def test_of_images_there_is_a_smaller_call_that_can_be_halved_often() -> None:
+    sizes = [image.shape[2:] for (image,), _ in smaller(((torch.randn(1, 3, 256, 224),), {}))]
+    assert sizes == [(65, 57), (64, 32), (256, 224)]

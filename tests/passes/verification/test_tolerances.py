@@ -44,3 +44,15 @@ def test_weights_of_another_class_are_compared_by_the_numbers_that_they_stand_fo
     changed = nn.Sequential(nn.Linear(32, 32))
     quantization.quantize_(changed, quantization.Int8WeightOnlyConfig())
     assert "differs" in distance(weight, changed[0].weight, Tolerance(0.0, 1e-3)).problem
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tensors_of_one_type_are_apart_by_as_much_as_in_float64(dtype: torch.dtype) -> None:
+    expected = torch.randn(100, dtype=dtype)
+    actual, beyond = expected + 1e-4, expected.clone()
+    beyond[3] = torch.nan
+    tolerance = Tolerance(0.0, 1e-3)
+    near, wide = distance(expected, actual, tolerance), distance(expected.double(), actual.float(), tolerance)
+    assert near.problem == wide.problem == "" and near.error == pytest.approx(wide.error, rel=1e-3)
+    assert "differs" in distance(expected, actual, Tolerance(0.0, 1e-5)).problem
+    assert "nan" in distance(expected, beyond, tolerance).problem
