@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat import wants_gradients
+from ...compat import has_hooks, wants_gradients
+from ...tracing.values import user_class
 from .kept import KeptGraphs
 from .products import at_edges, neighbour_sums, normalized_in_parts, normalized_sums
 from .rows import Part, Rows, rows_of
@@ -22,6 +23,7 @@ from .sights import is_small
 
 __all__ = ["gat", "gatv2", "gcn", "gin", "sage"]
 
+_LINEAR = "torch_geometric.nn.dense.linear"
 _CHUNK = 2**17
 """Numbers of edges that are looked at together, so that they stay in the cache."""
 
@@ -37,10 +39,18 @@ def gcn(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_weight:
     if found is None:
         return None
     rows, values = found
-    if x.shape[1] < conv.out_channels:  # the sum is linear: taken over the narrower features
-        out = conv.lin(neighbour_sums(x, values, rows))
-        return out if conv.bias is None else out + conv.bias
+    if x.shape[1] <= conv.out_channels:  # the sum is linear: taken over the narrower features
+        return _linear(conv.lin, neighbour_sums(x, values, rows), conv.bias)
     return _plus(neighbour_sums(conv.lin(x), values, rows), conv.bias)
+
+
+def _linear(lin: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what a layer without a bias gives, and a bias: in one product where the layer is as it was."""
+    if bias is None:
+        return lin(x)
+    kind = type(lin)
+    is_plain = kind is user_class(kind) and kind.__module__ == _LINEAR and not has_hooks(lin) and lin.bias is None
+    return F.linear(x, lin.weight, bias) if is_plain else _plus(lin(x), bias)
 
 
 def sage(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edges: Tensor | None) -> Tensor | None:
