@@ -49,9 +49,9 @@ class Attention(Pass):
             for number, specialization in enumerate(capture.specializations):
                 for node in specialization.graph.nodes:
                     found = _occurrence(program, owner, node)
-                    if isinstance(found, str):
+                    if isinstance(found, str) and specialization.runs_in_mode(program.module(owner)):
                         yield Refusal(found, node)
-                    elif found is not None:
+                    elif isinstance(found, Occurrence):
                         yield _site(found, number)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
