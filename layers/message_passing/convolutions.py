@@ -84,7 +84,7 @@ def gat(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr: T
         source, target = (hidden * conv.att_src).sum(-1), (hidden * conv.att_dst).sum(-1)
     else:
         both = torch.cat([_blocks(conv.att_src), _blocks(conv.att_dst)], 1)
-        source, target = (hidden.flatten(1) @ both).chunk(2, 1)
+        source, target = _narrow(hidden.flatten(1), both).chunk(2, 1)
     of_edges: Tensor | None = None
     if edge_attr is not None and conv.lin_edge is not None:
         features = conv.lin_edge(_features_of_edges(conv, kept, edge_index, edge_attr, rows))
@@ -105,6 +105,11 @@ def gat(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr: T
         return F.leaky_relu_(found if edges is None else found.add_(edges[part.edges]), conv.negative_slope)
 
     return _joined(conv, normalized_in_parts(hidden, of_part, rows, largest=largest), x)
+
+
+def _narrow(x: Tensor, weights: Tensor) -> Tensor:
+    """Return `x @ weights` for few columns: products of this shape are several times as fast the other way round."""
+    return (weights.t() @ x.t()).t()
 
 
 def _blocks(attention: Tensor) -> Tensor:
@@ -159,7 +164,7 @@ def _scores(conv: Any, left: Tensor, right: Tensor, features: Tensor | None, row
     for first in range(0, len(rows.sources), size):
         part = slice(first, first + size)
         ends = left.index_select(0, rows.sources[part]), right.index_select(0, rows.targets[part])
-        found.append(met(*ends, None if features is None else features[part]) @ attention)
+        found.append(_narrow(met(*ends, None if features is None else features[part]), attention))
     return torch.cat(found)
 
 
