@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...compat import has_hooks, wants_gradients
 from ...tracing.values import user_class
@@ -48,7 +48,7 @@ def _linear(lin: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """Return what a layer without a bias gives, and a bias: in one product where the layer is as it was."""
     if bias is None:
         return lin(x)
-    kind: type[Any] = type(lin)
+    kind = cast("type[nn.Module]", type(lin))
     is_plain = kind is user_class(kind) and kind.__module__ == _LINEAR and not has_hooks(lin) and lin.bias is None
     return F.linear(x, lin.weight, bias) if is_plain else _plus(lin(x), bias)
 
