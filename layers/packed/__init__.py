@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .activations import NO_ACTIVATION, Activation, known_activations
-from .convolution import CHANNELS_LAST, Geometry, PackedConvolution
+from .convolution import Geometry, PackedConvolution
 from .linear import PackedLinear
 from .narrow import keep_narrow
 from .recurrent import PackedLSTM, Recurrence
@@ -12,7 +12,7 @@ from .turned import TurnedLinear
 from .weights import Packed, why_not_packed
 
 __all__ = [
-    "CHANNELS_LAST", "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM",
-    "PackedLinear", "Recurrence", "ReleasedWeight", "TurnedLinear", "keep_narrow", "known_activations",
+    "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM", "PackedLinear",
+    "Recurrence", "ReleasedWeight", "TurnedLinear", "keep_narrow", "known_activations",
     "release_weight", "why_not_packed",
 ]  # fmt: skip

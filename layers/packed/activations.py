@@ -55,6 +55,11 @@ class Activation:
         return x.relu_() if self.operator == "relu" else _FUNCTIONS[self.operator](x, **self._arguments, inplace=True)
 
     @property
+    def written(self) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+        """Return torch's function of it, and what that is given besides the input."""
+        return _FUNCTIONS[self.operator], self._arguments
+
+    @property
     def _arguments(self) -> dict[str, Any]:
         return {**dict(self.fixed), **dict(zip(self.free, self.numbers, strict=True))}
 
