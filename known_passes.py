@@ -43,7 +43,13 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "sparse_message_passing",
             "flatten_calls",
         ),
-        "training": ("eliminate_common_subexpressions", "eliminate_dead_code", "fuse_experts", "fuse_ensembles"),
+        "training": (
+            "eliminate_common_subexpressions",
+            "eliminate_dead_code",
+            "fuse_experts",
+            "fuse_ensembles",
+            "channels_last",
+        ),
         "distributed": (
             "eliminate_common_subexpressions",
             "eliminate_dead_code",

@@ -15,11 +15,13 @@ from .calls import (
 from .derived import Derived, Keeping, derived
 from .flops import counted_flops, flops_of
 from .info import Chance, OpInfo
+from .layout import CHANNELS_LAST, laid_last
 from .registry import Registration, operator_info, operator_of_module, register_operator
 from .samples import is_dense
 from .unchanged import Unchanged, why_unseen
 
 __all__ = [
+    "CHANNELS_LAST",
     "CallArguments",
     "Chance",
     "Derived",
@@ -38,6 +40,7 @@ __all__ = [
     "info_of",
     "is_dense",
     "is_known_function",
+    "laid_last",
     "mutates",
     "normalized_arguments",
     "operator_info",

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from .info import Chance, OpInfo
+from .layout import laid_last
 
 __all__ = ["TABLE"]
 
@@ -31,6 +32,7 @@ _FORMS: Mapping[str, Any] = {
     "le": (operator.le,),
     "gt": (operator.gt,),
     "ge": (operator.ge,),
+    "laid_last": (laid_last,),
 }
 _PYTHON = cast("Mapping[str, tuple[Callable[..., Any], ...]]", _FORMS)
 _MODULES: Mapping[str, tuple[type[nn.Module], ...]] = {
@@ -142,6 +144,7 @@ TABLE: tuple[OpInfo, ...] = (
     *_batched("chunk flatten split tril triu unflatten unsqueeze", has_dimensions=True),
     *_batched("diagonal expand expand_as getitem narrow reshape squeeze tensor_split unbind view view_as"),
     *_batched("bfloat16 contiguous double float half permute to transpose", keeps_rank=True),
+    *_rows("laid_last", keeps_rank=True),
     *_batched("type type_as"),
     *_batched("clone", fresh=True, keeps_rank=True),
     *_batched("detach", keeps_rank=True, differentiable=False),

@@ -21,6 +21,12 @@ from .columns import COLUMNS, OWN_THREADS, Prepared, Subject, first_tensor, impo
 __all__ = ["measured"]
 
 
+_ROUNDING = {"exact": 32 * 2.0**-23, "bf16": 2.0**-9}
+"""Column -> by what part weights are off: 32 units in the last place, as verification has it, or half a unit."""
+
+_PROBES = 3
+
+
 def measured(name: str, column: str, threads: int, seconds: float) -> dict[str, Any]:
     """Return what a column takes and gives on a model: times beside eager, preparation, error and memory."""
     case = CASES[name]
@@ -129,17 +135,48 @@ def _trained(case: Case, column: str, threads: int, seconds: float) -> dict[str,
     if prepared.notes:
         other.model = prepared.model
     start = time.perf_counter()
-    error = _error(other.gradients(), expected)
+    found = other.gradients()
     other.optimizer.step()
     cell["preparation_s"] = round(cell["preparation_s"] + time.perf_counter() - start, 2)
+    cell |= {"error": _error(found, expected)} | _eager_errors(case, column, expected)
+    if column == "exact":
+        cell["error_in_float64"] = _error(_in_float64(case, prepared.model), expected)
     forget_peak()
     cell |= _timed(own.step, other.step, column, threads, seconds)
     cell["step_peak_bytes"] = memory("VmHWM")
-    return {**cell, "reference": "float64", "error": error, "notes": prepared.notes}
+    return {**cell, "reference": "float64", "notes": prepared.notes}
 
 
 def _exact_gradients(case: Case) -> list[Tensor]:
+    return _in_float64(case, _Learner(case).model)
+
+
+def _in_float64(case: Case, model: nn.Module) -> list[Tensor]:
+    """Return the gradients of a network, with the weights of the beginning, in float64."""
     learner = _Learner(case)
-    learner.model.double()
+    learner.call = copy.deepcopy(model)
+    learner.call.load_state_dict(learner.model.state_dict())
+    learner.model = learner.call.double()
     learner.arguments = map_tensors(_double, learner.arguments)
+    return learner.gradients()
+
+
+def _eager_errors(case: Case, column: str, expected: list[Tensor]) -> dict[str, float]:
+    """Return what eager's own gradients are off by, and how far they move where weights are off by rounding.
+
+    Behind a ReLU that falls on its other side, gradients jump: an error is to be seen beside these.
+    """
+    own = _error(_Learner(case).gradients(), expected)
+    if column not in _ROUNDING:
+        return {"eager_error": own}
+    moved = [_error(_moved(case, _ROUNDING[column], seed), expected) for seed in range(_PROBES)]
+    return {"eager_error": own, "eager_moves": max(own, *moved)}
+
+
+def _moved(case: Case, step: float, seed: int) -> list[Tensor]:
+    """Return gradients of eager with weights that are off by a part of them."""
+    learner, generator = _Learner(case), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for each in learner.model.parameters():
+            each.mul_(1 + step * (2 * torch.rand(each.shape, generator=generator) - 1))
     return learner.gradients()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .activations import NO_ACTIVATION, Activation, known_activations
-from .convolution import CHANNELS_LAST, Geometry, PackedConvolution
+from .convolution import Geometry, PackedConvolution
 from .linear import PackedLinear
 from .narrow import keep_narrow
 from .recurrent import PackedLSTM, Recurrence
@@ -11,6 +11,6 @@ from .turned import TurnedLinear
 from .weights import Packed, why_not_packed
 
 __all__ = [
-    "CHANNELS_LAST", "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM",
+    "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM",
     "PackedLinear", "Recurrence", "TurnedLinear", "keep_narrow", "known_activations", "why_not_packed",
 ]  # fmt: skip

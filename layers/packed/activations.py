@@ -50,7 +50,7 @@ class Activation:
         return _FUNCTIONS[self.operator](x, **self._arguments) if self.operator else x
 
     @property
-    def written(self) -> Callable[[Tensor], Tensor]:
+    def in_place(self) -> Callable[[Tensor], Tensor]:
         """Return what computes it, in place where torch can, with as little of Python around it as there can be."""
         if self.operator == "relu":
             return Tensor.relu_
@@ -61,6 +61,11 @@ class Activation:
         if self.operator in _IN_PLACE:
             return partial(_FUNCTIONS[self.operator], **self._arguments, inplace=True)
         return self
+
+    @property
+    def written(self) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+        """Return torch's function of it, and what that is given besides the input."""
+        return _FUNCTIONS[self.operator], self._arguments
 
     @property
     def _arguments(self) -> dict[str, Any]:

@@ -13,13 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compat_packed import convolution_of, convolution_packed, is_packed
+from ...operators import CHANNELS_LAST
 from .activations import NO_ACTIVATION, Activation
 from .weights import NOTHING, Packed, can_be_packed
 
-__all__ = ["CHANNELS_LAST", "Geometry", "PackedConvolution"]
-
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""How images lie with their channels last, by the number of dimensions."""
+__all__ = ["Geometry", "PackedConvolution"]
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Packed(Keeping):
     def __init__(self, settings: tuple[Any, ...], pack: Callable[..., Any], activation: Activation) -> None:
         self.settings, self.activation, self.behind = settings, activation, activation.behind
         self.weights = derived(pack, 1)
-        self._writes, self.write = bool(activation.operator) and not activation.kernel, activation.written
+        self._writes, self.write = bool(activation.operator) and not activation.kernel, activation.in_place
 
     @staticmethod
     def takes(

@@ -97,11 +97,11 @@ class Timings:
         ratios = [sample[name] / sample[best] for sample in self.rounds if name in sample and best in sample]
         return len(ratios) >= HOPELESS_ROUNDS and min(ratios) > _HOPELESS
 
-    def is_settled(self, names: Sequence[str]) -> bool:
-        """Say whether a few rounds are enough: one candidate is clearly faster than each of the others, by 5%."""
+    def is_settled(self, names: Sequence[str], clear: float = CLEARLY_SLOWER) -> bool:
+        """Say whether a few rounds are enough: one candidate is faster than each of the others by a factor, surely."""
         best = self.quickest(names)
         others = [name for name in names if name != best]
-        return bool(others) and all(self._interval(name, best, 0.99).low > CLEARLY_SLOWER for name in others)
+        return bool(others) and all(self._interval(name, best, 0.99).low > clear for name in others)
 
     def survivors(self, names: Sequence[str]) -> list[str]:
         """Return the candidates that are not clearly (99% confidence) slower than the fastest by 5% or more."""

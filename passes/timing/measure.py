@@ -77,6 +77,7 @@ def time_candidates(
     limit: float = math.inf,
     fewest: int = _FEWEST_ROUNDS,
     cold: bool = False,
+    clear: float = CLEARLY_SLOWER,
 ) -> Timings:
     """Time candidates side by side until the answer is clear, or the time is up.
 
@@ -94,6 +95,7 @@ def time_candidates(
         limit: seconds of processor time after which the fewest rounds must do.
         fewest: how many that are; of less than six the interval assumes a distribution.
         cold: empty the caches before each call, as other work between two calls does.
+        clear: by what factor one must be the fastest for three to five long rounds to leave no doubt.
     """
     evict = Eviction(_gpus_of(candidates.values())) if cold else None
     with ExitStack() as stack:
@@ -102,10 +104,11 @@ def time_candidates(
                 stack.enter_context(candidate.leaving_no_trace())
         stack.enter_context(collection_paused())
         counts = least_rounds, fewest
-        timings = _raced(candidates, seconds, counts, limit, evict, may_stall=torch.get_num_threads() > 1)
+        may_stall = torch.get_num_threads() > 1
+        timings = _raced(candidates, seconds, counts, limit, evict, clear, may_stall=may_stall)
         if timings is None:
             stack.enter_context(one_thread())
-            timings = _raced(candidates, seconds, counts, limit, evict) or Timings()
+            timings = _raced(candidates, seconds, counts, limit, evict, clear) or Timings()
             timings.in_one_thread = True
     timings.cold = cold
     return timings
@@ -113,7 +116,7 @@ def time_candidates(
 
 def _raced(
     candidates: Mapping[str, Candidate], seconds: float, counts: tuple[int, int], limit: float, evict: Eviction | None,
-    *, may_stall: bool = False,
+    clear: float, *, may_stall: bool = False,
 ) -> Timings | None:  # fmt: skip
     """Return the samples; None where calls `may_stall`, and do. `counts` is of the least rounds and the fewest."""
     first, (least_rounds, fewest) = next(iter(candidates)), counts
@@ -131,7 +134,7 @@ def _raced(
         if len(timings.rounds) == 1 and not _tells(samplings):
             timings, samplings = Timings(), _with_clock(candidates, time.perf_counter, evict)
             continue
-        if _is_settled(timings, racing, samplings):
+        if _is_settled(timings, racing, samplings, clear):
             break
         if len(timings.rounds) >= fewest and time.thread_time() > end:
             break
@@ -165,10 +168,10 @@ def _tells(samplings: Mapping[str, _Sampling]) -> bool:
     return all(each.works_in_this_thread or each.clock is not time.thread_time for each in samplings.values())
 
 
-def _is_settled(timings: Timings, racing: Sequence[str], samplings: Mapping[str, _Sampling]) -> bool:
+def _is_settled(timings: Timings, racing: Sequence[str], samplings: Mapping[str, _Sampling], clear: float) -> bool:
     """Say whether the first rounds leave no doubt, of calls that are long enough for one sample to tell something."""
     is_short = any(samplings[name].least < _SETTLING_SECONDS for name in racing)
-    return len(timings.rounds) >= HOPELESS_ROUNDS and not is_short and timings.is_settled(racing)
+    return len(timings.rounds) >= HOPELESS_ROUNDS and not is_short and timings.is_settled(racing, clear)
 
 
 class _Stopwatch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from .inputs import (
     smaller,
     zeros,
 )
-from .reference_runs import ReferenceRuns, coarsest_epsilon, raised_by
+from .reference_runs import ReferenceRuns, coarsest_epsilon, is_finite, is_finite_in_value, is_zero, raised_by
 from .stage import Stage
 from .trial import Run
 
@@ -151,6 +150,7 @@ def reference(
     brief: bool = False,
     whole: bool = False,
     small: bool = False,
+    also_recorded: bool = False,
     inner: Sequence[str] = (),
     lasting: bool = False,
     widest: torch.dtype = torch.float64,
@@ -170,6 +170,7 @@ def reference(
         brief: take no samples with noise.
         whole: run the module as it is handed over, and not its graph.
         small: run calls with fewer rows, shorter sequences and smaller images, where the module takes them.
+        also_recorded: of a call that is made smaller so, make the recorded one too, in the module's own types.
         inner: modules inside that are to be rewritten, by name, with one graph each: exact runs interpret these, for
             their guards may hold in the module's own types only.
         lasting: `module` stays as it is, so that it can be run again.
@@ -181,7 +182,7 @@ def reference(
     by_node = capture_of(module) is not None
     keyed = by_node if keyed is None else by_node and keyed
     runs = ReferenceRuns(Stage(module), training, gradients, seed, widest, keyed=keyed, whole=whole, inner=inner)
-    made = _Maker(runs, brief, small).make([(call.args, call.kwargs) for call in calls])
+    made = _Maker(runs, brief, small, also_recorded).make([(call.args, call.kwargs) for call in calls])
     return dataclasses.replace(made, original=runs) if lasting else made
 
 
@@ -194,14 +195,15 @@ def _spread(firsts: Sequence[int], count: int) -> list[int]:
 class _Maker:
     """Take the samples of one reference."""
 
-    def __init__(self, runs: ReferenceRuns, brief: bool, small: bool) -> None:
-        self.runs, self.brief, self.small = runs, brief, small
+    def __init__(self, runs: ReferenceRuns, brief: bool, small: bool, also_recorded: bool) -> None:
+        self.runs, self.brief, self.small, self.also_recorded = runs, brief, small, also_recorded
         self.stage = runs.stage
         self.state = runs.stage.state
         self.reason = ""
         self.few: Arguments = ((), {})
         self.epsilon = 0.0
         self._natives: dict[int, Run] = {}
+        self._recorded: list[Arguments] = []
         self._types = (torch.float64, torch.float32, None)[runs.wide is not torch.float64 :]
 
     def make(self, calls: Sequence[Arguments]) -> Reference:
@@ -243,7 +245,9 @@ class _Maker:
 
     def _samples(self, all_calls: Sequence[Arguments], firsts: Sequence[int]) -> list[Sample]:
         self.runs.several = len(firsts) > 1
-        calls = [self._reduced(all_calls[number]) for number in _spread(firsts, len(all_calls))]
+        chosen = [all_calls[number] for number in _spread(firsts, len(all_calls))]
+        calls = [self._reduced(call) for call in chosen]
+        self._recorded = [call for call, run in zip(chosen, calls, strict=True) if call is not run]
         self.epsilon = coarsest_epsilon(calls[0], self.state)
         runs = [self._widest(calls[0]), *(self.runs.exact(call, self.state) for call in calls[1:])]
         recorded = [self._sample(Data.RECORDED, call, self.state, run) for call, run in zip(calls, runs, strict=True)]
@@ -306,20 +310,20 @@ class _Maker:
         rows = self._first_taken(Data.ROWS, far, first)
         one = self._first_taken(Data.ONE_ROW, one_row(self.few, tables, seed), first)
         small = [one.arguments] if one else []
-        zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, _is_finite_in_value)
+        zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, is_finite_in_value)
         many = () if self.small else larger(self.few, example, seed)
         found = (rows, one and self._second(one), zero, self._first_taken(Data.LARGER, many, first))
         return [sample for sample in found if sample is not None]
 
     def _first_taken(
-        self, data: Data, derived: Iterable[Arguments], first: Sample, is_finite: _Test | None = None
+        self, data: Data, derived: Iterable[Arguments], first: Sample, test: _Test = is_finite
     ) -> Sample | None:
         for arguments in derived:
             if not self._runs_same(arguments, first.arguments):
                 continue
             if not self.runs.gradients and are_same(arguments, first.arguments):
                 return None
-            run = self._attempt(arguments, self.state, first.exact, is_finite)
+            run = self._attempt(arguments, self.state, first.exact, test)
             if run is not None and run.structure == first.exact.structure:
                 return Sample(data, arguments, self.state, run)
         return None
@@ -329,7 +333,7 @@ class _Maker:
         if not self.runs.gradients or not self.runs.of_inputs or self.runs.wide is None:
             return sample
         run = self._attempt(sample.arguments, sample.state, sample.exact, second=True)
-        return sample if run is None or _is_zero(run) else Sample(Data.SECOND, sample.arguments, sample.state, run)
+        return sample if run is None or is_zero(run) else Sample(Data.SECOND, sample.arguments, sample.state, run)
 
     def _runs_same(self, arguments: Arguments, recorded: Arguments) -> bool:
         """Say whether a derived call runs the graph of the recorded one, where the module has graphs."""
@@ -344,6 +348,7 @@ class _Maker:
         """Make calls in a row, those that the module takes; the same ones again where it did not take all."""
         thought_of = served_calls(self.few, example, first.exact.tables, self.runs.seed, large=not self.small)
         calls = [call for call in thought_of if self._runs_same(call.arguments, first.arguments)]
+        calls = [*(ServedCall(call, Asked.BITS) for call in self._recorded if self.also_recorded), *calls]
         for _ in range(2):
             untaken = set[int]()
             with suppress(Exception):  # it may not run without gradients: then nobody asks for that
@@ -359,7 +364,7 @@ class _Maker:
         arguments: Arguments,
         state: Mapping[str, Tensor],
         usual: Run,
-        is_finite: _Test | None = None,
+        test: _Test = is_finite,
         *,
         second: bool = False,
     ) -> Run | None:
@@ -368,30 +373,11 @@ class _Maker:
             run = self.runs.exact(arguments, state, second=second)
         except Exception:  # noise may break any assumption of the module's code; the sample is then not taken
             return None
-        is_finite = is_finite or _is_finite
-        return run if is_finite(run) or not is_finite(usual) else None
-
-
-def _is_zero(run: Run) -> bool:
-    gradients = (*run.input_gradients.values(), *run.parameter_gradients.values())
-    return not any(bool(gradient.any()) for gradient in gradients if gradient is not None)
+        return run if test(run) or not test(usual) else None
 
 
 def _telling_nothing(calls: Sequence[ServedCall], runs: Sequence[Run]) -> set[int]:
     """Return the numbers of calls on NaN that no graph is for, or whose results are not finite on ordinary ones."""
-    is_usual = bool(runs) and _is_finite_in_value(runs[0])
+    is_usual = bool(runs) and is_finite_in_value(runs[0])
     spoilt = (number for number, call in enumerate(calls) if call.asked is Asked.NOT_FINITE)
     return {number for number in spoilt if runs[number].missed or not is_usual}
-
-
-def _is_finite(run: Run) -> bool:
-    return _are_finite((*run.outputs.values(), *run.input_gradients.values(), *run.parameter_gradients.values()))
-
-
-def _is_finite_in_value(run: Run) -> bool:
-    return _are_finite(run.outputs.values())
-
-
-def _are_finite(values: Iterable[object]) -> bool:
-    floats = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
-    return all(math.isfinite(value.sum()) for value in floats)

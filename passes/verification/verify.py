@@ -332,6 +332,8 @@ class _Check:
             check_finite(before, found)
         elif call.asked is Asked.NOT_FINITE:
             check_not_finite(before, found)
+        elif call.asked is Asked.BITS and self.numerics is Numerics.EXACT and not self.reference.random:
+            check_bits(before, found)
         else:
             self._alike(replace(first, arguments=call.arguments), before, found, tolerances, where)
 

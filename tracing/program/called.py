@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..graphs import required_capture
+from ..graphs import capture_of
 from .program import Program
 
 __all__ = ["is_called"]
@@ -13,8 +13,9 @@ def is_called(program: Program, name: str) -> bool:
     around = name
     while around:
         around = around.rpartition(".")[0]
-        if around in program.captures:
-            graphs = [each.graph for each in required_capture(program.module(around)).specializations]
+        capture = capture_of(program.module(around))
+        if capture is not None and capture.specializations:
+            graphs = [each.graph for each in capture.specializations]
             called = {str(node.target) for graph in graphs for node in graph.find_nodes(op="call_module")}
             path = name[len(around) + bool(around) :].split(".")
             if not any(".".join(path[: count + 1]) in called for count in range(len(path))):

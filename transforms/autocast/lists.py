@@ -52,7 +52,7 @@ FOLLOWING = frozenset(
     "adaptive_max_pool1d adaptive_max_pool2d pad interpolate pixel_shuffle pixel_unshuffle "
     "cat stack chunk flatten split tensor_split tril triu unflatten unsqueeze squeeze diagonal expand expand_as "
     "getitem narrow reshape unbind view view_as permute transpose to contiguous clone flip roll masked_fill detach "
-    "dim numel shape size len".split()
+    "laid_last dim numel shape size len".split()
 )
 """Beside those that work element by element."""
 

@@ -9,13 +9,13 @@ from typing import ClassVar, cast
 from torch import Tensor, fx
 
 from ...compat import own_parameters
+from ...operators import laid_last
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
 from ..pack.writing import lay_out_readers
 from .find import found_in
-from .layout import laid_last
 
 __all__ = ["ChannelsLast"]
 
@@ -59,6 +59,8 @@ class ChannelsLast(Pass):
 def _lay_last(edit: Edit, convolution: fx.Node) -> None:
     """Give a convolution images that lie channels last."""
     x = convolution.all_input_nodes[0]
+    if x.target is laid_last:
+        return
     laid = next((user for user in x.users if user.target is laid_last), None) or edit.call(laid_last, x)
     laid.meta["val"] = x.meta.get("val")
     convolution.replace_input_with(x, laid)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat import own_parameters
-from ...layers.packed import CHANNELS_LAST
+from ...operators import CHANNELS_LAST
 from ...passes.rewriting import obstacle_to_inlining
 from ...passes.sites import Refusal, Site
 from ...passes.verification import TensorOwners

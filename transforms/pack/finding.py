@@ -21,8 +21,10 @@ from .behind import Behind, behind
 from .checking import Check
 from .in_turn import times_in_turn
 from .layers import Layer, layer_at
+from .spellings import spelled_at
 from .timing import LEAST, TURNED, Calls, Gains, Times
 from .views import readers_in
+from .writing import ACTIVATION
 
 __all__ = ["IN_TRAINING", "found_in"]
 
@@ -40,6 +42,10 @@ _BYTES = 4
 
 IN_TRAINING = "the model is in training, where weights change at every step; call model.eval() first"
 """Why nothing is packed then."""
+
+
+Nodes = dict[str, str]
+"""Label in a site -> name of a node."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +110,28 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
             graphs.setdefault((found.owner, found.number), []).append(found)
     packed = {place: _otherwise(group) for place, group in graphs.items()}
     views = readers_in(program, packed) if any(packed.values()) else {}
-    for place in {**graphs, **views}:
-        yield _site(program, place, graphs.get(place, []), views.get(place, {}), gains)
+    spelled = _spelled(program, graphs) if dtype is torch.float32 else {}
+    for place in {**graphs, **views, **spelled}:
+        other = {**views.get(place, {}), **spelled.get(place, {})}
+        yield _site(program, place, graphs.get(place, []), other, gains)
+
+
+def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_Found]]) -> dict[tuple[str, int], Nodes]:
+    """Return the activations of each graph that are written out, and not computed with a layer that is packed."""
+    found: dict[tuple[str, int], list[fx.Node]] = {}
+    taken: set[str] = set()
+    for owner, number, graph in _graphs(program):
+        if not isinstance(program.module(owner), Region):
+            place = Place(program, owner)
+            within = {node for each in graphs.get((owner, number), ()) for node in each.behind.inside}
+            nodes = [node for node in graph.nodes if node not in within and spelled_at(place, node) is not None]
+            found[owner, number] = nodes
+            taken |= {qualified(owner, str(node.target)) for node in (*within, *nodes) if node.op == "call_module"}
+    return {
+        (owner, number): {f"{ACTIVATION}{count}": node.name for count, node in enumerate(nodes)}
+        for (owner, number), nodes in found.items()
+        if nodes and owner not in taken
+    }
 
 
 def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) -> bool:
@@ -123,21 +149,23 @@ def _otherwise(group: Sequence[_Found]) -> set[fx.Node]:
 
 
 def _site(
-    program: Program, place: tuple[str, int], group: Sequence[_Found], views: dict[str, str], gains: Gains
+    program: Program, place: tuple[str, int], group: Sequence[_Found], other: Nodes, gains: Gains
 ) -> Site:  # fmt: skip
     nodes = {f"layer.{count}": found.layer.node.name for count, found in enumerate(group)}
-    kind = tuple(found.kind for found in group)
+    kind = (*(found.kind for found in group), *(label for label in other if label.startswith(ACTIVATION)))
     speeds = [round(gains.known[found.kind].gain.mid, 3) for found in group if found.kind in gains.known]
     turned = [f"layer.{count}" for count, found in enumerate(group) if found.kind in gains.turned]
     # With data the plan says where the site is: which layers gain is not measured anew.
     return Site(
-        program, place[0], {**nodes, **views}, place[1], detail=_detail(nodes, speeds), kind=kind,
+        program, place[0], {**nodes, **other}, place[1], detail=_detail(nodes, other, speeds), kind=kind,
         data={"speeds": speeds, **({"turned": turned} if turned else {})},
         found=gains.error([found.kind for found in group]),
     )  # fmt: skip
 
 
-def _detail(layers: Collection[str], speeds: Sequence[float]) -> str:
+def _detail(layers: Collection[str], other: Collection[str], speeds: Sequence[float]) -> str:
+    if not layers and any(label.startswith(ACTIVATION) for label in other):
+        return "activations in one operation"
     if not layers:
         return "results as they were in memory"
     what = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
@@ -147,19 +175,22 @@ def _detail(layers: Collection[str], speeds: Sequence[float]) -> str:
     return f"{what}, {low:.3g}x{f' to {high:.3g}x' if high > low else ''} by themselves"
 
 
-def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refusal]:
+def _graphs(program: Program) -> Iterator[tuple[str, int, fx.Graph]]:
+    """Yield owner, number and graph of all that run in evaluation."""
     for owner, capture in program.captures.items():
         module = program.module(owner)
-        if not is_called(program, owner):
-            continue
         for number, specialization in enumerate(capture.specializations):
-            if not (specialization.runs_in_mode(module) or program.training):
-                continue
-            for node in specialization.graph.nodes:
-                layer = layer_at(program, owner, node)
-                if layer is not None:
-                    in_region = isinstance(module, Region)
-                    yield _candidate(program, owner, number, layer, dtype, in_region=in_region)
+            if is_called(program, owner) and (specialization.runs_in_mode(module) or program.training):
+                yield owner, number, specialization.graph
+
+
+def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refusal]:
+    for owner, number, graph in _graphs(program):
+        in_region = isinstance(program.module(owner), Region)
+        for node in graph.nodes:
+            layer = layer_at(program, owner, node)
+            if layer is not None:
+                yield _candidate(program, owner, number, layer, dtype, in_region=in_region)
 
 
 def _candidate(

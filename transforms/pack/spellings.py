@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 
 from torch import fx
 
 from ...cuda_ops import KERNELS
 from ...layers.packed import Activation, known_activations
+from ...operators import canonical_name
 from ...passes.rewriting import Found, Pattern, Place, lasting_guards, obstacle_to_inlining
 from ...tracing.graphs import Specialization, capture_of
+from ...tracing.values import TensorMeta
 from ..swap_kernels import spelled
 
-__all__ = ["written_out"]
+__all__ = ["Spelled", "spelled_at", "written_out"]
 
 _NAMES = {"gelu_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none"), "silu": ("silu", None)}
 """What `bias_act` calls them -> operator and `approximate`."""
@@ -35,6 +38,46 @@ def written_out(place: Place, user: fx.Node, x: fx.Node) -> Activation | None:
     if lasting_guards(module, specialization, given):
         return None
     return next((each for pattern, each in _spellings() if _fits(pattern, specialization, inner)), None)
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """An activation that a module, or several operations of a graph, write out.
+
+    Attributes:
+        activation: what it is.
+        x: what it is given.
+        computed: the operations, or the call of the module.
+    """
+
+    activation: Activation
+    x: fx.Node
+    computed: tuple[fx.Node, ...]
+
+
+def spelled_at(place: Place, node: fx.Node) -> Spelled | None:
+    """Return the activation of floats that a node gives, written out in several operations; None for anything else."""
+    found = _of_module(place, node) if node.op == "call_module" else _of_operations(place, node)
+    meta = None if found is None else found.x.meta.get("val")
+    return found if isinstance(meta, TensorMeta) and meta.dtype.is_floating_point else None
+
+
+def _of_module(place: Place, node: fx.Node) -> Spelled | None:
+    x = node.args[0] if len(node.args) == 1 else None
+    activation = written_out(place, node, x) if isinstance(x, fx.Node) else None
+    return None if activation is None or not isinstance(x, fx.Node) else Spelled(activation, x, (node,))
+
+
+def _of_operations(place: Place, node: fx.Node) -> Spelled | None:
+    if node.op not in ("call_function", "call_method") or canonical_name(node) != "mul":
+        return None
+    for pattern, activation in _spellings():
+        for found in pattern.fits(node, place, Found()):
+            within, x = set(found.computed), found.names.get("x")
+            inner = within - {node}
+            if x is not None and all(within.issuperset(each.users) for each in inner) and place.is_undisturbed(found):
+                return Spelled(activation, x, found.computed)
+    return None
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...layers.packed import CHANNELS_LAST
+from ...operators import CHANNELS_LAST
 from ...passes.timing import Interval, time_pair
 
 __all__ = ["LEAST", "MOST", "TURNED", "Calls", "Gains", "Times"]

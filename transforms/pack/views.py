@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 
 from torch import fx
 
@@ -24,7 +24,7 @@ _KEEPING = frozenset(
     "adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d interpolate upsample pad "
     "pixel_shuffle pixel_unshuffle softmax log_softmax normalize glu cumsum amax amin logsumexp mean prod sum norm std "
     "var flip roll cat stack chunk split flatten unsqueeze squeeze expand expand_as getitem narrow reshape permute "
-    "transpose unbind to clone detach float double half bfloat16 type type_as masked_fill".split()
+    "transpose unbind laid_last to clone detach float double half bfloat16 type type_as masked_fill".split()
 )
 """They take tensors in any order of memory; results may lie like what they are given."""
 
@@ -101,6 +101,8 @@ class _Graph:
         """Say whether a node takes tensors in any order of memory."""
         if node.op in ("placeholder", "get_attr") or self._is_captured(node):
             return True
+        if _is_container(node):
+            return not self._is_read_in_order()
         name = self._name(node)
         if name is None:
             return layer_at(self.program, self.owner, node) is not None
@@ -123,3 +125,8 @@ class _Graph:
         """Say whether results are the model's, or go to a module that runs its own forward."""
         around = [name for name in self.program.opaque if not name or self.owner.startswith(f"{name}.")]
         return not self.owner or bool(around)
+
+
+def _is_container(node: fx.Node) -> bool:
+    """Say whether a node makes an object that only holds results, such as a `ModelOutput`."""
+    return node.op == "call_function" and isinstance(node.target, type) and is_dataclass(node.target)

@@ -14,8 +14,12 @@ from ...passes.sites import Site
 from ...tracing.guards import Guard, Truth, attribute_at
 from .behind import behind
 from .layers import Layer, layer_at
+from .spellings import spelled_at
 
-__all__ = ["lay_out_readers", "seal_modules", "write"]
+__all__ = ["ACTIVATION", "lay_out_readers", "seal_modules", "write"]
+
+ACTIVATION = "activation."
+"""What sites call activations that are written out, with a number behind."""
 
 _DROPS = "pack leaves dropout out"
 
@@ -27,6 +31,9 @@ def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
     layers = [label for label in site.nodes if label.startswith("layer.")]
     if not all(_write(site, edit, label, dtype) for label in layers):
         return False
+    for label in site.nodes:
+        if label.startswith(ACTIVATION) and not _write_activation(site, edit, label):
+            return False
     if dtype is not torch.float32:
         keep_narrow(edit.graph)
     return True
@@ -53,6 +60,20 @@ def _write(site: Site, edit: Edit, label: str, dtype: torch.dtype) -> bool:
         if each in edit.graph.nodes and not each.users:  # a sum that is written into the layer's result
             edit.erase(each)
     seal_modules(modules, edit)
+    return True
+
+
+def _write_activation(site: Site, edit: Edit, label: str) -> bool:
+    """Write torch's own function in the place of an activation that is written out."""
+    node = edit.graph_node(label)
+    found = spelled_at(Place(edit.program, site.owner), node)
+    if found is None:
+        return False
+    function, settings = found.activation.written
+    new = edit.call(function, found.x, **settings, before=node)
+    new.meta["source"] = node.meta.get("source")
+    edit.replace(node, new)
+    seal_modules([str(each.target) for each in found.computed if each.op == "call_module"], edit)
     return True
 
 

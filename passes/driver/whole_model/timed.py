@@ -120,7 +120,7 @@ class WholeModel:
     def _raced(self, runs: Mapping[str, timing.Runner]) -> timing.Timings:
         budget, cold = self._tuner.budget, self._tuner.program.measuring.is_cold
         with budget.spending():
-            return timing.time_candidates(runs, limit=budget.for_the_whole, cold=cold)
+            return timing.time_candidates(runs, limit=budget.for_the_whole, cold=cold, clear=1.0)
 
     def _take_back(self, unwanted: Sequence[Rewrite], reason: str) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .derived import (
     are_same,
     few_rows,
+    fewest_rows,
     larger,
     longer,
     many_rows,
@@ -23,6 +24,7 @@ __all__ = [
     "ServedCall",
     "are_same",
     "few_rows",
+    "fewest_rows",
     "jittered",
     "larger",
     "longer",

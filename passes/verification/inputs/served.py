@@ -18,6 +18,7 @@ class Asked(enum.Enum):
     """What is asked of a call."""
 
     SAME = "the same values"
+    BITS = "the same bits, where the rewrite promises them"
     FINITE = "nothing overflows"
     NOT_FINITE = "what is not finite stays so"
 

@@ -27,7 +27,7 @@ def odd(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda each: f"{each}{each.kind}{each.numbers}")
 def test_what_is_written_is_what_torch_computes(activation: Activation, dtype: torch.dtype) -> None:
     expected, x = activation(odd(dtype)), odd(dtype)
-    found = activation.written(x)
+    found = activation.in_place(x)
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(found.signbit() & ~found.isnan(), expected.signbit() & ~expected.isnan())
 
@@ -35,7 +35,7 @@ def test_what_is_written_is_what_torch_computes(activation: Activation, dtype: t
 def test_a_hardtanh_without_numbers_in_between_is_refused_as_torch_refuses_it() -> None:
     hardtanh = next(each for each in known_activations() if each.operator == "hardtanh").having((1.0, -1.0))
     with pytest.raises(ValueError, match="min_val cannot be greater than max_val"):
-        hardtanh.written(torch.ones(2))
+        hardtanh.in_place(torch.ones(2))
 
 
 @needs_packing

@@ -683,3 +683,20 @@ def test_sparse_gradients() -> None:
     x = torch.tensor([1, 2, 2])
     assert judge(module, copy.deepcopy(module), x).ok
     assert judge(other, copy.deepcopy(other), x).ok
+
+
+@pytest.mark.parametrize(("off_at", "found"), [(64, "bitwise"), (1000, "")])
+def test_of_a_smaller_call_the_recorded_one_is_asked_for_the_same_bits(off_at: int, found: str) -> None:
+    call, seen = Call((torch.randn(1, 64, 4),)), list[tuple[int, ...]]()
+
+    def watched(self: nn.Module, x: Tensor) -> Tensor:
+        seen.append((*x.shape, x.element_size()))
+        return x * 3.0
+
+    def other(self: nn.Module, x: Tensor) -> Tensor:
+        return x * 3.0 if x.shape[1] < off_at else x * 3.0 + 1e-7
+
+    known = reference(Lambda(watched), [call], gradients=False, small=True, also_recorded=True)
+    assert {(64, 4, 4)} == {each[1:] for each in seen if each[1] == 64}  # in float64 no call is as long
+    verdict = verify(known, Lambda(other), numerics=Numerics.EXACT)
+    assert verdict.ok is not bool(found) and found in verdict.reason

@@ -164,3 +164,30 @@ def test_full_size_calls_are_made_where_a_graph_is_for_the_mode(with_graph_in_tr
     before = Original(model, [example], training=True, is_usual=False)
     assert before.verdict(captured).ok
     assert ((1, 32, 8) in [tuple(x.shape) for x in SEEN]) is with_graph_in_training
+
+
+class Steep(nn.Module):
+    """Gradients jump by a hundredth where sums are rounded otherwise; those of many rows are off by a factor."""
+
+    def __init__(self, order: list[int], factor: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1.0, 1.0, 256).sin().mul(0.2).view(8, 32))
+        self.order, self.factor = order, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(x)
+        h = nn.functional.linear(x[:, self.order], self.weight[:, self.order])
+        steep = h + torch.sin(3e4 * h) / 3e4
+        return steep if len(x) < 5 else steep.detach() + self.factor * (steep - steep.detach())
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_where_gradients_jump_float64_looks_at_a_few_rows_and_no_gradient_goes_astray(factor: float) -> None:
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    kept = Original(Steep(list(range(32))), [Inputs(x)], training=True, gradients=True)
+    SEEN.clear()
+    verdict = kept.verdict(Steep(list(reversed(range(32))), factor))
+    exact = {len(each) for each in SEEN if each.dtype is torch.float64}
+    assert verdict.ok == (factor == 1.0), verdict.reason
+    assert 3 in exact
+    assert (16 in exact) == (factor != 1.0)

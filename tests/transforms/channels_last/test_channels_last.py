@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,69 @@ def test_it_goes_with_pack_and_with_autocast() -> None:
     for passes in ("fold_batchnorm,pack,channels_last", "channels_last,autocast"):
         fast = fxopt.optimize(model, passes, example_inputs=IMAGES, measure=False)
         torch.testing.assert_close(fast(IMAGES), model(IMAGES), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("beside", ["", ",checkpoint{budget=0.8}", ",autocast", ",sync_batchnorm"])
+def test_the_preset_training_has_it_and_what_is_listed_beside_goes_with_it(beside: str) -> None:
+    model = network().train()
+    fast = fxopt.optimize(model, f"training{beside}", example_inputs=IMAGES, measure=False)
+    applied = [each.pass_name for each in fxopt.plan(fast).decisions if each.status == "applied"]
+    assert "channels_last" in applied
+    expected, found = (each(IMAGES) for each in (model, fast))
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    expected.sum().backward()
+    found.sum().backward()
+    tolerance = 0.5 if "autocast" in beside else 1e-3  # in 16 bits a few ReLUs fall on their other side
+    for one, other in zip(fast.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        allowed = tolerance * max(1.0, float(other.grad.abs().max()))
+        torch.testing.assert_close(one.grad, other.grad, rtol=0.0, atol=allowed)
+
+
+def test_a_region_of_autocast_goes_on_where_images_are_laid() -> None:
+    fast = fxopt.optimize(network().train(), "channels_last,autocast", example_inputs=IMAGES, measure=False)
+    regions = [name for name, graph in fxopt.graphs(fast).items() if "autocast" in name.rpartition(".")[2]]
+    assert any("laid_last" in str(node) for name in regions for node in fxopt.graphs(fast)[name].nodes)
+    applied = [each.pass_name for each in fxopt.plan(fast).decisions if each.status == "applied"]
+    without = fxopt.optimize(network().train(), "autocast", example_inputs=IMAGES, measure=False)
+    alone = [each.pass_name for each in fxopt.plan(without).decisions if each.status == "applied"]
+    assert applied.count("autocast") == alone.count("autocast")
+
+
+@dataclass
+class Found(dict[str, Tensor]):
+    """What an encoder returns, as libraries do."""
+
+    last: Tensor
+    pooled: Tensor
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block, self.pool = nn.Conv2d(3, 8, 3), Block(8), nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x: Tensor) -> Found:
+        last = self.block(torch.relu(self.stem(x)))
+        return Found(last, self.pool(last))
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Encoder(), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.flatten(self.encoder(x).pooled, 1))
+
+
+def test_an_object_that_holds_results_reads_no_images_but_what_the_model_returns_lies_in_order() -> None:
+    torch.manual_seed(0)
+    model = Classifier()
+    fast = laid(model)
+    assert weights(fast) == {True}
+    assert_equivalent(model, fast, IMAGES)
+    assert laid(model.encoder)(IMAGES).last.is_contiguous()
 
 
 def test_sharding_weights_that_lie_so_is_refused() -> None:

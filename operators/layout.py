@@ -1,12 +1,14 @@
-"""How tensors lie in memory: what rewritten graphs call, and how weights of convolutions are laid."""
+"""How images lie in memory."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ...layers.packed import CHANNELS_LAST
+__all__ = ["CHANNELS_LAST", "laid_last"]
 
-__all__ = ["laid_last"]
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""Number of dimensions -> the format in which channels come last in memory."""
 
 
 def laid_last(x: Tensor) -> Tensor:
