@@ -142,9 +142,13 @@ def optimize(
     check_report_output(report)
     from . import api
     from .arguments import factory_for
+    from .passes.contract import check_option_types
+    from .passes.pipeline import parse
     from .passes.timing import BudgetRequest
 
     BudgetRequest.of(time_budget)  # a wrong one is found before the model is built
+    for pass_ in parse(passes) if passes else ():
+        check_option_types(pass_)  # and so is a wrong option
     factory = None if output is None else factory_for(model)
     original, example_inputs = _open(model, weights, inputs, trust)
     wanted = phase.value if phase else None

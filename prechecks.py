@@ -34,9 +34,14 @@ def check_pipeline(text: str | None) -> None:
 
     Raises:
         PipelineError: one is unknown; the message shows where, and the nearest.
+        UsageError: the shell has taken braces away.
     """
-    if text is not None:
-        check_names(text)
+    if text is None:
+        return
+    if "=" in text and "{" not in text:
+        why = "an option without braces; shells take braces away: quote them, as -p 'inference{dtype=bfloat16}'"
+        raise UsageError(f"-p {text}: {why}")
+    check_names(text)
 
 
 def check_name(name: str | None) -> str | None:

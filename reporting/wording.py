@@ -147,7 +147,8 @@ def _spent(spent: Mapping[str, float]) -> str:
     limit = f" of {duration(spent['budget_s'])}" if math.isfinite(spent["budget_s"]) else ""
     forwards = seconds / forward
     counted = f"{forwards:.3g}" if forwards < 1000 else f"{forwards:,.0f}"
-    return f"{duration(seconds)}{limit}, as long as {counted} forwards of the model"
+    found = f"; besides, finding sites took {duration(spent['finding_s'])}" if spent.get("finding_s") else ""
+    return f"{duration(seconds)}{limit}, as long as {counted} forwards of the model{found}"
 
 
 def applied_rows(record: Record) -> list[Row]:

@@ -565,3 +565,12 @@ def test_the_demo_exits_with_1_where_a_check_fails(fxopt: Fxopt, monkeypatch: py
     done = fxopt("demo", "--heads", "4", "--steps", "1")
     assert done.code == 1
     assert "NO   weights survive" in done.out
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [("inferencedtype=int8", "quote them, as -p 'inference{dtype=bfloat16}'"), ("pack{budget=much}", "much")],
+)
+def test_what_is_wrong_with_options_is_said_before_a_model_is_built(fxopt: Fxopt, pipeline: str, said: str):
+    done = fxopt("optimize", "not_there:nothing", "-p", pipeline)
+    assert done.code == 2 and said in done.err and "not_there" not in done.err

@@ -34,9 +34,10 @@ def _keep_linears_narrow(graph: fx.Graph, *, exactly: bool) -> None:
     calls = {node: node.target for node in graph.nodes if isinstance(node.target, PackedLinear)}
     taking: set[fx.Node] = set()
     kept: set[fx.Node] = set()
-    for node in calls:
+    for node, layer in calls.items():
         readers = _readers(node)
-        if readers and calls.keys() >= set(readers) and not (exactly and _is_joined(node, readers)):
+        are_alike = all(reader in calls and calls[reader].dtype is layer.dtype for reader in readers)
+        if readers and are_alike and not (exactly and _is_joined(node, readers)):
             kept.add(node)
             taking.update(readers)
     for node, layer in calls.items():

@@ -169,8 +169,7 @@ class Manager:
             if self.on_failure is not None:
                 error.reproducer = self.on_failure(error)
             raise
-        seconds = time.perf_counter() - start
-        counts = len(self.decisions) - decided, self.history.applied - applied
+        seconds, counts = time.perf_counter() - start, (len(self.decisions) - decided, self.history.applied - applied)
         self.traces.append(PassTrace(str(pass_), seconds, *counts))
         _LOG.info("%s: %d decided, %d applied, %.2f s", pass_, *counts, seconds)
         for each in self.decisions[decided:]:
@@ -285,8 +284,9 @@ class Manager:
 
     def _found(self, pass_: Pass) -> list[Site | Refusal]:
         """Return the pass's sites and refusals; those that nothing may be done at are refusals."""
-        items = found(self.program, pass_, self._tuner.supervised, self._tuner.snapshot)
-        return [self._admitted(pass_, item) for item in items]
+        with self.budget.finding_sites():
+            items = found(self.program, pass_, self._tuner.supervised, self._tuner.snapshot)
+            return [self._admitted(pass_, item) for item in items]
 
     def _admitted(self, pass_: Pass, item: Site | Refusal) -> Site | Refusal:
         return admitted(self.program, pass_, item, self.trained or ())

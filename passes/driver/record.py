@@ -46,7 +46,8 @@ class Record:
         memory: what a training step takes, if measured, in bytes: "live_before" and "live_after" after the forward,
             "peak_before" and "peak_after" at the worst moment.
         spent: what checks and timing took, if anything was run: "seconds" of "budget_s", and "forward_ms", which is
-            one forward of the model (with its backward in training).
+            one forward of the model (with its backward in training); "finding_s" is what passes timed, and ran, besides
+            to find their sites.
         checked: what the rewrites were verified in: "float64", "float32", or why they were not.
         eval_only: the passes whose rewrites hold in evaluation mode only.
         finished_by: the passes that acted on the finished model; nothing can be done after them. One that found no

@@ -353,7 +353,12 @@ def _spent(budget: TimeBudget) -> dict[str, float] | None:
     """Return what checks and timing took, and what they might have taken."""
     if not budget.forward:
         return None
-    return {"seconds": budget.spent, "budget_s": budget.seconds, "forward_ms": budget.forward * 1e3}
+    return {
+        "seconds": budget.spent,
+        "finding_s": budget.finding,
+        "budget_s": budget.seconds,
+        "forward_ms": budget.forward * 1e3,
+    }
 
 
 def _memory(earlier: Mapping[str, int] | None, now: Mapping[str, int] | None) -> Mapping[str, int] | None:

@@ -85,6 +85,7 @@ class TimeBudget:
         forward: seconds of one forward of the model, with its backward in training; 0 where none was made.
         spent: seconds until now.
         timing: of these, what timing sites took.
+        finding: what passes took to find their sites, besides: it takes nothing from the others.
         clock: tells seconds. Processor time of this thread is what a CPU spends on the model; waiting for a busy
             machine is not. Whoever waits for a GPU needs another clock.
     """
@@ -93,6 +94,7 @@ class TimeBudget:
     forward: float = 0.0
     spent: float = 0.0
     timing: float = 0.0
+    finding: float = 0.0
     clock: Callable[[], float] = time.thread_time
     _depth: int = 0
     _is_timing: bool = False
@@ -121,6 +123,15 @@ class TimeBudget:
         finally:
             self._count()
             self._depth -= 1
+
+    @contextmanager
+    def finding_sites(self) -> Generator[None]:
+        """Count what a pass runs and times to find its sites."""
+        start = self.clock()
+        try:
+            yield
+        finally:
+            self.finding += self.clock() - start
 
     def _count(self) -> None:
         """Count what has run since it was counted last."""

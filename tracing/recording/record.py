@@ -135,7 +135,7 @@ def record(
     model that needs gradients to run at all (it calls `torch.autograd.grad`) is run with them.
 
     Args:
-        modules: record these modules only; None means all.
+        modules: record these modules only, and where examples will do what they call; None means all.
         state: the state to put back; by default the present one.
         grad: run with gradients, so that outputs are attached to parameters and to inputs that require them.
         exact: False where examples will do: tensors that are changed in place afterwards have the shapes that they had
@@ -246,18 +246,21 @@ class _Recorder:
     def _call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
             return original(module, *args, **kwargs)
+        # To trace with, what is called inside counts as well; else what nobody asked for is not kept.
+        wanted = self.only is None or module in self.only
+        is_kept = wanted or self.spare
         call = Call(
-            self._kept(args),
-            self._kept(kwargs) if kwargs else {},
+            self._kept(args) if is_kept else (),
+            self._kept(kwargs) if kwargs and is_kept else {},
             None,
             autocast_state=autocast_state_now(),
             spare=self.spare,
         )
         if self._watch is not None:
             call.attributes = self._watch.seen_from(module)
-        if self.only is None or module in self.only:
+        if wanted:
             self.recording.calls.setdefault(module, []).append(call)
-        if self._stack:
+        if self._stack and is_kept:
             self._stack[-1].children.append((module, call))
         self._stack.append(call)
         try:
@@ -268,6 +271,8 @@ class _Recorder:
             raise
         finally:
             self._stack.pop()
+        if not is_kept:
+            return output
         call.output = self._kept(output)
         if kwargs or not are_plain(args):
             call.after = [self._kept(item) for item in objects_in((args, kwargs))]

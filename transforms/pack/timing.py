@@ -23,6 +23,9 @@ _SECONDS = 0.04
 _IN_DOUBT = 3
 """Where that does not tell whether it gains, so many times as long."""
 
+_CLOSE = 0.15
+"""What is farther from gaining nothing is not timed again, however few rounds of a long call there were."""
+
 MOST = 4
 """So many layers of a kind are called in turn: in use, weights do not wait in the caches either."""
 
@@ -97,7 +100,8 @@ class Calls:
         with torch.no_grad():
             found = time_pair(before, after, seconds=_SECONDS / 2 if self.gain_together else _SECONDS, cold=cold)
             speed = found.ratio("before", "after")
-            if not self.gain_together and speed.low <= LEAST <= speed.high:  # another run might say the other
+            is_close = speed.low <= LEAST <= speed.high and abs(speed.mid - LEAST) < _CLOSE
+            if not self.gain_together and is_close:  # another run might say the other
                 more, rounds = _IN_DOUBT * _SECONDS, 6 * _IN_DOUBT
                 found = time_pair(before, after, seconds=more, least_rounds=rounds, cold=cold)
         own, packed = (found.seconds(name) / len(some) for name in ("before", "after"))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxopt.compat_packed import why_no_packing
-from fxopt.layers.packed import Geometry, PackedConvolution, PackedLinear, keep_narrow
+from fxopt.layers.packed import Geometry, PackedConvolution, PackedLinear, TurnedLinear, keep_narrow
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.bfloat16)), reason=why_no_packing(torch.bfloat16))
 
@@ -146,3 +146,18 @@ def test_linear_layers_keep_what_changes_no_number(join: bool) -> None:
     assert first.target.gives_narrow is not join
     module.recompile()
     assert torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("reader", [PackedLinear(), TurnedLinear()], ids=repr)
+def test_a_linear_layer_in_float32_is_given_floats_by_one_in_bfloat16(reader: PackedLinear) -> None:
+    root, graph = torch.nn.Module(), fx.Graph()
+    root.weight = torch.nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(1)))
+    x, weight = graph.placeholder("x"), graph.get_attr("weight")
+    first = graph.call_function(PackedLinear(dtype=torch.bfloat16), (x, weight))
+    graph.output(graph.call_function(reader, (first, weight)))
+    module, row = fx.GraphModule(root, graph), torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        before = module(row)
+        keep_narrow(graph, exactly=True)
+        module.recompile()
+        assert torch.equal(module(row), before)

@@ -273,3 +273,17 @@ def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("FXOPT_TIME_BUDGET", "a while")
     with pytest.raises(UsageError, match="time_budget='a while'"):
         fxopt.optimize(net(), Tidy())
+
+
+def test_what_finding_takes_is_counted_and_takes_nothing_from_the_rest(races: list[list[str]]) -> None:
+    now = [0.0]
+
+    class Timing(Subtract):
+        def find(self, program: Program) -> Iterator[Site]:
+            now[0] += 1e6
+            return super().find(program)
+
+    budget = TimeBudget(100.0, clock=lambda: now[0])
+    manager = managed(budget, Timing())
+    assert (budget.finding, budget.spent) == (1e6, 0.0)
+    assert {status for status, _ in outcomes(manager)} == {"applied"}

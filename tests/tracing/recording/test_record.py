@@ -251,3 +251,20 @@ def test_functions_with_free_variables_can_be_redirected():
     assert Derived().name() == "seen derived base"
     end()
     assert Derived().name() == "derived base"
+
+
+def test_what_is_changed_inside_of_what_is_recorded_asks_for_no_second_run() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.relu = nn.Linear(2, 2), nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            runs.append(len(x))
+            return self.relu(self.linear(x)) + 0.0
+
+    runs, model = list[int](), nn.Sequential(Counted())
+    recording = record(model, [Inputs(torch.ones(3, 2))], [model])
+    assert runs == [3] and list(recording.calls) == [model]
+    assert torch.equal(recording.calls[model][0].args[0], torch.ones(3, 2))
+    assert record(model, [Inputs(torch.ones(3, 2))]).calls.keys() == set(model.modules()) and runs == [3] * 3
