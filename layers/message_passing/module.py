@@ -23,6 +23,10 @@ _TRAINS = "_fxopt_trains_over_rows"
 """Likewise: whether calls in training go over rows, too; where that was not checked, the layer's own forward runs."""
 
 
+_RESTS = "_fxopt_rests"
+"""Likewise, of one layer: so many calls more on small graphs run the layer's own forward, and nobody looks at these."""
+
+
 class CompressedMessages(Remade):
     """A convolution of its own class, with its own parameters, whose calls go over compressed rows of the graph.
 
@@ -33,7 +37,10 @@ class CompressedMessages(Remade):
     _fxopt_is_operation: ClassVar[bool] = True
 
     def forward(self, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_compiling() and self._goes_over_rows(x, edge_index):
+        its = vars(self)
+        if its[_RESTS] and type(x) is Tensor and type(edge_index) is Tensor and is_small(x, edge_index):
+            its[_RESTS] -= 1
+        elif not is_compiling() and self._goes_over_rows(x, edge_index):
             found = self._over_rows(x, edge_index, *args, **kwargs)
             if found is not None:
                 return found
@@ -47,7 +54,10 @@ class CompressedMessages(Remade):
         sights, key = its[_KEPT].sights, (id(self), its["training"])
         seen = sights.get(key)
         seen = sights.setdefault(key, Sights()) if seen is None else seen
-        return seen.wants(edge_index) or its.get("cached", False) or not is_small(x, edge_index)
+        if seen.wants(edge_index) or its.get("cached", False) or not is_small(x, edge_index):
+            return True
+        its[_RESTS] = seen.rests
+        return False
 
     def _over_rows(self, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Tensor | None:
         """Return what the layer's own forward would; None where that has to run."""
@@ -62,7 +72,9 @@ class CompressedMessages(Remade):
 
     def train(self, mode: bool = True) -> Any:
         """Set the mode; what follows from weights of edges is computed anew."""
-        cast("KeptGraphs", vars(self)[_KEPT]).forget_trained()
+        its = vars(self)
+        cast("KeptGraphs", its[_KEPT]).forget_trained()
+        its[_RESTS] = 0
         return cast("Any", super()).train(mode)
 
 
@@ -79,6 +91,7 @@ def compressed(module: nn.Module, beside: nn.Module, *, trains: bool) -> nn.Modu
     new.__class__ = _compressed_class(user_class(type(module)))
     shared = next((vars(each)[_KEPT] for each in beside.modules() if _KEPT in vars(each)), None)
     vars(new)[_KEPT], vars(new)[_TRAINS] = KeptGraphs() if shared is None else shared, trains
+    vars(new)[_RESTS] = 0
     return new
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from .derived import (
     are_same,
     few_rows,
-    fewest_rows,
     larger,
     longer,
     many_rows,
@@ -24,7 +23,6 @@ __all__ = [
     "ServedCall",
     "are_same",
     "few_rows",
-    "fewest_rows",
     "jittered",
     "larger",
     "longer",

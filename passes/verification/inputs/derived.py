@@ -13,7 +13,6 @@ from .noise import perturbed_inputs, stands_for_infinity
 __all__ = [
     "are_same",
     "few_rows",
-    "fewest_rows",
     "larger",
     "longer",
     "many_rows",
@@ -186,16 +185,10 @@ def one_row(arguments: Arguments, tables: Mapping[str, int], seed: int) -> Itera
     yield first
 
 
-def few_rows(arguments: Arguments) -> Arguments:
+def few_rows(arguments: Arguments, count: int = _FEW) -> Arguments:
     """Return the call with its first rows alone."""
     rows = _rows(arguments)
-    return _resized(arguments, {0: {rows: _FEW}}) if rows > _FEW else arguments
-
-
-def fewest_rows(arguments: Arguments) -> Arguments | None:
-    """Return the call with three rows of its own sizes; None where these are not less than half of it."""
-    rows = _rows(arguments)
-    return _resized(arguments, {0: {rows: _ODD}}) if rows > 2 * _ODD else None
+    return _resized(arguments, {0: {rows: count}}) if rows > count else arguments
 
 
 def smaller(arguments: Arguments) -> Iterator[Arguments]:

@@ -24,7 +24,7 @@ from ..demands import (
     largest_gap,
     results_in,
 )
-from ..inputs import fewest_rows, jittered, many_rows, smaller
+from ..inputs import few_rows, jittered, many_rows, smaller
 from ..reference import Reference, reference
 from ..stage import Stage
 from ..tolerances import beside_neighbours, is_drowned, learn_response, within
@@ -37,6 +37,9 @@ __all__ = ["Original"]
 
 _CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
 """What runs in these types may differ by, relative to the scale, without a look at float64: 4 units in narrow ones."""
+
+_ROWS = 3
+"""So many rows tell in float64 what a larger batch means."""
 
 _SPREAD = 8.0
 _JUMP = 0.1
@@ -286,8 +289,9 @@ class Original:
         In float64 these rows, through the same graphs, show gradients that are the same. So where they jump in their
         own types, they may do so on the whole batch; results may not.
         """
-        few = fewest_rows(sample.arguments) if sample.is_given and self.gradients and sample.gradients else None
-        if few is None:
+        few = few_rows(sample.arguments, _ROWS)
+        is_asked = sample.is_given and self.gradients and sample.gradients
+        if not is_asked or 2 * _size(few) >= _size(sample.arguments):
             return None
         with suppress(Exception):  # the models need not take so few; then all rows tell what is wrong
             if self._run(after, few).missed:

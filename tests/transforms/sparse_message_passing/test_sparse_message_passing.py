@@ -181,6 +181,42 @@ def test_a_graph_that_comes_again_and_again_goes_over_rows_and_so_does_the_next_
     assert counts(graph(4), 2) == [0, 0]
 
 
+def test_layers_whose_graphs_are_new_look_at_few_of_them_until_one_comes_again(monkeypatch):
+    fast, looked = optimized(Network(pyg.SAGEConv(WIDTH, WIDTH)).eval()), []
+    fast(*graph())
+    kind = type(next(iter(vars(fast.convs[0])["_fxopt_graphs"].sights.values())))
+    own = kind.wants
+    monkeypatch.setattr(kind, "wants", lambda self, edges: looked.append(edges) or own(self, edges))
+    for seed in range(100):
+        fast(*graph(seed))
+    before = len(looked)
+    for seed in range(100, 164):
+        fast(*graph(seed))
+    assert len(looked) - before == 2
+    large = torch.randn(3000, WIDTH), torch.randint(0, 3000, (2, 70_000))
+    fast(*large)
+    assert looked[-1] is large[1], "what gains at once is looked at at once"
+    again = graph(7)
+    used(fast, again)
+    used(fast, again)
+    seen = len(looked)
+    used(fast, again)
+    assert len(looked) - seen == 30
+    fast.train().eval()
+    assert vars(fast.convs[0])["_fxopt_rests"] == 0
+
+
+def test_a_bias_goes_into_the_product_where_the_layers_linear_is_as_it_was():
+    model, inputs = Network(pyg.GCNConv(WIDTH, WIDTH)).eval(), graph()
+    fast, calls = optimized(model), []
+    fast.convs[0].lin.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(fast(*inputs), model(*inputs))
+    assert calls == [1]
+    with torch.no_grad():
+        packed = fxopt.optimize(model, "pack,sparse_message_passing", example_inputs=inputs, measure=False)
+        torch.testing.assert_close(packed(*inputs), model(*inputs))
+
+
 def test_edges_that_are_written_to_are_a_graph_that_was_never_seen(monkeypatch):
     fast = optimized(Network(pyg.SAGEConv(WIDTH, WIDTH)).eval())
     counts, (x, edge_index) = Counted(monkeypatch, fast), graph()
