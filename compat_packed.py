@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "Recurrence",
-    "convolution",
+    "convolution_of",
     "convolution_packed",
     "is_packed",
     "linear_packed",
@@ -92,16 +92,18 @@ def _convolutions() -> tuple[Any, Any]:
     return _OPERATORS._convolution_pointwise.default, _OPERATORS._convolution_transpose_pointwise.default
 
 
-def convolution(
-    x: Tensor, packed: Tensor, bias: Tensor | None, its: _Geometry, behind: tuple[str, list[float], str]
-) -> Tensor:
-    """Return a convolution with an activation behind it, channels last in memory."""
+def convolution_of(
+    its: _Geometry, behind: tuple[str, list[float], str]
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """Return what computes a convolution with an activation behind it, channels last in memory.
+
+    It takes the input, the packed weight and the bias.
+    """
     plain, transposed = _convolutions()
-    padding, stride, dilation, groups = its.padding, its.stride, its.dilation, its.groups
-    name, scalars, kind = behind
+    settings = its.stride, its.dilation, its.groups, *behind
     if its.output_padding is None:
-        return plain(x, packed, bias, padding, stride, dilation, groups, name, scalars, kind)
-    return transposed(x, packed, bias, padding, its.output_padding, stride, dilation, groups, name, scalars, kind)
+        return lambda x, packed, bias, own=(its.padding, *settings): plain(x, packed, bias, *own)
+    return lambda x, packed, bias, own=(its.padding, its.output_padding, *settings): transposed(x, packed, bias, *own)
 
 
 @dataclass(frozen=True)

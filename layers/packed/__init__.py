@@ -7,10 +7,12 @@ from .convolution import Geometry, PackedConvolution
 from .linear import PackedLinear
 from .narrow import keep_narrow
 from .recurrent import PackedLSTM, Recurrence
+from .released import ReleasedWeight, release_weight
 from .turned import TurnedLinear
 from .weights import Packed, why_not_packed
 
 __all__ = [
-    "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM",
-    "PackedLinear", "Recurrence", "TurnedLinear", "keep_narrow", "known_activations", "why_not_packed",
+    "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM", "PackedLinear",
+    "Recurrence", "ReleasedWeight", "TurnedLinear", "keep_narrow", "known_activations",
+    "release_weight", "why_not_packed",
 ]  # fmt: skip

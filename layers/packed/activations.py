@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,11 +49,18 @@ class Activation:
     def __call__(self, x: Tensor) -> Tensor:
         return _FUNCTIONS[self.operator](x, **self._arguments) if self.operator else x
 
-    def written_into(self, x: Tensor) -> Tensor:
-        """Compute it, in place where torch can."""
-        if self.operator not in _IN_PLACE:
-            return self(x)
-        return x.relu_() if self.operator == "relu" else _FUNCTIONS[self.operator](x, **self._arguments, inplace=True)
+    @property
+    def in_place(self) -> Callable[[Tensor], Tensor]:
+        """Return what computes it, in place where torch can, with as little of Python around it as there can be."""
+        if self.operator == "relu":
+            return Tensor.relu_
+        if self.operator in ("relu6", "hardtanh"):
+            low, high = self.numbers or (0.0, 6.0)
+            if low <= high:  # torch refuses others by name
+                return lambda x: x.clamp_(low, high)
+        if self.operator in _IN_PLACE:
+            return partial(_FUNCTIONS[self.operator], **self._arguments, inplace=True)
+        return self
 
     @property
     def written(self) -> tuple[Callable[..., Tensor], dict[str, Any]]:
@@ -75,7 +83,7 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "relu6": F.relu6,
 }  # fmt: skip
 
-_IN_PLACE = ("relu", "hardsigmoid", "hardtanh", "relu6")
+_IN_PLACE = ("hardsigmoid", "hardtanh")
 
 _KNOWN = (
     Activation("relu"),

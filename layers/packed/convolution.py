@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat_packed import convolution, convolution_packed, is_packed
+from ...compat_packed import convolution_of, convolution_packed, is_packed
 from ...operators import CHANNELS_LAST
 from .activations import NO_ACTIVATION, Activation
 from .weights import NOTHING, Packed, can_be_packed
@@ -101,6 +101,7 @@ class PackedConvolution(Packed):
         super().__init__((geometry, activation, dtype, given, gives), _Weight(geometry, dtype), activation)
         self.geometry, self.dtype, self._dims = geometry, dtype, geometry.rank + 2
         self._given, self._gives, self._taken = given, gives, (torch.float32, given)
+        self._is_even = geometry.padding_after is None
 
     @property
     def is_narrow(self) -> bool:
@@ -134,15 +135,23 @@ class PackedConvolution(Packed):
         packed = self.weights(weight)
         if not is_packed(packed):
             return self.plainly(x, weight, bias, other)
-        behind, gives = (self.behind, self._gives) if other is None else (NOTHING, torch.float32)
+        kernel, gives = (self._fused, self._gives) if other is None else (self._alone, torch.float32)
         given = x if x.dtype is self.dtype else x.to(self.dtype)
-        if self.geometry.padding_after is None:
-            return self.finished(convolution(given, packed, bias, self.geometry, behind), gives, other)
+        if self._is_even:
+            return self.finished(kernel(given, packed, bias), gives, other)
         wanted = self.geometry.part(x.shape[2:], weight.shape[2:])
         if any(part.stop == part.start for part in wanted[2:]):  # padded, images are smaller than the kernel
             return self.plainly(x, weight, bias, other)
-        result = convolution(given, packed, bias, self.geometry.even, behind)[wanted]
+        result = kernel(given, packed, bias)[wanted]
         return self.finished(result.contiguous(memory_format=CHANNELS_LAST[self._dims]), gives, other)
+
+    @cached_property
+    def _fused(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        return convolution_of(self.geometry.even, self.behind)
+
+    @cached_property
+    def _alone(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        return convolution_of(self.geometry.even, NOTHING)
 
     def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the convolution as torch does."""

@@ -92,7 +92,7 @@ class PackedLinear(Packed):
         result = result if result.dtype is other.dtype else result.to(torch.float32)
         if other.shape != result.shape or other.dtype is not result.dtype:
             return self.activation(result * other).to(self._gives)
-        return self.activation.written_into(result.mul_(other)).to(self._gives)
+        return self.write(result.mul_(other)).to(self._gives)
 
     def joined(self, result: Tensor, other: Tensor) -> Tensor:
         """Return the layer's result with what is added to it, or what it is multiplied by."""

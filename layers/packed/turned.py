@@ -62,7 +62,7 @@ class TurnedLinear(PackedLinear):
         result = torch.mm(row, turned) if bias is None else torch.addmm(bias, row, turned)
         result = result.view(*x.shape[:-1], shape[0])
         if other is None:
-            return self.activation.written_into(result)
+            return self.write(result)
         return self._multiplied(result, other) if self.joins == "mul" else self.finished(result, self._gives, other)
 
     def plainly(self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None = None) -> Tensor:

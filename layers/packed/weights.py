@@ -59,6 +59,7 @@ class Packed(Keeping):
     Attributes:
         weights: gives the packed weight.
         behind: what the kernel computes behind the layer.
+        write: computes the activation in a new result.
     """
 
     operator = "packed"
@@ -66,7 +67,7 @@ class Packed(Keeping):
     def __init__(self, settings: tuple[Any, ...], pack: Callable[..., Any], activation: Activation) -> None:
         self.settings, self.activation, self.behind = settings, activation, activation.behind
         self.weights = derived(pack, 1)
-        self._writes = bool(activation.operator) and not activation.kernel
+        self._writes, self.write = bool(activation.operator) and not activation.kernel, activation.in_place
 
     @staticmethod
     def takes(
@@ -114,14 +115,14 @@ class Packed(Keeping):
     def finished(self, result: Tensor, dtype: torch.dtype, other: Tensor | None) -> Tensor:
         """Return what stands behind the kernel's result, which is new and may be written into."""
         if other is None and self._writes:
-            result = self.activation.written_into(result)
+            result = self.write(result)
         if result.dtype is not dtype:  # asked here: `to` takes longer to find that out
             result = result.to(dtype)
         if other is None:
             return result
         if other.shape != result.shape:
             return self.activation(result + other)
-        return self.activation.written_into(result.add_(other))
+        return self.write(result.add_(other))
 
     def forget_all(self) -> None:
         """Let the packed weights be made anew."""

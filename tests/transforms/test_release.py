@@ -1,0 +1,161 @@
+"""release: packed weights are held once, calls compute as before, and what wants the numbers says what to do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.errors import FxoptError
+
+ROWS = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch packs nothing")
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).eval()
+
+
+def released(model: nn.Module, x: Tensor = ROWS, before: str = "pack") -> Any:
+    return fxopt.optimize(model, f"{before},release", example_inputs=x, measure=False)
+
+
+def reasons(model: nn.Module) -> list[str]:
+    return [each.reason for each in fxopt.plan(model).decisions if each.pass_name == "release"]
+
+
+def in_memory() -> int:
+    """Return the bytes of all tensors of this process that lie on the CPU, packed ones left out."""
+    gc.collect()
+    tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+    plain = (each for each in tensors if each.layout is torch.strided)
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain if t.is_cpu}.values())
+
+
+@pytest.mark.parametrize("before", ["pack", "inference", "pack{dtype=bfloat16}"])
+def test_calls_compute_as_before(before: str) -> None:
+    model, packed = mlp(), fxopt.optimize(mlp(), before, example_inputs=ROWS, measure=False)
+    fast = released(model, before=before)
+    assert reasons(fast) == [""]
+    for rows in (ROWS, ROWS[:7], torch.randn(2, 3, 64)):
+        with torch.no_grad():
+            expected = packed(rows)
+        assert torch.equal(fast(rows), expected)  # in grad mode, too: nothing of it can be trained
+    assert [tuple(p.shape) for p in fast.parameters()] == [tuple(p.shape) for p in model.parameters()]
+    assert sum(p.numel() for p in fast.parameters()) == sum(p.numel() for p in model.parameters())
+
+
+def test_memory_of_the_weights_is_free_and_the_users_model_is_untouched() -> None:
+    model, weights = mlp(), 4 * 2 * 64 * 256
+    packed = fxopt.optimize(model, "pack", example_inputs=ROWS, measure=False)
+    with_both = in_memory()
+    del packed
+    fast = released(model)
+    assert with_both - in_memory() >= weights
+    assert not model[0].weight.is_meta and fast[0].weight.is_meta and not fast[0].bias.is_meta
+    with torch.no_grad():
+        torch.testing.assert_close(fast(ROWS), model(ROWS))
+
+
+def saved(model: nn.Module) -> None:
+    fxopt.save(model, "unwritten.fxopt", factory=f"{__name__}:mlp")
+
+
+def with_gradients(model: nn.Module) -> None:
+    model(ROWS.clone().requires_grad_())
+
+
+def under_autocast(model: nn.Module) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ROWS)
+
+
+WANT_NUMBERS: list[Callable[[Any], object]] = [
+    lambda m: m.state_dict(),
+    lambda m: m[0].state_dict(),
+    fxopt.state_dict,
+    copy.deepcopy,
+    pickle.dumps,
+    fxopt.restore,
+    saved,
+    with_gradients,
+    under_autocast,
+    lambda m: m.half(),
+    lambda m: m.to(torch.float64),
+    lambda m: m[0].weight.data.sum(),
+    lambda m: m[0].weight.sum(),
+    lambda m: m[0](ROWS),
+    lambda m: torch.export.export(m, (ROWS,)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(WANT_NUMBERS)))
+def test_what_wants_the_numbers_says_what_to_do(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fast = released(mlp())
+    expected = fast(ROWS)
+    with pytest.raises(Exception, match=r"'0.weight' was released .* load the checkpoint into a fresh model"):
+        WANT_NUMBERS[number](fast)
+    assert torch.equal(fast.eval()(ROWS), expected)
+
+
+def test_the_original_forward_says_so_too() -> None:
+    fast = released(nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.5), nn.Linear(256, 8)).eval(), before="inference")
+    expected = fast(ROWS)
+    with pytest.raises(FxoptError, match=r"'0.weight' was released"):
+        fast.train()(ROWS)
+    assert torch.equal(fast.eval()(ROWS), expected)
+
+
+def test_another_optimization_is_refused() -> None:
+    with pytest.raises(FxoptError, match="'release', which comes last"):
+        fxopt.optimize(released(mlp()), "pack", example_inputs=ROWS)
+
+
+def test_checkpoints_assigned_bring_the_weights_back() -> None:
+    other = mlp()
+    nn.init.normal_(other[0].weight)
+    fast = released(mlp())
+    with pytest.raises(RuntimeError, match="was released"), pytest.warns(UserWarning, match="assign=True"):
+        fast.load_state_dict(other.state_dict())
+    fast.load_state_dict(other.state_dict(), assign=True)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(ROWS), other(ROWS))
+    assert list(fast.state_dict()) == list(other.state_dict())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body, self.head = nn.Embedding(128, 64), nn.Linear(64, 64), nn.Linear(64, 128, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(self.embedding(x))))
+
+
+def test_tied_weights_and_those_of_folded_norms_stay() -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 128, (4, 16))
+    fast = released(Tied().eval(), tokens)
+    assert fast.body.weight.is_meta and not fast.head.weight.is_meta
+    images, convolutions = torch.randn(2, 8, 9, 9), nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16))
+    model = nn.Sequential(convolutions, nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
+    fast = released(model, images, "inference")
+    assert fast[2].weight.is_meta and not fast[0][0].weight.is_meta
+    with torch.no_grad():
+        torch.testing.assert_close(fast(images), model(images))
+
+
+def test_without_packed_layers_it_says_so() -> None:
+    fast = fxopt.optimize(nn.ReLU().eval(), "release", example_inputs=ROWS, measure=False)
+    assert reasons(fast) == ["nothing is packed; list pack before it"]
