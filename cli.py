@@ -142,13 +142,8 @@ def optimize(
     check_report_output(report)
     from . import api
     from .arguments import factory_for
-    from .passes.contract import check_option_types
-    from .passes.pipeline import parse
-    from .passes.timing import BudgetRequest
 
-    BudgetRequest.of(time_budget)  # a wrong one is found before the model is built
-    for pass_ in parse(passes) if passes else ():
-        check_option_types(pass_)  # and so is a wrong option
+    _check_values(passes, time_budget)
     factory = None if output is None else factory_for(model)
     original, example_inputs = _open(model, weights, inputs, trust)
     wanted = phase.value if phase else None
@@ -169,6 +164,17 @@ def optimize(
     if output is not None:
         api.save(fast, output, factory=factory)
     _tell(fast, save_plan, report, as_json)
+
+
+def _check_values(passes: str | None, time_budget: str | None) -> None:
+    """Refuse wrong options and budgets before the model is built."""
+    from .passes.contract import check_option_types
+    from .passes.pipeline import parse
+    from .passes.timing import BudgetRequest
+
+    BudgetRequest.of(time_budget)
+    for each in parse(passes) if passes else ():
+        check_option_types(each)
 
 
 @app.command()
