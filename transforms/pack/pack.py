@@ -51,12 +51,12 @@ class Pack(Pass):
     destroys_later: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            raise UsageError(f"pass 'pack': dtype={str(self.dtype).removeprefix('torch.')}; use float32 or bfloat16")
         if self.dtype is torch.bfloat16:
             object.__setattr__(self, "numerics", Numerics.APPROXIMATE)
 
     def check(self, model: nn.Module) -> None:
-        if self.dtype not in (torch.float32, torch.bfloat16):
-            raise UsageError(f"pass 'pack': dtype={str(self.dtype).removeprefix('torch.')}; use float32 or bfloat16")
         _ = self.error_budget
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
