@@ -85,6 +85,7 @@ def costs_in_groups(
                 continue
             middle = len(group.layers) // 2
             groups += [_Group.of(half, sizes, error) for half in (group.layers[:middle], group.layers[middle:])]
+        move(sum(len(group.layers) for group in groups))
     return alone | {layer: group.cost / math.sqrt(len(group.layers)) for group in groups for layer in group.layers}
 
 
