@@ -49,9 +49,8 @@ def _linear(lin: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     if bias is None:
         return lin(x)
     kind = cast("type[nn.Module]", type(lin))
-    is_plain = (
-        kind is user_class(kind) and kind.__module__ == _LINEAR_MODULE and not has_hooks(lin) and lin.bias is None
-    )
+    is_own = kind is user_class(kind) and kind.__module__ == _LINEAR_MODULE
+    is_plain = is_own and not has_hooks(lin) and lin.bias is None
     return F.linear(x, lin.weight, bias) if is_plain else _plus(lin(x), bias)
 
 

@@ -67,10 +67,8 @@ class Packed(Keeping):
     def __init__(self, settings: tuple[Any, ...], pack: Callable[..., Any], activation: Activation) -> None:
         self.settings, self.activation, self.behind = settings, activation, activation.behind
         self.weights = derived(pack, 1)
-        self._activates, self.activate_in_place = (
-            bool(activation.operator) and not activation.kernel,
-            activation.in_place,
-        )
+        self._activates = bool(activation.operator) and not activation.kernel
+        self.activate_in_place = activation.in_place
 
     @staticmethod
     def takes(
