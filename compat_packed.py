@@ -100,10 +100,13 @@ def convolution_of(
     It takes the input, the packed weight and the bias.
     """
     plain, transposed = _convolutions()
-    settings = its.stride, its.dilation, its.groups, *behind
-    if its.output_padding is None:
-        return lambda x, packed, bias, own=(its.padding, *settings): plain(x, packed, bias, *own)
-    return lambda x, packed, bias, own=(its.padding, its.output_padding, *settings): transposed(x, packed, bias, *own)
+    function, padding = (plain, ()) if its.output_padding is None else (transposed, (its.output_padding,))
+    settings = its.padding, *padding, its.stride, its.dilation, its.groups, *behind
+
+    def compute(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        return function(x, packed, bias, *settings)
+
+    return compute
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ everything up to the end of the first call, without imports. Errors are relative
 float64 (of a training step: of the gradients). Gradients behind a ReLU jump where it falls on its other side, in eager
 as well: training rows also say what eager's own gradients are off by, and how far they move where weights are off by
 rounding (32 units in the last place; for bfloat16, half a unit of it). An error of up to twice that is not held against
-a column if its gradients in float64 are those of eager. Memory is what the process holds beyond the model, and at most
-while preparing. What fails, or takes too long, is a cell with its reason. The file is written after each cell: an
-interrupted run keeps what it has, and `--missing` goes on with the rest.
+a column; in float64, gradients of exact passes must be those of eager. Memory is what the process holds beyond the
+model, and at most while preparing. What fails, or takes too long, is a cell with its reason. The file is written after
+each cell: an interrupted run keeps what it has, and `--missing` goes on with the rest.
 """
 
 from __future__ import annotations

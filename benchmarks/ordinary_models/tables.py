@@ -25,7 +25,7 @@ def tables(rows: Rows, columns: Sequence[str]) -> Iterator[str]:
     )
     yield ""
     yield from _table(
-        ["seconds to prepare", *others],
+        ["seconds to prepare, error", *others],
         ([model, *(_seconds(model, row, each) for each in others)] for model, row in rows.items()),
     )
 

@@ -23,8 +23,8 @@ _TRAINS = "_fxopt_trains_over_rows"
 """Likewise: whether calls in training go over rows, too; where that was not checked, the layer's own forward runs."""
 
 
-_RESTS = "_fxopt_rests"
-"""Likewise, of one layer: so many calls more on small graphs run the layer's own forward, and nobody looks at these."""
+_UNOBSERVED = "_fxopt_calls_unobserved"
+"""Likewise, of one layer: how many more calls on small graphs run the layer's own forward without a look at these."""
 
 
 class CompressedMessages(Remade):
@@ -37,10 +37,12 @@ class CompressedMessages(Remade):
     _fxopt_is_operation: ClassVar[bool] = True
 
     def forward(self, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():  # asked before anything is counted: a count that a compiled call reads compiles it anew
+            return super().forward(x, edge_index, *args, **kwargs)  # type: ignore[misc]
         its = vars(self)
-        if its[_RESTS] and type(x) is Tensor and type(edge_index) is Tensor and is_small(x, edge_index):
-            its[_RESTS] -= 1
-        elif not is_compiling() and self._goes_over_rows(x, edge_index):
+        if its[_UNOBSERVED] and type(x) is Tensor and type(edge_index) is Tensor and is_small(x, edge_index):
+            its[_UNOBSERVED] -= 1
+        elif self._goes_over_rows(x, edge_index):
             found = self._over_rows(x, edge_index, *args, **kwargs)
             if found is not None:
                 return found
@@ -56,7 +58,7 @@ class CompressedMessages(Remade):
         seen = sights.setdefault(key, Sights()) if seen is None else seen
         if seen.wants(edge_index) or its.get("cached", False) or not is_small(x, edge_index):
             return True
-        its[_RESTS] = seen.rests
+        its[_UNOBSERVED] = seen.calls_unobserved
         return False
 
     def _over_rows(self, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -74,7 +76,7 @@ class CompressedMessages(Remade):
         """Set the mode; what follows from weights of edges is computed anew."""
         its = vars(self)
         cast("KeptGraphs", its[_KEPT]).forget_trained()
-        its[_RESTS] = 0
+        its[_UNOBSERVED] = 0
         return cast("Any", super()).train(mode)
 
 
@@ -91,7 +93,7 @@ def compressed(module: nn.Module, beside: nn.Module, *, trains: bool) -> nn.Modu
     new.__class__ = _compressed_class(user_class(type(module)))
     shared = next((vars(each)[_KEPT] for each in beside.modules() if _KEPT in vars(each)), None)
     vars(new)[_KEPT], vars(new)[_TRAINS] = KeptGraphs() if shared is None else shared, trains
-    vars(new)[_RESTS] = 0
+    vars(new)[_UNOBSERVED] = 0
     return new
 
 

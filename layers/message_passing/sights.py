@@ -27,7 +27,7 @@ _PAID = 16
 _MOST = 64
 """So many graphs are remembered at most."""
 
-_FRESH, _REST = 64, 31
+_NEW_IN_A_ROW, _UNOBSERVED = 64, 31
 """After so many graphs in a row that were new, so many are not looked at: who stands aside must cost nothing."""
 
 _Seen = tuple[weakref.ref[Tensor], int, int]
@@ -46,12 +46,12 @@ class Sights:
     Attributes:
         wanted: at which sight of a graph its rows are made. It doubles when rows cost more than they gained.
         debt: what rows have cost so far and not gained, in calls.
-        fresh: how many graphs in a row were new.
+        new_in_a_row: how many graphs in a row were new.
     """
 
     wanted: int = 1
     debt: int = 0
-    fresh: int = 0
+    new_in_a_row: int = 0
     _seen: dict[int, tuple[weakref.ref[Tensor], int, int]] = field(
         default_factory=dict[int, tuple[weakref.ref[Tensor], int, int]]
     )
@@ -63,18 +63,18 @@ class Sights:
         key, version = id(edge_index), version_of(edge_index)
         noted = self._seen.get(key)  # no lock: it would cost as much again, and a count that threads lose is no loss
         if noted is not None and noted[0]() is edge_index and noted[1] == version:
-            self._seen[key], self.fresh = (noted[0], version, noted[2] + 1), 0
+            self._seen[key], self.new_in_a_row = (noted[0], version, noted[2] + 1), 0
             return noted[2] + 1 >= self.wanted
         if len(self._seen) >= _MOST:
             self._forget()
         self._seen[key] = weakref.ref(edge_index), version, 1
-        self.fresh += 1
+        self.new_in_a_row += 1
         return False
 
     @property
-    def rests(self) -> int:
+    def calls_unobserved(self) -> int:
         """How many calls on small graphs need not be looked at: none while graphs come again."""
-        return _REST if self.fresh > _FRESH else 0
+        return _UNOBSERVED if self.new_in_a_row > _NEW_IN_A_ROW else 0
 
     def _forget(self) -> None:
         """Forget the graphs that are gone; all where that leaves no room."""

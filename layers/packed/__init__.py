@@ -8,11 +8,11 @@ from .linear import PackedLinear
 from .narrow import keep_narrow
 from .recurrent import PackedLSTM, Recurrence
 from .released import ReleasedWeight, release_weight
-from .turned import TurnedLinear
+from .transposed import TransposedLinear
 from .weights import Packed, why_not_packed
 
 __all__ = [
     "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM", "PackedLinear",
-    "Recurrence", "ReleasedWeight", "TurnedLinear", "keep_narrow", "known_activations",
+    "Recurrence", "ReleasedWeight", "TransposedLinear", "keep_narrow", "known_activations",
     "release_weight", "why_not_packed",
 ]  # fmt: skip

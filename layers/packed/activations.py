@@ -63,7 +63,7 @@ class Activation:
         return self
 
     @property
-    def written(self) -> tuple[Callable[..., Tensor], dict[str, Any]]:
+    def as_function(self) -> tuple[Callable[..., Tensor], dict[str, Any]]:
         """Return torch's function of it, and what that is given besides the input."""
         return _FUNCTIONS[self.operator], self._arguments
 

@@ -22,16 +22,16 @@ class _Weight:
 
     Attributes:
         dtype: to pack it in.
-        transposed: it is [inputs, outputs].
+        inputs_first: it is [inputs, outputs].
     """
 
     dtype: torch.dtype
-    transposed: bool
+    inputs_first: bool
 
     def __call__(self, weight: Tensor) -> Tensor:
         if not can_be_packed(weight) or weight.ndim != 2:
             return weight
-        return linear_packed((weight.t() if self.transposed else weight).to(self.dtype).contiguous())
+        return linear_packed((weight.t() if self.inputs_first else weight).to(self.dtype).contiguous())
 
 
 class PackedLinear(Packed):
@@ -40,7 +40,7 @@ class PackedLinear(Packed):
     Args:
         activation: behind the layer.
         dtype: in which it is computed.
-        transposed: the weight is [inputs, outputs].
+        inputs_first: the weight is [inputs, outputs].
         joins: what is done with the other operand: `add` or `mul`.
         takes_narrow: what it is given may be of `dtype`: the result of another such layer.
         gives_narrow: the result stays in `dtype`, for others that take it. Else input and result are float32.
@@ -49,21 +49,21 @@ class PackedLinear(Packed):
     __name__ = "packed_linear"
 
     def __init__(
-        self, activation: Activation = NO_ACTIVATION, dtype: torch.dtype = torch.float32, transposed: bool = False,
+        self, activation: Activation = NO_ACTIVATION, dtype: torch.dtype = torch.float32, inputs_first: bool = False,
         joins: str = "add", takes_narrow: bool = False, gives_narrow: bool = False,
     ) -> None:  # fmt: skip
-        settings = activation, dtype, transposed, joins, takes_narrow, gives_narrow
-        super().__init__(settings, _Weight(dtype, transposed), activation)
-        self.dtype, self.transposed, self.joins = dtype, transposed, joins
+        settings = activation, dtype, inputs_first, joins, takes_narrow, gives_narrow
+        super().__init__(settings, _Weight(dtype, inputs_first), activation)
+        self.dtype, self.inputs_first, self.joins = dtype, inputs_first, joins
         self.takes_narrow, self.gives_narrow = takes_narrow, gives_narrow
-        self._inputs, self._outputs = (0, 1) if transposed else (1, 0)
+        self._inputs, self._outputs = (0, 1) if inputs_first else (1, 0)
         self._dtypes = (torch.float32, dtype) if takes_narrow else (torch.float32,)
         self._gives = dtype if gives_narrow else torch.float32
 
     def narrowed(self, *, takes: bool = False, gives: bool = False) -> PackedLinear:
         """Return the same, which besides takes or gives tensors of its `dtype`."""
         takes, gives = takes or self.takes_narrow, gives or self.gives_narrow
-        return PackedLinear(self.activation, self.dtype, self.transposed, self.joins, takes, gives)
+        return PackedLinear(self.activation, self.dtype, self.inputs_first, self.joins, takes, gives)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
         """Return activation(x @ weight.T + bias + other), or with `* other`; [..., outputs].
@@ -92,7 +92,7 @@ class PackedLinear(Packed):
         result = result if result.dtype is other.dtype else result.to(torch.float32)
         if other.shape != result.shape or other.dtype is not result.dtype:
             return self.activation(result * other).to(self._gives)
-        return self.write(result.mul_(other)).to(self._gives)
+        return self.activate_in_place(result.mul_(other)).to(self._gives)
 
     def joined(self, result: Tensor, other: Tensor) -> Tensor:
         """Return the layer's result with what is added to it, or what it is multiplied by."""
@@ -109,7 +109,7 @@ class PackedLinear(Packed):
 
     def computed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch does."""
-        return F.linear(x, weight.t() if self.transposed else weight, bias)
+        return F.linear(x, weight.t() if self.inputs_first else weight, bias)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedLinear, self.settings

@@ -18,7 +18,7 @@ _ASKING = frozenset(
     "__hash__ __len__ dim element_size is_complex is_conj is_contiguous is_floating_point is_inference is_neg nelement "
     "numel requires_grad_ size stride".split()
 )
-_READS = frozenset((Tensor.data, Tensor.T, Tensor.H, Tensor.mT, Tensor.mH, Tensor.real, Tensor.imag))
+_GIVES_NUMBERS = frozenset((Tensor.data, Tensor.T, Tensor.H, Tensor.mT, Tensor.mH, Tensor.real, Tensor.imag))
 """Properties that give a tensor's numbers; all others only describe it."""
 
 
@@ -52,7 +52,7 @@ class ReleasedWeight(nn.Parameter):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         what = getattr(func, "__name__", str(func))
-        describes = what == "__get__" and getattr(func, "__self__", None) not in _READS
+        describes = what == "__get__" and getattr(func, "__self__", None) not in _GIVES_NUMBERS
         if describes or what in _ASKING:
             return cast("Any", super()).__torch_function__(func, types, args, kwargs or {})
         own = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, ReleasedWeight)), None)

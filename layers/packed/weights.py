@@ -59,7 +59,7 @@ class Packed(Keeping):
     Attributes:
         weights: gives the packed weight.
         behind: what the kernel computes behind the layer.
-        write: computes the activation in a new result.
+        activate_in_place: computes the activation in a new result.
     """
 
     operator = "packed"
@@ -67,7 +67,8 @@ class Packed(Keeping):
     def __init__(self, settings: tuple[Any, ...], pack: Callable[..., Any], activation: Activation) -> None:
         self.settings, self.activation, self.behind = settings, activation, activation.behind
         self.weights = derived(pack, 1)
-        self._writes, self.write = bool(activation.operator) and not activation.kernel, activation.in_place
+        self._activates = bool(activation.operator) and not activation.kernel
+        self.activate_in_place = activation.in_place
 
     @staticmethod
     def takes(
@@ -102,9 +103,8 @@ class Packed(Keeping):
     def plainly(self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None = None) -> Tensor:
         """Compute everything as torch does."""
         if torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_dynamo_compiling():
-            self.weights.forget(
-                id(weight)
-            )  # an optimizer may step next, and torch does not count what fused ones write
+            # An optimizer may step next, and torch does not count what fused ones write.
+            self.weights.forget(id(weight))
         result = self.computed(x, weight, bias)
         return self.activation(result if other is None else self.joined(result, other))
 
@@ -114,15 +114,15 @@ class Packed(Keeping):
 
     def finished(self, result: Tensor, dtype: torch.dtype, other: Tensor | None) -> Tensor:
         """Return what stands behind the kernel's result, which is new and may be written into."""
-        if other is None and self._writes:
-            result = self.write(result)
+        if other is None and self._activates:
+            result = self.activate_in_place(result)
         if result.dtype is not dtype:  # asked here: `to` takes longer to find that out
             result = result.to(dtype)
         if other is None:
             return result
         if other.shape != result.shape:
             return self.activation(result + other)
-        return self.write(result.add_(other))
+        return self.activate_in_place(result.add_(other))
 
     def forget_all(self) -> None:
         """Let the packed weights be made anew."""

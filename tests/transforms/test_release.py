@@ -36,7 +36,7 @@ def reasons(model: nn.Module) -> list[str]:
 def in_memory() -> int:
     """Return the bytes of all tensors of this process that lie on the CPU, packed ones left out."""
     gc.collect()
-    tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
+    tensors = (each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter))
     plain = (each for each in tensors if each.layout is torch.strided)
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain if t.is_cpu}.values())
 

@@ -19,10 +19,10 @@ from ...tracing.program import Program, is_called
 from ...tracing.values import qualified
 from .behind import Behind, behind
 from .checking import Check
-from .in_turn import times_in_turn
+from .interleaved import times_interleaved
 from .layers import Layer, layer_at
 from .spellings import spelled_at
-from .timing import LEAST, TURNED, Calls, Gains, Times
+from .timing import LEAST, PACKED, TRANSPOSED, Calls, Gains, Times
 from .views import readers_in
 from .writing import ACTIVATION
 
@@ -75,11 +75,11 @@ class _Found:
         return self.layer.kind, self.behind.activation, self.behind.other is None, self.behind.joins
 
     @property
-    def may_be_turned(self) -> bool:
-        return self.dtype is torch.float32 and self.layer.rows_given == 1 and not self.layer.transposed
+    def may_be_transposed(self) -> bool:
+        return self.dtype is torch.float32 and self.layer.rows_given == 1 and not self.layer.inputs_first
 
-    def packed(self, *, turned: bool = False) -> Packed:
-        return self.layer.packed(self.behind.activation, self.dtype, self.behind.joins, turned=turned)
+    def packed(self, *, transposed: bool = False) -> Packed:
+        return self.layer.packed(self.behind.activation, self.dtype, self.behind.joins, transposed=transposed)
 
 
 def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Site | Refusal]:
@@ -108,7 +108,7 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
             yield Refusal(objection, found.name)
         else:
             graphs.setdefault((found.owner, found.number), []).append(found)
-    packed = {place: _otherwise(group) for place, group in graphs.items()}
+    packed = {place: _laid_channels_last(group) for place, group in graphs.items()}
     views = readers_in(program, packed) if any(packed.values()) else {}
     spelled = _spelled(program, graphs) if dtype is torch.float32 else {}
     for place in {**graphs, **views, **spelled}:
@@ -143,22 +143,20 @@ def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) ->
     return sum(times.own for times in timed) > LEAST * sum(times.packed for times in timed)
 
 
-def _otherwise(group: Sequence[_Found]) -> set[fx.Node]:
+def _laid_channels_last(group: Sequence[_Found]) -> set[fx.Node]:
     """Return the nodes of convolutions, and what is computed with them: these results will lie channels last."""
     return {node for found in group if found.layer.geometry for node in found.behind.inside}
 
 
-def _site(
-    program: Program, place: tuple[str, int], group: Sequence[_Found], other: Nodes, gains: Gains
-) -> Site:  # fmt: skip
+def _site(program: Program, place: tuple[str, int], group: Sequence[_Found], other: Nodes, gains: Gains) -> Site:
     nodes = {f"layer.{count}": found.layer.node.name for count, found in enumerate(group)}
     kind = (*(found.kind for found in group), *(label for label in other if label.startswith(ACTIVATION)))
     speeds = [round(gains.known[found.kind].gain.mid, 3) for found in group if found.kind in gains.known]
-    turned = [f"layer.{count}" for count, found in enumerate(group) if found.kind in gains.turned]
+    transposed = [f"layer.{count}" for count, found in enumerate(group) if found.kind in gains.transposed]
     # With data the plan says where the site is: which layers gain is not measured anew.
     return Site(
         program, place[0], {**nodes, **other}, place[1], detail=_detail(nodes, other, speeds), kind=kind,
-        data={"speeds": speeds, **({"turned": turned} if turned else {})},
+        data={"speeds": speeds, **({"transposed": transposed} if transposed else {})},
         found=gains.error([found.kind for found in group]),
     )  # fmt: skip
 
@@ -214,17 +212,18 @@ def _gains(program: Program, layers: Sequence[_Found], budget: float) -> Gains:
         first = alike[0]
         if first.layer.tensors(program, first.owner)[0].is_meta:
             continue
-        forms = {"packed": _calls(program, alike)}
-        if first.may_be_turned and program.measuring:
-            forms[TURNED] = _calls(program, alike, turned=True)
-        right = gains.look(kind, forms, allowed=None if first.dtype is torch.float32 else budget)
+        lowerings = {PACKED: _calls(program, alike)}
+        if first.may_be_transposed and program.measuring:
+            lowerings[TRANSPOSED] = _calls(program, alike, transposed=True)
+        right = gains.look(kind, lowerings, allowed=None if first.dtype is torch.float32 else budget)
         if not right or not program.measuring:
             continue
         if waits and not program.measuring.is_cold and 0 < first.layer.rows_given <= _FEW_ROWS:
             waiting[kind] = right
         else:
-            gains.take(kind, {form: calls.times(cold=program.measuring.is_cold) for form, calls in right.items()})
-    for kind, times in times_in_turn(waiting).items() if waiting else ():
+            cold = program.measuring.is_cold
+            gains.take(kind, {lowering: calls.times(cold=cold) for lowering, calls in right.items()})
+    for kind, times in times_interleaved(waiting).items() if waiting else ():
         gains.take(kind, times)
     return gains
 
@@ -235,8 +234,8 @@ def _waits_for_memory(layers: Sequence[_Found]) -> bool:
     return _BYTES * sum(sizes.values()) > last_level_bytes()
 
 
-def _calls(program: Program, alike: Sequence[_Found], *, turned: bool = False) -> Calls:
-    first, packed = alike[0], alike[0].packed(turned=turned)
+def _calls(program: Program, alike: Sequence[_Found], *, transposed: bool = False) -> Calls:
+    first, packed = alike[0], alike[0].packed(transposed=transposed)
     tensors = [found.layer.tensors(program, found.owner) for found in alike]
     geometry = first.layer.geometry
     # What feeds a convolution is mostly another one; images are not.

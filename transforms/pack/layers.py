@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_parameters
 from ...layers.masked import Masked
-from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear, TurnedLinear, why_not_packed
+from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear, TransposedLinear, why_not_packed
 from ...operators import canonical_name, normalized_arguments
 from ...passes.rewriting import Found, Place, call_in, obstacle_to_inlining
 from ...tracing.program import Program
@@ -43,7 +43,7 @@ class Layer:
         shape: of the weight.
         modules: names of the modules that the graph then no longer calls.
         objection: why it stays as it is, or "".
-        transposed: the weight of a linear layer is [inputs, outputs].
+        inputs_first: the weight of a linear layer is [inputs, outputs].
         geometry: the settings of a convolution; None of a linear layer.
         pad: what adds zeros before a convolution, and is computed with it; None for nothing.
     """
@@ -55,7 +55,7 @@ class Layer:
     shape: tuple[int, ...]
     modules: tuple[str, ...] = ()
     objection: str = ""
-    transposed: bool = False
+    inputs_first: bool = False
     geometry: Geometry | None = None
     pad: fx.Node | None = None
 
@@ -65,13 +65,13 @@ class Layer:
         return cast("Tensor", weight), bias
 
     def packed(
-        self, activation: Activation, dtype: torch.dtype, joins: str = "add", *, turned: bool = False
+        self, activation: Activation, dtype: torch.dtype, joins: str = "add", *, transposed: bool = False
     ) -> PackedLinear | PackedConvolution:
-        """Return what computes it on a packed weight, or at one row on a turned one."""
-        if turned:
-            return TurnedLinear(activation, joins)
+        """Return what computes it on a packed weight, or at one row on a transposed one."""
+        if transposed:
+            return TransposedLinear(activation, joins)
         if self.geometry is None:
-            return PackedLinear(activation, dtype, self.transposed, joins)
+            return PackedLinear(activation, dtype, self.inputs_first, joins)
         size = None if self.geometry.size is None else self.given
         return PackedConvolution(dataclasses.replace(self.geometry, size=size), activation, dtype)
 
@@ -79,7 +79,7 @@ class Layer:
     def outputs(self) -> tuple[int, int] | None:
         """Return the dimensions of the outputs in the weight and in the result; None where they hang together."""
         if self.geometry is None:
-            return 1 if self.transposed else 0, -1
+            return 1 if self.inputs_first else 0, -1
         return (
             (0, -self.geometry.rank - 1) if self.geometry.groups == 1 and self.geometry.output_padding is None else None
         )
@@ -87,7 +87,7 @@ class Layer:
     @property
     def terms(self) -> int:
         """Return how many products each output is the sum of, at the most."""
-        is_other_way = self.transposed or (self.geometry is not None and self.geometry.output_padding is not None)
+        is_other_way = self.inputs_first or (self.geometry is not None and self.geometry.output_padding is not None)
         return math.prod(self.shape) // self.shape[1 if is_other_way else 0]
 
     @property
@@ -101,7 +101,7 @@ class Layer:
         """Return the shape of what it is given, as wide as its weight is by now; None where it is not known."""
         shape = shape_of(self.x)
         if self.geometry is None:
-            dim, width = -1, self.shape[0 if self.transposed else 1]
+            dim, width = -1, self.shape[0 if self.inputs_first else 1]
         elif self.geometry.output_padding is None:
             dim, width = -self.geometry.rank - 1, self.shape[1] * self.geometry.groups
         else:
@@ -119,7 +119,7 @@ class Layer:
     @property
     def kind(self) -> Hashable:
         """Return what layers that take as long have in common."""
-        return self.given, self.shape, self.transposed, self.geometry, self.bias is None
+        return self.given, self.shape, self.inputs_first, self.geometry, self.bias is None
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...] | None:

@@ -22,7 +22,7 @@ from ...tracing.values import qualified, user_class
 from .checking import tolerated
 from .finding import IN_TRAINING
 from .layers import module_objection, shape_of
-from .timing import Calls, Gains
+from .timing import PACKED, Calls, Gains
 from .writing import seal_modules
 
 __all__ = ["LABEL", "recurrent_in", "write_recurrent"]
@@ -71,8 +71,8 @@ def recurrent_in(program: Program, dtype: torch.dtype, budget: float) -> Iterato
         shape = _given(found.node)
         if shape is not None and math.prod(shape) and not tensors[0].is_meta and kind not in gains.seen:
             calls = _as_calls(found, shape, dtype)
-            if gains.look(kind, {"packed": calls}, allowed=allowed) and program.measuring:
-                gains.take(kind, {"packed": calls.times(cold=program.measuring.is_cold)})
+            if gains.look(kind, {PACKED: calls}, allowed=allowed) and program.measuring:
+                gains.take(kind, {PACKED: calls.times(cold=program.measuring.is_cold)})
         if objection := gains.objection(kind):
             yield Refusal(objection, found.name)
         else:

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...operators import CHANNELS_LAST
+from ...operators import laid_last
 from ...passes.timing import Interval, time_pair
 
-__all__ = ["LEAST", "MOST", "TURNED", "Calls", "Gains", "Times"]
+__all__ = ["LEAST", "MOST", "PACKED", "TRANSPOSED", "Calls", "Gains", "Times"]
 
 LEAST = 1.01
 """What gains less by itself stays as it is; of the rest the whole model tells."""
@@ -29,8 +29,8 @@ _CLOSE = 0.15
 MOST = 4
 """So many layers of a kind are called in turn: in use, weights do not wait in the caches either."""
 
-TURNED = "turned"
-"""What the way is called that computes one row on a turned weight."""
+PACKED, TRANSPOSED = "packed", "transposed"
+"""The lowerings of a layer: on a packed weight, and at one row on a transposed one."""
 
 Compute = Callable[..., object]
 
@@ -85,7 +85,7 @@ class Calls:
     def given(self) -> tuple[Tensor, Tensor]:
         """Return what the layers are given in each way."""
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(0))
-        return x, x.contiguous(memory_format=CHANNELS_LAST[len(self.shape)]) if self.lies_last else x
+        return x, laid_last(x) if self.lies_last else x
 
     def times(self, *, cold: bool = False) -> Times:
         """Return how long they take in each way; `cold`: with caches emptied before."""
@@ -115,13 +115,13 @@ class Gains:
     Attributes:
         known: how long they take.
         faults: why they must not be packed.
-        turned: those that are faster on turned weights.
+        transposed: those that are faster on transposed weights.
         errors: of those that are not to be exact, relative to the scale of their results.
     """
 
     known: dict[Hashable, Times] = field(default_factory=dict[Hashable, Times])
     faults: dict[Hashable, str] = field(default_factory=dict[Hashable, str])
-    turned: set[Hashable] = field(default_factory=set[Hashable])
+    transposed: set[Hashable] = field(default_factory=set[Hashable])
     errors: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
 
     @property
@@ -143,36 +143,35 @@ class Gains:
         known = [self.errors[kind] for kind in kinds if kind in self.errors]
         return max(known) if kinds and len(known) == len(kinds) else None
 
-    def look(self, kind: Hashable, forms: Mapping[str, Calls], *, allowed: float | None) -> dict[str, Calls]:
-        """Check the layers of a kind; return the ways of computing it that are right.
+    def look(self, kind: Hashable, lowerings: Mapping[str, Calls], *, allowed: float | None) -> dict[str, Calls]:
+        """Check the layers of a kind; return the lowerings that are right: none where `PACKED` is wrong.
+
+        The others compute with the packed weight, too, where a call has more rows than one.
 
         Args:
             kind: of layers.
-            forms: `packed`, and perhaps another way of computing them.
+            lowerings: `PACKED`, and perhaps another.
             allowed: the error that they may make, relative to the scale of the result; None: they are to be exact.
         """
-        right: dict[str, Calls] = {}
-        for form, calls in forms.items():
-            x, other = calls.given()
-            check = calls.check
-            fault = check.fault(x, other) if allowed is None else self._beyond(check.error(x, other), kind, allowed)
-            if fault:
-                self.faults[kind] = fault
-            else:
-                right[form] = calls
-        if right:
-            self.faults.pop(kind, None)
-        return right
+        if fault := self._fault(kind, lowerings[PACKED], allowed):
+            self.faults[kind] = fault
+            return {}
+        others = {lowering: calls for lowering, calls in lowerings.items() if lowering != PACKED}
+        right = {lowering: calls for lowering, calls in others.items() if not self._fault(kind, calls, allowed)}
+        return {PACKED: lowerings[PACKED], **right}
 
-    def _beyond(self, error: float, kind: Hashable, allowed: float) -> str:
-        """Keep the error of a kind; say where it is more than is allowed."""
-        self.errors[kind] = error
-        what = f"packed, it errs by {error:.2g} of its scale, more than the budget of {allowed:g}"
-        return "" if error <= allowed else what
+    def _fault(self, kind: Hashable, calls: Calls, allowed: float | None) -> str:
+        x, other = calls.given()
+        if allowed is None:
+            return calls.check.fault(x, other)
+        self.errors[kind] = error = calls.check.error(x, other)
+        if error <= allowed:
+            return ""
+        return f"packed, it errs by {error:.2g} of its scale, more than the budget of {allowed:g}"
 
     def take(self, kind: Hashable, times: Mapping[str, Times]) -> None:
         """Take the fastest way of computing a kind."""
-        form = max(times, key=lambda form: times[form].gain.mid)
-        self.known[kind] = times[form]
-        if form == TURNED:
-            self.turned.add(kind)
+        lowering = max(times, key=lambda lowering: times[lowering].gain.mid)
+        self.known[kind] = times[lowering]
+        if lowering == TRANSPOSED:
+            self.transposed.add(kind)

@@ -43,7 +43,7 @@ def _write(site: Site, edit: Edit, label: str, dtype: torch.dtype) -> bool:
     layer = layer_at(edit.program, site.owner, edit.graph_node(label))
     if layer is None or layer.objection:
         return False
-    turned = label in (site.data or {}).get("turned", ())
+    transposed = label in (site.data or {}).get("transposed", ())
     found = behind(Place(edit.program, site.owner), layer)
     if found.modes:
         edit.hold_where([Guard(attribute_at(mode), Truth(False), _DROPS) for mode in found.modes])
@@ -51,7 +51,7 @@ def _write(site: Site, edit: Edit, label: str, dtype: torch.dtype) -> bool:
     modules = [*layer.modules, *(str(each.target) for each in around if each.op == "call_module")]
     tensors = [_read(name, edit, layer) for name in (layer.weight, layer.bias)]
     more = () if found.other is None else (found.other,)
-    function = layer.packed(found.activation, dtype, found.joins, turned=turned)
+    function = layer.packed(found.activation, dtype, found.joins, transposed=transposed)
     packed = edit.call(function, layer.x, *tensors, *more, before=found.last)
     packed.meta["source"] = layer.node.meta.get("source")
     between = [each for each in found.inside if each is not found.last]
@@ -69,7 +69,7 @@ def _write_activation(site: Site, edit: Edit, label: str) -> bool:
     found = spelled_at(Place(edit.program, site.owner), node)
     if found is None:
         return False
-    function, settings = found.activation.written
+    function, settings = found.activation.as_function
     new = edit.call(function, found.x, **settings, before=node)
     new.meta["source"] = node.meta.get("source")
     edit.replace(node, new)

@@ -20,8 +20,8 @@ from .within import left_in_floats
 __all__ = ["found"]
 
 _COSTLY = (
-    "the whole model would err by more than the budget; this layer alone moves its results by {:.2g} of their scale; "
-    "raise budget= to quantize it too"
+    "the whole model would err by more than the budget; this layer alone moves its results by about {:.2g} of "
+    "their scale; raise budget= to quantize it too"
 )
 _NEVER_CALLED = "the example inputs never call it"
 _BYPASSED = "torch's encoder layer computes with its weights, and does not call it in evaluation"

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import torch
 from torch import nn
 
-from ...errors import CalibrationError
-from ...passes.verification import smaller
 from ...progress_bar import progress_bar
 from ...tracing.program import Program
-from ...tracing.recording import preserved
-from ...tracing.values import Inputs
-from ..calibration import run_call
-from .judging import error_of
+from .compared import ComparedRun
 
 __all__ = ["costs", "costs_in_groups", "left_in_floats", "left_out"]
 
@@ -44,7 +37,8 @@ def left_in_floats(program: Program, layers: Mapping[nn.Module, nn.Module], budg
     """
     if not program.whole_calls or not layers:
         return {}
-    run, allowed = _Run(program, layers), _MARGIN * budget
+    allowed = _MARGIN * budget
+    run = ComparedRun[nn.Module](program.model, program.whole_calls[0], lambda layer: _replaced(layer, layers[layer]))
     if run.error(list(layers)) <= allowed:
         return {}
     sizes = {module: _size(module) for module in program.names.distinct if module in layers}
@@ -85,6 +79,7 @@ def costs_in_groups(
                 continue
             middle = len(group.layers) // 2
             groups += [_Group.of(half, sizes, error) for half in (group.layers[:middle], group.layers[middle:])]
+        move(sum(len(group.layers) for group in groups))
     return alone | {layer: group.cost / math.sqrt(len(group.layers)) for group in groups for layer in group.layers}
 
 
@@ -136,35 +131,6 @@ def left_out(
         found = error(order[middle:])
         wrong, right, least = (wrong, middle, found) if found <= allowed else (middle, right, least)
     return order[:right], least
-
-
-class _Run:
-    """Run a model on its first call with some layers replaced, and compare."""
-
-    def __init__(self, program: Program, layers: Mapping[nn.Module, nn.Module]) -> None:
-        self._model, self._layers, self._call = program.model, layers, program.whole_calls[0]
-        self._expected = self._run()
-
-    def on_less(self) -> _Run:
-        """Return the same on a smaller call, if the model takes one."""
-        for args, kwargs in smaller((self._call.args, self._call.kwargs)):
-            other = copy.copy(self)
-            other._call = Inputs(*args, **kwargs)
-            with suppress(CalibrationError):
-                other._expected = other._run()
-                return other
-        return self
-
-    def error(self, replaced: Sequence[nn.Module]) -> float:
-        """Return by how much the results are off, relative to their scale."""
-        with ExitStack() as stack:
-            for layer in replaced:
-                stack.enter_context(_replaced(layer, self._layers[layer]))
-            return error_of(self._expected, self._run())
-
-    def _run(self) -> Any:
-        with torch.no_grad(), preserved(self._model):
-            return run_call(self._model, self._call, 0)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxopt.compat_packed import why_no_packing
-from fxopt.layers.packed import Geometry, PackedConvolution, PackedLinear, TurnedLinear, keep_narrow
+from fxopt.layers.packed import Geometry, PackedConvolution, PackedLinear, TransposedLinear, keep_narrow
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.bfloat16)), reason=why_no_packing(torch.bfloat16))
 
@@ -148,7 +148,7 @@ def test_linear_layers_keep_what_changes_no_number(join: bool) -> None:
     assert torch.equal(module(x), expected)
 
 
-@pytest.mark.parametrize("reader", [PackedLinear(), TurnedLinear()], ids=repr)
+@pytest.mark.parametrize("reader", [PackedLinear(), TransposedLinear()], ids=repr)
 def test_a_linear_layer_in_float32_is_given_floats_by_one_in_bfloat16(reader: PackedLinear) -> None:
     root, graph = torch.nn.Module(), fx.Graph()
     root.weight = torch.nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(1)))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.compat_packed import why_no_packing
-from fxopt.transforms.pack import layers
+from fxopt.transforms.pack import layers, timing
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
 
@@ -81,3 +81,38 @@ def test_wrong_kernels_are_refused_with_figures(layer: nn.Module, shape: tuple[i
 @pytest.mark.parametrize(("layer", "shape"), LAYERS, ids=str)
 def test_kernels_that_only_round_otherwise_pass(layer: nn.Module, shape: tuple[int, ...]) -> None:
     assert "applied" in [status for status, _ in decided(layer, shape, measure=False)]
+
+
+class Said:
+    """A check that says what it is told to."""
+
+    def __init__(self, fault: str, error: float) -> None:
+        self._fault, self._error = fault, error
+
+    def fault(self, x: Tensor, laid: Tensor) -> str:
+        return self._fault
+
+    def error(self, x: Tensor, laid: Tensor) -> float:
+        return self._error
+
+
+def calls(fault: str = "", error: float = 0.0) -> timing.Calls:
+    return timing.Calls((1, 4), torch.relu, torch.relu, [()], Said(fault, error))
+
+
+def test_where_the_packed_weight_is_wrong_no_other_lowering_is_offered() -> None:
+    gains = timing.Gains()
+    assert gains.look("linear", {"packed": calls("off"), "transposed": calls()}, allowed=None) == {}
+    assert gains.objection("linear") == "off"
+
+
+def test_a_wrong_lowering_leaves_the_packed_one() -> None:
+    gains = timing.Gains()
+    assert list(gains.look("linear", {"packed": calls(), "transposed": calls("off")}, allowed=None)) == ["packed"]
+    assert gains.objection("linear") == ""
+
+
+def test_an_error_beyond_the_budget_is_said_and_kept() -> None:
+    gains = timing.Gains()
+    assert gains.look("linear", {"packed": calls(error=0.3)}, allowed=0.1) == {}
+    assert "errs by 0.3" in gains.objection("linear") and gains.error(["linear"]) == 0.3

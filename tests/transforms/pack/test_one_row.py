@@ -1,4 +1,4 @@
-"""pack at one row: turned weights, layers that wait for memory, and what layers in bfloat16 err by."""
+"""pack at one row: transposed weights, layers that wait for memory, and what layers in bfloat16 err by."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def network() -> nn.Sequential:
 
 
 @pytest.fixture
-def turned_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def transposed_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(self: timing.Calls, *, cold: bool = False) -> timing.Times:
-        gain = 3.0 if isinstance(self.after, layers.TurnedLinear) else 2.0
+        gain = 3.0 if isinstance(self.after, layers.TransposedLinear) else 2.0
         return timing.Times(Interval(gain, gain, gain), gain, 1.0)
 
     monkeypatch.setattr(timing.Calls, "times", times)
@@ -36,29 +36,29 @@ def turned_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- in models -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("turned_wins")
+@pytest.mark.usefixtures("transposed_wins")
 def test_the_faster_way_at_one_row_is_in_the_plan_and_replayed() -> None:
     model = network()
     found = fxopt.plan(fxopt.optimize(model, Pack(), example_inputs=ROW[0], time_budget=None)).to_json()
     (decision,) = found["decisions"]
-    assert decision["site"]["data"] == {"speeds": [3.0, 3.0], "turned": ["layer.0", "layer.1"]}
+    assert decision["site"]["data"] == {"speeds": [3.0, 3.0], "transposed": ["layer.0", "layer.1"]}
     decision["status"] = "applied"  # so small a model gains nothing
     fast = fxopt.optimize(network(), plan=Plan.from_json(found), example_inputs=ROW[0])
     kinds = [type(node.target) for node in fxopt.graphs(fast)[""].nodes if node.op == "call_function"]
-    assert kinds == [layers.TurnedLinear, layers.TurnedLinear]
+    assert kinds == [layers.TransposedLinear, layers.TransposedLinear]
     for x in (ROW[0], torch.randn(5, 16)):
         with torch.no_grad():
             torch.testing.assert_close(fast(x), model(x))
 
 
-@pytest.mark.usefixtures("turned_wins")
+@pytest.mark.usefixtures("transposed_wins")
 def test_more_rows_are_computed_on_packed_weights() -> None:
     fast = fxopt.optimize(network(), Pack(), example_inputs=torch.randn(4, 16), time_budget=None)
     (decision,) = fxopt.plan(fast).decisions
     assert decision.site["data"] == {"speeds": [2.0, 2.0]}
 
 
-def test_weights_beyond_the_caches_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_beyond_the_caches_are_timed_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxopt.transforms.pack.finding.last_level_bytes", lambda: 64)
 
     def by_itself(self: timing.Calls, *, cold: bool = False) -> timing.Times:

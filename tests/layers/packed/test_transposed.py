@@ -1,4 +1,4 @@
-"""Linear layers on turned weights: what they compute at one row and at others, and what they keep."""
+"""Linear layers on transposed weights: what they compute at one row and at others, and what they keep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxopt.compat_packed import why_no_packing
-from fxopt.layers.packed import NO_ACTIVATION, PackedLinear, TurnedLinear, known_activations
+from fxopt.layers.packed import NO_ACTIVATION, PackedLinear, TransposedLinear, known_activations
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
 
@@ -25,36 +25,36 @@ def tensors(outputs: int = 24) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("shape", [(16,), (1, 16), (1, 1, 16), (3, 16), (0, 16)], ids=str)
 @pytest.mark.parametrize("activation", [NO_ACTIVATION, GELU], ids=str)
-def test_turned_weights_compute_what_the_layer_does(shape: tuple[int, ...], activation: object) -> None:
+def test_transposed_weights_compute_what_the_layer_does(shape: tuple[int, ...], activation: object) -> None:
     x, (weight, bias) = torch.randn(shape), tensors()
-    layer = TurnedLinear(activation)  # type: ignore[arg-type]
+    layer = TransposedLinear(activation)  # type: ignore[arg-type]
     with torch.no_grad():
         torch.testing.assert_close(layer(x, weight, bias), layer.plainly(x, weight, bias))
         torch.testing.assert_close(layer(x, weight), layer.plainly(x, weight, None))
         other = torch.randn(*shape[:-1], 24)
         torch.testing.assert_close(layer(x, weight, bias, other), layer.plainly(x, weight, bias, other))
-        gate = TurnedLinear(activation, "mul")  # type: ignore[arg-type]
+        gate = TransposedLinear(activation, "mul")  # type: ignore[arg-type]
         torch.testing.assert_close(gate(x, weight, bias, other), gate.plainly(x, weight, bias, other))
 
 
-def test_a_weight_is_turned_once_and_anew_when_it_has_changed() -> None:
+def test_a_weight_is_transposed_once_and_anew_when_it_has_changed() -> None:
     weight, bias = tensors()
-    layer = TurnedLinear()
+    layer = TransposedLinear()
     with torch.no_grad():
         layer(ROW, weight, bias)
-        turned = layer.turned(weight)
-        assert layer.turned(weight) is turned and turned.shape == (16, 24)
+        transposed = layer.transposed(weight)
+        assert layer.transposed(weight) is transposed and transposed.shape == (16, 24)
         weight.mul_(2)
         torch.testing.assert_close(layer(ROW, weight, bias), layer.plainly(ROW, weight, bias))
-        assert layer.turned(weight) is not turned
+        assert layer.transposed(weight) is not transposed
 
 
 def test_gradients_other_types_and_copies_are_as_of_any_packed_layer() -> None:
     weight, bias = tensors()
-    layer = TurnedLinear(GELU, "mul")
+    layer = TransposedLinear(GELU, "mul")
     assert pickle.loads(pickle.dumps(layer)) == copy.deepcopy(layer) == layer != PackedLinear(GELU, joins="mul")
     x = ROW.clone().requires_grad_()
-    TurnedLinear()(x, weight, bias).sum().backward()
+    TransposedLinear()(x, weight, bias).sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad[0, 0], weight.sum(0))
-    assert TurnedLinear()(ROW.double(), weight.double(), bias.double()).dtype is torch.float64
+    assert TransposedLinear()(ROW.double(), weight.double(), bias.double()).dtype is torch.float64

@@ -1,4 +1,4 @@
-"""Linear layers at one row, on the weight turned: memory is then read in the order in which it is fastest."""
+"""Linear layers at one row, on the weight transposed: memory is then read in the order in which it is fastest."""
 
 from __future__ import annotations
 
@@ -12,28 +12,26 @@ from .activations import NO_ACTIVATION, Activation
 from .linear import PackedLinear
 from .weights import can_be_packed
 
-__all__ = ["TurnedLinear"]
-
-_DTYPES = (torch.float32,)
+__all__ = ["TransposedLinear"]
 
 
-class _Turned:
+class _Transpose:
     """Lay the weight of a linear layer as [inputs, outputs]; return it as it is where that cannot be."""
 
     def __call__(self, weight: Tensor) -> Tensor:
         return weight.t().contiguous() if weight.ndim == 2 and can_be_packed(weight) else weight
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Turned)
+        return isinstance(other, _Transpose)
 
     def __hash__(self) -> int:
-        return hash(_Turned)
+        return hash(_Transpose)
 
 
-class TurnedLinear(PackedLinear):
+class TransposedLinear(PackedLinear):
     """Compute a linear layer in float32 on its weight as [inputs, outputs] at one row, else on the packed weight.
 
-    At one row all time goes into reading the weight. Row after row of the turned one is added to all outputs, which
+    At one row all time goes into reading the weight. Row after row of the transposed one is added to all outputs, which
     streams; products along the rows of the other, and of the packed one, read memory at two thirds of that speed.
 
     Args:
@@ -43,7 +41,7 @@ class TurnedLinear(PackedLinear):
 
     def __init__(self, activation: Activation = NO_ACTIVATION, joins: str = "add") -> None:
         super().__init__(activation, joins=joins)
-        self.turned = derived(_Turned(), 1)
+        self.transposed = derived(_Transpose(), 1)
 
     def narrowed(self, *, takes: bool = False, gives: bool = False) -> PackedLinear:
         """Return it as it is, in float32."""
@@ -55,26 +53,26 @@ class TurnedLinear(PackedLinear):
         is_row = len(shape) == 2 and x.dim() and x.shape[-1] == shape[1] == x.numel()
         if not is_row or not self.takes(x, weight, bias, other, shape[0]):
             return super().__call__(x, weight, bias, other)
-        turned = self.turned(weight)
-        if turned is weight:
+        transposed = self.transposed(weight)
+        if transposed is weight:
             return self.plainly(x, weight, bias, other)
         row = x.reshape(1, shape[1])
-        result = torch.mm(row, turned) if bias is None else torch.addmm(bias, row, turned)
+        result = torch.mm(row, transposed) if bias is None else torch.addmm(bias, row, transposed)
         result = result.view(*x.shape[:-1], shape[0])
         if other is None:
-            return self.write(result)
+            return self.activate_in_place(result)
         return self._multiplied(result, other) if self.joins == "mul" else self.finished(result, self._gives, other)
 
     def plainly(self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None = None) -> Tensor:
         """Compute everything as torch does."""
         if torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_dynamo_compiling():
-            self.turned.forget(id(weight))
+            self.transposed.forget(id(weight))
         return super().plainly(x, weight, bias, other)
 
     def forget_all(self) -> None:
-        """Let the packed and turned weights be made anew."""
+        """Let the packed and transposed weights be made anew."""
         super().forget_all()
-        self.turned.forget_all()
+        self.transposed.forget_all()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TurnedLinear, (self.activation, self.joins)
+        return TransposedLinear, (self.activation, self.joins)
