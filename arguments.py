@@ -17,7 +17,7 @@ from .deploy.source import inputs_beside, load_weights, read_inputs
 from .errors import UsageError
 from .passes.driver import record_of
 
-__all__ = ["check_model", "factory_for", "graphs_of", "open_model", "weights_of_both"]
+__all__ = ["factory_for", "graphs_of", "open_model", "weights_of_both"]
 
 ANYTHING = "all"
 """Trusting this package trusts a file altogether."""
@@ -42,7 +42,6 @@ def open_model(
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     given = None if inputs is None else read_inputs(inputs)
-    check_model(model)
     if Path(model).is_file():
         built, example_inputs = _read(Path(model), trust, given)
     else:
@@ -51,20 +50,6 @@ def open_model(
     if weights is not None:
         load_weights(built, weights)
     return built, example_inputs if given is None else given
-
-
-def check_model(model: str) -> None:
-    """Make sure that MODEL can be one, without reading or building anything.
-
-    Raises:
-        UsageError: it is source code, a folder, or no file.
-    """
-    path = Path(model)
-    if path.suffix == ".py" and path.is_file():
-        raise UsageError(f"{model!r} is source code; name what builds the model in it: {model}:factory")
-    if path.is_dir() or (":" not in model and not path.is_file()):
-        what = "a folder" if path.is_dir() else "no file"
-        raise UsageError(f"{model!r} is {what}; name a saved model, or write package.module:factory")
 
 
 def weights_of_both(a: str, b: str, weights: Path | None) -> Mapping[str, Path | None]:

@@ -18,6 +18,8 @@ import typer
 from .errors import FxoptError, UnverifiedWarning
 from .prechecks import (
     check_cold,
+    check_files,
+    check_models,
     check_name,
     check_output,
     check_pipeline,
@@ -75,7 +77,9 @@ BothWeights = Annotated[
 Inputs = Annotated[Path | None, typer.Option(metavar="FILE", help="Example inputs (safetensors, .pt); see the docs.")]
 Trust = Annotated[
     list[str] | None,
-    typer.Option(metavar="PACKAGE", help="Allow a saved MODEL to import this package; all: allow any code."),
+    typer.Option(
+        metavar="PACKAGE", help="Allow a saved MODEL to import this package; all: any code. May be given again."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
@@ -140,6 +144,8 @@ def optimize(
     check_output(output, model)
     check_plan_output(save_plan)
     check_report_output(report)
+    check_models(model)
+    check_files(weights=weights, inputs=inputs, plan=plan)
     from . import api
     from .arguments import factory_for
 
@@ -191,6 +197,8 @@ def export(
     Example: fxopt export heads.fxopt --trust zoo --inputs inputs.safetensors -o heads.pt2
     """
     check_output(output, model, suffix=".pt2")
+    check_models(model)
+    check_files(weights=weights, inputs=inputs)
     from . import api
 
     opened, example_inputs = _open(model, weights, inputs, trust)
@@ -213,6 +221,8 @@ def inspect(
 
     Example: fxopt inspect zoo.models:heads --graph heads.0
     """
+    check_models(model)
+    check_files(weights=weights, inputs=inputs)
     from . import api
     from .arguments import graphs_of
     from .errors import UsageError
@@ -247,11 +257,11 @@ def diff(
 
     Example: fxopt diff zoo.models:heads heads.fxopt --trust zoo
     """
-    from .arguments import check_model, graphs_of, weights_of_both
+    check_models(a, b)
+    check_files(weights=weights, inputs=inputs)
+    from .arguments import graphs_of, weights_of_both
     from .reporting.diff import diff_graphs
 
-    for model in (a, b):  # before the first one is built
-        check_model(model)
     state = weights_of_both(a, b, weights)
     found = [graphs_of(*_open(model, state[model], inputs, trust)) for model in (a, b)]
     text = diff_graphs(*({name: str(graph) for name, graph in graphs.items()} for graphs in found))
@@ -279,13 +289,13 @@ def verify(
     The inputs of A are used; if A has none, those of B. Example: fxopt verify zoo.models:heads heads.fxopt --trust zoo
     """
     check_tolerance(tolerance)
-    from .arguments import check_model, open_model, weights_of_both
+    check_models(a, b)
+    check_files(weights=weights, inputs=inputs)
+    from .arguments import open_model, weights_of_both
     from .errors import UsageError
     from .reporting.verdicts import compare_models
     from .tracing.values import check_whole, normalize_inputs
 
-    for model in (a, b):  # before the first one is built
-        check_model(model)
     state = weights_of_both(a, b, weights)
     before, own = open_model(a, state[a], inputs, trust)
     after, others = open_model(b, state[b], None, trust)

@@ -236,8 +236,10 @@ def _built(description: _Description, trust: Sequence[str] | bool) -> nn.Module:
     owner = owner_of(factory)
     if not is_trusted(owner, trust):
         # Else a file could have anything called that a trusted module happens to import.
+        package = owner.partition(".")[0]
         raise ArchiveError(
-            f"loading {where} would call {factory!r}, which comes from {owner!r}; add it to trust=, or pass model="
+            f"loading {where} would call {factory!r}, which comes from {owner!r}; add {package!r} to trust= "
+            f"(--trust {package}, too, on the command line), or pass model="
         )
     return build_model(factory)
 

@@ -489,6 +489,33 @@ def test_names_of_passes_are_checked_before_torch_is_loaded(zoo: Path, arguments
     assert done.stdout == "False False\n"
 
 
+MISSING = [
+    (("optimize", "zoo:heads", "--weights", "w.pt"), 3, "--weights w.pt: no such file"),
+    (("optimize", "zoo:heads", "--plan", "p.json"), 3, "--plan p.json: no such file"),
+    (("inspect", "zoo:heads", "--inputs", "i.pt"), 3, "--inputs i.pt: no such file"),
+    (("export", "zoo:heads", "-o", "o.pt2", "--weights", "."), 3, "--weights . is a folder; name a file in it"),
+    (("diff", "zoo:heads", "zoo:heads", "--weights", "w.pt"), 3, "--weights w.pt: no such file"),
+    (("optimize", "m.fxopt"), 2, "'m.fxopt' is no file"),
+    (("verify", "zoo:heads", "m.fxopt"), 2, "'m.fxopt' is no file"),
+    (("inspect", "zou.py:heads"), 2, "'zou.py:heads': there is no file zou.py"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), MISSING)
+def test_files_that_are_not_there_are_found_before_torch_is_loaded(
+    fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: int, message: str
+):
+    monkeypatch.setitem(sys.modules, "fxopt.arguments", None)  # it imports torch
+    monkeypatch.setitem(sys.modules, "fxopt.api", None)
+    done = fxopt(*arguments)
+    assert (done.code, len(done.err.splitlines())) == (code, 1)
+    assert message in done.err
+
+
+def test_refused_options_name_the_pass_once(fxopt: Fxopt):
+    assert fxopt("optimize", "zoo:heads", "-p", "pack{dtype=float64}").err.count("'pack'") == 1
+
+
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [

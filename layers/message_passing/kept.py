@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...operators import Unchanged
@@ -28,9 +29,15 @@ class _Kept:
 
     tensors: tuple[Callable[[], Tensor | None], ...]
     noted: Unchanged
+    contents: tuple[Tensor | None, ...]
+    """Copies of those among them that torch counts no writes to."""
     result: Any
     may_be_trained: bool
     """It follows from numbers that an optimizer may write to."""
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether it was computed from these tensors with these numbers."""
+        return self.noted.same(*tensors) and _hold(tensors, self.contents)
 
 
 class KeptGraphs:
@@ -55,31 +62,33 @@ class KeptGraphs:
         """Return what was computed from some tensors; it is computed where they are others, or were written to.
 
         Args:
-            tensors: what it depends on; they are held weakly. Of tensors without a version, those of inference mode,
-                nothing is kept.
+            tensors: what it depends on; they are held weakly. Those of inference mode have no version: a copy of each
+                is kept, and compared at each call.
             what: the rest that it depends on.
             compute: makes it.
         """
-        if any(each.is_inference() for each in tensors):
-            return compute()
         key = _key(tensors, what)
         with self._lock:
             kept = self._kept.get(key)
-            if kept is not None and kept.noted.same(*tensors):
+            if kept is not None:
                 self._kept.move_to_end(key)
-                return kept.result
+        if kept is not None and kept.is_of(tensors):  # no lock: to compare many edges takes a while
+            return kept.result
+        kept = self._computed(key, tensors, compute)
+        if kept.is_of(tensors):  # else another thread wrote to them meanwhile
+            with self._lock:
+                self._kept[key] = kept
+                self._kept.move_to_end(key)
+                while len(self._kept) > _MOST:
+                    self._kept.popitem(last=False)
+        return kept.result
+
+    def _computed(self, key: _Key, tensors: Sequence[Tensor], compute: Callable[[], Any]) -> _Kept:
         noted = Unchanged(tensors)
-        result = compute()
-        if not noted.same(*tensors):  # another thread wrote to them meanwhile
-            return result
+        contents = tuple(each.clone() if each.is_inference() else None for each in tensors)
         forget = _forgetting(weakref.ref(self), key)
         trained = any(each.is_floating_point() for each in tensors)
-        with self._lock:
-            self._kept[key] = _Kept(tuple(weakref.ref(each, forget) for each in tensors), noted, result, trained)
-            self._kept.move_to_end(key)
-            while len(self._kept) > _MOST:
-                self._kept.popitem(last=False)
-        return result
+        return _Kept(tuple(weakref.ref(each, forget) for each in tensors), noted, contents, compute(), trained)
 
     def forget_trained(self) -> None:
         """Drop what was computed from floats: torch does not count what fused optimizers write."""
@@ -101,6 +110,11 @@ def _forgetting(kept: Callable[[], KeptGraphs | None], key: _Key) -> Callable[[o
             graphs.forget(key, gone)
 
     return forget
+
+
+def _hold(tensors: Sequence[Tensor], contents: Sequence[Tensor | None]) -> bool:
+    """Say whether tensors hold the numbers of these copies, where there are any."""
+    return all(copy is None or torch.equal(each, copy) for each, copy in zip(tensors, contents, strict=True))
 
 
 def _key(tensors: Sequence[Tensor], what: Hashable) -> _Key:

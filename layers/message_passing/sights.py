@@ -58,9 +58,10 @@ class Sights:
 
     def wants(self, edge_index: Tensor) -> bool:
         """Note a sight of a graph, and say whether it goes over rows: it came often enough since it was written to."""
-        if self.wanted == 1 or edge_index.is_inference():  # of tensors of inference mode nothing is kept
-            return self.wanted == 1
-        key, version = id(edge_index), version_of(edge_index)
+        if self.wanted == 1:
+            return True
+        key = id(edge_index)
+        version = 0 if edge_index.is_inference() else version_of(edge_index)  # what it holds is compared over rows
         noted = self._seen.get(key)  # no lock: it would cost as much again, and a count that threads lose is no loss
         if noted is not None and noted[0]() is edge_index and noted[1] == version:
             self._seen[key], self.new_in_a_row = (noted[0], version, noted[2] + 1), 0

@@ -35,6 +35,7 @@ _LOG = logging.getLogger("fxopt")
 
 _MOST_ROUNDS = 16
 """So often a pass is asked for sites again because what it rewrote overlaps with others that it had found."""
+_GIVE_INPUTS = "; give example_inputs=, too"
 _OVERTAKEN = "a site of this pass that overlaps with it was rewritten first"
 
 
@@ -124,7 +125,7 @@ class Manager:
                 missing = next(iter(wanted.values()))
                 lost = self.program.opaque.get(missing.key.partition(":")[0].replace("(root)", ""))
                 why = f": no graph of its module: {lost.reason}" if lost else ""
-                why += "; give example_inputs=, too" if lost or not self.program.inputs else ""
+                why += _GIVE_INPUTS if lost or not self.program.inputs else ""
                 place = f"the plan's site {missing.key} of pass '{missing.pass_name}'"
                 raise PlanError(f"{place} is not in this model{why}")
 
@@ -225,7 +226,8 @@ class Manager:
                     break  # it overlaps with one that has just been rewritten: look for it again
                 except MatchFailure as failure:
                     place = f"the plan's site {group.key} of pass '{pass_.name}'"
-                    raise PlanError(f"{place} cannot be rewritten: {failure}") from failure
+                    why = f"{failure}{'' if self.program.inputs else _GIVE_INPUTS}"
+                    raise PlanError(f"{place} cannot be rewritten: {why}") from failure
                 self.history.repeat(pass_, group, edit, [wanted.pop(site.key) for site in group.sites])
                 self._note_change(pass_)
             if len(wanted) == left:

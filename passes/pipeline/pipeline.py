@@ -131,7 +131,8 @@ class _Parser:
         try:
             return pass_type(**options)
         except (UsageError, ValueError, TypeError) as error:
-            raise self.error(f"{name.text!r} refuses these options: {error}", name.start, self.last_end) from error
+            why = str(error).removeprefix(f"pass {name.text!r}: ")
+            raise self.error(f"{name.text!r} refuses these options: {why}", name.start, self.last_end) from error
 
     def take(self, kind: str | tuple[str, ...], expected: str) -> _Token:
         """Return the next token if it is of this kind (or is this mark), and move past it."""
