@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..compat import is_plainly_eager, wants_gradients
+from ..errors import FusedMemberError
 from .unchanged import Unchanged, why_unseen
 
 __all__ = ["Derived", "Keeping", "derived"]
@@ -64,6 +65,11 @@ class Derived(Keeping):
 
     def _make(self, *originals: Tensor) -> Any:
         """Return the result where the one that is kept will not do, or none is."""
+        if any(each is None for each in originals):
+            raise FusedMemberError(
+                f"a parameter or buffer that was folded ({self.__name__}) is None now, and was a tensor; give it back, "
+                "or set it to None in fxopt.restore(model) and optimize that"
+            )
         if torch.compiler.is_dynamo_compiling() or not is_plainly_eager() or any(map(why_unseen, originals)):
             return self.function(*originals)
         noted = Unchanged(originals)  # before it is computed: what another thread writes meanwhile is seen next time

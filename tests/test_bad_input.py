@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.errors import MatchFailure
 from fxopt.passes.contract import Pass
+from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Phase, Site
 from fxopt.tracing.program import Program
 
@@ -363,7 +365,8 @@ class Model(nn.Module):
 
 class Failing(Pass):
     def find(self, program):
-        yield Site(program, "", {})
+        linear = next(node for node in program.graphs[""].nodes if node.op == "call_module")
+        yield Site(program, "", {"linear": linear.name})
 
 
 @dataclass(frozen=True)
@@ -495,6 +498,26 @@ def test_a_plan_for_a_module_that_only_example_inputs_could_capture() -> None:
     with pytest.raises(fxopt.PlanError, match=r"no graph of its module: .*; give example_inputs=, too"):
         fxopt.optimize(OfAnySize(), plan=plan)
     assert fxopt.plan(fxopt.optimize(OfAnySize(), plan=plan, example_inputs=(X,))).decisions
+
+
+@dataclass(frozen=True)
+class NeedsInputs(Pass):
+    def find(self, program: Program) -> Iterator[Site]:
+        linear = next(node for node in program.graphs[""].nodes if node.op == "call_module")
+        yield Site(program, "", {"linear": linear.name})
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        if not site.program.inputs:
+            raise MatchFailure("a layer is not there any more")
+        linear = edit.graph_node("linear")
+        edit.replace(linear, edit.call(torch.relu, linear.args[0]))
+
+
+def test_a_plan_whose_site_only_example_inputs_show() -> None:
+    model = nn.Sequential(nn.Linear(5, 5))
+    plan = fxopt.plan(optimized(model, [NeedsInputs()], verify=False))
+    with pytest.raises(fxopt.PlanError, match="cannot be rewritten: a layer is not there any more; give example_inp"):
+        fxopt.optimize(model, [NeedsInputs()], plan=plan)
 
 
 def test_a_plan_for_other_passes() -> None:

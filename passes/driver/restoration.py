@@ -65,6 +65,7 @@ def _original(model: nn.Module, record: Record) -> nn.Module:
     _carry_over(sources, targets, record.attributes)
     for name in sources.keys() & targets:
         targets[name].training = sources[name].training
+        _take_away(name, sources[name], targets[name], state)
     return original
 
 
@@ -123,6 +124,16 @@ def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Modul
             if name in vars(target) or name not in constants:
                 _cut_off_history(value, memo)
                 vars(target)[name] = copy.deepcopy(value, memo)
+
+
+def _take_away(path: str, source: nn.Module, target: nn.Module, state: Collection[str]) -> None:
+    """Take what the user has set to None, of which there is no state, out of the original structure, too."""
+    pairs = (own_parameters(source), own_parameters(target)), (own_buffers(source), own_buffers(target))
+    for now, register in cast("Any", pairs):
+        for name, skeleton in register.items():
+            is_gone = skeleton is not None and skeleton.is_meta and qualified(path, name) not in state
+            if is_gone and name in now and now[name] is None:
+                register[name] = None
 
 
 def _attributes_of(modules: Mapping[str, nn.Module], names: Collection[str]) -> dict[int, set[str]]:

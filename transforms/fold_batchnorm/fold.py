@@ -162,7 +162,7 @@ def _fold(node: fx.Node, calls: Sequence[Call], edit: Edit) -> None:
     if layer is None or x is None:
         raise MatchFailure(f"'{node.name}' is no call of a layer any more")
     norms = [_norm(call, edit) for call in calls]
-    _check_dimensions(x, layer, norms, edit)
+    _check_dimensions(x, layer, norms, edit, before=not behind[0])
     weight, bias = _derived(layer, norms, behind, edit)
     # What the norm reads may be written to between the norm and the layer behind it.
     folded = _call(layer, x, weight, bias, place, edit)
@@ -174,8 +174,10 @@ def _fold(node: fx.Node, calls: Sequence[Call], edit: Edit) -> None:
         edit.replace(calls[-1].norm, _behind(norms[-1].module, calls[-1], folded, layer.rank, edit))
 
 
-def _check_dimensions(x: fx.Node, layer: Layer, norms: Sequence[Norm], edit: Edit) -> None:
+def _check_dimensions(x: fx.Node, layer: Layer, norms: Sequence[Norm], edit: Edit, *, before: bool) -> None:
     wanted = [dimensions_wanted(layer, norm) for norm in norms]
+    if before:  # the norm refuses other inputs, and convolutions take images without a batch, too
+        wanted.append(layer.rank + 2)
     for count in {each for each in wanted if each is not None}:
         _expect_dimensions(_source_of_dimensions(x, edit.program, edit.site.owner), count, edit)
 

@@ -124,6 +124,16 @@ def test_another_number_of_dimensions_fails() -> None:
         folded(model, ROWS)(torch.randn(2, 5, 5))
 
 
+@pytest.mark.parametrize("case", FIRST)
+def test_one_image_without_a_batch_fails_as_in_the_norm(case: str) -> None:
+    model = shaken(nn.Sequential(nn.BatchNorm2d(4), FIRST[case]()))
+    fast = folded(model, IMAGES)
+    with pytest.raises(ValueError, match="expected 4D input"):
+        model(IMAGES[0])
+    with pytest.raises(fxopt.GuardError, match="4 dimensions"):
+        fast(IMAGES[0])
+
+
 def test_training_new_statistics_and_the_way_back(tmp_path: Path) -> None:
     model, fast = mlp(), folded(mlp(), ROWS)
     for each in (model, fast):

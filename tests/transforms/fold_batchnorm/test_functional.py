@@ -179,3 +179,18 @@ def test_writes_copies_and_the_way_back() -> None:
 def test_one_image_without_a_batch_is_not_normed_by_another_dimension() -> None:
     with pytest.raises(fxopt.GuardError, match="4 dimensions"):
         folded(made(Net))(IMAGES[0])
+
+
+@pytest.mark.parametrize("name", ["weight", "running_mean"])
+def test_a_tensor_that_is_none_now_is_said_and_is_none_in_the_original(name: str) -> None:
+    fast = folded(made(Net))
+    setattr(fast, name, None)
+    with pytest.raises(fxopt.FusedMemberError, match=r"was folded .* is None now"):
+        fast(IMAGES)
+    assert getattr(fxopt.restore(fast), name) is None
+
+
+def test_a_weight_that_is_none_now_is_none_in_the_original() -> None:
+    model, fast = made(Net), folded(made(Net))
+    model.weight = fast.weight = None
+    assert_equivalent(model, fxopt.restore(fast), (IMAGES,))
