@@ -5,11 +5,11 @@ Names are imported when they are first used, so that `import fxopt`, and with it
 
 from __future__ import annotations
 
-import gc
 import importlib
 import random
 from typing import TYPE_CHECKING
 
+from .collection import collection_paused
 from .version import VERSION as __version__
 
 if TYPE_CHECKING:
@@ -185,14 +185,12 @@ def __getattr__(name: str) -> object:
     namespace = _PLACE_OF.get(name)
     if namespace is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    state, collects = random.getstate(), gc.isenabled()
-    gc.disable()  # what is imported lives on: the collector would walk all of torch, again and again
+    state = random.getstate()
     try:
-        value = getattr(importlib.import_module(f".{namespace}", __name__), name)
+        with collection_paused():  # what is imported lives on
+            value = getattr(importlib.import_module(f".{namespace}", __name__), name)
     finally:
         random.setstate(state)  # packages that are imported then draw numbers
-        if collects:
-            gc.enable()
     globals()[name] = value
     return value
 

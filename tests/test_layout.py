@@ -46,7 +46,7 @@ HOUSE = (
         "settings",
         "storage",
     ),
-    ("progress_bar", "suggest"),
+    ("collection", "progress_bar", "suggest"),
     ("errors",),
     ("version",),
 )

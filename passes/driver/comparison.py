@@ -28,9 +28,9 @@ __all__ = ["UNNAMED", "Comparison"]
 UNNAMED = "after"
 """The candidate of a pass that knows one way of rewriting a site."""
 
-_LONG_SECONDS = 10e-3
-"""Where the forward of the model takes longer, exact rewrites of the whole are asked for the same bits on the recorded
-call, and in float64 on a smaller one, as rewrites are that are verified on the whole model together."""
+_COMPARED_SMALLER_FROM = 10e-3
+"""Where the forward of the model takes more seconds, exact rewrites of the whole are asked for the same bits on the
+recorded call, and in float64 on a smaller one, as rewrites are that are verified on the whole model together."""
 
 _COARSE = 1e-3
 """Where a pass may err by so much, float32 is exact enough to compare with; float64 takes many times as long."""
@@ -121,12 +121,13 @@ class Comparison:
         coarse = lossy and self.pass_.error_budget >= _COARSE and self._under is None  # autocast narrows float32
         widest = torch.float32 if coarse else torch.float64
         modes, gradients = self._modes()
-        is_whole = not self.group.owner and self._budget.forward > _LONG_SECONDS
-        small = is_whole and self.pass_.numerics is Numerics.EXACT and not gradients
+        is_whole = not self.group.owner and self._budget.forward > _COMPARED_SMALLER_FROM
+        is_smaller = is_whole and self.pass_.numerics is Numerics.EXACT and not gradients
+        sizes = verification.Sizes.SMALLER_AND_RECORDED if is_smaller else verification.Sizes.RECORDED
         return [
             verification.reference(
                 module, self._calls, training=mode, gradients=gradients, seed=self._seed, brief=brief, lasting=lossy,
-                widest=widest, small=small, also_recorded=small,
+                widest=widest, sizes=sizes,
             )
             for mode in modes
         ]  # fmt: skip

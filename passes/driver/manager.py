@@ -169,7 +169,8 @@ class Manager:
             if self.on_failure is not None:
                 error.reproducer = self.on_failure(error)
             raise
-        seconds, counts = time.perf_counter() - start, (len(self.decisions) - decided, self.history.applied - applied)
+        seconds = time.perf_counter() - start
+        counts = len(self.decisions) - decided, self.history.applied - applied
         self.traces.append(PassTrace(str(pass_), seconds, *counts))
         _LOG.info("%s: %d decided, %d applied, %.2f s", pass_, *counts, seconds)
         for each in self.decisions[decided:]:
@@ -188,7 +189,7 @@ class Manager:
         for _ in range(_MOST_ROUNDS):
             new = [item for item in self._found(pass_) if _key(item) not in known]
             known.update(map(_key, new))
-            overtaken = [site for site in overtaken if not any(_overlap(site, item) for item in new)]
+            overtaken = [site for site in overtaken if not any(site.overlaps(item) for item in new)]
             self._decide_all(pass_, new)
             if not self._stale:
                 break
@@ -387,13 +388,6 @@ def _rewriting(passes: Sequence[Pass]) -> list[Pass]:
 def _key(item: Site | Refusal) -> str:
     """Return what tells the findings of one pass apart."""
     return item.key if isinstance(item, Site) else f"{item.at}: {item.reason}"
-
-
-def _overlap(site: Site, item: Site | Refusal) -> bool:
-    """Say whether two sites have a node in common."""
-    nodes = {(place.owner, name) for place in site.places for name in place.nodes.values()}
-    places = item.places if isinstance(item, Site) else ()
-    return any((place.owner, name) in nodes for place in places for name in place.nodes.values())
 
 
 def _is_for_evaluation(item: Site | Refusal) -> bool:

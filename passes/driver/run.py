@@ -326,7 +326,7 @@ def _budget(program: Program, request: Request) -> TimeBudget:
         return TimeBudget()
     on_gpu = any(tensor.is_cuda for tensor in all_tensors(program.names.distinct))
     clock = time.perf_counter if on_gpu else time.thread_time
-    known = 0.0 if on_gpu or program.training else program.seconds
+    known = 0.0 if on_gpu or program.training else program.forward_seconds
     forward = known or forward_seconds(program.model, program.whole_calls, program.training, clock)
     return TimeBudget.granted(request.time_budget, forward, clock)
 

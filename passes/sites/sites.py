@@ -124,7 +124,7 @@ class Site:
         parts: the places in several modules that are rewritten as one; see `Site.over`.
         data: plain values that `find` decided on (kept channels, scales). A plan saves them, and replaying it uses
             them: nothing is decided anew.
-        found: what `find` read off the program there, for `rewrite`; None where a plan is replayed.
+        found: what `find` learned there, for `rewrite` or for the figures; None where a plan is replayed.
         is_there: says whether what was found at the site is still there, once other sites have been rewritten.
         on_read: called before a node is looked up, while the site is rewritten: copies of graphs are handed out then.
     """
@@ -222,6 +222,12 @@ class Site:
         """Return the same site, which calls a function before it looks up a node."""
         parts = tuple(part.read_through(on_read) for part in self.parts)
         return replace(self, parts=parts, on_read=on_read)
+
+    def overlaps(self, item: Site | Refusal) -> bool:
+        """Say whether the two have a node in common; a refusal has none."""
+        nodes = {(place.owner, name) for place in self.places for name in place.nodes.values()}
+        places = item.places if isinstance(item, Site) else ()
+        return any((place.owner, name) in nodes for place in places for name in place.nodes.values())
 
     def check_there(self) -> None:
         """Make sure that the site is what was found, after others have been rewritten.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ...collection import collection_paused
 from .budget import DEFAULT_BUDGET, BudgetRequest, TimeBudget
 from .cold import last_level_bytes
-from .collection import collection_paused
 from .live_bytes import LiveBytes, MemoryUse, memory_use
 from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
 from .pairs import microseconds, time_pair, timing_figures

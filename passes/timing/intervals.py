@@ -7,11 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
 
-__all__ = ["CLEARLY_SLOWER", "HOPELESS_ROUNDS", "NOISE", "Interval", "Timings"]
+__all__ = ["CLEARLY_SLOWER", "FEWEST_ROUNDS", "NOISE", "SURE_ROUNDS", "Interval", "Timings"]
 
-HOPELESS_ROUNDS = 3
+FEWEST_ROUNDS = 3
+"""Fewer rounds have no interval at all."""
+
+SURE_ROUNDS = 6
+"""Fewer rounds cannot give a 95% interval for a median without a word on the distribution: 2 * 0.5**6 = 0.03."""
+
 _HOPELESS = 1.5
-"""What took half as long again as the fastest in each of three rounds is not tried further, if others are left."""
+"""What took half as long again as the fastest in each of the fewest rounds is not tried further, if others are left."""
 
 CLEARLY_SLOWER = 1.05
 NOISE = 1.02
@@ -95,7 +100,7 @@ class Timings:
     def is_hopeless(self, name: str, best: str) -> bool:
         """Say whether a candidate was far slower than the fastest in each of several rounds."""
         ratios = [sample[name] / sample[best] for sample in self.rounds if name in sample and best in sample]
-        return len(ratios) >= HOPELESS_ROUNDS and min(ratios) > _HOPELESS
+        return len(ratios) >= FEWEST_ROUNDS and min(ratios) > _HOPELESS
 
     def is_settled(self, names: Sequence[str], clear: float = CLEARLY_SLOWER) -> bool:
         """Say whether a few rounds are enough: one candidate is faster than each of the others by a factor, surely."""

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
+from ...collection import collection_paused
 from .clocks import Clock, is_work_of_this_thread, race_clock
 from .cold import Eviction
-from .collection import collection_paused
-from .intervals import CLEARLY_SLOWER, HOPELESS_ROUNDS, NOISE, Interval, Timings
+from .intervals import CLEARLY_SLOWER, FEWEST_ROUNDS, NOISE, SURE_ROUNDS, Interval, Timings
 from .runner import Runner, runner
 from .threads import one_thread
 
@@ -36,9 +37,6 @@ _WARM_UP_SECONDS = 2e-3
 _LEAST_ROUNDS = 9
 """Fewer pairs cannot give a 99% interval for a median: 2 * 0.5**9 = 0.004."""
 
-_FEWEST_ROUNDS = 6
-"""Fewer pairs cannot give a 95% interval for a median: 2 * 0.5**6 = 0.03. Where time is short, these must do."""
-
 _SHORT_SECONDS = 5e-3
 """Calls shorter than this are never given up so early: more rounds cost little, and one stall is as long as a call."""
 
@@ -49,11 +47,11 @@ _STALLED = 4.0
 _NO_GAIN = 1.25
 """Where threads take this much longer by the clock than one uses of the processor, other programs have the cores."""
 
-CALLS_OF_EACH, CALLS_OF_TWO = 2 + HOPELESS_ROUNDS, 2 * (_FEWEST_ROUNDS - HOPELESS_ROUNDS)
+CALLS_OF_EACH, CALLS_OF_TWO = 2 + FEWEST_ROUNDS, 2 * (SURE_ROUNDS - FEWEST_ROUNDS)
 """So many calls are made at least of each candidate, which is run twice to get ready, and then of the two best."""
 
-_LONG_SECONDS = 20e-3
-"""A call of this length that has run once is ready."""
+_READY_FROM = 20e-3
+"""A call that takes so many seconds and has run once is ready."""
 
 _LONG_ROUND_SECONDS = 50e-3
 """Of rounds of this length no more than the fewest are taken in any case: a stall is a small part of each."""
@@ -69,13 +67,23 @@ long, of long rounds twice as long; and where the thread waits for its turn, the
 time that it has used."""
 
 
+class _Effort(NamedTuple):
+    """How much is done to tell candidates apart; see `time_candidates`."""
+
+    seconds: float
+    least_rounds: int
+    fewest: int
+    limit: float
+    clear: float
+
+
 def time_candidates(
     candidates: Mapping[str, Candidate],
     *,
     seconds: float = 0.25,
     least_rounds: int = _LEAST_ROUNDS,
     limit: float = math.inf,
-    fewest: int = _FEWEST_ROUNDS,
+    fewest: int = SURE_ROUNDS,
     cold: bool = False,
     clear: float = CLEARLY_SLOWER,
 ) -> Timings:
@@ -103,27 +111,25 @@ def time_candidates(
             if isinstance(candidate, Runner):
                 stack.enter_context(candidate.leaving_no_trace())
         stack.enter_context(collection_paused())
-        counts = least_rounds, fewest
-        may_stall = torch.get_num_threads() > 1
-        timings = _raced(candidates, seconds, counts, limit, evict, clear, may_stall=may_stall)
+        effort, may_stall = _Effort(seconds, least_rounds, fewest, limit, clear), torch.get_num_threads() > 1
+        timings = _raced(candidates, effort, evict, may_stall=may_stall)
         if timings is None:
             stack.enter_context(one_thread())
-            timings = _raced(candidates, seconds, counts, limit, evict, clear) or Timings()
+            timings = _raced(candidates, effort, evict) or Timings()
             timings.in_one_thread = True
     timings.cold = cold
     return timings
 
 
 def _raced(
-    candidates: Mapping[str, Candidate], seconds: float, counts: tuple[int, int], limit: float, evict: Eviction | None,
-    clear: float, *, may_stall: bool = False,
-) -> Timings | None:  # fmt: skip
-    """Return the samples; None where calls `may_stall`, and do. `counts` is of the least rounds and the fewest."""
-    first, (least_rounds, fewest) = next(iter(candidates)), counts
+    candidates: Mapping[str, Candidate], effort: _Effort, evict: Eviction | None, *, may_stall: bool = False
+) -> Timings | None:
+    """Return the samples; None where calls `may_stall`, and do."""
+    first = next(iter(candidates))
     if may_stall and _is_slower_in_threads(candidates[first]):
         return None
     timings, samplings = Timings(), _samplings(candidates, evict)
-    end = time.thread_time() + limit  # stalled calls until now take nothing from it
+    end = time.thread_time() + effort.limit  # stalled calls until now take nothing from it
     racing, shuffling, time_used = list(samplings), random.Random(0), _Stopwatch()  # noqa: S311 - it hides no secret
     while len(timings.rounds) < _MOST_ROUNDS:
         order = shuffling.sample(racing, len(racing))
@@ -134,16 +140,16 @@ def _raced(
         if len(timings.rounds) == 1 and not _tells(samplings):
             timings, samplings = Timings(), _with_clock(candidates, time.perf_counter, evict)
             continue
-        if _is_settled(timings, racing, samplings, clear):
+        if _is_settled(timings, racing, samplings, effort.clear):
             break
-        if len(timings.rounds) >= fewest and time.thread_time() > end:
+        if len(timings.rounds) >= effort.fewest and time.thread_time() > end:
             break
         is_long = sum(timings.rounds[-1].values()) > _LONG_ROUND_SECONDS
-        if len(timings.rounds) < (min(least_rounds, _FEWEST_ROUNDS) if is_long else least_rounds):
+        if len(timings.rounds) < (min(effort.least_rounds, SURE_ROUNDS) if is_long else effort.least_rounds):
             continue
         racing = timings.survivors(racing)
         patience = (2.0 if is_long else _PATIENCE) if _is_in_doubt(timings, first, racing) else 1.0
-        if time_used.seconds() > patience * seconds or _is_clear(timings, racing):
+        if time_used.seconds() > patience * effort.seconds or _is_clear(timings, racing):
             break
     return timings
 
@@ -171,7 +177,7 @@ def _tells(samplings: Mapping[str, _Sampling]) -> bool:
 def _is_settled(timings: Timings, racing: Sequence[str], samplings: Mapping[str, _Sampling], clear: float) -> bool:
     """Say whether the first rounds leave no doubt, of calls that are long enough for one sample to tell something."""
     is_short = any(samplings[name].least < _SETTLING_SECONDS for name in racing)
-    return len(timings.rounds) >= HOPELESS_ROUNDS and not is_short and timings.is_settled(racing, clear)
+    return len(timings.rounds) >= FEWEST_ROUNDS and not is_short and timings.is_settled(racing, clear)
 
 
 class _Stopwatch:
@@ -208,7 +214,7 @@ def _has_stalled(timings: Timings, samplings: Mapping[str, _Sampling]) -> bool:
     """
     for name, sampling in samplings.items():
         samples = [sample[name] for sample in timings.rounds if name in sample]
-        is_short = len(samples) >= _FEWEST_ROUNDS and sampling.least < _WARM_UP_SECONDS
+        is_short = len(samples) >= SURE_ROUNDS and sampling.least < _WARM_UP_SECONDS
         if is_short and median(samples) > _STALLED * sampling.least:
             return True
     return False
@@ -275,7 +281,7 @@ class _Sampling:
     @classmethod
     def of(cls, candidate: Candidate, clock: Clock, evict: Eviction | None = None) -> _Sampling:
         once = cls(candidate, clock, evict=evict)
-        if isinstance(candidate, Runner) and candidate.seconds > _LONG_SECONDS:
+        if isinstance(candidate, Runner) and candidate.seconds > _READY_FROM:
             return once  # it has just run, to get ready; the first round tells in which threads it works
         once.sample()
         if evict is not None or once.least > _SETTLING_SECONDS:

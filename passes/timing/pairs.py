@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .intervals import Timings
+from .intervals import FEWEST_ROUNDS, SURE_ROUNDS, Timings
 from .measure import time_candidates
 
 __all__ = ["microseconds", "time_pair", "timing_figures"]
-
-_FEWEST = 3
-"""Fewer rounds than this have no interval at all."""
 
 
 def time_pair(
@@ -19,7 +16,7 @@ def time_pair(
     after: Callable[[], object],
     *,
     seconds: float,
-    least_rounds: int = 6,
+    least_rounds: int = SURE_ROUNDS,
     cold: bool = False,
 ) -> Timings:
     """Time what is there `before` and `after` a rewrite by itself, in about so many seconds, at most twice that.
@@ -33,8 +30,9 @@ def time_pair(
         cold: empty the caches before each call.
     """
     runs = {"before": before, "after": after}
-    limit = 2 * seconds
-    return time_candidates(runs, seconds=seconds, least_rounds=least_rounds, limit=limit, fewest=_FEWEST, cold=cold)
+    return time_candidates(
+        runs, seconds=seconds, least_rounds=least_rounds, limit=2 * seconds, fewest=FEWEST_ROUNDS, cold=cold
+    )
 
 
 def timing_figures(timings: Timings, after: str = "after", count: int = 1) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from .demands import Verdict
 from .float64 import Float64Mode, double_defaults, narrow, widened
 from .inputs import jittered, perturbed_inputs, perturbed_state, smaller
 from .modes import depends_on_mode, modes_to_check
-from .reference import Data, Reference, reference
+from .reference import Data, Reference, Sizes, reference
 from .tape import Tape
 from .tolerances import gradients_within
 from .translation import MapState
@@ -23,6 +23,7 @@ __all__ = [
     "Original",
     "Reference",
     "Simulation",
+    "Sizes",
     "Tape",
     "TensorOwners",
     "TensorReads",

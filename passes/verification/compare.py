@@ -158,9 +158,12 @@ def distance(expected: Any, actual: Any, tolerance: Tolerance, *, fewer_infiniti
 def _near(expected: Tensor, actual: Tensor, tolerance: Tolerance) -> Distance | None:
     """Return how far apart two tensors of one type are, where all is finite and within tolerance, without a copy.
 
-    A difference is rounded to the units of its own size, which is a small part of itself.
+    A difference is rounded to the units of its own size, which is a small part of itself; in bfloat16, which has eight
+    bits, it is not so small.
     """
-    if not (_is_plain(expected) and _is_plain(actual)) or not expected.dtype is actual.dtype is not torch.bfloat16:
+    if not (_is_plain(expected) and _is_plain(actual)):
+        return None
+    if expected.dtype is not actual.dtype or expected.dtype is torch.bfloat16:
         return None
     largest = _largest_magnitude(actual - expected)
     if not (largest <= tolerance.absolute and math.isfinite(largest)):

@@ -29,11 +29,11 @@ from .inputs import (
     smaller,
     zeros,
 )
-from .reference_runs import ReferenceRuns, coarsest_epsilon, is_finite, is_finite_in_value, is_zero, raised_by
+from .reference_runs import ReferenceRuns, coarsest_epsilon, raised_by
 from .stage import Stage
 from .trial import Run
 
-__all__ = ["Data", "Reference", "Sample", "reference"]
+__all__ = ["Data", "Reference", "Sample", "Sizes", "reference"]
 
 _CALLS = 3
 """Of a module called often, this many calls are run, or one for each of its graphs if these are more."""
@@ -57,6 +57,17 @@ class Data(enum.Enum):
     def is_derived(self) -> bool:
         """Say whether the call is one that verification thought of."""
         return self not in (Data.RECORDED, Data.NOISY)
+
+
+class Sizes(enum.Enum):
+    """Which calls of a module are run.
+
+    Smaller ones have fewer rows, shorter sequences and smaller images, where the module takes them.
+    """
+
+    RECORDED = "as recorded"
+    SMALLER = "smaller"
+    SMALLER_AND_RECORDED = "smaller, and in the module's own types as recorded, too"
 
 
 @dataclass(frozen=True)
@@ -149,8 +160,7 @@ def reference(
     keyed: bool | None = None,
     brief: bool = False,
     whole: bool = False,
-    small: bool = False,
-    also_recorded: bool = False,
+    sizes: Sizes = Sizes.RECORDED,
     inner: Sequence[str] = (),
     lasting: bool = False,
     widest: torch.dtype = torch.float64,
@@ -169,8 +179,7 @@ def reference(
             that has no graph. By default where the module has a graph.
         brief: take no samples with noise.
         whole: run the module as it is handed over, and not its graph.
-        small: run calls with fewer rows, shorter sequences and smaller images, where the module takes them.
-        also_recorded: of a call that is made smaller so, make the recorded one too, in the module's own types.
+        sizes: of the calls.
         inner: modules inside that are to be rewritten, by name, with one graph each: exact runs interpret these, for
             their guards may hold in the module's own types only.
         lasting: `module` stays as it is, so that it can be run again.
@@ -182,7 +191,7 @@ def reference(
     by_node = capture_of(module) is not None
     keyed = by_node if keyed is None else by_node and keyed
     runs = ReferenceRuns(Stage(module), training, gradients, seed, widest, keyed=keyed, whole=whole, inner=inner)
-    made = _Maker(runs, brief, small, also_recorded).make([(call.args, call.kwargs) for call in calls])
+    made = _Maker(runs, brief, sizes).make([(call.args, call.kwargs) for call in calls])
     return dataclasses.replace(made, original=runs) if lasting else made
 
 
@@ -195,8 +204,9 @@ def _spread(firsts: Sequence[int], count: int) -> list[int]:
 class _Maker:
     """Take the samples of one reference."""
 
-    def __init__(self, runs: ReferenceRuns, brief: bool, small: bool, also_recorded: bool) -> None:
-        self.runs, self.brief, self.small, self.also_recorded = runs, brief, small, also_recorded
+    def __init__(self, runs: ReferenceRuns, brief: bool, sizes: Sizes) -> None:
+        self.runs, self.brief, self.sizes = runs, brief, sizes
+        self.smaller = sizes is not Sizes.RECORDED
         self.stage = runs.stage
         self.state = runs.stage.state
         self.reason = ""
@@ -247,7 +257,8 @@ class _Maker:
         self.runs.several = len(firsts) > 1
         chosen = [all_calls[number] for number in _spread(firsts, len(all_calls))]
         calls = [self._reduced(call) for call in chosen]
-        self._recorded = [call for call, run in zip(chosen, calls, strict=True) if call is not run]
+        if self.sizes is Sizes.SMALLER_AND_RECORDED:
+            self._recorded = [call for call, run in zip(chosen, calls, strict=True) if call is not run]
         self.epsilon = coarsest_epsilon(calls[0], self.state)
         runs = [self._widest(calls[0]), *(self.runs.exact(call, self.state) for call in calls[1:])]
         recorded = [self._sample(Data.RECORDED, call, self.state, run) for call, run in zip(calls, runs, strict=True)]
@@ -260,7 +271,7 @@ class _Maker:
 
     def _reduced(self, call: Arguments) -> Arguments:
         """Return the smallest call that runs the same graph, where calls are to be small."""
-        for smaller_one in smaller(call) if self.small else ():
+        for smaller_one in smaller(call) if self.smaller else ():
             with suppress(Exception):  # the module need not take other sizes
                 if self._runs_same(smaller_one, call):
                     self._natives[id(smaller_one)] = self.runs.native(smaller_one, self.state)
@@ -294,7 +305,7 @@ class _Maker:
         A few rows of it are enough, and cheaper; so is a shorter sequence, or a smaller image.
         """
         state = perturbed_state(self.state, self.runs.seed)
-        for arguments in (*(() if self.small else smaller(first.arguments)), first.arguments):
+        for arguments in (*(() if self.smaller else smaller(first.arguments)), first.arguments):
             for inputs in (perturbed_inputs(arguments, self.runs.seed + 1), arguments):
                 run = self._attempt(inputs, state, first.exact) if self._runs_same(inputs, first.arguments) else None
                 if run is not None and run.structure == first.exact.structure:
@@ -310,13 +321,13 @@ class _Maker:
         rows = self._first_taken(Data.ROWS, far, first)
         one = self._first_taken(Data.ONE_ROW, one_row(self.few, tables, seed), first)
         small = [one.arguments] if one else []
-        zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, is_finite_in_value)
-        many = () if self.small else larger(self.few, example, seed)
+        zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, Run.is_finite_in_value)
+        many = () if self.smaller else larger(self.few, example, seed)
         found = (rows, one and self._second(one), zero, self._first_taken(Data.LARGER, many, first))
         return [sample for sample in found if sample is not None]
 
     def _first_taken(
-        self, data: Data, derived: Iterable[Arguments], first: Sample, test: _Test = is_finite
+        self, data: Data, derived: Iterable[Arguments], first: Sample, test: _Test = Run.is_finite
     ) -> Sample | None:
         for arguments in derived:
             if not self._runs_same(arguments, first.arguments):
@@ -333,7 +344,7 @@ class _Maker:
         if not self.runs.gradients or not self.runs.of_inputs or self.runs.wide is None:
             return sample
         run = self._attempt(sample.arguments, sample.state, sample.exact, second=True)
-        return sample if run is None or is_zero(run) else Sample(Data.SECOND, sample.arguments, sample.state, run)
+        return sample if run is None or run.is_zero() else Sample(Data.SECOND, sample.arguments, sample.state, run)
 
     def _runs_same(self, arguments: Arguments, recorded: Arguments) -> bool:
         """Say whether a derived call runs the graph of the recorded one, where the module has graphs."""
@@ -346,9 +357,9 @@ class _Maker:
 
     def _served(self, first: Sample, example: Arguments) -> tuple[tuple[ServedCall, ...], tuple[Run, ...]]:
         """Make calls in a row, those that the module takes; the same ones again where it did not take all."""
-        thought_of = served_calls(self.few, example, first.exact.tables, self.runs.seed, large=not self.small)
+        thought_of = served_calls(self.few, example, first.exact.tables, self.runs.seed, large=not self.smaller)
         calls = [call for call in thought_of if self._runs_same(call.arguments, first.arguments)]
-        calls = [*(ServedCall(call, Asked.BITS) for call in self._recorded if self.also_recorded), *calls]
+        calls = [*(ServedCall(call, Asked.BITS) for call in self._recorded), *calls]
         for _ in range(2):
             untaken = set[int]()
             with suppress(Exception):  # it may not run without gradients: then nobody asks for that
@@ -364,7 +375,7 @@ class _Maker:
         arguments: Arguments,
         state: Mapping[str, Tensor],
         usual: Run,
-        test: _Test = is_finite,
+        test: _Test = Run.is_finite,
         *,
         second: bool = False,
     ) -> Run | None:
@@ -378,6 +389,6 @@ class _Maker:
 
 def _telling_nothing(calls: Sequence[ServedCall], runs: Sequence[Run]) -> set[int]:
     """Return the numbers of calls on NaN that no graph is for, or whose results are not finite on ordinary ones."""
-    is_usual = bool(runs) and is_finite_in_value(runs[0])
+    is_usual = bool(runs) and runs[0].is_finite_in_value()
     spoilt = (number for number, call in enumerate(calls) if call.asked is Asked.NOT_FINITE)
     return {number for number in spoilt if runs[number].missed or not is_usual}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +17,7 @@ from .stage import Stage
 from .tape import Tape
 from .trial import Kept, Run, Trial
 
-__all__ = [
-    "ReferenceRuns", "coarsest_epsilon", "epsilon_of", "is_finite", "is_finite_in_value", "is_zero", "raised_by",
-]  # fmt: skip
+__all__ = ["ReferenceRuns", "coarsest_epsilon", "epsilon_of", "raised_by"]
 
 _STREAM = 0x0DD5EED0DD5EED
 """Where the plain random stream begins: at no seed that code sets, whose draws would look like those that go on."""
@@ -150,24 +147,3 @@ def coarsest_epsilon(arguments: Arguments, state: Mapping[str, Tensor]) -> float
 def epsilon_of(wide: torch.dtype | None) -> float | None:
     """Return the resolution of `wide`; None for None."""
     return None if wide is None else torch.finfo(wide).eps
-
-
-def is_zero(run: Run) -> bool:
-    """Say whether all gradients of a run are zero."""
-    gradients = (*run.input_gradients.values(), *run.parameter_gradients.values())
-    return not any(bool(gradient.any()) for gradient in gradients if gradient is not None)
-
-
-def is_finite(run: Run) -> bool:
-    """Say whether results and gradients of a run are finite."""
-    return _are_finite((*run.outputs.values(), *run.input_gradients.values(), *run.parameter_gradients.values()))
-
-
-def is_finite_in_value(run: Run) -> bool:
-    """Say whether the results of a run are finite."""
-    return _are_finite(run.outputs.values())
-
-
-def _are_finite(values: Iterable[object]) -> bool:
-    floats = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
-    return all(math.isfinite(value.sum()) for value in floats)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +62,27 @@ class Run:
     expanded: frozenset[str] = frozenset()
     missed: bool = False
     tables: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def is_zero(self) -> bool:
+        """Say whether all gradients are zero."""
+        return not any(bool(gradient.any()) for gradient in self._gradients if gradient is not None)
+
+    def is_finite(self) -> bool:
+        """Say whether results and gradients are finite."""
+        return _are_finite((*self.outputs.values(), *self._gradients))
+
+    def is_finite_in_value(self) -> bool:
+        """Say whether the results are finite."""
+        return _are_finite(self.outputs.values())
+
+    @property
+    def _gradients(self) -> tuple[Tensor | None, ...]:
+        return (*self.input_gradients.values(), *self.parameter_gradients.values())
+
+
+def _are_finite(values: Iterable[object]) -> bool:
+    floats = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
+    return all(math.isfinite(value.sum()) for value in floats)
 
 
 @dataclass

@@ -68,7 +68,7 @@ class Program:
         training: the phase that the program is being optimized for.
         measuring: whether, and how, passes for speed are timed.
         replaying: whether a plan says what is rewritten: then no site is refused for want of example inputs.
-        seconds: of processor time that the whole calls took, once captured; 0 where they were not made.
+        forward_seconds: of processor time that the whole calls took, once captured; 0 where they were not made.
         opaque: name -> why that module runs its original forward.
         analyses: `program.analyses[AnalysisType]`, kept until the next change.
         version: counts changes.
@@ -86,7 +86,8 @@ class Program:
     ) -> None:
         self.model = model
         self.inputs = inputs
-        self.measuring, self.replaying, self.seconds = Measure.YES, False, 0.0
+        self.measuring, self.replaying = Measure.YES, False
+        self.forward_seconds = 0.0
         self.opaque = dict(opaque or {})
         self.training = model.training if training is None else training
         self.analyses = Analyses(self)
@@ -247,5 +248,5 @@ def capture_program(model: nn.Module, example_inputs: object = None, *, training
     phase = model.training if training is None else training
     found = capture_model(model, inputs, phase)
     program = Program(model, inputs, found.opaque, found.leaves, training=phase, names=found.names)
-    program.seconds = found.seconds
+    program.forward_seconds = found.seconds
     return program

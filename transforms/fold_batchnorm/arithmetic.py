@@ -32,7 +32,7 @@ class Fold:
         biased: the layer has a bias.
         scaled, shifted: the norm has a weight, a bias.
         transposed: the layer's weight is [in, out / groups, ...] rather than [out, ...].
-        groups: of a transposed convolution, and of a layer behind the norm; of others it does not matter.
+        groups: of a convolution; they matter where it is transposed, and behind the norm.
         masked: those of the layer's tensors of which elements are zero, whatever is written there.
         before: the norm stands before the layer, and norms what this reads: w' = w * scale, b' = b + w @ shift.
         counted: the norm has the number of batches.
@@ -61,9 +61,9 @@ class Fold:
         scale = _scale(wide, self.eps)
         if self.before:
             shift = -wide.mean * scale if wide.beta is None else wide.beta - wide.mean * scale
-            added = (wide.weight * self._spread_behind(shift, wide.weight)).flatten(1).sum(1)
+            added = (wide.weight * self._spread(shift, wide.weight, reads=True)).flatten(1).sum(1)
             bias = added if wide.bias is None else wide.bias + added
-            return (wide.weight * self._spread_behind(scale, wide.weight)).to(weight.dtype), bias.to(weight.dtype)
+            return (wide.weight * self._spread(scale, wide.weight, reads=True)).to(weight.dtype), bias.to(weight.dtype)
         bias = _shift(wide) * scale if wide.beta is None else _shift(wide) * scale + wide.beta
         return (wide.weight * self._spread(scale, wide.weight)).to(weight.dtype), bias.to(weight.dtype)
 
@@ -94,14 +94,9 @@ class Fold:
         bias, gamma, beta = (next(rest) if there else None for there in (self.biased, self.scaled, self.shifted))
         return _Originals(weight, bias, gamma, beta, next(rest), next(rest))
 
-    def _spread_behind(self, values: Tensor, weight: Tensor) -> Tensor:
-        """Return one value for each channel that the layer reads, [in], in a shape that multiplies the weight."""
-        rows = values.view(self.groups, -1).repeat_interleave(weight.shape[0] // self.groups, 0)
-        return rows.reshape(*rows.shape, *[1] * (weight.ndim - 2))
-
-    def _spread(self, values: Tensor, weight: Tensor) -> Tensor:
-        """Return one value for each output channel, [out], in a shape that multiplies the weight."""
-        if not self.transposed:
+    def _spread(self, values: Tensor, weight: Tensor, *, reads: bool = False) -> Tensor:
+        """Return one value for each channel that the layer gives, or `reads`, in a shape that multiplies the weight."""
+        if not (self.transposed or reads):
             return values.reshape(-1, *[1] * (weight.ndim - 1))
         rows = values.view(self.groups, -1).repeat_interleave(weight.shape[0] // self.groups, 0)
         return rows.reshape(*rows.shape, *[1] * (weight.ndim - 2))

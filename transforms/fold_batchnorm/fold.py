@@ -1,8 +1,7 @@
-"""The pass: batch norms folded into the convolutions and linears before them."""
+"""The pass: batch norms folded into the convolutions and linears before them, or else behind them."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -26,7 +25,7 @@ from .dimensions import expect_dimensions
 from .find import Call, Pair, pairs_in, source_of
 from .obstacles import dimensions_wanted, has_own_forward, obstacles
 from .own_forward import tail_of
-from .parts import Layer, Norm, layer_at, norm_at
+from .parts import Layer, Norm, layer_at, norm_at, tensor_at
 from .unfolded import unfolded
 
 __all__ = ["FoldBatchnorm"]
@@ -126,8 +125,8 @@ def _faults(pairs: Sequence[Pair], program: Program) -> dict[Pair, str]:
 def _fault(pair: Pair, owner: nn.Module) -> str:
     fold = _fold_of(pair.layer, pair.norm, before=pair.before)
     gone = [] if pair.layer.module is None else [gone_of(pair.layer.module)[name] for name in fold.masked]
-    tensors = [operator.attrgetter(path)(owner) for path in (*_of_layer(pair.layer, fold), *_of_norm(pair.norm, fold))]
-    return fault(pair.layer, pair.norm, fold, [*tensors, *gone])
+    tensors = [tensor_at(owner, path) for path in (*_of_layer(pair.layer, fold), *_of_norm(pair.norm, fold))]
+    return fault(pair.layer, pair.norm, fold, [*(each for each in tensors if each is not None), *gone])
 
 
 def _by_layer(site: Site, edit: Edit) -> dict[fx.Node, list[Call]]:
@@ -176,7 +175,7 @@ def _fold(node: fx.Node, calls: Sequence[Call], edit: Edit) -> None:
 
 
 def _check_dimensions(x: fx.Node, layer: Layer, norms: Sequence[Norm], edit: Edit) -> None:
-    wanted = [dimensions_wanted(Pair(edit.site.owner, layer, norm)) for norm in norms]
+    wanted = [dimensions_wanted(layer, norm) for norm in norms]
     for count in {each for each in wanted if each is not None}:
         _expect_dimensions(_source_of_dimensions(x, edit.program, edit.site.owner), count, edit)
 
@@ -229,7 +228,7 @@ def _fold_of(layer: Layer, norm: Norm, *, before: bool) -> Fold:
         shifted="bias" in norm.tensors,
         counted="num_batches_tracked" in norm.tensors,
         transposed=layer.is_transposed,
-        groups=layer.groups if layer.is_transposed or before else 1,
+        groups=layer.groups,
         masked=tuple(name for name in masks if name in layer.tensors),
         before=before,
     )

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor, fx, nn
 
-from ...compat import own_tensor
 from ...layers.masked import has_only_masks
 from ...layers.sync_batch_norm import SYNCHRONIZED
 from ...passes.rewriting import obstacle_to_inlining
@@ -17,7 +15,7 @@ from ...tracing.program import Program
 from ...tracing.values import TensorMeta, qualified, user_class
 from .find import Pair, evaluated
 from .own_forward import tail_of
-from .parts import LAYERS, NORMS
+from .parts import LAYERS, NORMS, Layer, Norm, tensor_at
 
 __all__ = ["dimensions_of", "dimensions_wanted", "has_own_forward", "obstacles"]
 
@@ -49,14 +47,14 @@ def has_own_forward(module: nn.Module) -> bool:
     return _kind(module) is None
 
 
-def dimensions_wanted(pair: Pair) -> int | None:
+def dimensions_wanted(layer: Layer, norm: Norm) -> int | None:
     """Return how many dimensions a norm's input must have for it to norm the layer's channels; None: it sees to that.
 
     With fewer or more it would norm another dimension.
     """
-    if pair.norm.module is None or (pair.layer.module is None and pair.layer.rank < 2):
-        return pair.layer.rank + 2
-    return None if pair.layer.module is None else dimensions_of(pair.layer.module)
+    if norm.module is None or (layer.module is None and layer.rank < 2):
+        return layer.rank + 2
+    return None if layer.module is None else dimensions_of(layer.module)
 
 
 def dimensions_of(layer: nn.Module) -> int | None:
@@ -179,7 +177,9 @@ def _opaque_around(pair: Pair, program: Program) -> str | None:
 def _obstacle_in_tensors(pair: Pair, program: Program) -> str | None:
     owners, found = program.analyses[TensorOwners], dict[str, Tensor]()
     for name, path in pair.tensors.items():
-        tensor = _tensor(program, pair.owner, path)
+        tensor = tensor_at(program.module(pair.owner), path)
+        if tensor is None:
+            return f"'{name}' is no tensor"
         names = owners.names(name)
         if len(names) > 1:
             return f"'{names[0]}' is tied to '{names[1]}'"
@@ -207,12 +207,6 @@ def _is_called(program: Program, pair: Pair, holder: str) -> bool:
     return program.analyses[CallSites].count(module) > 0
 
 
-def _tensor(program: Program, owner: str, path: str) -> Tensor:
-    path, _, name = path.rpartition(".")
-    tensor = own_tensor(program.module(owner).get_submodule(path), name)
-    return torch.empty(0) if tensor is None else tensor
-
-
 def _reader(pair: Pair, program: Program, tensor: Tensor) -> str | None:
     """Return a module whose graph reads a tensor for something else than the two."""
     reads, own = program.analyses[TensorReads], {node for call in pair.calls for node in call[1:]}
@@ -228,7 +222,7 @@ def _obstacle_in_shapes(pair: Pair, *, replaying: bool) -> str | None:
     channels = pair.layer.channels[0 if pair.before else 1]
     if channels != pair.norm.width:
         return f"the {pair.layer.kind} has {channels} channels and the batch norm {pair.norm.width}"
-    wanted = dimensions_wanted(pair)
+    wanted = dimensions_wanted(pair.layer, pair.norm)
     for call in pair.calls if wanted is not None else ():
         known = (call.norm if pair.before else call.layer).meta.get("val")
         if not isinstance(known, TensorMeta):

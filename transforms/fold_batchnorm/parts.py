@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
-from ...compat import own_buffers, own_parameters, own_tensor
+from ...compat import own_buffers, own_parameters
 from ...operators import canonical_name, normalized_arguments
 from ...tracing.program import Program
 
-__all__ = ["LAYERS", "NORMS", "Layer", "Norm", "layer_at", "norm_at"]
+__all__ = ["LAYERS", "NORMS", "Layer", "Norm", "layer_at", "norm_at", "tensor_at"]
 
 NORMS: Mapping[type[nn.Module], tuple[int, ...]] = {
     nn.BatchNorm1d: (0, 1),
@@ -131,7 +131,7 @@ class Norm:
     eps: float
     width: int
     training: bool
-    module: nn.BatchNorm1d | None = field(default=None)
+    module: nn.BatchNorm1d | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ def layer_at(program: Program, owner: str, node: fx.Node | None) -> Layer | None
     settings = {name: value for name, value in named.items() if name not in ("input", "weight", "bias")}
     if tensors is None or "weight" not in tensors or not _is_constant(settings):
         return None
-    weight = _tensor(program, owner, tensors["weight"])
+    weight = tensor_at(program.module(owner), tensors["weight"])
     return None if weight is None else Layer(node.name, function, tensors, settings, weight)
 
 
@@ -174,12 +174,19 @@ def norm_at(program: Program, owner: str, node: fx.Node) -> Norm | None:
     tensors, training, eps = _read(named, (*_STATISTICS, "weight", "bias")), named.get("training"), named.get("eps")
     if tensors is None or not set(_STATISTICS) <= tensors.keys() or not isinstance(eps, (int, float)):
         return None
-    mean = _tensor(program, owner, tensors["running_mean"])
+    mean = tensor_at(program.module(owner), tensors["running_mean"])
     if isinstance(training, fx.Node):
         training = _flag(program, owner, training)
     if mean is None or not isinstance(training, bool):
         return None
     return Norm(node.name, tensors, float(eps), mean.numel(), training)
+
+
+def tensor_at(owner: nn.Module, path: str) -> Tensor | None:
+    """Return the parameter, buffer or plain tensor at a dotted path, or None."""
+    path, _, name = path.rpartition(".")
+    found = getattr(owner.get_submodule(path), name, None)
+    return found if isinstance(found, Tensor) else None
 
 
 def _layer_of(name: str, module: nn.Module) -> Layer:
@@ -207,11 +214,6 @@ def _read(named: Mapping[str, Any], names: Sequence[str]) -> dict[str, str] | No
     if any(not isinstance(node, fx.Node) or node.op != "get_attr" for node in given.values()):
         return None
     return {name: str(node.target) for name, node in given.items()}
-
-
-def _tensor(program: Program, owner: str, path: str) -> Tensor | None:
-    path, _, name = path.rpartition(".")
-    return own_tensor(program.module(owner).get_submodule(path), name)
 
 
 def _flag(program: Program, owner: str, node: fx.Node) -> bool | None:

@@ -117,7 +117,12 @@ class Simulated:
             return None
         modes = verification.modes_to_check(self.tuner.program.model, self._phase, self.tuner.program.training)
         simulation = verification.Simulation.taken(
-            expected, self._calls, modes=modes, gradients=self._phase.covers_training, seed=self.seed, small=True
+            expected,
+            self._calls,
+            modes=modes,
+            gradients=self._phase.covers_training,
+            seed=self.seed,
+            sizes=verification.Sizes.SMALLER,
         )
         verdicts = simulation.verdicts(self.tuner.program.model, self._mapping(total))
         return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error))

@@ -128,10 +128,11 @@ class Together:
         modes, calls = verification.modes_to_check(program.model, Phase.EVAL, program.training), program.whole_calls
         references = [
             verification.reference(
-                program.model, calls, training=mode, gradients=False, seed=self.seed, small=True, inner=inner
+                program.model, calls, training=mode, gradients=False, seed=self.seed, inner=inner,
+                sizes=verification.Sizes.SMALLER,
             )
             for mode in modes
-        ]
+        ]  # fmt: skip
         return [] if any(each.random or each.wide is None for each in references) else references
 
     def _right(self, groups: Sequence[Group]) -> list[Group]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ....tracing.values import Inputs
 from ..demands import Verdict
-from ..reference import Reference, reference
+from ..reference import Reference, Sizes, reference
 from ..translation import MapState
 from ..verify import verify
 from .steady import SteadyDraws
@@ -37,7 +37,7 @@ class Simulation:
     @classmethod
     def taken(
         cls, module: nn.Module, calls: Sequence[Inputs], *, modes: Sequence[bool | None], gradients: bool, seed: int,
-        widest: torch.dtype = torch.float64, small: bool = False,
+        widest: torch.dtype = torch.float64, sizes: Sizes = Sizes.RECORDED,
     ) -> Simulation:  # fmt: skip
         """Run a module on its calls; it is left as it is."""
 
@@ -46,7 +46,7 @@ class Simulation:
                 return [
                     reference(
                         module, calls, training=mode, gradients=gradients, seed=seed, brief=True, widest=widest,
-                        small=small, whole=steady,
+                        sizes=sizes, whole=steady,
                     )
                     for mode in modes
                 ]  # fmt: skip

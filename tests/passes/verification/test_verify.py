@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fxopt.errors import InputError
 from fxopt.passes.sites import Numerics
 from fxopt.passes.state import Stack, StateMap
-from fxopt.passes.verification import Verdict, reference, verify
+from fxopt.passes.verification import Sizes, Verdict, reference, verify
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -696,7 +696,7 @@ def test_of_a_smaller_call_the_recorded_one_is_asked_for_the_same_bits(off_at: i
     def other(self: nn.Module, x: Tensor) -> Tensor:
         return x * 3.0 if x.shape[1] < off_at else x * 3.0 + 1e-7
 
-    known = reference(Lambda(watched), [call], gradients=False, small=True, also_recorded=True)
+    known = reference(Lambda(watched), [call], gradients=False, sizes=Sizes.SMALLER_AND_RECORDED)
     assert {(64, 4, 4)} == {each[1:] for each in seen if each[1] == 64}  # in float64 no call is as long
     verdict = verify(known, Lambda(other), numerics=Numerics.EXACT)
     assert verdict.ok is not bool(found) and found in verdict.reason

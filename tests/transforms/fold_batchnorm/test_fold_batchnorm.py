@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from norms import IMAGE, folded, shaken
 from torch import Tensor, nn
 
 import fxopt
@@ -31,19 +32,6 @@ def _warnings_are_errors() -> Iterator[None]:
         yield
 
 
-def shaken(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Give every norm statistics of its own, as training would, and return the model in evaluation mode."""
-    torch.manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            if module.running_mean is not None:
-                module.running_mean.normal_()
-                module.running_var.uniform_(0.3, 3.0)
-            for parameter in module.parameters():
-                nn.init.normal_(parameter)
-    return model.eval()
-
-
 class Block(nn.Module):
     def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
         super().__init__()
@@ -57,14 +45,6 @@ class Block(nn.Module):
 def block(**options: object) -> Block:
     torch.manual_seed(0)
     return shaken(Block(nn.Conv2d(3, 6, 3, **options), nn.BatchNorm2d(6)))
-
-
-IMAGE = (2, 3, 7, 7)
-
-
-def folded(model: nn.Module, *inputs: Tensor, **options: object) -> nn.Module:
-    options.setdefault("measure", False)
-    return fxopt.optimize(model, FoldBatchnorm(), example_inputs=inputs or (torch.randn(IMAGE),), **options)
 
 
 def applied(model: nn.Module) -> int:

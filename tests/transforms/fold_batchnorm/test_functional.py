@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from norms import reasons
 from torch import Tensor, nn
 
 import fxopt
@@ -65,6 +66,18 @@ class OfModule(Net):
         return F.batch_norm(self.conv(x), norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=norm.eps)
 
 
+class Plain(nn.Module):
+    """All tensors of the norm are plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3)
+        self.mean, self.variance, self.weight = torch.randn(6), torch.rand(6) + 0.5, torch.randn(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(self.conv(x), self.mean, self.variance, self.weight)
+
+
 class Before(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -107,11 +120,7 @@ def norms(model: nn.Module) -> int:
     return sum(node.target is F.batch_norm for node in fxopt.graphs(model)[""].nodes)
 
 
-def reasons(model: nn.Module) -> list[str]:
-    return [decision.reason for decision in fxopt.plan(model).decisions]
-
-
-@pytest.mark.parametrize("kind", [Net, OnFunctions, ByMode, OfModule, Before])
+@pytest.mark.parametrize("kind", [Net, OnFunctions, ByMode, OfModule, Plain, Before])
 def test_it_folds(kind: type[nn.Module]) -> None:
     model = made(kind)
     fast = folded(model)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from norms import reasons
 from torch import Tensor, nn
 
 import fxopt
@@ -88,10 +89,6 @@ def folded(model: nn.Module, **options: object) -> nn.Module:
 
 def calls(model: nn.Module) -> list[str]:
     return [str(node.target) for node in fxopt.graphs(model)[""].nodes if node.op == "call_module"]
-
-
-def reasons(model: nn.Module) -> list[str]:
-    return [decision.reason for decision in fxopt.plan(model).decisions]
 
 
 def test_the_norm_goes_and_the_rest_is_computed_behind_the_convolution() -> None:

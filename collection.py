@@ -1,4 +1,4 @@
-"""Keep Python's cyclic garbage collector out of what is timed, and of what allocates much that lives on."""
+"""Keep Python's cyclic garbage collector out of what is timed, and of what makes much that lives on, as imports do."""
 
 from __future__ import annotations
 
