@@ -18,12 +18,11 @@ import typer
 from .errors import FxoptError, UnverifiedWarning
 from .prechecks import (
     check_cold,
-    check_files,
-    check_models,
     check_name,
     check_output,
     check_pipeline,
     check_plan_output,
+    check_read,
     check_report_output,
     check_tolerance,
     complete_name,
@@ -144,8 +143,7 @@ def optimize(
     check_output(output, model)
     check_plan_output(save_plan)
     check_report_output(report)
-    check_models(model)
-    check_files(weights=weights, inputs=inputs, plan=plan)
+    check_read(model, weights=weights, inputs=inputs, plan=plan)
     from . import api
     from .arguments import factory_for
 
@@ -197,8 +195,7 @@ def export(
     Example: fxopt export heads.fxopt --trust zoo --inputs inputs.safetensors -o heads.pt2
     """
     check_output(output, model, suffix=".pt2")
-    check_models(model)
-    check_files(weights=weights, inputs=inputs)
+    check_read(model, weights=weights, inputs=inputs)
     from . import api
 
     opened, example_inputs = _open(model, weights, inputs, trust)
@@ -221,8 +218,7 @@ def inspect(
 
     Example: fxopt inspect zoo.models:heads --graph heads.0
     """
-    check_models(model)
-    check_files(weights=weights, inputs=inputs)
+    check_read(model, weights=weights, inputs=inputs)
     from . import api
     from .arguments import graphs_of
     from .errors import UsageError
@@ -257,8 +253,7 @@ def diff(
 
     Example: fxopt diff zoo.models:heads heads.fxopt --trust zoo
     """
-    check_models(a, b)
-    check_files(weights=weights, inputs=inputs)
+    check_read(a, b, weights=weights, inputs=inputs)
     from .arguments import graphs_of, weights_of_both
     from .reporting.diff import diff_graphs
 
@@ -289,8 +284,7 @@ def verify(
     The inputs of A are used; if A has none, those of B. Example: fxopt verify zoo.models:heads heads.fxopt --trust zoo
     """
     check_tolerance(tolerance)
-    check_models(a, b)
-    check_files(weights=weights, inputs=inputs)
+    check_read(a, b, weights=weights, inputs=inputs)
     from .arguments import open_model, weights_of_both
     from .errors import UsageError
     from .reporting.verdicts import compare_models

@@ -13,12 +13,11 @@ from .suggest import did_you_mean
 
 __all__ = [
     "check_cold",
-    "check_files",
-    "check_models",
     "check_name",
     "check_output",
     "check_pipeline",
     "check_plan_output",
+    "check_read",
     "check_report_output",
     "check_tolerance",
     "complete_name",
@@ -61,37 +60,35 @@ def check_name(name: str | None) -> str | None:
     return bare
 
 
-def check_models(*models: str) -> None:
-    """Make sure that each MODEL can be one, without reading or building anything.
-
-    Raises:
-        UsageError: one is source code, a folder, or no file.
-    """
-    for model in models:
-        path, (place, separator, _) = Path(model), model.rpartition(".py:")
-        if path.suffix == ".py" and path.is_file():
-            raise UsageError(f"{model!r} is source code; name what builds the model in it: {model}:factory")
-        if path.is_dir() or (":" not in model and not path.is_file()):
-            what = "a folder" if path.is_dir() else "no file"
-            raise UsageError(f"{model!r} is {what}; name a saved model, or write package.module:factory")
-        if separator and not Path(f"{place}.py").is_file() and not path.is_file():
-            raise UsageError(f"{model!r}: there is no file {place}.py")
-
-
-def check_files(**files: Path | None) -> None:
-    """Make sure that the files to read are there.
+def check_read(*models: str, **files: Path | None) -> None:
+    """Make sure that what a command reads can be there, without reading or building anything.
 
     Args:
+        models: each MODEL.
         files: option, without dashes -> what it says.
 
     Raises:
-        InputError: one is a folder, or is not there.
+        UsageError: a MODEL is source code, a folder, or no file.
+        InputError: another file is a folder, or is not there.
     """
+    for model in models:
+        _check_model(model)
     for option, path in files.items():
         if path is not None and not path.exists():
             raise InputError(f"--{option} {path}: no such file")
         if path is not None and path.is_dir():
             raise InputError(f"--{option} {path} is a folder; name a file in it")
+
+
+def _check_model(model: str) -> None:
+    path, (place, separator, _) = Path(model), model.rpartition(".py:")
+    if path.suffix == ".py" and path.is_file():
+        raise UsageError(f"{model!r} is source code; name what builds the model in it: {model}:factory")
+    if path.is_dir() or (":" not in model and not path.is_file()):
+        what = "a folder" if path.is_dir() else "no file"
+        raise UsageError(f"{model!r} is {what}; name a saved model, or write package.module:factory")
+    if separator and not Path(f"{place}.py").is_file() and not path.is_file():
+        raise UsageError(f"{model!r}: there is no file {place}.py")
 
 
 def check_output(path: Path | None, *models: str, suffix: str = "") -> None:

@@ -63,9 +63,10 @@ class Derived(Keeping):
         """Return what the function makes of the originals, of shapes that are the function's own."""
         raise NotImplementedError  # written out for each number of originals
 
-    def _make(self, *originals: Tensor) -> Any:
+    def _make(self, *given: Tensor | None) -> Any:
         """Return the result where the one that is kept will not do, or none is."""
-        if any(each is None for each in originals):
+        originals = [each for each in given if each is not None]
+        if len(originals) < len(given):
             raise FusedMemberError(
                 f"a parameter or buffer that was folded ({self.__name__}) is None now, and was a tensor; give it back, "
                 "or set it to None in fxopt.restore(model) and optimize that"
