@@ -213,7 +213,8 @@ def _error(figures: Sequence[Mapping[str, Any]], *, is_lossy: bool) -> str:
     meaning, precision = _largest(figures, "meaning_error"), _largest(figures, "precision_error")
     if meaning is None:
         checked = str(figures[0].get("checked", "unverified"))
-        return checked if precision is None else f"{precision:.1e} in its own type ({checked})"
+        kind = ", within its budget" if is_lossy else " in its own type"
+        return checked if precision is None else f"{precision:.1e}{kind} ({checked})"
     jump = _largest(figures, "gradient_jump")
     jumping = "" if jump is None else f", gradients {jump:.1e} where those of the original jump, too"
     if is_lossy and precision is not None:
