@@ -40,7 +40,7 @@ class Release(Pass):
         graphs = _graphs(program.model, called)
         owners, names, readers = program.analyses[TensorOwners], list[str](), _readers(program.model, graphs)
         for name, nodes in readers.items():
-            reason = _why_kept(name, owners.names(name), nodes)
+            reason = _why_kept([each for each in owners.names(name) if each != name], nodes)
             if reason:
                 yield Refusal(reason, name)
             else:
@@ -120,10 +120,9 @@ def _made_of_several(graphs: Mapping[nn.Module, Sequence[fx.Graph]]) -> int:
     return len({node.args[1] for node in nodes if isinstance(node.args[1], fx.Node) and node.args[1].op != "get_attr"})
 
 
-def _why_kept(name: str, names: Sequence[str], nodes: Sequence[fx.Node]) -> str:
-    others = [other for other in names if other != name]
-    if others:
-        return f"it is tied to '{others[0]}', and stays"
+def _why_kept(tied: Sequence[str], nodes: Sequence[fx.Node]) -> str:
+    if tied:
+        return f"it is tied to '{tied[0]}', and stays"
     for node in nodes:
         for user in node.users:
             layer = _layer_of(user)
