@@ -25,10 +25,40 @@ def shaken(model: nn.Module, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
+class Block(nn.Module):
+    def __init__(self, layer: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.layer(x)))
+
+
+def block(**options: object) -> Block:
+    torch.manual_seed(0)
+    return shaken(Block(nn.Conv2d(3, 6, 3, **options), nn.BatchNorm2d(6)))
+
+
+def applied(model: nn.Module) -> int:
+    return [d.status for d in fxopt.plan(model).decisions].count("applied")
+
+
+def same_state(one: nn.Module, fast: nn.Module) -> bool:
+    expected, found = one.state_dict(), fxopt.state_dict(fast)
+    return list(expected) == list(found) and all(torch.equal(expected[name], found[name]) for name in expected)
+
+
 def folded(model: nn.Module, *inputs: Tensor, **options: Any) -> nn.Module:
     """Return the model with its norms folded, untimed unless told; by default on random images."""
     options.setdefault("measure", False)
     return fxopt.optimize(model, "fold_batchnorm", example_inputs=inputs or (torch.randn(IMAGE),), **options)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
 
 
 def reasons(fast: nn.Module) -> list[str]:

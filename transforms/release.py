@@ -37,7 +37,7 @@ class Release(Pass):
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         owners, names, readers = program.analyses[TensorOwners], list[str](), _readers(program.model)
         for name, nodes in readers.items():
-            reason = _why_kept(owners.names(name), nodes)
+            reason = _why_kept([each for each in owners.names(name) if each != name], nodes)
             if reason:
                 yield Refusal(reason, name)
             else:
@@ -75,9 +75,9 @@ def _readers(model: nn.Module) -> dict[str, list[fx.Node]]:
     return {name: nodes for name, nodes in own.items() if any(_is_weight(n, user) for n in nodes for user in n.users)}
 
 
-def _why_kept(names: Sequence[str], nodes: Sequence[fx.Node]) -> str:
-    if len(names) > 1:
-        return f"it is tied to '{names[1]}', and stays"
+def _why_kept(tied: Sequence[str], nodes: Sequence[fx.Node]) -> str:
+    if tied:
+        return f"it is tied to '{tied[0]}', and stays"
     for node in nodes:
         for user in node.users:
             layer = _layer_of(user)

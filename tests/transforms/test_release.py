@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.errors import FxoptError
+from fxopt.compat_packed import why_no_packing
+from fxopt.errors import FxoptError, StateError
+from fxopt.passes.pipeline import Plan
 
 ROWS = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch packs nothing")
+pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
+needs_bfloat16 = pytest.mark.skipif(bool(why_no_packing(torch.bfloat16)), reason=why_no_packing(torch.bfloat16))
 
 
 def mlp() -> nn.Module:
@@ -41,7 +44,10 @@ def in_memory() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain if t.is_cpu}.values())
 
 
-@pytest.mark.parametrize("before", ["pack", "inference", "pack{dtype=bfloat16}"])
+BEFORE = ["pack", "inference", pytest.param("pack{dtype=bfloat16}", marks=needs_bfloat16)]
+
+
+@pytest.mark.parametrize("before", BEFORE)
 def test_calls_compute_as_before(before: str) -> None:
     model, packed = mlp(), fxopt.optimize(mlp(), before, example_inputs=ROWS, measure=False)
     fast = released(model, before=before)
@@ -79,39 +85,46 @@ def under_autocast(model: nn.Module) -> None:
         model(ROWS)
 
 
-WANT_NUMBERS: list[Callable[[Any], object]] = [
-    lambda m: m.state_dict(),
-    lambda m: m[0].state_dict(),
-    fxopt.state_dict,
-    copy.deepcopy,
-    pickle.dumps,
-    fxopt.restore,
-    saved,
-    with_gradients,
-    under_autocast,
-    lambda m: m.half(),
-    lambda m: m.to(torch.float64),
-    lambda m: m[0].weight.data.sum(),
-    lambda m: m[0].weight.sum(),
-    lambda m: m[0](ROWS),
-    lambda m: torch.export.export(m, (ROWS,)),
-]
+WANT_NUMBERS: dict[str, Callable[[Any], object]] = {
+    "state dict": lambda m: m.state_dict(),
+    "state dict of a layer": lambda m: m[0].state_dict(),
+    "fxopt.state_dict": fxopt.state_dict,
+    "copy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "restore": fxopt.restore,
+    "save": saved,
+    "gradients": with_gradients,
+    "autocast": under_autocast,
+    "half": lambda m: m.half(),
+    "to": lambda m: m.to(torch.float64),
+    "data": lambda m: m[0].weight.data.sum(),
+    "sum": lambda m: m[0].weight.sum(),
+    "forward of a layer": lambda m: m[0](ROWS),
+    "export": lambda m: torch.export.export(m, (ROWS,)),
+}
 
 
-@pytest.mark.parametrize("number", range(len(WANT_NUMBERS)))
-def test_what_wants_the_numbers_says_what_to_do(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", WANT_NUMBERS)
+def test_what_wants_the_numbers_says_what_to_do(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fast = released(mlp())
     expected = fast(ROWS)
-    with pytest.raises(Exception, match=r"'0.weight' was released .* load the checkpoint into a fresh model"):
-        WANT_NUMBERS[number](fast)
+    with pytest.raises(StateError, match=r"'0.weight' was released .* load the checkpoint into a fresh model"):
+        WANT_NUMBERS[case](fast)
     assert torch.equal(fast.eval()(ROWS), expected)
+
+
+def test_the_compiler_says_so_in_an_error_of_its_own() -> None:
+    fast = released(mlp())
+    with pytest.raises(RuntimeError, match=r"'0.weight' was released .* load the checkpoint into a fresh model"):
+        torch.compile(fast, backend="eager")(ROWS)
+    assert fast(ROWS).shape == ROWS.shape
 
 
 def test_the_original_forward_says_so_too() -> None:
     fast = released(nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.5), nn.Linear(256, 8)).eval(), before="inference")
     expected = fast(ROWS)
-    with pytest.raises(FxoptError, match=r"'0.weight' was released"):
+    with pytest.raises(StateError, match=r"'0.weight' was released"):
         fast.train()(ROWS)
     assert torch.equal(fast.eval()(ROWS), expected)
 
@@ -148,12 +161,39 @@ def test_tied_weights_and_those_of_folded_norms_stay() -> None:
     tokens = torch.randint(0, 128, (4, 16))
     fast = released(Tied().eval(), tokens)
     assert fast.body.weight.is_meta and not fast.head.weight.is_meta
+    assert "it is tied to 'embedding.weight', and stays" in reasons(fast)
     images, convolutions = torch.randn(2, 8, 9, 9), nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16))
     model = nn.Sequential(convolutions, nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
     fast = released(model, images, "inference")
     assert fast[2].weight.is_meta and not fast[0][0].weight.is_meta
     with torch.no_grad():
         torch.testing.assert_close(fast(images), model(images))
+
+
+class ReadTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight) + self.weight.mean()
+
+
+def test_a_weight_that_something_else_reads_stays() -> None:
+    model = ReadTwice().eval()
+    fast = released(model)
+    assert reasons(fast) == ["'mean' reads it, too, and it stays"] and not fast.weight.is_meta
+    with torch.no_grad():
+        torch.testing.assert_close(fast(ROWS), model(ROWS))
+
+
+def test_a_transposed_weight_stays() -> None:
+    plan = fxopt.plan(fxopt.optimize(mlp(), "pack", example_inputs=ROWS[:1], measure=False)).to_json()
+    plan["decisions"][0]["site"]["data"]["transposed"] = ["layer.0"]
+    packed = fxopt.optimize(mlp(), plan=Plan.from_json(plan), example_inputs=ROWS[:1])
+    fast = fxopt.optimize(packed, "release", example_inputs=ROWS[:1], measure=False)
+    assert "a TransposedLinear holds it in another form, and it stays" in reasons(fast)
+    assert not fast[0].weight.is_meta and fast[2].weight.is_meta
 
 
 def test_without_packed_layers_it_says_so() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fxopt.compat_packed import why_no_packing
-from fxopt.layers.packed import NO_ACTIVATION, PackedLinear, TransposedLinear, known_activations
+from fxopt.layers.packed import NO_ACTIVATION, Activation, PackedLinear, TransposedLinear, known_activations
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
 
@@ -25,15 +25,15 @@ def tensors(outputs: int = 24) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("shape", [(16,), (1, 16), (1, 1, 16), (3, 16), (0, 16)], ids=str)
 @pytest.mark.parametrize("activation", [NO_ACTIVATION, GELU], ids=str)
-def test_transposed_weights_compute_what_the_layer_does(shape: tuple[int, ...], activation: object) -> None:
+def test_transposed_weights_compute_what_the_layer_does(shape: tuple[int, ...], activation: Activation) -> None:
     x, (weight, bias) = torch.randn(shape), tensors()
-    layer = TransposedLinear(activation)  # type: ignore[arg-type]
+    layer = TransposedLinear(activation)
     with torch.no_grad():
         torch.testing.assert_close(layer(x, weight, bias), layer.plainly(x, weight, bias))
         torch.testing.assert_close(layer(x, weight), layer.plainly(x, weight, None))
         other = torch.randn(*shape[:-1], 24)
         torch.testing.assert_close(layer(x, weight, bias, other), layer.plainly(x, weight, bias, other))
-        gate = TransposedLinear(activation, "mul")  # type: ignore[arg-type]
+        gate = TransposedLinear(activation, "mul")
         torch.testing.assert_close(gate(x, weight, bias, other), gate.plainly(x, weight, bias, other))
 
 

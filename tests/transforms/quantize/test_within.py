@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ import fxopt
 from fxopt.transforms.quantize import within
 
 
-def added(costs: Sequence[float], runs: list[int]) -> object:
+def added(costs: Sequence[float], runs: list[int]) -> Callable[[Sequence[int]], float]:
     """Return an error that adds up as independent ones do, and note how many layers each run has."""
 
     def error(layers: Sequence[int]) -> float:
@@ -25,7 +25,7 @@ def added(costs: Sequence[float], runs: list[int]) -> object:
 def test_few_costly_layers_are_found_in_few_runs() -> None:
     costs, runs = [0.1] * 80, list[int]()
     costs[3], costs[50] = 4.0, 3.0
-    found = within.costs_in_groups(dict.fromkeys(range(80), 1), added(costs, runs), 1.2)  # type: ignore[arg-type]
+    found = within.costs_in_groups(dict.fromkeys(range(80), 1), added(costs, runs), 1.2)
     assert sorted(found, key=found.__getitem__)[-2:] == [50, 3]
     assert (found[3], found[50]) == (4.0, 3.0)
     assert set(found) == set(range(80))
@@ -34,7 +34,7 @@ def test_few_costly_layers_are_found_in_few_runs() -> None:
 
 def test_what_costs_most_for_its_size_is_found_first() -> None:
     costs = [1.0, 1.0, 2.5, 1.5]
-    found = within.costs_in_groups({0: 1, 1: 1, 2: 100, 3: 100}, added(costs, []), 3.7)  # type: ignore[arg-type]
+    found = within.costs_in_groups({0: 1, 1: 1, 2: 100, 3: 100}, added(costs, []), 3.7)
     assert (found[0], found[1]) == (1.0, 1.0)
     assert found[2] == found[3]  # without the small ones it is little enough, and nobody looks into these
 

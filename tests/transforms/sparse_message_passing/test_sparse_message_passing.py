@@ -203,7 +203,7 @@ def test_layers_whose_graphs_are_new_look_at_few_of_them_until_one_comes_again(m
     used(fast, again)
     assert len(looked) - seen == 30
     fast.train().eval()
-    assert vars(fast.convs[0])["_fxopt_rests"] == 0
+    assert vars(fast.convs[0])["_fxopt_calls_unobserved"] == 0
 
 
 def test_a_bias_goes_into_the_product_where_the_layers_linear_is_as_it_was():
