@@ -157,7 +157,10 @@ def applied_rows(record: Record) -> list[Row]:
     for decision in record.plan.decisions:
         if decision.status == "applied":
             alike.setdefault(_likeness(decision), []).append(decision)
-    rows = [_row(decisions, earlier=decisions[0].step < record.earlier_passes) for decisions in alike.values()]
+    rows = [
+        _row(each, earlier=each[0].step < record.earlier_passes, compared=record.finishing.get(each[0].pass_name, ""))
+        for each in alike.values()
+    ]
     return rows + _optimizer_rows(record.optimizer)
 
 
@@ -187,7 +190,7 @@ def _likeness(decision: Decision) -> tuple[object, ...]:
     return decision.step, decision.pass_name, decision.choice, decision.detail, place, checked
 
 
-def _row(decisions: Sequence[Decision], *, earlier: bool) -> Row:
+def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str) -> Row:
     decision, figures = decisions[0], decisions[0].figures
     times = list(dict.fromkeys(_time(decision.figures) for decision in decisions))
     site = _several([decision.label for decision in decisions])
@@ -196,7 +199,8 @@ def _row(decisions: Sequence[Decision], *, earlier: bool) -> Row:
         pass_name=decision.pass_name + (" (earlier call)" if earlier else ""),
         site=printable(site + (f": {detail}" if detail else "")),
         lowering=decision.choice or "",
-        error=_error(
+        error=printable(compared)
+        or _error(
             [decision.figures for decision in decisions], is_lossy=decision.numerics == Numerics.APPROXIMATE.value
         ),
         speed=_speeds([decision.figures for decision in decisions]) + _how_timed(figures) + _shared(figures),
@@ -213,7 +217,8 @@ def _error(figures: Sequence[Mapping[str, Any]], *, is_lossy: bool) -> str:
     meaning, precision = _largest(figures, "meaning_error"), _largest(figures, "precision_error")
     if meaning is None:
         checked = str(figures[0].get("checked", "unverified"))
-        return checked if precision is None else f"{precision:.1e} in its own type ({checked})"
+        kind = ", within its budget" if is_lossy else " in its own type"
+        return checked if precision is None else f"{precision:.1e}{kind} ({checked})"
     jump = _largest(figures, "gradient_jump")
     jumping = "" if jump is None else f", gradients {jump:.1e} where those of the original jump, too"
     if is_lossy and precision is not None:

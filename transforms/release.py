@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ..compat import modules_by_name
-from ..layers.packed import Packed, PackedConvolution, PackedLinear, release_weight
+from ..layers.packed import Packed, PackedConvolution, PackedLinear, refuse_checkpoints, release_weight
 from ..passes.contract import Pass
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..passes.verification import TensorOwners
+from ..storage import byte_text
 from ..tracing.graphs import capture_of
 from ..tracing.program import Program
 from ..tracing.values import qualified
@@ -35,7 +36,9 @@ class Release(Pass):
     phase: ClassVar[Phase] = Phase.EVAL
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        owners, names, readers = program.analyses[TensorOwners], list[str](), _readers(program.model)
+        called = sorted({"", *(call.module for call in program.inputs)})
+        graphs = _graphs(program.model, called)
+        owners, names, readers = program.analyses[TensorOwners], list[str](), _readers(program.model, graphs)
         for name, nodes in readers.items():
             reason = _why_kept([each for each in owners.names(name) if each != name], nodes)
             if reason:
@@ -43,36 +46,78 @@ class Release(Pass):
             else:
                 names.append(name)
         if names:
-            yield Site(program, "", {}, data={"weights": names}, detail=f"{len(names)} weights")
+            data = {"weights": names, "called": called}
+            yield Site(program, "", {}, data=data, detail=_freed([program.model.get_parameter(name) for name in names]))
+        made = _made_of_several(graphs)
+        if made:
+            yield Refusal(
+                f"{made} packed {_plural(made)} made of several tensors (a norm is folded in): all of these stay",
+                "(root)",
+            )
         elif not readers:
-            yield Refusal("nothing is packed; list pack before it", "(root)")
+            yield Refusal("nothing is packed: 'pack' is not listed before it, or found nothing that pays", "(root)")
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
-        readers = _readers(model)
-        for name in (name for site in sites for name in site.data["weights"]):
-            layers = [_layer_of(user) for node in readers[name] for user in node.users]
-            path, _, own_name = name.rpartition(".")
-            used = list({id(layer): layer for layer in layers if layer is not None}.values())
-            with torch.inference_mode(False), torch.no_grad():
-                release_weight(model.get_submodule(path), own_name, name, used)
+        for site in sites:
+            readers = _readers(model, _graphs(model, site.data["called"]))
+            for name in site.data["weights"]:
+                self._release(model, name, readers[name])
+        refuse_checkpoints(model)
         return model.requires_grad_(False)  # packed weights give no gradients: who wants some wants the numbers
 
+    @staticmethod
+    def _release(model: nn.Module, name: str, nodes: Sequence[fx.Node]) -> None:
+        layers = [_layer_of(user) for node in nodes for user in node.users]
+        path, _, own_name = name.rpartition(".")
+        used = list({id(layer): layer for layer in layers if layer is not None}.values())
+        with torch.inference_mode(False), torch.no_grad():
+            release_weight(model.get_submodule(path), own_name, name, used)
 
-def _readers(model: nn.Module) -> dict[str, list[fx.Node]]:
-    """Return name of a parameter -> what reads it in graphs for evaluation, if a packed layer is among that."""
+
+def _freed(weights: Sequence[Tensor]) -> str:
+    count, size = len(weights), sum(weight.numel() * weight.element_size() for weight in weights)
+    return f"{count} {_plural(count)}, {byte_text(size)} freed; state_dict() and copies raise from now on"
+
+
+def _plural(count: int) -> str:
+    return "weight" if count == 1 else "weights"
+
+
+def _graphs(model: nn.Module, called: Sequence[str]) -> dict[nn.Module, list[fx.Graph]]:
+    """Return the modules that run where these are called in evaluation, with their graphs; none: its own forward runs.
+
+    A forward may call all its children, a graph calls those that it names: no others run, whatever graphs they have.
+    """
+    modules = modules_by_name(model)
+    waiting, found = [modules[name] for name in called if name in modules], dict[nn.Module, list[fx.Graph]]()
+    while waiting:
+        module = waiting.pop()
+        if module not in found:
+            capture = capture_of(module)
+            every = () if capture is None else capture.specializations
+            found[module] = graphs = [each.graph for each in every if each.runs_in_mode(module)]
+            targets = [str(node.target) for graph in graphs for node in graph.find_nodes(op="call_module")]
+            waiting += map(module.get_submodule, targets) if graphs else module.children()
+    return found
+
+
+def _readers(model: nn.Module, graphs: Mapping[nn.Module, Sequence[fx.Graph]]) -> dict[str, list[fx.Node]]:
+    """Return name of a parameter -> what reads it in these graphs, if a packed layer is among that."""
     found: defaultdict[str, list[fx.Node]] = defaultdict(list)
-    called: set[str] = set()
     for owner, module in modules_by_name(model).items():
-        capture = capture_of(module)
-        for specialization in () if capture is None else capture.specializations:
-            if specialization.runs_in_mode(module):
-                for node in specialization.graph.nodes:
-                    if node.op == "get_attr":
-                        found[qualified(owner, str(node.target))].append(node)
-                    elif node.op == "call_module":
-                        called.add(qualified(owner, str(node.target)))
-    own = {name: nodes for name, nodes in found.items() if name.rpartition(".")[0] not in called}
-    return {name: nodes for name, nodes in own.items() if any(_is_weight(n, user) for n in nodes for user in n.users)}
+        for graph in graphs.get(module, ()):
+            for node in graph.find_nodes(op="get_attr"):
+                found[qualified(owner, str(node.target))].append(node)
+    packed = {
+        name: nodes for name, nodes in found.items() if any(_is_weight(n, user) for n in nodes for user in n.users)
+    }
+    return {n: nodes for n, nodes in packed.items() if graphs.get(model.get_submodule(n.rpartition(".")[0])) != []}
+
+
+def _made_of_several(graphs: Mapping[nn.Module, Sequence[fx.Graph]]) -> int:
+    """Return how many packed weights are no parameters of the model, but made of some."""
+    nodes = [node for each in graphs.values() for graph in each for node in graph.nodes if _layer_of(node) is not None]
+    return len({node.args[1] for node in nodes if isinstance(node.args[1], fx.Node) and node.args[1].op != "get_attr"})
 
 
 def _why_kept(tied: Sequence[str], nodes: Sequence[fx.Node]) -> str:
@@ -83,6 +128,8 @@ def _why_kept(tied: Sequence[str], nodes: Sequence[fx.Node]) -> str:
             layer = _layer_of(user)
             if layer is None or not _is_weight(node, user):
                 return f"'{user.name}' reads it, too, and it stays"
+            if isinstance(user.args[0], fx.Node) and user.args[0].op == "get_attr":
+                return f"'{user.name}' computes it of a parameter, as torch does, and it stays"
             if type(layer) not in (PackedLinear, PackedConvolution):
                 return f"a {type(layer).__name__} holds it in another form, and it stays"
     return ""

@@ -7,12 +7,12 @@ from .convolution import Geometry, PackedConvolution
 from .linear import PackedLinear
 from .narrow import keep_narrow
 from .recurrent import PackedLSTM, Recurrence
-from .released import ReleasedWeight, release_weight
+from .released import ReleasedWeight, refuse_checkpoints, release_weight
 from .transposed import TransposedLinear
 from .weights import Packed, why_not_packed
 
 __all__ = [
     "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM", "PackedLinear",
     "Recurrence", "ReleasedWeight", "TransposedLinear", "keep_narrow", "known_activations",
-    "release_weight", "why_not_packed",
+    "refuse_checkpoints", "release_weight", "why_not_packed",
 ]  # fmt: skip

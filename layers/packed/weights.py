@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +105,22 @@ class Packed(Keeping):
         if torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_dynamo_compiling():
             # An optimizer may step next, and torch does not count what fused ones write.
             self.weights.forget(id(weight))
+        if weight.is_meta and x.is_cpu and not x.numel() and runs_kernels():
+            result = self._of_nothing(x, weight, bias, other)
+            if result is not None:
+                return result
         result = self.computed(x, weight, bias)
         return self.activation(result if other is None else self.joined(result, other))
+
+    def _of_nothing(self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None) -> Tensor | None:
+        """Return the empty result of an empty input, for which a weight's numbers are not wanted; None: they are."""
+        if wants_gradients(x, bias, other):
+            return None
+        shapes = [None if each is None else torch.empty_like(each, device="meta") for each in (x, bias, other)]
+        on_meta, bias, other = shapes
+        plain = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        result = self.plainly(cast("Tensor", on_meta), plain, bias, other)
+        return None if result.numel() else torch.empty_like(result, device=x.device)
 
     def joined(self, result: Tensor, other: Tensor) -> Tensor:
         """Return the layer's result with what is added to it."""

@@ -109,7 +109,7 @@ def _checked(model: nn.Module, request: Request) -> ModelNames:
     if record is not None and record.finished_by:
         raise UsageError(
             f"the model has been through {record.finished_by[-1]!r}, which comes last, and a copy would lose that; "
-            "list all passes in one call, on the model as it was before (fxopt.restore)"
+            "list all passes in one call, on the model as it was before"
         )
     if record is not None:
         check_behind(record.plan.decisions, request.passes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
 from ...errors import OrderError, UsageError
@@ -60,14 +60,9 @@ def beside_presets(listed: Sequence[Sequence[Pass]]) -> list[Pass]:
     What comes first stays as it is arranged, if it is allowed. Else the passes beside the longest preset move: before
     the preset's own pass of that name, or as far from where they are listed as their rules demand.
 
-    A preset's pass for training steps aside for a listed one that runs last and cannot run behind it (`channels_last`
-    for `fsdp`): no order of the two is left.
-
     Args:
         listed: what each name or value stands for; of a preset several passes.
     """
-    last = {pass_.name for group in listed if len(group) == 1 for pass_ in group if pass_.finishes}
-    listed = [group if len(group) == 1 else [each for each in group if _can_stay(each, last)] for group in listed]
     plain = [pass_ for group in listed for pass_ in group]
     if len(listed) < 2 or max(map(len, listed)) < 2 or _is_allowed(arranged(plain)):
         return arranged(plain)
@@ -83,11 +78,6 @@ def beside_presets(listed: Sequence[Sequence[Pass]]) -> list[Pass]:
         found.insert(place, pass_)
         earliest = place + 1
     return arranged(found)
-
-
-def _can_stay(pass_: Pass, last: Set[str]) -> bool:
-    """Say whether a preset's pass runs beside those that run last."""
-    return pass_.phase is Phase.EVAL or pass_.finishes or last.isdisjoint(pass_.destroys)
 
 
 def _places(found: Sequence[Pass], pass_: Pass, wanted: int, earliest: int) -> Iterator[int]:

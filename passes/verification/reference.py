@@ -357,7 +357,8 @@ class _Maker:
 
     def _served(self, first: Sample, example: Arguments) -> tuple[tuple[ServedCall, ...], tuple[Run, ...]]:
         """Make calls in a row, those that the module takes; the same ones again where it did not take all."""
-        thought_of = served_calls(self.few, example, first.exact.tables, self.runs.seed, large=not self.smaller)
+        large = {Sizes.RECORDED: Asked.SAME, Sizes.SMALLER_AND_RECORDED: Asked.BITS}.get(self.sizes)
+        thought_of = served_calls(self.few, example, first.exact.tables, self.runs.seed, large=large)
         calls = [call for call in thought_of if self._runs_same(call.arguments, first.arguments)]
         calls = [*(ServedCall(call, Asked.BITS) for call in self._recorded), *calls]
         for _ in range(2):

@@ -255,6 +255,8 @@ def test_what_a_lossy_pass_gives_up_is_one_error_within_its_budget():
     assert "| 1.4e-02, within its budget |" in str(report(lossy))
     whole = decision(pass_name="quantize", figures={"checked": "with the whole model", "precision_error": 0.005})
     assert "| 5.0e-03 in its own type (with the whole model) |" in str(report(whole))
+    lossy = dataclasses.replace(whole, numerics="approximate")
+    assert "| 5.0e-03, within its budget (with the whole model) |" in str(report(lossy))
 
 
 def test_rows_of_earlier_calls_say_so():

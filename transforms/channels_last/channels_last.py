@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
-from torch import Tensor, fx
+from torch import fx
 
-from ...compat import own_parameters
 from ...operators import laid_last
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
@@ -19,16 +18,14 @@ from .find import found_in
 
 __all__ = ["ChannelsLast"]
 
-_SHARDED = "it cuts weights that lie in memory in the order of their dimensions; leave channels_last out"
-
 
 @dataclass(frozen=True)
 class ChannelsLast(Pass):
     """Lay images channels last in memory, from the first convolution to what needs them in the order of dimensions.
 
     Before: y = conv(x)        After: y = conv(laid_last(x))
-    Weights are laid so, too, where nothing needs images in order; names, values and checkpoints stay.
-    Refuses: convolutions with hooks or parametrizations, subclasses with a forward of their own, tied weights.
+    Parameters stay what and where they are, so optimizers and checkpoints have nothing to know.
+    Refuses: convolutions with hooks or parametrizations, and subclasses with a forward of their own.
     """
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
@@ -37,7 +34,6 @@ class ChannelsLast(Pass):
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT
     judges_itself: ClassVar[bool] = True  # what one convolution gains the next one needs: the whole model tells
     after: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_experts", "fuse_ensembles", "prune", "qat", "pack")
-    destroys: ClassVar[Mapping[str, str]] = dict.fromkeys(("fsdp", "tensor_parallel"), _SHARDED)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         return found_in(program)
@@ -49,11 +45,6 @@ class ChannelsLast(Pass):
                     if ".conv." in label:
                         _lay_last(edit, edit.graph_node(label))
                 lay_out_readers(edit, place.nodes)
-        inside = len(site.owner) + 1 if site.owner else 0
-        for name in cast("list[str]", site.data["weights"]):
-            path = f"{name}.weight"[inside:]
-            weight = own_parameters(edit.program.module(name)).get("weight")
-            edit.set_tensor(path, laid_last(cast("Tensor", weight).detach()), None)
 
 
 def _lay_last(edit: Edit, convolution: fx.Node) -> None:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
-from ...compat import own_parameters
-from ...operators import CHANNELS_LAST
 from ...passes.rewriting import obstacle_to_inlining
 from ...passes.sites import Refusal, Site
-from ...passes.verification import TensorOwners
 from ...tracing.graphs import Region
 from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
@@ -45,7 +40,7 @@ def found_in(program: Program) -> Iterator[Site | Refusal]:
     """Yield all convolutions of a model as one site, and those that stay as they are."""
     calls: dict[Place, list[_Convolution]] = {}
     for place, found in _calls(program):
-        reason = _obstacle(program, found)
+        reason = _obstacle(found.module)
         if reason:
             yield Refusal(reason, found.name)
         else:
@@ -55,13 +50,8 @@ def found_in(program: Program) -> Iterator[Site | Refusal]:
 
 
 def _site(program: Program, calls: Mapping[Place, list[_Convolution]]) -> Site:
-    """Return the site: where nobody needs images in order weights are laid channels last, else images alone.
-
-    Where the original forward runs for a call that no graph fits, convolutions on such weights give what a `.view` in
-    it refuses.
-    """
+    """Return the site: the convolutions, and who needs images in order."""
     read = readers_in(program, {place: {each.node for each in found} for place, found in calls.items()})
-    weights = [] if read else sorted({each.name for found in calls.values() for each in found})
     parts: list[Site] = []
     for owner, number in dict.fromkeys((*calls, *read)):
         place, prefix = (owner, number), f"{len(parts)}."
@@ -69,8 +59,7 @@ def _site(program: Program, calls: Mapping[Place, list[_Convolution]]) -> Site:
         labels = {f"{prefix}{label}": name for label, name in {**given, **read.get(place, {})}.items()}
         parts.append(Site(program, owner, labels, number))
     count = len({each.name for found in calls.values() for each in found})
-    detail = f"{count} convolution{'s' * (count > 1)}" + ("" if weights else ", weights as they were")
-    return Site.over(program, *parts, detail=detail, data={"weights": weights})
+    return Site.over(program, *parts, detail=f"{count} convolution{'s' * (count > 1)}")
 
 
 def _calls(program: Program) -> Iterator[tuple[Place, _Convolution]]:
@@ -84,17 +73,11 @@ def _calls(program: Program) -> Iterator[tuple[Place, _Convolution]]:
                     yield (owner, number), _Convolution(node, module, qualified(owner, str(node.target)))
 
 
-def _obstacle(program: Program, found: _Convolution) -> str:
+def _obstacle(module: nn.Module) -> str:
     """Return why a convolution stays as it is, or ""."""
-    weight, kind = own_parameters(found.module).get("weight"), user_class(type(found.module))
-    reason = obstacle_to_inlining(found.module)
+    reason, kind = obstacle_to_inlining(module), user_class(type(module))
     if reason is not None:
         return reason
-    if kind not in _CONVOLUTIONS or type(found.module) is not kind:
+    if kind not in _CONVOLUTIONS or type(module) is not kind:
         return f"it is a {kind.__name__}, which may compute something else than a convolution of torch.nn"
-    if type(weight) not in (Tensor, nn.Parameter) or cast("Tensor", weight).dim() not in CHANNELS_LAST:
-        return "its weight is no plain parameter of its own"
-    if cast("Tensor", weight).layout is not torch.strided:
-        return "its weight is not dense"
-    names = program.analyses[TensorOwners].names(f"{program.name_of(found.module)}.weight")
-    return f"its weight is tied to '{names[1]}'" if len(names) > 1 else ""
+    return ""

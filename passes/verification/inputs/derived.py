@@ -112,35 +112,39 @@ def larger(arguments: Arguments, example: Arguments, seed: int) -> Iterator[Argu
         yield _repeated(arguments, {0: {rows: 2 * least + 1}}, seed)
 
 
-def longer(arguments: Arguments, example: Arguments, seed: int) -> Arguments | None:
+def longer(arguments: Arguments, example: Arguments, seed: int, *, barely: bool = False) -> Arguments | None:
     """Return a call of two rows, more than twice as long or wide as an example; None where no other length is known.
 
     Args:
         arguments: a smaller call made of the example: the sizes in which it differs may be other ones.
         example: the call as it was recorded.
         seed: of the noise.
+        barely: make one row, longer by a quarter and one.
     """
     pairs = zip(_tensors(arguments).values(), _tensors(example).values(), strict=True)
-    sizes = {old: 2 * old + 1 for one, two in pairs for new, old in zip(one.shape[1:], two.shape[1:], strict=True)
-             if new != old}  # fmt: skip
-    if not sizes:
+    known = {old for one, two in pairs for new, old in zip(one.shape[1:], two.shape[1:], strict=True) if new != old}
+    if not known:
         return None
-    return _repeated(example, {0: {_rows(example): 2}, **dict.fromkeys(range(1, 6), sizes)}, seed)
+    sizes = {old: 1 + (old + old // 4 if barely else 2 * old) for old in known}
+    return _repeated(example, {0: {_rows(example): 1 if barely else 2}, **dict.fromkeys(range(1, 6), sizes)}, seed)
 
 
-def not_finite(arguments: Arguments) -> Arguments | None:
-    """Return a call of at least three rows with NaN in the last and infinity in the one before, of one argument.
+def not_finite(arguments: Arguments) -> Iterator[Arguments]:
+    """Yield calls of at least three rows with NaN in the last and infinity in the one before, of one argument each.
 
-    It is the first that holds ordinary floats; None where there is none.
+    Those are spoilt that hold ordinary floats.
     """
     rows = _rows(arguments)
     made = _resized(arguments, {0: {rows: max(rows, _ODD)}}) if rows else arguments
-    chosen = next((t for t in _leaves(made) if _is_ordinary(t) and t.dim() and len(t) == max(rows, _ODD)), None)
-    if chosen is None:
-        return None
-    spoilt = chosen.detach().clone()
-    spoilt[-1], spoilt[-2] = torch.nan, torch.inf
-    return map_tensors(lambda tensor: spoilt if tensor is chosen else tensor, made)
+    for chosen in _leaves(made):
+        if _is_ordinary(chosen) and chosen.dim() and len(chosen) == max(rows, _ODD):
+            spoilt = chosen.detach().clone()
+            spoilt[-1], spoilt[-2] = torch.nan, torch.inf
+            yield map_tensors(_put(spoilt, chosen), made)
+
+
+def _put(new: Tensor, old: Tensor) -> TensorFunction:
+    return lambda tensor: new if tensor is old else tensor
 
 
 def are_same(call: Arguments, other: Arguments) -> bool:

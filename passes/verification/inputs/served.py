@@ -14,6 +14,10 @@ from .noise import perturbed_inputs
 __all__ = ["Asked", "ServedCall", "served_calls"]
 
 
+_SPOILT = 3
+"""Of so many arguments one after another is given what is not finite."""
+
+
 class Asked(enum.Enum):
     """What is asked of a call."""
 
@@ -32,7 +36,7 @@ class ServedCall:
 
 
 def served_calls(
-    arguments: Arguments, example: Arguments, tables: Mapping[str, int], seed: int, *, large: bool
+    arguments: Arguments, example: Arguments, tables: Mapping[str, int], seed: int, *, large: Asked | None
 ) -> Iterator[ServedCall]:
     """Yield calls to make one after another.
 
@@ -44,16 +48,16 @@ def served_calls(
         example: the call as it was recorded.
         tables: see `other_rows`.
         seed: of all noise.
-        large: make calls that are larger than the example, too.
+        large: what is asked of calls that are larger than the example; None makes none. Where it is the same bits, they
+            are as small as calls can be that are larger: the model is a slow one.
     """
     yield ServedCall(arguments)
     yield ServedCall(perturbed_inputs(arguments, seed + 1))
-    for make in (many_rows, longer) if large else ():
-        made = make(arguments, example, seed + 1)
-        if made is not None:
-            yield ServedCall(made)
+    if large is not None:
+        few = longer(arguments, example, seed + 1, barely=large is Asked.BITS)
+        made = (many_rows(arguments, example, seed + 1), few)
+        yield from (ServedCall(call, large) for call in made if call is not None)
     for call in islice(other_rows(arguments, tables, seed, more=True), 1):
         yield ServedCall(call, Asked.FINITE)
-    spoilt = not_finite(arguments)
-    if spoilt is not None:
+    for spoilt in islice(not_finite(arguments), _SPOILT):
         yield ServedCall(spoilt, Asked.NOT_FINITE)

@@ -136,17 +136,7 @@ def test_every_pass_goes_with_every_preset_or_cannot_be_used_with_it(preset: str
             if isinstance(answer, str):
                 assert "cannot be used together" in answer or "leave one out" in answer
             else:
-                aside = (
-                    {"channels_last"} if preset == "training" and name in ("fsdp", "tensor_parallel") else set[str]()
-                )
-                kept = [str(each) for each in parse(preset) if each.name not in aside]
-                assert sorted(answer) == sorted([*kept, *map(str, parse(name))])
-
-
-def test_channels_last_stays_where_it_is_listed_by_name():
-    assert "cannot be used together" in str(order_or_reason("channels_last,fsdp"))
-    assert "cannot be used together" in str(order_or_reason("training,channels_last,fsdp"))
-    assert "channels_last" in order_or_reason("training,ddp")
+                assert sorted(answer) == sorted(map(str, (*parse(preset), *parse(name))))
 
 
 def order_or_reason(text: str) -> list[str] | str:

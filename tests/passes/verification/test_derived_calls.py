@@ -257,6 +257,15 @@ def test_what_is_not_finite_stays_so_and_in_its_rows(name: str) -> None:
     assert "not finite" in verdict.reason
 
 
+@pytest.mark.parametrize("hiding", range(3))
+def test_what_is_not_finite_stays_so_in_every_argument(hiding: int) -> None:
+    def hides(m: Any, *args: Tensor) -> Tensor:
+        return sum((x.nan_to_num() if n == hiding else x for n, x in enumerate(args)), start=torch.zeros(4))
+
+    verdict = judged(lambda m, *args: sum(args, start=torch.zeros(4)), hides, rows(), rows(), rows())
+    assert "hides what is not finite" in verdict.reason
+
+
 def test_an_original_that_stops_at_nan_is_compared_on_all_other_calls() -> None:
     def checked(m: Any, x: Tensor) -> Tensor:
         if bool(x.isnan().any()):

@@ -260,6 +260,19 @@ def test_weights_that_a_call_reads_after_all_are_an_error():
     torch.testing.assert_close(fxopt.restore(fast)(x, weights=True), model(x, weights=True))
 
 
+class Cross(nn.Module):
+    """Queries of the second argument, keys and values of the first."""
+
+    def forward(self, memory: Tensor, x: Tensor) -> Tensor:
+        return torch.softmax(x @ memory.mT, -1) @ memory
+
+
+@pytest.mark.parametrize(("keys", "status"), [(7, "undone"), (64, "applied")])
+def test_what_torchs_operator_hides_of_nan_in_queries_is_seen_in_every_argument(keys: int, status: str):
+    x = (torch.randn(2, 4, keys, 8), torch.randn(2, 4, 6, 8))
+    assert [each.status for each in optimized(Cross().eval(), x)[1]] == [status]
+
+
 def test_a_plan_is_replayed():
     model, x = Layer(reads=False).eval(), torch.randn(3, LENGTH, 8)
     fast, _ = optimized(model, (x,))

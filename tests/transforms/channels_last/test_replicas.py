@@ -1,12 +1,14 @@
-"""channels_last under DDP: two processes train the replicas as one would train the model."""
+"""channels_last under DDP and FSDP: two processes train as one would train the model."""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed, nn, optim
+from torch.distributed.tensor import DTensor
 
 import fxopt
 
@@ -25,7 +27,7 @@ class Network(nn.Module):
 
 
 def stepped(model: nn.Module, x: Tensor, *, averaged: bool) -> list[Tensor]:
-    """Return the parameters after three steps, of which gradients are averaged by hand where they are not."""
+    """Return the whole parameters after three steps, of which gradients are averaged by hand where they are not."""
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()
@@ -35,24 +37,32 @@ def stepped(model: nn.Module, x: Tensor, *, averaged: bool) -> list[Tensor]:
             distributed.all_reduce(parameter.grad)
             parameter.grad /= 2
         optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+    found = [parameter.detach() for parameter in model.parameters()]
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
 
 
-def on_rank_trained() -> tuple[float, bool, list[str]]:
+def _trained(passes: str) -> tuple[float, list[str]]:
     torch.manual_seed(0)
     model = Network().double()
     plain, x = copy.deepcopy(model), torch.randn(4, 3, 10, 10, dtype=torch.float64)
     own = x[2 * distributed.get_rank() :][:2]
-    fast = fxopt.optimize(model, "channels_last,ddp", example_inputs=own, measure=False)
+    fast = fxopt.optimize(model, passes, example_inputs=own, measure=False)
     applied = [each.pass_name for each in fxopt.plan(fast).decisions if each.status == "applied"]
     pairs = zip(stepped(fast, own, averaged=True), stepped(plain, own, averaged=False), strict=True)
-    error = max(float((mine - expected).abs().max()) for mine, expected in pairs)
-    return error, fast.second.weight.is_contiguous(memory_format=torch.channels_last), applied
+    return max(float((mine - expected).abs().max()) for mine, expected in pairs), applied
 
 
-def test_replicas_train_as_the_model_does(of_ranks: list[dict[str, Any]]) -> None:
+def on_rank_replicated() -> tuple[float, list[str]]:
+    return _trained("channels_last,ddp")
+
+
+def on_rank_sharded() -> tuple[float, list[str]]:
+    return _trained("channels_last,fsdp")
+
+
+@pytest.mark.parametrize(("way", "name"), [("replicated", "ddp"), ("sharded", "fsdp")])
+def test_they_train_as_the_model_does(of_ranks: list[dict[str, Any]], way: str, name: str) -> None:
     for each in of_ranks:
-        error, laid, applied = each["trained"]
+        error, applied = each[way]
         assert error < 1e-9
-        assert laid
-        assert applied == ["channels_last", "ddp"]
+        assert set(applied) == {"channels_last", name}

@@ -17,8 +17,10 @@ from torch.nn.utils import parametrizations
 
 import fxopt
 from fxopt.passes.pipeline import parse
+from fxopt.settings import Measure
 from fxopt.testing import assert_equivalent
-from fxopt.transforms.flatten_calls import FlattenCalls
+from fxopt.tracing.program import capture_program
+from fxopt.transforms.flatten_calls import FlattenCalls, flatten_calls
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -435,6 +437,21 @@ def test_a_model_whose_work_takes_long_beside_its_calls_is_left_alone() -> None:
     (decision,) = fxopt.plan(fxopt.optimize(model, FlattenCalls(), example_inputs=x, verify=False)).decisions
     assert decision.status == "refused" and decision.reason.startswith("2 calls in ")
     assert [d.status for d in fxopt.plan(flat(model, x)).decisions] == ["applied"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "made", "refused"),
+    [((2e-2, 1e-2, 1e-6), 3, ""), ((2e-2, 1e-2, 5e-3), 3, "2 calls in 5 ms"), ((9.0,), 1, "2 calls in 9e+03 ms")],
+)
+def test_of_calls_that_wait_for_a_busy_machine_the_quickest_counts(
+    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, ...], made: int, refused: str
+) -> None:
+    program = capture_program(nn.Sequential(nn.Linear(8, 8), nn.ReLU()).eval(), torch.randn(2, 8))
+    program.forward_seconds, program.measuring, taken = 10.0, Measure.YES, iter(seconds)
+    monkeypatch.setattr(flatten_calls, "forward_seconds", lambda *_, **__: next(taken))
+    reasons = [each.reason for each in FlattenCalls().find(program) if isinstance(each, fxopt.Refusal)]
+    assert [reason.partition(":")[0] for reason in reasons] == [refused] * bool(refused)
+    assert len(list(taken)) == len(seconds) - made
 
 
 class Heads(nn.Module):
