@@ -40,7 +40,7 @@ def _ratio(model: str, row: Mapping[str, Cell], column: str) -> str:
     cell, aim = row.get(column), CASES[model].aims.get(column)
     aimed = f" ({aim:g})" if aim else ""
     if cell is None or "failed" in cell:
-        return ("" if cell is None else "failed") + aimed
+        return ("" if cell is None or CASES[model].labels else "failed") + aimed
     low, middle, high = cell["ratio"]
     return f"{middle:.2f}x [{low:.2f}, {high:.2f}]{'*' * (cell['load_average'][0] >= BUSY)}{aimed}"
 
