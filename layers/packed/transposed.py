@@ -15,17 +15,9 @@ from .weights import can_be_packed
 __all__ = ["TransposedLinear"]
 
 
-class _Transpose:
+def _laid_by_inputs(weight: Tensor) -> Tensor:
     """Lay the weight of a linear layer as [inputs, outputs]; return it as it is where that cannot be."""
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        return weight.t().contiguous() if weight.ndim == 2 and can_be_packed(weight) else weight
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Transpose)
-
-    def __hash__(self) -> int:
-        return hash(_Transpose)
+    return weight.t().contiguous() if weight.ndim == 2 and can_be_packed(weight) else weight
 
 
 class TransposedLinear(PackedLinear):
@@ -41,7 +33,7 @@ class TransposedLinear(PackedLinear):
 
     def __init__(self, activation: Activation = NO_ACTIVATION, joins: str = "add") -> None:
         super().__init__(activation, joins=joins)
-        self.transposed = derived(_Transpose(), 1)
+        self.transposed = derived(_laid_by_inputs, 1)
 
     def narrowed(self, *, takes: bool = False, gives: bool = False) -> PackedLinear:
         """Return it as it is, in float32."""

@@ -15,12 +15,13 @@ from ...passes.rewriting import Place
 from ...passes.sites import Refusal, Site
 from ...passes.timing import last_level_bytes
 from ...tracing.graphs import Region
-from ...tracing.program import Program, is_called
+from ...tracing.program import Program
 from ...tracing.values import qualified
 from .behind import Behind, behind
 from .checking import Check
 from .interleaved import times_interleaved
 from .layers import Layer, layer_at
+from .reading import graphs_in
 from .spellings import spelled_at
 from .timing import LEAST, PACKED, TRANSPOSED, Calls, Gains, Times
 from .views import readers_in
@@ -120,7 +121,7 @@ def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_Found]
     """Return the activations of each graph that are written out, and not computed with a layer that is packed."""
     found: dict[tuple[str, int], list[fx.Node]] = {}
     taken: set[str] = set()
-    for owner, number, graph in _graphs(program):
+    for owner, number, graph in graphs_in(program):
         if not isinstance(program.module(owner), Region):
             place = Place(program, owner)
             within = {node for each in graphs.get((owner, number), ()) for node in each.behind.inside}
@@ -173,17 +174,8 @@ def _detail(layers: Collection[str], other: Collection[str], speeds: Sequence[fl
     return f"{what}, {low:.3g}x{f' to {high:.3g}x' if high > low else ''} by themselves"
 
 
-def _graphs(program: Program) -> Iterator[tuple[str, int, fx.Graph]]:
-    """Yield owner, number and graph of all that run in evaluation."""
-    for owner, capture in program.captures.items():
-        module = program.module(owner)
-        for number, specialization in enumerate(capture.specializations):
-            if is_called(program, owner) and (specialization.runs_in_mode(module) or program.training):
-                yield owner, number, specialization.graph
-
-
 def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refusal]:
-    for owner, number, graph in _graphs(program):
+    for owner, number, graph in graphs_in(program):
         in_region = isinstance(program.module(owner), Region)
         for node in graph.nodes:
             layer = layer_at(program, owner, node)

@@ -1,8 +1,9 @@
-"""The tensors that a graph reads, and those that it derives from them."""
+"""The graphs that run in evaluation, the tensors that they read, and those that they derive from them."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,9 +11,19 @@ from torch import Tensor, fx
 
 from ...compat import own_tensor
 from ...operators import Derived
-from ...tracing.program import Program
+from ...tracing.program import Program, is_called
 
-__all__ = ["computed"]
+__all__ = ["computed", "graphs_in"]
+
+
+def graphs_in(program: Program) -> Iterator[tuple[str, int, fx.Graph]]:
+    """Yield owner, number and graph of all that run in evaluation; of a model in training, all that are called."""
+    for owner, capture in program.captures.items():
+        if is_called(program, owner):
+            module = program.module(owner)
+            for number, specialization in enumerate(capture.specializations):
+                if program.training or specialization.runs_in_mode(module):
+                    yield owner, number, specialization.graph
 
 
 def computed(program: Program, owner: str, read: str | fx.Node | None) -> Tensor | None:

@@ -17,11 +17,12 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
 from ...passes.verification import Tolerance, distance
 from ...tracing.graphs import Region
-from ...tracing.program import Program, is_called
+from ...tracing.program import Program
 from ...tracing.values import qualified, user_class
 from .checking import tolerated
 from .finding import IN_TRAINING
 from .layers import module_objection, shape_of
+from .reading import graphs_in
 from .timing import PACKED, Calls, Gains
 from .writing import seal_modules
 
@@ -111,14 +112,11 @@ def write_recurrent(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
 
 
 def _calls(program: Program) -> Iterator[_Found]:
-    for owner, capture in program.captures.items():
-        module = program.module(owner)
-        for number, specialization in enumerate(capture.specializations):
-            if is_called(program, owner) and (specialization.runs_in_mode(module) or program.training):
-                for node in specialization.graph.find_nodes(op="call_module"):
-                    found = _found(program, owner, number, node)
-                    if found is not None:
-                        yield found
+    for owner, number, graph in graphs_in(program):
+        for node in graph.find_nodes(op="call_module"):
+            found = _found(program, owner, number, node)
+            if found is not None:
+                yield found
 
 
 def _found(program: Program, owner: str, number: int, node: fx.Node) -> _Found | None:
