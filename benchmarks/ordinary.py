@@ -14,7 +14,8 @@ rounding (32 units in the last place; for bfloat16, half a unit of it). An error
 a column; in float64, gradients of exact passes must be those of eager. Memory is what the process holds beyond the
 model, and at most while preparing. Page faults make eager slower in some processes: glibc gives large blocks back to
 the system at each call until a process has freed a few of them. What fails, or takes too long, is a cell with its
-reason. The file is written after each cell: an interrupted run keeps what it has, and `--missing` goes on with the rest.
+reason. The file is written after each cell: an interrupted run keeps what it has, and `--missing` goes on with the
+rest.
 """
 
 from __future__ import annotations
