@@ -12,8 +12,10 @@ float64 (of a training step: of the gradients). Gradients behind a ReLU jump whe
 as well: training rows also say what eager's own gradients are off by, and how far they move where weights are off by
 rounding (32 units in the last place; for bfloat16, half a unit of it). An error of up to twice that is not held against
 a column; in float64, gradients of exact passes must be those of eager. Memory is what the process holds beyond the
-model, and at most while preparing. What fails, or takes too long, is a cell with its reason. The file is written after
-each cell: an interrupted run keeps what it has, and `--missing` goes on with the rest.
+model, and at most while preparing. Page faults make eager slower in some processes: glibc gives large blocks back to
+the system at each call until a process has freed a few of them. What fails, or takes too long, is a cell with its
+reason. The file is written after each cell: an interrupted run keeps what it has, and `--missing` goes on with the
+rest.
 """
 
 from __future__ import annotations
@@ -133,6 +135,7 @@ def line(model: str, threads: int, column: str, cell: Cell) -> str:
         f"prepared in {cell['preparation_s']:6.1f} s",
         f"error {cell['error']:.0e}{_beside(cell)}",
         f"{cell['held_bytes'] / 2**20:+6.0f} MiB",
+        "page faults {column} (eager {eager})".format(**cell["page_faults"]) if "page_faults" in cell else "",
         "in one thread: more stall" if cell.get("in_one_thread") else "",
         _said(cell["notes"]),
     )

@@ -1,6 +1,7 @@
 """One table of what is known of each operator; tracing and passes read it, other packages add to it."""
 
 from .arguments import CallArguments, normalized_arguments
+from .attention import scaled_dot_product_attention
 from .calls import (
     canonical_name,
     function_of,
@@ -47,5 +48,6 @@ __all__ = [
     "operator_of_module",
     "register_operator",
     "resolve",
+    "scaled_dot_product_attention",
     "why_unseen",
 ]

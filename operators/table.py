@@ -6,8 +6,10 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch.nn.functional as F
 from torch import nn
 
+from .attention import scaled_dot_product_attention
 from .info import Chance, OpInfo
 from .layout import laid_last
 
@@ -33,6 +35,7 @@ _FORMS: Mapping[str, Any] = {
     "gt": (operator.gt,),
     "ge": (operator.ge,),
     "laid_last": (laid_last,),
+    "scaled_dot_product_attention": (F.scaled_dot_product_attention, scaled_dot_product_attention),
 }
 _PYTHON = cast("Mapping[str, tuple[Callable[..., Any], ...]]", _FORMS)
 _MODULES: Mapping[str, tuple[type[nn.Module], ...]] = {

@@ -1,16 +1,19 @@
-"""Say what a benchmark ran on, for the head of its results, and what memory its process holds."""
+"""Say what a benchmark ran on, for the head of its results, what memory its process holds, and what it asks for."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
 import platform
+import resource
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["described", "forget_peak", "memory"]
+__all__ = ["described", "forget_peak", "memory", "page_faults"]
 
 
 def described() -> dict[str, Any]:
@@ -34,3 +37,13 @@ def forget_peak() -> None:
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def page_faults(call: Callable[[], object], calls: int = 5) -> int:
+    """Return how many pages a call asks the system for, at the median: those that the allocator gave back before."""
+    counts: list[int] = []
+    for _ in range(calls + 1):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        call()
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return round(statistics.median(counts[1:]))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from machine import forget_peak, memory
+from machine import forget_peak, memory, page_faults
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -76,6 +76,7 @@ def _timed(
         "eager_ms": _milliseconds(timings.seconds("eager")),
         "ratio": [round(value, 3) for value in (ratio.low, ratio.mid, ratio.high)],
         "rounds": len(timings.rounds),
+        "page_faults": {"eager": page_faults(own), "column": page_faults(call)},
         **({"in_one_thread": True} if timings.in_one_thread else {}),
     }
 

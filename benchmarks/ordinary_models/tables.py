@@ -17,8 +17,10 @@ Rows = Mapping[str, Mapping[str, Cell]]
 
 
 def tables(rows: Rows, columns: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of two tables, of ratios and of what preparing costs; aims stand in brackets, an asterisk marks
-    cells beside which other programs ran."""
+    """Yield the lines of two tables, of ratios with milliseconds and of what preparing costs.
+
+    Aims stand in brackets; an asterisk marks cells beside which other programs ran.
+    """
     others = [column for column in columns if column != "eager"]
     yield from _table(
         ["", *others], ([model, *(_ratio(model, row, each) for each in others)] for model, row in rows.items())
@@ -42,7 +44,8 @@ def _ratio(model: str, row: Mapping[str, Cell], column: str) -> str:
     if cell is None or "failed" in cell:
         return ("" if cell is None or CASES[model].labels else "failed") + aimed
     low, middle, high = cell["ratio"]
-    return f"{middle:.2f}x [{low:.2f}, {high:.2f}]{'*' * (cell['load_average'][0] >= BUSY)}{aimed}"
+    busy = "*" * (cell["load_average"][0] >= BUSY)
+    return f"{middle:.2f}x [{low:.2f}, {high:.2f}]{busy}{aimed}, {cell['ms']:.3g} ms"
 
 
 def _seconds(model: str, row: Mapping[str, Cell], column: str) -> str:

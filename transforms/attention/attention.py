@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -12,6 +12,7 @@ from torch import fx
 
 from ...cuda_ops import Kernel
 from ...errors import MatchFailure
+from ...operators import scaled_dot_product_attention
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit, Found, Held, Place
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
@@ -200,8 +201,16 @@ def attend(
     if rank == 3:  # the fast kernels take four dimensions
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     is_causal = q.size(-2) == k.size(-2) if causal else False
-    result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
+    operator = F.scaled_dot_product_attention if mask is not None else scaled_dot_product_attention
+    result = _called(operator, q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
     return result.squeeze(0) if rank == 3 else result
+
+
+def _called(function: Callable[..., Any], q: Any, *others: Any, **named: Any) -> Any:
+    """Call a function, or write a call of it where it is given proxies."""
+    if isinstance(q, fx.Proxy):
+        return q.tracer.create_proxy("call_function", function, (q, *others), named)
+    return function(q, *others, **named)
 
 
 _KERNEL = Kernel("attention", attend, ())

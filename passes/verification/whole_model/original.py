@@ -31,6 +31,7 @@ from ..tolerances import beside_neighbours, is_drowned, learn_response, within
 from ..translation import MapState, Objection, Quantities, Translation, is_gradient, quantities
 from ..trial import Kept, Run, Trial
 from ..verify import verify
+from .own_tensors import own_tensors
 from .steady import SteadyDraws
 
 __all__ = ["Original"]
@@ -194,6 +195,23 @@ class Original:
         """
         after = Stage(model)
         self._kept = {number: kept for number, kept in self._kept.items() if kept[0] is self._stage}
+        with own_tensors(after) if self._only_computes else nullcontext(Kept()) as kept:
+            self._kept[id(after)] = after, kept
+            return self._verdict(after, map_state, budget, only_runs=only_runs, keeps_form=keeps_form)
+
+    @property
+    def _only_computes(self) -> bool:
+        """Say whether the original takes no gradients, is in evaluation, and leaves all buffers as they are."""
+        training = self.model.training if self.training is None else self.training
+        if self.gradients or training:
+            return False
+        buffers = self._stage.buffers
+        runs = (sample.run.buffers for sample in self._samples)
+        return all(name in run and torch.equal(buffer, run[name]) for run in runs for name, buffer in buffers.items())
+
+    def _verdict(
+        self, after: Stage, map_state: MapState, budget: float | None, *, only_runs: bool, keeps_form: bool
+    ) -> Verdict:
         try:
             translation = Translation(self._as_reference(), after, map_state)
             translation.check_state()

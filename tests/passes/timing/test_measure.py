@@ -207,6 +207,15 @@ def test_three_rounds_of_long_calls_are_enough_where_they_leave_no_doubt(clock: 
     assert 1.0 < speed.low < 2.0 < speed.high < math.inf
 
 
+@pytest.mark.parametrize(("after", "rounds"), [(1.0, 3), (0.995, 3), (0.98, 6)])
+def test_three_rounds_of_long_calls_are_enough_where_nothing_is_worth_more(
+    clock: Clock, after: float, rounds: int
+) -> None:
+    candidates = {"before": clock.candidate(1.0), "bad": clock.candidate(1.2), "after": clock.candidate(after)}
+    assert len(time_candidates(candidates, limit=0.1, worth=1.01).rounds) == rounds
+    assert len(time_candidates(candidates, limit=0.1).rounds) == 6
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_is_no_clear_answer(clock: Clock, seed: int) -> None:
     clock.random.seed(seed)

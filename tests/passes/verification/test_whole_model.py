@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.operators import derived
 from fxopt.passes.verification import Original, demands, tolerances
 from fxopt.passes.verification.whole_model import original
 from fxopt.tracing.graphs import drop_specializations
@@ -191,3 +192,46 @@ def test_where_gradients_jump_float64_looks_at_a_few_rows_and_no_gradient_goes_a
     assert verdict.ok == (factor == 1.0), verdict.reason
     assert 3 in exact
     assert (16 in exact) == (factor != 1.0)
+
+
+DOUBLED: list[int] = []
+
+
+def doubled(weight: Tensor) -> Tensor:
+    DOUBLED.append(1)
+    return weight + weight
+
+
+class Deriving(nn.Module):
+    """Compute with a tensor that is kept as long as the weight is the same, and perhaps write to a buffer."""
+
+    def __init__(self, *, counts: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("calls", torch.zeros(()))
+        self.double, self.counts = derived(doubled, 1), counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.counts:
+            self.calls += 1
+        return x @ self.double(self.weight)
+
+
+def test_what_a_rewritten_model_derives_from_its_weights_is_not_made_again() -> None:
+    model, x = Deriving().eval(), torch.randn(2, 8)
+    with torch.no_grad():
+        model(x)
+    known = Original(Deriving().eval(), [Inputs(x)])
+    DOUBLED.clear()
+    assert known.verdict(model).ok
+    assert not DOUBLED
+
+
+@pytest.mark.parametrize("original_counts", [True, False])
+def test_buffers_that_a_comparison_writes_to_are_put_back(original_counts: bool) -> None:
+    model, x = Deriving(counts=True).eval(), torch.randn(2, 8)
+    known = Original(Deriving(counts=original_counts).eval(), [Inputs(x)])
+    assert known.verdict(model).ok is original_counts
+    assert model.calls == 0
+    assert known.model.calls == 0

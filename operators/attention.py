@@ -1,0 +1,51 @@
+"""Attention by torch's operator, right where there are few keys, too."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["scaled_dot_product_attention"]
+
+_FEW_KEYS = 16
+"""So many scores of a row are one vector of the widest kernel (AVX-512, float32)."""
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Return what torch's operator of this name gives, but NaN for a query that holds NaN, however few keys there are.
+
+    Without a mask torch's kernel for CPUs (`_mul_reduce_max_fusion_kernel` in FlashAttentionKernel.cpp, torch 2.13)
+    finds the largest score of what is left of a row behind whole vectors by `std::max`, which passes over NaN. A row
+    of fewer scores than a vector has then no largest one, counts as one that may attend to nothing, and gives zeros.
+    With a mask it keeps NaN. So few keys get a mask, which hides nothing or what comes later.
+
+    An exported program calls the operator alone: which keys are few is not known there.
+
+    Args:
+        query, key, value: [..., positions, features].
+        attn_mask, dropout_p, is_causal, scale: as torch's operator takes them.
+    """
+    if attn_mask is None and not _is_traced() and key.size(-2) < _FEW_KEYS and key.is_cpu:
+        attn_mask, is_causal = _nothing_hidden(query, key, is_causal), False
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_exporting() or cast("Any", torch.jit).is_tracing()
+
+
+def _nothing_hidden(query: Tensor, key: Tensor, is_causal: Any) -> Tensor:
+    if not is_causal:
+        return query.new_zeros((1, 1))
+    return query.new_full((query.size(-2), key.size(-2)), -torch.inf).triu(1)

@@ -1,0 +1,60 @@
+"""Attention by torch's operator: the same but for NaN, which few keys do not hide."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fxopt.operators import scaled_dot_product_attention
+
+KEYS = (1, 5, 15, 16, 40)
+
+
+def given(keys: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(keys)
+    return [torch.randn(2, 3, keys, 4, dtype=dtype, generator=generator).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("keys", KEYS)
+def test_results_and_gradients_are_those_of_the_operator(keys: int, is_causal: bool):
+    x = given(keys)
+    found = scaled_dot_product_attention(*x, is_causal=is_causal, scale=0.3)
+    expected = F.scaled_dot_product_attention(*x, is_causal=is_causal, scale=0.3)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn_like(expected)
+    gradients = (torch.autograd.grad(each, x, upstream) for each in (found, expected))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("keys", KEYS)
+def test_a_query_that_holds_nan_gives_nan(keys: int, is_causal: bool):
+    query, key, value = (each.detach().float() for each in given(keys))
+    query[1, 2, keys // 2, 0] = torch.nan
+    found = scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+    rows = found.isnan().any(-1)
+    assert found[1, 2, keys // 2].isnan().all()
+    assert rows.sum() == 1
+
+
+class Attends(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+def test_programs_of_any_length_are_exported_and_compiled():
+    model, x = Attends(), torch.randn(1, 2, 40, 4)
+    program = torch.export.export(model, (x,), dynamic_shapes=({2: torch.export.Dim("length")},)).module()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.trace(model, (x,))
+    for length in (40, 5):
+        x = torch.randn(1, 2, length, 4)
+        for other in (program, compiled, scripted):
+            torch.testing.assert_close(other(x), model(x))
