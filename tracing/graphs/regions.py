@@ -70,6 +70,11 @@ class WrappedRegion(Region):
         """Run the region's graph, whatever its forward is now, under the context."""
         return self.context.run(super().__call__, args)
 
+    @property
+    def changes_results(self) -> bool:
+        """Say whether something else comes out where the context is not opened; a context may say that it does not."""
+        return bool(getattr(self.context, "changes_results", True))
+
     def extra_repr(self) -> str:
         """Name the context."""
         return str(self.context)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,10 @@ class Recomputation:
     Attributes:
         selective: keep matrix products and convolutions, and compute the rest again.
         counting: the region has running statistics.
+        changes_results: where the region is left out, the same is computed in more memory.
     """
 
+    changes_results: ClassVar[bool] = False
     selective: bool = False
     counting: bool = False
 

@@ -87,6 +87,28 @@ def test_training_goes_on_where_a_guard_fails_in_a_fused_model():
     assert len(capture_of(fast).specializations) == 1
 
 
+class Labelled(nn.Module):
+    """Give logits, and with labels the loss, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 3)) for _ in range(6))
+
+    def forward(self, x, labels=None):
+        logits = torch.stack([head(x) for head in self.heads]).mean(0)
+        return logits if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
+
+
+def test_a_model_whose_training_is_checkpointed_too_is_evaluated_without_labels():
+    plain, x, labels = Labelled().train(), torch.randn(8, 64), torch.arange(8) % 3
+    example = fxopt.Inputs(x, labels=labels)
+    fast = fxopt.optimize(plain, ["fuse_ensembles", "checkpoint"], example_inputs=example, measure=False)
+    applied = {(each.pass_name, each.label) for each in fxopt.plan(fast).decisions if each.status == "applied"}
+    assert applied == {("fuse_ensembles", "heads"), ("checkpoint", "(root)")}
+    for training in (False, True):
+        torch.testing.assert_close(fast.train(training)(x), plain.train(training)(x))
+
+
 class Small(nn.Module):
     def __init__(self):
         super().__init__()
