@@ -85,15 +85,24 @@ def _layout(operands: Mapping[str, fx.Node]) -> tuple[fx.Graph, tuple[TensorMeta
     """Return a graph that makes operands of what they are views of."""
     nodes, starts = set[fx.Node](), dict[fx.Node, None]()
     for name, node in operands.items():
-        while name not in _MASKS and _is_view(node):
-            nodes.add(node)
-            (node,) = _tensors(node)
-        starts[node] = None
+        *views, start = [node] if name in _MASKS else _views(node)
+        nodes.update(views)
+        starts[start] = None
     graph = fx.Graph()
     known: dict[fx.Node, Any] = {node: graph.placeholder(f"source_{number}") for number, node in enumerate(starts)}
     _copy(nodes, known, graph)
     graph.output(tuple(known[node] for node in operands.values()))
     return graph, tuple(node.meta["val"] for node in starts)
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """Return a node and what it is a view of, one of the other, up to a tensor that is computed."""
+    chain = [node]
+    while _is_view(chain[-1]):
+        chain += _tensors(chain[-1])
+    while not isinstance(chain[-1].meta["val"], TensorMeta):  # one of several results
+        chain.pop()
+    return chain
 
 
 def _is_view(node: fx.Node) -> bool:
