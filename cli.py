@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .errors import FxoptError, UnverifiedWarning
+from .known_passes import PRESETS, entry_points, listing, own_summaries
 from .prechecks import (
     check_cold,
     check_name,
@@ -317,9 +318,12 @@ def passes(
     Example: fxopt passes fuse_ensembles
     """
     name = check_name(name)
-    from .reporting.catalogue import catalogue, catalogue_json
+    if as_json or name not in (None, *PRESETS) or entry_points():
+        from .reporting.catalogue import catalogue, catalogue_json
 
-    _show(catalogue_json(name) if as_json else catalogue(name), as_json)
+        _show(catalogue_json(name) if as_json else catalogue(name), as_json)
+    else:
+        _show(listing(name, own_summaries()))
 
 
 @app.command()

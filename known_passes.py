@@ -1,11 +1,11 @@
-"""The names of all passes, found without importing any of them, nor torch: the command line checks them first."""
+"""The names of all passes, and what each does, found without importing any of them, nor torch: for the command line."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -21,8 +21,10 @@ __all__ = [
     "check_names",
     "class_name",
     "entry_points",
+    "listing",
     "members_of",
     "own_names",
+    "own_summaries",
     "pass_names",
 ]
 
@@ -108,6 +110,52 @@ def _names_in(paths: tuple[str, ...]) -> tuple[str, ...]:
     found = sorted({**files, **doors}.items())
     fits = (name for name, (path, sign) in found if sign.format(class_name(name)) in path.read_text(encoding="utf-8"))
     return tuple(fits)
+
+
+def own_summaries() -> dict[str, str]:
+    """Return what each transform does in a line, by reading, not importing, them."""
+    folders = [Path(path) for path in importlib.import_module(TRANSFORMS).__path__]
+    return {name: next(_summaries(folders, name), "") for name in own_names()}
+
+
+def _summaries(folders: Iterable[Path], name: str) -> Iterator[str]:
+    first_line = re.compile(rf'\nclass {class_name(name)}\([^)]*\):\n    """([^\n"]*)')
+    for folder in folders:
+        for path in (folder / f"{name}.py", *sorted((folder / name).glob("*.py"))):
+            found = first_line.search(path.read_text(encoding="utf-8")) if path.exists() else None
+            if found is not None:
+                yield found[1]
+
+
+def listing(preset: str | None, summaries: Mapping[str, str]) -> str:
+    """List the passes and presets in a line each, or the passes of a preset and what its options choose among."""
+    if preset is None:
+        return _lines("passes", summaries, PRESETS)
+    members = {member: summaries[member.partition("{")[0]] for member in PRESETS[preset]}
+    return _lines(preset, members, {}) + "".join(_choices(preset))
+
+
+def _lines(title: str, summaries: Mapping[str, str], presets: Mapping[str, Iterable[str]]) -> str:
+    width = max(map(len, [*summaries, *presets])) + 2
+    lines = [title, *(f"  {name:<{width}}{summary}" for name, summary in summaries.items())]
+    if presets:
+        lines += ["presets", *(f"  {name:<{width}}{','.join(of)}{_values(name)}" for name, of in presets.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _values(preset: str) -> str:
+    """Return the options that a preset takes, with their values."""
+    options = PRESET_OPTIONS.get(preset, {}).items()
+    return "".join(f"  ({option}={', '.join(values)})" for option, values in options)
+
+
+def _choices(preset: str) -> Iterator[str]:
+    """Yield the options of a preset, with what each value puts in the place of passes."""
+    for option, values in PRESET_OPTIONS.get(preset, {}).items():
+        yield f"{option}={next(iter(values))}\n"
+        for value, instead in values.items():
+            changed = [f"{','.join(passes)} in the place of {member}" for member, passes in instead.items()]
+            yield f"  {value:<10}{'; '.join(changed) or 'as above'}\n"
 
 
 def members_of(preset: str, options: Mapping[str, str]) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ TABLE: tuple[OpInfo, ...] = (
         has_dimensions=True,
     ),
     *_batched("glu", fresh=True, has_dimensions=True),
-    *_batched("interpolate pad", has_dimensions=True),
+    *_batched("interpolate pad", keeps_rank=True, has_dimensions=True),
     *_batched("local_response_norm pixel_shuffle pixel_unshuffle upsample"),
     *_rows("identity"),
     # -- along dimensions ------------------------------------------------------------------------------------------

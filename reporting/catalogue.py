@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..known_passes import PRESET_OPTIONS, PRESETS
+from ..known_passes import PRESET_OPTIONS, PRESETS, listing
 from ..passes.pipeline import PassInfo, available, find_pass
 
 __all__ = ["catalogue", "catalogue_json"]
@@ -20,34 +19,9 @@ def catalogue(name: str | None = None) -> str:
     Raises:
         UsageError: there is none.
     """
-    if name is not None and name in PRESETS:
-        members = {member: dataclasses.replace(_info(member), name=member) for member in PRESETS[name]}
-        return _lines(name, members, {}) + "".join(_choices(name))
-    return _page(name) if name is not None else _lines("passes", available(), PRESETS)
-
-
-def _lines(title: str, infos: Mapping[str, PassInfo], presets: Mapping[str, Sequence[str]]) -> str:
-    width = max(map(len, [*infos, *presets])) + 2
-    lines = [title, *_indented([f"{info.name:<{width}}{info.problem or info.summary}" for info in infos.values()])]
-    if presets:
-        named = [f"{preset:<{width}}{','.join(members)}{_options(preset)}" for preset, members in presets.items()]
-        lines += ["presets", *_indented(named)]
-    return "\n".join(lines) + "\n"
-
-
-def _options(preset: str) -> str:
-    """Return the options that a preset takes, with their values."""
-    options = PRESET_OPTIONS.get(preset, {}).items()
-    return "".join(f"  ({option}={', '.join(values)})" for option, values in options)
-
-
-def _choices(preset: str) -> Iterator[str]:
-    """Yield the options of a preset, with what each value puts in the place of passes."""
-    for option, values in PRESET_OPTIONS.get(preset, {}).items():
-        yield f"{option}={next(iter(values))}\n"
-        for value, instead in values.items():
-            changed = [f"{','.join(passes)} in the place of {member}" for member, passes in instead.items()]
-            yield f"  {value:<10}{'; '.join(changed) or 'as above'}\n"
+    if name is None or name in PRESETS:
+        return listing(name, {info.name: info.problem or info.summary for info in available().values()})
+    return _page(name)
 
 
 def catalogue_json(name: str | None = None) -> dict[str, Any]:

@@ -27,6 +27,7 @@ _NEXT = {
     "verify=False": "leave verify out, so that each rewrite is compared with the original",
 }
 _TO_SMALL_NUMBERS = ("quantize",)
+_BFLOAT16 = "dtype=bfloat16"
 _NEAR = 0.005
 """A share that is missed by no more is met."""
 _HOLDS_FOR = {
@@ -43,6 +44,7 @@ def notes(record: Record, model: nn.Module) -> list[str]:
     sizes = _bytes(record, model), _left_for_speed(record)
     said = (
         unverified(record),
+        _in_bfloat16(record),
         *_costs(record),
         *sizes,
         *_holds_for(record),
@@ -64,6 +66,22 @@ def unverified(record: Record) -> str:
             said = "a rewrite was" if count == 1 else f"{count} rewrites were"
             return f"{said} not verified ({reason}): {advice}"
     return ""
+
+
+def _in_bfloat16(record: Record) -> str:
+    """Say that nothing is computed in bfloat16 where that was asked for, and why; with int8 asked for, too, of both."""
+    steps = {step: text for step, text in enumerate(record.plan.pipeline) if _to_less(text)}
+    tried = [d for d in record.plan.decisions if d.step in steps]
+    if not any(_BFLOAT16 in text for text in steps.values()) or any(d.status == "applied" for d in tried):
+        return ""
+    quantized = "" if all(_BFLOAT16 in text for text in steps.values()) else "is quantized, and nothing "
+    why = tried[0].reason if tried else "no layer was found that can be"
+    more = f" ({tried[0].label}, the first of {len(tried)})" if len(tried) > 1 else ""
+    return f"nothing {quantized}is computed in bfloat16: {why}{more}"
+
+
+def _to_less(text: str) -> bool:
+    return _BFLOAT16 in text or text.partition("{")[0] in _TO_SMALL_NUMBERS
 
 
 def _holds_for(record: Record) -> Iterator[str]:

@@ -76,13 +76,20 @@ def in_new_process(*arguments: str, **options: Any) -> subprocess.CompletedProce
     )
 
 
-def test_help_and_version_need_no_torch(zoo: Path):
+def test_help_version_and_lists_of_passes_need_no_torch(zoo: Path):
     code = (
         "import sys; from fxopt.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "finally: print('torch' in sys.modules, 'networkx' in sys.modules)"
     )
-    for arguments in (["--help"], ["optimize", "--help"], ["--version"], ["no-such-command"]):
+    for arguments in (
+        ["--help"],
+        ["optimize", "--help"],
+        ["--version"],
+        ["no-such-command"],
+        ["passes"],
+        ["passes", "inference"],
+    ):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
         assert done.stdout.splitlines()[-1] == "False False"
 

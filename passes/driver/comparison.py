@@ -32,6 +32,9 @@ _COMPARED_SMALLER_FROM = 10e-3
 """Where the forward of the model takes more seconds, exact rewrites of the whole are asked for the same bits on the
 recorded call, and in float64 on a smaller one, as rewrites are that are verified on the whole model together."""
 
+_LEAST = 1.01
+"""What seems to gain less in three long rounds is not timed further."""
+
 _COARSE = 1e-3
 """Where a pass may err by so much, float32 is exact enough to compare with; float64 takes many times as long."""
 
@@ -179,7 +182,12 @@ class Comparison:
         every = {"before": self.before, **runners}
         known = {name: runner for name, runner in every.items() if runner is not None}
         with self._running(timing=True):
-            return timing.time_candidates(known, limit=self._limit, cold=self._program.measuring.is_cold)
+            return timing.time_candidates(
+                known,
+                limit=self._limit,
+                cold=self._program.measuring.is_cold,
+                worth=0.0 if self.group.required else _LEAST,
+            )
 
     def judged(self, timings: timing.Timings, best: str, names: Iterable[str]) -> tuple[dict[str, Any], str]:
         """Return the figures of the best candidate of some, and why it does not pay, or ""."""

@@ -75,6 +75,7 @@ class _Effort(NamedTuple):
     fewest: int
     limit: float
     clear: float
+    worth: float
 
 
 def time_candidates(
@@ -86,6 +87,7 @@ def time_candidates(
     fewest: int = SURE_ROUNDS,
     cold: bool = False,
     clear: float = CLEARLY_SLOWER,
+    worth: float = 0.0,
 ) -> Timings:
     """Time candidates side by side until the answer is clear, or the time is up.
 
@@ -104,6 +106,7 @@ def time_candidates(
         fewest: how many that are; of less than six the interval assumes a distribution.
         cold: empty the caches before each call, as other work between two calls does.
         clear: by what factor one must be the fastest for three to five long rounds to leave no doubt.
+        worth: three long rounds must do where none is, by its median, so many times as fast as the first.
     """
     evict = Eviction(_gpus_of(candidates.values())) if cold else None
     with ExitStack() as stack:
@@ -111,7 +114,7 @@ def time_candidates(
             if isinstance(candidate, Runner):
                 stack.enter_context(candidate.leaving_no_trace())
         stack.enter_context(collection_paused())
-        effort, may_stall = _Effort(seconds, least_rounds, fewest, limit, clear), torch.get_num_threads() > 1
+        effort, may_stall = _Effort(seconds, least_rounds, fewest, limit, clear, worth), torch.get_num_threads() > 1
         timings = _raced(candidates, effort, evict, may_stall=may_stall)
         if timings is None:
             stack.enter_context(one_thread())
@@ -145,6 +148,8 @@ def _raced(
         if len(timings.rounds) >= effort.fewest and time.thread_time() > end:
             break
         is_long = sum(timings.rounds[-1].values()) > _LONG_ROUND_SECONDS
+        if is_long and _is_futile(timings, first, racing, effort.worth):
+            break
         if len(timings.rounds) < (min(effort.least_rounds, SURE_ROUNDS) if is_long else effort.least_rounds):
             continue
         racing = timings.survivors(racing)
@@ -178,6 +183,12 @@ def _is_settled(timings: Timings, racing: Sequence[str], samplings: Mapping[str,
     """Say whether the first rounds leave no doubt, of calls that are long enough for one sample to tell something."""
     is_short = any(samplings[name].least < _SETTLING_SECONDS for name in racing)
     return len(timings.rounds) >= FEWEST_ROUNDS and not is_short and timings.is_settled(racing, clear)
+
+
+def _is_futile(timings: Timings, first: str, racing: Sequence[str], worth: float) -> bool:
+    """Say whether nothing seems to be worth more samples, being hardly faster than the first candidate."""
+    best = timings.quickest(racing)
+    return len(timings.rounds) >= FEWEST_ROUNDS and timings.ratio(first, best).mid < worth
 
 
 class _Stopwatch:

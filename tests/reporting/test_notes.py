@@ -159,3 +159,13 @@ def test_what_fewer_units_take_is_said_too():
         model, "prune{method=structured,amount=0.5}", example_inputs=torch.randn(4, 64), measure=False
     )
     assert "parameters and buffers take 16.4 KiB, 32.5 KiB before (50%)" in fxopt.report(fast).notes
+
+
+def test_the_report_says_where_nothing_is_computed_in_bfloat16() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval(), torch.randn(2, 8)
+    (note,) = fxopt.report(fxopt.optimize(model, "pack{dtype=bfloat16,budget=1e-9}", example_inputs=x)).notes
+    assert note.startswith("nothing is computed in bfloat16: ") and note.endswith("(0, the first of 2)")
+    none = fxopt.optimize(nn.Sequential(nn.ReLU()).eval(), "pack{dtype=bfloat16}", example_inputs=x)
+    assert fxopt.report(none).notes == ("nothing is computed in bfloat16: no layer was found that can be",)
+    some = fxopt.optimize(model, "pack{dtype=bfloat16}", example_inputs=x, measure=False)
+    assert "bfloat16" not in " ".join(fxopt.report(some).notes)

@@ -13,7 +13,16 @@ from ...compat import has_lazy_parameters, submodule
 from ...errors import InputError, ModeError, UsageError
 from ..graphs import Capture, capture_of, install, required_capture, uninstall
 from ..recording import ModelState, Recording, disagreeing, expectations, in_phase, record, restoring
-from ..values import Inputs, ModelNames, is_container, is_leaf, is_meta, map_tensors, normalize_inputs
+from ..values import (
+    Inputs,
+    ModelNames,
+    is_container,
+    is_leaf,
+    is_meta,
+    map_tensors,
+    normalize_inputs,
+    runs_as_sequential,
+)
 from .capturing import Captures, Opaque, capture_modules
 from .inactive_modules import inactive_inside_type_checkers
 
@@ -80,7 +89,9 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
 
 def _record_other_mode(model: nn.Module, names: ModelNames, inputs: tuple[Inputs, ...], recording: Recording) -> None:
     """Record the modules that are called in the other mode only, where the model runs in that mode at all."""
-    uncalled = [m for m in names.distinct if m not in recording.calls and not (is_leaf(m) or is_container(m))]
+    # A sequence whose children others call has no code of its own.
+    idle = (m for m in names.distinct if m not in recording.calls and not (is_leaf(m) or is_container(m)))
+    uncalled = [m for m in idle if not (runs_as_sequential(m) and all(c in recording.calls for c in m.children()))]
     if uncalled:
         with in_phase(model, not model.training), contextlib.suppress(InputError, ModeError):
             recording.calls.update(record(model, inputs, uncalled, exact=False).calls)

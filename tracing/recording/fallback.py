@@ -33,6 +33,7 @@ __all__ = ["Fallback", "fallback_of", "hold", "misses_in", "release"]
 _ADD = "Add this call to example_inputs, or record it with fxopt.recording"
 _ADD_INNER = "Add a call of the model that leads to this one to example_inputs, or record it with fxopt.recording"
 _AGAIN = "Set it before fxopt.optimize or fxopt.capture"
+_MEANS = "The result is right, without what was gained; fxopt.report lists all modules that do so"
 _OF_MODULE = re.compile(r"(not |'\w+' not in )?(\w+\()*self\b|not _has_any_global_hook")
 """How conditions begin that ask for nothing that is given in a call."""
 _DROPPED = "most calls had tensor data that the graph does not fit, so it was dropped"
@@ -40,13 +41,15 @@ _DROPPED = "most calls had tensor data that the graph does not fit, so it was dr
 
 @dataclass
 class Fallback:
-    """Count what happened to one module since the model was handed over, and warn of it once for each guard.
+    """Count what happened to one module since the model was handed over, and warn of it.
 
     Attributes:
         name: the module's qualified name.
+        warned: the guards that a warning told of; the modules of a model share them, for one call misses in many.
     """
 
     name: str
+    warned: set[str]
 
     # Most modules never need any of these: they are made on first use.
 
@@ -73,7 +76,7 @@ class Fallback:
     def note(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str, tally: Tally | None
     ) -> None:
-        """Count a call, and warn of the first; a graph goes whose check of data mostly misses.
+        """Count a call, and warn of the model's first for that reason; a graph goes whose check of data mostly misses.
 
         No warning tells of a mode that no graph is for, such as training after norms were folded: no call to add.
         """
@@ -81,13 +84,16 @@ class Fallback:
         if tally is not None and tally.is_hopeless():
             self.notes[reason] = _DROPPED
             drop_specializations(module, lambda specialization: _checks(specialization, reason), _DROPPED)
-        elif tally is None and self.misses[reason] == 1:
+        elif tally is None and reason not in self.warned:
             graphs = required_capture(module).specializations
             if graphs and not any(graph.runs_in_mode(module) for graph in graphs):
                 return
+            self.warned.add(reason)
             settles = graphs and not _OF_MODULE.match(reason)  # what a module holds comes with no call
             advice = f"{_ADD_INNER if self.name else _ADD}: {_described(args, kwargs)}" if settles else _AGAIN
-            warnings.warn(f"{self._which(module)} used its original forward: {reason}. {advice}", GuardWarning, 7)
+            why = f"its graphs are for calls in which {reason}" if graphs else reason
+            told = f"{self._which(module)} used its original forward: {why}. {_MEANS}. {advice}"
+            warnings.warn(told, GuardWarning, 7)
 
     def during_call(self) -> AbstractContextManager[None]:
         """Let the members of an ensemble share the slices of their stacked tensors."""
@@ -148,9 +154,10 @@ def release(names: ModelNames) -> None:
     Args:
         names: of the model, captured, and rewritten as far as it will be.
     """
+    warned: set[str] = set()
     for name, module in names.modules.items():
         if capture_of(module) is not None and names.name(module) == name:
-            module.__dict__[HANDLER] = Fallback(name)
+            module.__dict__[HANDLER] = Fallback(name, warned)
 
 
 def hold(model: nn.Module) -> None:

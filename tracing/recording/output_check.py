@@ -11,9 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...compat import has_hooks
 from ...errors import ModeError
 from ..graphs import Capture, install, uninstall
-from ..values import Inputs, copied, is_leaf, objects_in, tensors_in, tensors_within
+from ..values import (
+    Inputs,
+    copied,
+    is_container,
+    is_leaf,
+    objects_in,
+    runs_as_sequential,
+    tensors_in,
+    tensors_within,
+)
 from .preserve import ModelState, in_phase, restoring
 from .record import Recording, copy_inputs
 
@@ -62,7 +72,10 @@ def expectations(
         for given, output in pairs
     ]
     distinct = {id(capture): (name, capture) for name, capture in captured.items()}  # equal modules share theirs
-    if any(_depends_on_mode(model.get_submodule(name).get_submodule, capture) for name, capture in distinct.values()):
+    known = {model.get_submodule(name): capture for name, capture in captured.items()}
+    if any(
+        _depends_on_mode(model.get_submodule(name).get_submodule, capture, known) for name, capture in distinct.values()
+    ):
         with (
             contextlib.suppress(ModeError),  # it was rewritten for evaluation, and is in no other mode
             restoring(state),
@@ -117,12 +130,13 @@ def disagreeing(
     return guilty
 
 
-def _depends_on_mode(find: Callable[[str], nn.Module], capture: Capture) -> bool:
-    """Tell whether a graph has other code for the other mode, or takes apart what a child of the user's gave.
+def _depends_on_mode(find: Callable[[str], nn.Module], capture: Capture, known: Mapping[nn.Module, Capture]) -> bool:
+    """Tell whether a graph has other code for the other mode, or takes apart what a child may give in another form.
 
     Args:
         find: returns a child of the module by its name.
         capture: of the module; its regions are not made yet.
+        known: the captures of all modules that have one.
     """
     if len(capture.specializations) != 1:
         return bool(capture.specializations)
@@ -130,13 +144,29 @@ def _depends_on_mode(find: Callable[[str], nn.Module], capture: Capture) -> bool
         plan = capture.regions.get(str(node.target))
         if plan is not None:
             children = plan.children
-            if _depends_on_mode(lambda name, children=children: find(children[name]), plan.capture):
+            if _depends_on_mode(lambda name, children=children: find(children[name]), plan.capture, known):
                 return True
             continue
         takes_apart = any(user.target is getattr or (user.target is not len and _is_item(user)) for user in node.users)
-        if takes_apart and not is_leaf(find(str(node.target))):
+        if takes_apart and not _keeps_its_form(find(str(node.target)), known):
             return True
     return False
+
+
+def _keeps_its_form(module: nn.Module, known: Mapping[nn.Module, Capture]) -> bool:
+    """Say whether a module's result has one form in both modes: no code asks for the mode, all is captured."""
+    if has_hooks(module):
+        return False
+    if is_leaf(module):
+        return True
+    capture = known.get(module)
+    if capture is None:
+        has_code = not (is_container(module) or runs_as_sequential(module))
+    else:
+        has_code = len(capture.specializations) != 1 or any(
+            guard.asks_for_training for guard in capture.specializations[0].guards
+        )
+    return not has_code and all(_keeps_its_form(child, known) for child in module.children())
 
 
 def _is_item(node: torch.fx.Node) -> bool:

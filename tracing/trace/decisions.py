@@ -276,7 +276,7 @@ class Decisions:
         if any(user.target is require and user.args[1] == value for user in node.users):
             return
         asks = f"the control flow at {place}" if given else f"{condition_of()} (at {place})"
-        reason = f"{node.name} was {value!r} at capture, and {asks} needs it"
+        reason = f"{asks} finds {value!r}"
         graph = self._tracer.graph
         with graph.inserting_after(node):
             check = graph.call_function(require, (node, self._tracer.constant(value), reason, True))

@@ -2,25 +2,57 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import fx, nn
 
 from ...errors import GuardError
+from ...operators import info_of, operator_info, operator_of_module
+from ...passes.rewriting import Edit
+from ...tracing.values import user_class
+from .find import source_of
 
-__all__ = ["expect_dimensions"]
+__all__ = ["expect_dimensions", "write_check"]
+
+_KEEPS_DIMENSIONS = (nn.Identity, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+"""Beside what the table of operators knows."""
 
 
-def expect_dimensions(x: Tensor, count: int) -> None:
+def expect_dimensions(found: int, count: int) -> None:
     """Make sure that a batch norm that was folded would have normed the dimension that it was folded for.
 
     Args:
-        x: what comes in, any shape.
-        count: how many dimensions it must have.
+        found: how many dimensions an input has.
+        count: how many it must have.
 
     Raises:
         GuardError: if it has more or fewer.
     """
-    if x.dim() != count:
+    if found != count:
+        unbatched = found == count - 1 > 2
+        advice = "add that of the batch" if unbatched else "give fxopt.optimize example_inputs with as many"
         raise GuardError(
-            f"a batch norm was folded for inputs of {count} dimensions, but this input has {x.dim()}; give "
-            "fxopt.optimize example_inputs with as many"
+            f"a batch norm was folded for inputs of {count} dimensions, but this input has {found}; {advice}"
         )
+
+
+def write_check(node: fx.Node, count: int, edit: Edit, *, before: fx.Node | None = None) -> None:
+    """Let the graph check a tensor's number of dimensions, once, on what it comes from.
+
+    Members of an ensemble then check the input that they share, and nothing in between.
+    """
+    while (source := _with_as_many(node, edit)) is not None:
+        node = source
+    checks = (user for asked in node.users for user in asked.users if user.target is expect_dimensions)
+    if not any(check.args[1] == count for check in checks):
+        # Asked for by an operator of torch, which other passes know not to read the data.
+        edit.call(expect_dimensions, edit.call(".dim", node, before=before), count, before=before)
+
+
+def _with_as_many(node: fx.Node, edit: Edit) -> fx.Node | None:
+    """Return what a tensor is computed of, if that is bound to have as many dimensions."""
+    if node.op == "call_module":
+        kind = user_class(type(edit.program.callee(edit.site.owner, node)))
+        info, known = operator_info(operator_of_module(kind)), kind in _KEEPS_DIMENSIONS
+    else:
+        info, known = info_of(node), False
+    alone = len(node.all_input_nodes) == 1 and (info.elementwise or known)
+    return source_of(node) if alone or info.keeps_rank else None

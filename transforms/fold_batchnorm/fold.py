@@ -13,27 +13,20 @@ from ...compat import padding_around
 from ...errors import MatchFailure
 from ...layers.masked import gone_attribute, gone_of
 from ...layers.members import seal, written_out
-from ...operators import info_of, operator_info, operator_of_module
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
-from ...tracing.values import user_class
 from .arithmetic import Fold, Folds
 from .checking import fault
-from .dimensions import expect_dimensions
+from .dimensions import write_check
 from .find import Call, Pair, pairs_in, source_of
-from .obstacles import dimensions_wanted, has_own_forward, obstacles
+from .obstacles import has_own_forward, obstacles
 from .own_forward import tail_of
 from .parts import Layer, Norm, layer_at, norm_at, tensor_at
 from .unfolded import unfolded
 
 __all__ = ["FoldBatchnorm"]
-
-_KEEPS_DIMENSIONS = (
-    nn.Linear, nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.LayerNorm, nn.Dropout, nn.Dropout1d, nn.AlphaDropout,
-    nn.Identity,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -162,7 +155,8 @@ def _fold(node: fx.Node, calls: Sequence[Call], edit: Edit) -> None:
     if layer is None or x is None:
         raise MatchFailure(f"'{node.name}' is no call of a layer any more")
     norms = [_norm(call, edit) for call in calls]
-    _check_dimensions(x, layer, norms, edit, before=not behind[0])
+    # With fewer dimensions (an image without a batch) or more, the norm refuses, or norms another dimension.
+    write_check(x, layer.rank + 2, edit)
     weight, bias = _derived(layer, norms, behind, edit)
     # What the norm reads may be written to between the norm and the layer behind it.
     folded = _call(layer, x, weight, bias, place, edit)
@@ -172,14 +166,6 @@ def _fold(node: fx.Node, calls: Sequence[Call], edit: Edit) -> None:
         edit.replace(calls[0].norm, x)
     if behind[-1]:
         edit.replace(calls[-1].norm, _behind(norms[-1].module, calls[-1], folded, layer.rank, edit))
-
-
-def _check_dimensions(x: fx.Node, layer: Layer, norms: Sequence[Norm], edit: Edit, *, before: bool) -> None:
-    wanted = [dimensions_wanted(layer, norm) for norm in norms]
-    if before:  # the norm refuses other inputs, and convolutions take images without a batch, too
-        wanted.append(layer.rank + 2)
-    for count in {each for each in wanted if each is not None}:
-        _expect_dimensions(_source_of_dimensions(x, edit.program, edit.site.owner), count, edit)
 
 
 def _derived(layer: Layer, norms: Sequence[Norm], behind: Sequence[bool], edit: Edit) -> Sequence[fx.Node]:
@@ -209,8 +195,7 @@ def _behind(norm: nn.BatchNorm1d | None, call: Call, folded: fx.Node, rank: int,
     if isinstance(tail, str):
         raise MatchFailure(tail)
     # Unlike that of torch, a forward of the user's may take an input without a batch, and norm another dimension.
-    wanted = tail.dimensions or rank + 2
-    _expect_dimensions(_source_of_dimensions(folded, edit.program, edit.site.owner), wanted, edit)
+    write_check(folded, tail.dimensions or rank + 2, edit)
     written: dict[fx.Node, Any] = {tail.start: folded, **dict.fromkeys(tail.flags, False)}
     for node in tail.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), written.__getitem__)
@@ -254,26 +239,3 @@ def _seal(call: Call, edit: Edit) -> None:
     for path, names in written_out(edit.owner, modules).items():
         module = edit.owner.get_submodule(path)
         edit.on_undo(seal(module, names), module)
-
-
-def _expect_dimensions(node: fx.Node, count: int, edit: Edit) -> None:
-    """Let the graph check a tensor's number of dimensions, once."""
-    if not any(user.target is expect_dimensions and user.args[1] == count for user in node.users):
-        edit.call(expect_dimensions, node, count)
-
-
-def _source_of_dimensions(node: fx.Node, program: Program, owner: str) -> fx.Node:
-    """Return the first of the nodes up to `node` that is bound to have as many dimensions.
-
-    Members of an ensemble then check the input that they share, and nothing in between.
-    """
-
-    def keeps_dimensions(node: fx.Node) -> bool:
-        if node.op != "call_module":
-            return info_of(node).elementwise
-        kind = user_class(type(program.callee(owner, node)))
-        return kind in _KEEPS_DIMENSIONS or operator_info(operator_of_module(kind)).elementwise
-
-    while len(node.all_input_nodes) == 1 and keeps_dimensions(node):
-        node = node.all_input_nodes[0]
-    return node

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, fx, nn
 
@@ -17,12 +17,9 @@ from .find import Pair, evaluated
 from .own_forward import tail_of
 from .parts import LAYERS, NORMS, Layer, Norm, tensor_at
 
-__all__ = ["dimensions_of", "dimensions_wanted", "has_own_forward", "obstacles"]
+__all__ = ["has_own_forward", "obstacles"]
 
 _KNOWN = frozenset((*SYNCHRONIZED.values(), *NORMS, *LAYERS))
-_DIMENSIONS: Mapping[type[nn.Module], int] = {nn.Linear: 2, nn.Conv1d: 3, nn.ConvTranspose1d: 3}
-"""What the input of the norm must have where the norm takes several."""
-
 _COMPUTING = ("forward", "_conv_forward", "_output_padding", "_check_input_dim", "__call__", "__getattr__")
 
 
@@ -45,22 +42,6 @@ def obstacles(
 def has_own_forward(module: nn.Module) -> bool:
     """Say whether a layer or norm is of a subclass that computes something else than the class of torch.nn."""
     return _kind(module) is None
-
-
-def dimensions_wanted(layer: Layer, norm: Norm) -> int | None:
-    """Return how many dimensions a norm's input must have for it to norm the layer's channels; None: it sees to that.
-
-    With fewer or more it would norm another dimension.
-    """
-    if norm.module is None or (layer.module is None and layer.rank < 2):
-        return layer.rank + 2
-    return None if layer.module is None else dimensions_of(layer.module)
-
-
-def dimensions_of(layer: nn.Module) -> int | None:
-    """Return how many dimensions a layer must give for the norm behind it to norm its channels; None: any."""
-    kind = _kind(layer)
-    return None if kind is None else _DIMENSIONS.get(kind)
 
 
 def _obstacle(pair: Pair, program: Program, also: tuple[type[nn.Module], ...], tails: bool) -> str | None:
@@ -222,7 +203,7 @@ def _obstacle_in_shapes(pair: Pair, *, replaying: bool) -> str | None:
     channels = pair.layer.channels[0 if pair.before else 1]
     if channels != pair.norm.width:
         return f"the {pair.layer.kind} has {channels} channels and the batch norm {pair.norm.width}"
-    wanted = dimensions_wanted(pair.layer, pair.norm)
+    wanted = _dimensions_wanted(pair.layer, pair.norm)
     for call in pair.calls if wanted is not None else ():
         known = (call.norm if pair.before else call.layer).meta.get("val")
         if not isinstance(known, TensorMeta):
@@ -233,3 +214,8 @@ def _obstacle_in_shapes(pair: Pair, *, replaying: bool) -> str | None:
             gives = f"the {pair.layer.kind} {'reads' if pair.before else 'gives'} {len(known.shape)} dimensions"
             return f"{gives}, so the batch norm acts on another one"
     return None
+
+
+def _dimensions_wanted(layer: Layer, norm: Norm) -> int | None:
+    """Return how many dimensions a layer must give for the norm to norm its channels; None where it refuses others."""
+    return None if len(norm.ranks) == 1 else layer.rank + 2

@@ -157,3 +157,10 @@ def test_a_folder_is_a_pass_if_its_front_door_names_the_class(monkeypatch, tmp_p
     transforms = importlib.import_module(known_passes.TRANSFORMS)
     monkeypatch.setattr(transforms, "__path__", [str(tmp_path)])
     assert known_passes.own_names() == ["a_pass", "in_a_file"]
+
+
+def test_what_is_read_of_passes_is_what_they_say():
+    described = registry.available()
+    read = known_passes.own_summaries()
+    assert all(read.values())
+    assert read == {name: described[name].summary for name in known_passes.own_names()}

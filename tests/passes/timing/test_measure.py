@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.passes.timing import Interval, Timings, cold, measure, runner, time_candidates, time_pair
+from fxopt.passes.timing import Interval, Runner, Timings, cold, measure, runner, time_candidates, time_pair
 
 
 @dataclass
@@ -205,6 +206,15 @@ def test_three_rounds_of_long_calls_are_enough_where_they_leave_no_doubt(clock: 
     assert len(found.rounds) == 3
     speed = found.ratio("before", "after")
     assert 1.0 < speed.low < 2.0 < speed.high < math.inf
+
+
+@pytest.mark.parametrize(("after", "rounds"), [(1.0, 3), (0.995, 3), (0.98, 6)])
+def test_three_rounds_of_long_calls_are_enough_where_nothing_is_worth_more(
+    clock: Clock, after: float, rounds: int
+) -> None:
+    candidates = {"before": clock.candidate(1.0), "bad": clock.candidate(1.2), "after": clock.candidate(after)}
+    assert len(time_candidates(candidates, limit=0.1, worth=1.01).rounds) == rounds
+    assert len(time_candidates(candidates, limit=0.1).rounds) == 6
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -561,6 +571,15 @@ def test_a_cold_first_call_does_not_tell_what_a_run_takes(clock: Clock) -> None:
     module.register_forward_pre_hook(cold)
     run = runner(module, [Call((torch.zeros(1),))], training=False)
     assert run.seconds == pytest.approx(1e-3)
+
+
+def test_a_long_call_is_made_once_to_get_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[Runner.__module__], "_MAY_BE_COLD", -1.0)
+    made: list[Tensor] = []
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(lambda _, args: made.append(args[0]))
+    runner(module, [Call((torch.zeros(1, 2),))], training=True)
+    assert len(made) == 1
 
 
 def test_every_recorded_call_is_made() -> None:

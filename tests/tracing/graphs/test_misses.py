@@ -87,7 +87,10 @@ def test_the_first_such_call_warns_and_says_what_to_do():
     with pytest.warns(fxopt.GuardWarning) as warned:
         fast(X, True, times=2)
     (message,) = [str(each.message) for each in warned]
-    assert message.startswith("module '(root)' (Branches) used its original forward: flag is False. Add")
+    assert message.startswith(
+        "module '(root)' (Branches) used its original forward: its graphs are for calls in which flag"
+    )
+    assert "in which flag is False. The result is right, without what was gained;" in message
     assert "Add this call to example_inputs, or record it with fxopt.recording: (Tensor[5, 6], True, 2)" in message
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -103,6 +106,17 @@ def test_the_warning_of_an_inner_module_says_each_reason_once_and_asks_for_a_cal
     (message,) = [str(each.message) for each in warned]
     assert message.count("flag is False") == 1
     assert "Add a call of the model that leads to this one to example_inputs, or record it" in message
+
+
+def test_modules_that_miss_for_one_reason_warn_once():
+    fast = captured(Outer(), X)
+    fast.blocks[0].register_forward_pre_hook(lambda module, args: (args[0], True))
+    fast.blocks[2].register_forward_pre_hook(lambda module, args: (args[0], True))
+    with pytest.warns(fxopt.GuardWarning) as warned:
+        fast(X), fast(X)
+    (message,) = [str(each.message) for each in warned]
+    assert message.startswith("module 'blocks.0' (Inner) used its original forward")
+    assert [(miss.module, miss.calls) for miss in misses_in(fast.modules())] == [("blocks.0", 2), ("blocks.2", 2)]
 
 
 def test_a_call_that_was_given_beforehand_runs_a_graph():
@@ -221,7 +235,7 @@ def test_setting_an_attribute_drops_the_graph(pair):
     fast, plain = pair
     plain.scale = fast.scale = 5.0
     assert graphs(fast) == 0
-    with pytest.warns(fxopt.GuardWarning, match="attribute 'scale' was set after capture. Set it before"):
+    with pytest.warns(fxopt.GuardWarning, match="attribute 'scale' was set after capture.*Set it before"):
         assert_as_eager(fast, plain, X)
     assert_as_eager(fast, plain, X)
     assert type(fast).forward is Branches.forward

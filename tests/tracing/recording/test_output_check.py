@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.tracing.program import capture_program
+from fxopt.tracing.values import Inputs
 
 X = torch.randn(3, 4)
 
@@ -112,3 +113,52 @@ def test_only_what_disagrees_is_left_out(counts: tuple[int, ...]):
     assert len(given) == len(expected) == 1 + sum(counts)
     for one, other in zip(given, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x, 2 * x
+
+
+class HalvesInEvaluation(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (x, 2 * x) if not self.training else (x, x)
+
+
+class Sum(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.rest = inner, nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.inner(x)
+        for layer in self.rest:
+            one = layer(one)
+        return one + other
+
+
+def uncaptured(inner: nn.Module) -> nn.Module:
+    """Return a module that is not captured: what it gives in the other mode, only a run tells."""
+    inner.forward = functools.partial(type(inner).forward, inner)
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("inner", "modes"),
+    [(Halves(), {False}), (HalvesInEvaluation(), {False, True}), (uncaptured(Halves()), {False, True})],
+    ids=["plain", "two graphs", "not captured"],
+)
+def test_the_other_mode_is_run_where_a_result_may_have_another_form(
+    inner: nn.Module, modes: set[bool], monkeypatch: pytest.MonkeyPatch
+):
+    seen: set[bool] = set()
+    run = Inputs.run
+
+    def noted(call: Inputs, model: nn.Module) -> Any:
+        seen.add(model.training)
+        return run(call, model)
+
+    monkeypatch.setattr(Inputs, "run", noted)
+    program = capture_program(Sum(inner).eval(), (X,))
+    assert "" in program.captures
+    assert seen == modes

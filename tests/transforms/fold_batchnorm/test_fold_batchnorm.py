@@ -28,7 +28,7 @@ def test_the_graph_before_and_after() -> None:
     after = [(n.op, str(n.target)) for n in fxopt.graphs(folded(model))[""].nodes]
     names = "layer.weight layer.bias norm.weight norm.bias norm.running_mean norm.running_var norm.num_batches_tracked"
     assert after[1:8] == [("get_attr", name) for name in names.split()]
-    assert [op for op, _ in after[8:]] == ["call_function"] * 5 + ["output"]
+    assert [op for op, _ in after[8:]] == ["call_function"] * 3 + ["call_method"] + ["call_function"] * 3 + ["output"]
     assert not any(op == "call_module" for op, _ in after)
 
 
@@ -80,6 +80,25 @@ def test_a_call_with_other_dimensions_fails_instead_of_norming_the_wrong_one() -
     model(torch.randn(4, 6, 5))
     with pytest.raises(fxopt.GuardError, match="folded for inputs of 2 dimensions, but this input has 3"):
         fast(torch.randn(4, 6, 5))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_an_image_without_a_batch_is_refused_as_the_norm_does(rank: int, transposed: bool) -> None:
+    model, x = pair(rank, transposed)
+    fast = folded(model, x)
+    assert applied(fast) == 1
+    with pytest.raises((ValueError, RuntimeError)):
+        model(x[0])
+    with pytest.raises(fxopt.GuardError, match=f"{rank + 2} dimensions, but this input has {rank + 1}"):
+        fast(x[0])
+
+
+def test_what_comes_from_one_input_is_checked_once() -> None:
+    layers = [nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.ZeroPad2d(1), nn.MaxPool2d(2), nn.Dropout2d()]
+    model = shaken(nn.Sequential(*layers, nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)))
+    nodes = list(fxopt.graphs(folded(model))[""].nodes)
+    assert [node.args[0].op for node in nodes if node.target == "dim"] == ["placeholder"]
 
 
 def test_children_of_a_sequential_keep_their_places() -> None:
@@ -318,5 +337,5 @@ def test_training_is_no_call_to_add_to_the_examples():
         "not self.norm.training (fold_batchnorm rewrote it for evaluation)",
         2,
     )
-    with pytest.warns(fxopt.GuardWarning, match="half is False. Add this call to example_inputs"):
+    with pytest.warns(fxopt.GuardWarning, match="half is False.*Add this call to example_inputs"):
         fast(x, True)

@@ -26,8 +26,8 @@ from ....passes.sites import Site
 from ....passes.state import QuantizeTrained, QuantizeWeight, StateStep
 from ....tracing.values import TensorMeta, qualified
 from ...fold_batchnorm.arithmetic import Fold
-from ...fold_batchnorm.dimensions import expect_dimensions
-from ...fold_batchnorm.obstacles import dimensions_of
+from ...fold_batchnorm.dimensions import write_check
+from ...fold_batchnorm.parts import layer_at
 from ..linears import CONVOLUTIONS
 from ..replacing import instead_of, put
 from .candidates import is_candidate, objection
@@ -50,11 +50,12 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
         _replace_layer("", layers[0], edit, group)
         return
     called = members(site, edit)
-    for number, layer in enumerate(layers):
-        node, norm = edit.graph_node(f"layer.{number}"), f"norm.{number}"
-        wanted = dimensions_of(edit.program.callee(site.owner, node)) if norm in site.nodes else None
-        if wanted is not None:
-            edit.call(expect_dimensions, node.args[0], wanted, before=node)
+    nodes = [edit.graph_node(f"layer.{number}") for number in range(len(layers))]
+    for number, node in enumerate(nodes):
+        normed = layer_at(edit.program, site.owner, node) if f"norm.{number}" in site.nodes else None
+        if normed is not None:
+            write_check(node, normed.rank + 2, edit, before=node)
+    for node, layer in zip(nodes, layers, strict=True):
         _replace_layer(str(node.target), layer, edit, group)
     for number, layer in enumerate(layers):
         _rewrite_call(site, number, layer, edit)

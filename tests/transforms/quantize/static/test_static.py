@@ -419,6 +419,15 @@ def test_a_norm_behind_a_layer_in_floats_is_folded_beside_the_quantized_ones(net
     assert error(run(fast), run(net)) < 0.05
 
 
+def test_an_image_without_a_batch_is_refused_as_the_norm_does(net: nn.Module):
+    fast = optimized(net)
+    assert is_static(fast.first)
+    with pytest.raises(ValueError, match="expected 4D input"):
+        net(X[0])
+    with pytest.raises(fxopt.GuardError, match="4 dimensions, but this input has 3; add that of the batch"):
+        fast(X[0])
+
+
 def test_the_preset_before_it(net: nn.Module):
     fast = fxopt.optimize(net, "inference,quantize{scheme=int8_static,aim=size}", example_inputs=X, measure=False)
     assert any(is_static(module) for module in fast.modules())
