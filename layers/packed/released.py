@@ -124,7 +124,7 @@ def _apply_after_asking(module: nn.Module, fn: Callable[[Tensor], Tensor], recur
     """Convert or move tensors (`.half()`, `.to()`) as torch does, if that needs no numbers of released weights."""
     for weight in _released_in(module, recurse=recurse).values():
         fn(weight)
-    return type(module)._apply(module, fn, recurse)
+    return cast("Any", type(module))._apply(module, fn, recurse)
 
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
