@@ -116,9 +116,8 @@ class _Call:
         self.arguments: Arguments = map_tensors(argument, arguments)
         leaves = [leaf for leaf in flatten(self.arguments).values() if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.wanted = [*parameters, *leaves] if training else []
-        self.copies = self._changes_arguments(training)
+        self.copies = self._changes_arguments(training, seed)
         self.seconds = min(self.seconds, self._seconds_again(training))
-        self.upstream = self._upstream(seed)
 
     def __call__(self) -> None:
         losses = self._losses()
@@ -129,16 +128,20 @@ class _Call:
         args, kwargs = map_tensors(torch.clone, self.arguments) if self.copies else self.arguments
         return flatten(self.module(*args, **kwargs))
 
-    def _changes_arguments(self, training: bool) -> bool:
-        """Say whether the module changes its arguments, caches among them, so that each call must be given copies."""
+    def _changes_arguments(self, training: bool, seed: int) -> bool:
+        """Say whether the module changes its arguments, caches among them, so that each call must be given copies.
+
+        This is the first run: it also tells what a run takes, and which outputs gradients come from.
+        """
         args, kwargs = map_tensors(torch.clone, self.arguments)
         given = [leaf for leaf in flatten([args, kwargs]).values() if isinstance(leaf, Tensor)]
         before = [version_of(tensor) for tensor in given]
         state = state_of([args, kwargs])
         start = time.thread_time()
         with torch.set_grad_enabled(training):
-            self.module(*args, **kwargs)
+            outputs = flatten(self.module(*args, **kwargs))
         self.seconds = time.thread_time() - start
+        self.upstream = self._upstream(outputs, seed)
         return [version_of(tensor) for tensor in given] != before or state_of([args, kwargs]) != state
 
     def _seconds_again(self, training: bool) -> float:
@@ -149,15 +152,14 @@ class _Call:
             self._forward()
         return time.thread_time() - start
 
-    def _upstream(self, seed: int) -> dict[str, Tensor]:
+    def _upstream(self, outputs: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
         if not self.wanted:
             return {}
         generator = torch.Generator().manual_seed(seed)
-        with torch.enable_grad():
-            outputs = {name: value for name, value in self._forward().items() if _requires_grad(value)}
         return {
             name: torch.randn(value.shape, generator=generator).to(device=value.device, dtype=value.dtype)
             for name, value in outputs.items()
+            if _requires_grad(value)
         }
 
     def _losses(self) -> list[Tensor]:

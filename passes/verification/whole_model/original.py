@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,6 +21,7 @@ from ..demands import (
     check_sharing,
     check_structure,
     error_around,
+    judged,
     largest_gap,
     results_in,
 )
@@ -28,9 +29,10 @@ from ..inputs import few_rows, jittered, many_rows, smaller
 from ..reference import Reference, reference
 from ..stage import Stage
 from ..tolerances import beside_neighbours, is_drowned, learn_response, within
-from ..translation import MapState, Objection, Quantities, Translation, is_gradient, quantities
+from ..translation import MapState, Objection, Quantities, Translation, quantities
 from ..trial import Kept, Run, Trial
 from ..verify import verify
+from .jumps import JUMP_UNITS, Jumps, are_far_off
 from .own_tensors import own_tensors
 from .steady import SteadyDraws
 
@@ -41,14 +43,6 @@ _CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2**-8, torch
 
 _ROWS = 3
 """So many rows tell in float64 what a larger batch means."""
-
-_SPREAD = 8.0
-"""A gradient of a whole batch may jump so many times as far as those of a few of its rows: other ReLUs fall on their
-other sides. Chosen, not derived: a smaller number costs a look at all rows, and lets nothing pass."""
-
-_MOST_JUMP = 0.1
-"""What is off by more than this part of its scale is looked at on all rows in any case. Chosen: ten times what rounding
-does to gradients of a ResNet-18 on images that lie channels last."""
 
 _PROBES = 4
 """How often the original is run on inputs and state that are off, where gradients are."""
@@ -100,8 +94,7 @@ class Original:
     _samples: list[_Sample] = field(default_factory=list[_Sample], init=False)
     _larger: list[_Sample] | None = field(default=None, init=False)
     _many: list[_Sample] | None = field(default=None, init=False)
-    _few: dict[int, _Sample] = field(default_factory=dict[int, _Sample], init=False)
-    _exact: dict[int, Reference] = field(default_factory=dict[int, Reference], init=False)
+    _exact: dict[tuple[int, bool], Reference] = field(default_factory=dict[tuple[int, bool], Reference], init=False)
     _kept: dict[int, tuple[Stage, Kept]] = field(default_factory=dict[int, "tuple[Stage, Kept]"], init=False)
 
     def __post_init__(self) -> None:
@@ -157,8 +150,7 @@ class Original:
     def _run(
         self, stage: Stage, arguments: Arguments, state: Mapping[str, Tensor] | None = None, *, gradients: bool = True
     ) -> Run:
-        steady = SteadyDraws() if self._is_random else nullcontext()
-        with steady:
+        with self._drawing() as steady:
             kept = self._kept.setdefault(id(stage), (stage, {}))[1]  # what code derives from weights is made once
             trial = Trial(stage, self.training, self.gradients and gradients, False, self.seed, kept=kept)
             run = trial.run(arguments, state or stage.state)
@@ -307,23 +299,55 @@ class Original:
     ) -> float | None:
         """Return how far two runs are apart of which a few rows tell enough; None where all rows have to be looked at.
 
-        In float64 these rows, through the same graphs, show gradients that are the same. So where they jump in their
-        own types, they may do so on the whole batch; results may not.
+        In float64 these rows, through the same graphs, show gradients that are the same. So where those of the original
+        jump in its own types, the others may do so on the whole batch, about as far; results may not.
         """
-        few = few_rows(sample.arguments, _ROWS)
-        is_asked = sample.is_given and self.gradients and sample.gradients
-        if not is_asked or 2 * _size(few) >= _size(sample.arguments):
+        few, close = few_rows(sample.arguments, _ROWS), _close(before)
+        if not (self.gradients and sample.gradients) or 2 * _size(few) >= _size(sample.arguments):
             return None
         with suppress(Exception):  # the models need not take so few; then all rows tell what is wrong
-            if self._run(after, few).missed:
+            if are_far_off(before, found, close) or self._run(after, few, gradients=False).missed:
                 return None
-            if id(sample) not in self._few:
-                self._few[id(sample)] = _Sample(few, self._run(self._stage, few), False)
-            part = self._few[id(sample)]
-            close = _close(translation.quantities(part.run, self._stage.state))
-            jump = self._looked_at_closely(part, after.module, translation, close)
-            return None if jump is None else largest_gap(before, found, _jumping(before, jump), "")
+            known = self._exactly(sample, few)
+            if not self._verified(_in_float64_alone(known), after.module, translation).ok:
+                return None
+            jumps = Jumps()
+            error, objection = judged(
+                lambda: largest_gap(before, found, jumps.allowed(before, found, close), ""),
+                lambda: self._learned(jumps, known, few, translation),
+            )
+            return error if objection is None else None
         return None
+
+    def _learned(self, jumps: Jumps, known: Reference, few: Arguments, translation: Translation) -> Iterator[None]:
+        """Note how far the original moves on a few rows, run by run; the first one has been made."""
+        state, (sample,) = self._stage.state, known.samples
+        exact = translation.quantities(sample.exact, state)
+        if sample.native is not None:
+            yield jumps.learn(exact, translation.quantities(sample.native, state), 1.0)
+        for seed in range(_PROBES):
+            near = jittered((few, dict(state)), JUMP_UNITS * known.native_epsilon, None, seed)
+            yield jumps.learn(exact, translation.quantities(self._run(self._stage, *near), state), JUMP_UNITS)
+
+    def _exactly(self, sample: _Sample, few: Arguments | None = None) -> Reference:
+        """Return the original's exact run on a call, or on a few rows of it."""
+        key, (args, kwargs) = (id(sample), few is not None), few or sample.arguments
+        if key not in self._exact:
+            with self._drawing():
+                self._exact[key] = reference(
+                    self.model, [Inputs(*args, **kwargs)], training=self.training,
+                    gradients=self.gradients and sample.gradients, seed=self.seed, brief=True, whole=True, lasting=True,
+                )  # fmt: skip
+        return self._exact[key]
+
+    def _verified(
+        self, known: Reference, model: nn.Module, translation: Translation, least: Mapping[str, Tolerance] | None = None
+    ) -> Verdict:
+        with self._drawing():
+            return verify(known, model, map_state=translation.map_state, least=least)
+
+    def _drawing(self) -> AbstractContextManager[object]:
+        return SteadyDraws() if self._is_random else nullcontext()
 
     def _looked_at_closely(
         self, sample: _Sample, model: nn.Module, translation: Translation, close: Mapping[str, Tolerance]
@@ -333,18 +357,9 @@ class Original:
         A norm over the few values of a smaller call may give gradients that are rounding alone: of such a call only
         float64 tells, and how exact the model is in its own types is for the examples to say.
         """
-        number = id(sample)
-        call = Inputs(*sample.arguments[0], **sample.arguments[1])
-        with SteadyDraws() if self._is_random else nullcontext():
-            if number not in self._exact:
-                self._exact[number] = reference(
-                    self.model, [call], training=self.training,
-                    gradients=self.gradients and sample.gradients, seed=self.seed, brief=True, whole=True, lasting=True,
-                )  # fmt: skip
-            known = self._exact[number]
-            drowns = not sample.is_given and _drowns(known)
-            known = _in_float64_alone(known) if drowns else known
-            verdict = verify(known, model, map_state=translation.map_state, least=close)
+        known = self._exactly(sample)
+        drowns = not sample.is_given and _drowns(known)
+        verdict = self._verified(_in_float64_alone(known) if drowns else known, model, translation, close)
         if not verdict.ok:
             raise TooFar(f"{verdict.reason}, in the whole model", max(verdict.meaning_error, verdict.precision_error))
         return None if drowns else verdict.precision_error
@@ -368,17 +383,6 @@ def _close(values: Quantities) -> dict[str, Tolerance]:
     return {
         label: Tolerance(0.0, _CLOSE.get(values[label].dtype, 0.0) * unit, unit)
         for label, unit in beside_neighbours(values, 1.0).items()
-    }
-
-
-def _jumping(values: Quantities, jump: float) -> dict[str, Tolerance]:
-    """Return what rounding may do to each value where a few rows show that gradients jump."""
-    share = min(_SPREAD * jump, _MOST_JUMP)
-    return {
-        label: replace(close, absolute=max(close.absolute, share * close.smallest_scale))
-        if is_gradient(label)
-        else close
-        for label, close in _close(values).items()
     }
 
 

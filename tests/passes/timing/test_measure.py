@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.passes.timing import Interval, Timings, cold, measure, runner, time_candidates, time_pair
+from fxopt.passes.timing import Interval, Runner, Timings, cold, measure, runner, time_candidates, time_pair
 
 
 @dataclass
@@ -570,6 +571,15 @@ def test_a_cold_first_call_does_not_tell_what_a_run_takes(clock: Clock) -> None:
     module.register_forward_pre_hook(cold)
     run = runner(module, [Call((torch.zeros(1),))], training=False)
     assert run.seconds == pytest.approx(1e-3)
+
+
+def test_a_long_call_is_made_once_to_get_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[Runner.__module__], "_MAY_BE_COLD", -1.0)
+    made: list[Tensor] = []
+    module = nn.Linear(2, 2)
+    module.register_forward_pre_hook(lambda _, args: made.append(args[0]))
+    runner(module, [Call((torch.zeros(1, 2),))], training=True)
+    assert len(made) == 1
 
 
 def test_every_recorded_call_is_made() -> None:
