@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import datetime
 from html import escape
 
+from ..tracing.values import user_class
 from .table import ReportTable, cells, titles
 from .wording import headline, printable, summary
 
@@ -16,6 +18,8 @@ PAGE_MARK = "<meta name='generator' content='fxopt'/>"
 _CELL = "padding:2px 10px 2px 0;text-align:left;vertical-align:top"
 _HEAD = f"{_CELL};border-bottom:1px solid #999"
 _FIGURES = f"{_CELL};font-variant-numeric:tabular-nums;overflow-wrap:break-word"
+_ONE_LINE = 40
+"""Cells of up to as many letters are not broken: figures are no longer."""
 _NOTE = "margin:4px 0;color:#a15c00"
 _KINDS = {"+": "added", "-": "removed", "@": "place"}
 _FILES = ("---", "+++")
@@ -72,12 +76,14 @@ def report_page(table: ReportTable, diff: str) -> str:
         if content
     )
     pipeline = escape(printable(", ".join(plan.pipeline)))
-    versions = f"fxopt {escape(plan.fxopt)}, PyTorch {escape(plan.torch)}"
+    title = escape(printable(f"{user_class(type(table.record.skeleton)).__name__}: {headline(table.record)}"))
+    written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z")
+    versions = f"fxopt {escape(plan.fxopt)}, PyTorch {escape(plan.torch)}, written {written}"
     return (
         f"<!DOCTYPE html>\n<html lang='en'>\n<head>\n<meta charset='utf-8'/>\n{PAGE_MARK}\n"
         "<meta name='viewport' content='width=device-width, initial-scale=1'/>\n"
-        f"<title>fxopt: {escape(headline(table.record))}</title>\n<style>{_STYLES}</style>\n</head>\n<body>\n"
-        f"<h1>{escape(headline(table.record))}</h1>\n<p class='pipeline'>{pipeline}</p>\n"
+        f"<title>fxopt: {title}</title>\n<style>{_STYLES}</style>\n</head>\n<body>\n"
+        f"<h1>{title}</h1>\n<p class='pipeline'>{pipeline}</p>\n"
         f"{body}\n<p class='versions'>{versions}</p>\n</body>\n</html>\n"
     )
 
@@ -120,4 +126,5 @@ def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    return f"<td style='{_FIGURES}'>{escape(text)}</td>"
+    style = f"{_FIGURES};white-space:nowrap" if len(text) <= _ONE_LINE else _FIGURES
+    return f"<td style='{style}'>{escape(text)}</td>"

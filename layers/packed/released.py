@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -106,15 +107,24 @@ class ReleasedWeight(nn.Parameter):
 
 
 def refuse_checkpoints(model: nn.Module) -> None:
-    """Let modules with released weights refuse `state_dict()`, and what would load a part of a checkpoint."""
+    """Let modules with released weights refuse `state_dict()`, and what would load or convert only a part of them."""
     for module in all_modules(model):
         if _released_in(module):
+            module.__dict__["_apply"] = partial(_apply_after_asking, module)
             module.register_state_dict_pre_hook(_refuse_state_dict)
             module.register_load_state_dict_pre_hook(_refuse_to_copy)
 
 
-def _released_in(module: nn.Module) -> dict[str, ReleasedWeight]:
-    return {name: each for name, each in module.named_parameters() if isinstance(each, ReleasedWeight)}
+def _released_in(module: nn.Module, *, recurse: bool = True) -> dict[str, ReleasedWeight]:
+    of_module = module.named_parameters(recurse=recurse)
+    return {name: each for name, each in of_module if isinstance(each, ReleasedWeight)}
+
+
+def _apply_after_asking(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Convert or move tensors (`.half()`, `.to()`) as torch does, if that needs no numbers of released weights."""
+    for weight in _released_in(module, recurse=recurse).values():
+        fn(weight)
+    return cast("Any", type(module))._apply(module, fn, recurse)
 
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> None:

@@ -117,6 +117,14 @@ class Pass:
         """Yield every place this pass could rewrite, and every near miss with its reason; change nothing."""
         raise NotImplementedError(f"{type(self).__name__}.find")
 
+    def judges(self, site: Site) -> bool:
+        """Say whether `find` has judged a site, as `judges_itself` says of all.
+
+        Args:
+            site: as `find` yielded it.
+        """
+        return self.judges_itself
+
     def judgement(self, site: Site) -> Mapping[str, Any]:
         """Return the figures of a site that `find` has judged: `precision_error`, within the budget, and `speedup`.
 

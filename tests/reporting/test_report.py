@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 from xml.etree import ElementTree as ET
@@ -354,6 +355,19 @@ def test_the_page_holds_everything_and_needs_nothing_else(tmp_path: Path):
         assert text in page
     assert "<span class='added'>+fused = self.fused(x)</span>" in page
     assert "<span class='removed'>-heads_0 = self.heads.0(x)</span>" in page
+
+
+def test_the_page_names_the_model_and_the_day_and_keeps_figures_on_one_line(tmp_path: Path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    fast = fxopt.optimize(model, "flatten_calls", example_inputs=torch.randn(2, 4), measure=False)
+    fxopt.report(fast).to_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h1>Sequential: 1 rewrite applied" in page and "<title>fxopt: Sequential: 1 rewrite" in page
+    assert re.search(r", written \d{4}-\d\d-\d\d \d\d:\d\d [+-]\d{4}<", page)
+    long = report(APPLIED, decision("undone", reason="why " * 20))
+    cells = re.findall(r"<td style='([^']*)'>([^<]*)</td>", long._repr_html_())
+    assert {"nowrap" in style for style, text in cells if text == "63.1x (58 to 69.2)"} == {True}
+    assert {"nowrap" in style for style, text in cells if "why why" in text} == {False}
 
 
 def test_the_page_leaves_out_what_is_empty(tmp_path: Path):

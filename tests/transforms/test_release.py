@@ -114,6 +114,17 @@ def test_what_wants_the_numbers_says_what_to_do(case: str, tmp_path: Path, monke
     assert torch.equal(fast.eval()(ROWS), expected)
 
 
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.share_memory, lambda m: m.to("meta")])
+def test_a_conversion_that_is_refused_has_converted_nothing(convert: Callable[[nn.Module], object]) -> None:
+    fast = released(nn.Sequential(nn.LayerNorm(64), mlp()).eval())
+    expected = fast(ROWS)
+    for part in (fast, fast[1]):
+        with pytest.raises(StateError, match=r"'1.0.weight' was released"):
+            convert(part)
+    assert {each.dtype for each in fast.parameters()} == {torch.float32}
+    assert torch.equal(fast(ROWS), expected) and torch.equal(fast.float().to("cpu")(ROWS), expected)
+
+
 def test_the_compiler_says_so_in_an_error_of_its_own() -> None:
     fast = released(mlp())
     with pytest.raises(RuntimeError, match=r"'0.weight' was released .* load the checkpoint into a fresh model"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
@@ -20,6 +20,7 @@ from ...tracing.guards import SELF, Attribute, Guard, Truth, attribute_at
 from ...tracing.program import Program
 from ...tracing.values import TensorMeta
 from ..swap_kernels import Occurrence
+from .judging import Judge, Judgement
 from .left_out import weights_left_out
 from .returned import readers_of
 from .spellings import WRITTEN_OUT, number_of
@@ -46,6 +47,7 @@ class Attention(Pass):
     before: ClassVar[tuple[str, ...]] = ("pack", "autocast", "ddp", "fsdp", "pipeline")
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
+        judge = Judge(program)
         for owner, capture in program.captures.items():
             for number, specialization in enumerate(capture.specializations):
                 for node in specialization.graph.nodes:
@@ -53,7 +55,13 @@ class Attention(Pass):
                     if isinstance(found, str) and specialization.runs_in_mode(program.module(owner)):
                         yield Refusal(found, node)
                     elif isinstance(found, Occurrence):
-                        yield _site(found, number)
+                        yield _judged(found, number, judge.of(found))
+
+    def judges(self, site: Site) -> bool:
+        return site.found is not None
+
+    def judgement(self, site: Site) -> Mapping[str, Any]:
+        return site.found or {}
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         part = site.part("result")
@@ -78,6 +86,14 @@ def _leave_out(weights: fx.Node, edit: Edit) -> None:
         instead = edit.graph.call_function(weights_left_out)
     output.args = fx.map_arg(output.args, lambda node: instead if node is weights else node)
     edit.sign(instead)
+
+
+def _judged(found: Occurrence, number: int, judgement: Judgement | None) -> Site | Refusal:
+    if judgement is None:
+        return _site(found, number)
+    if judgement.objection:
+        return Refusal(judgement.objection, found.result)
+    return replace(_site(found, number), kind=judgement.kind, found=judgement.figures)
 
 
 def _site(found: Occurrence, number: int) -> Site:

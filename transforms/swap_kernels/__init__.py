@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .occurrences import Occurrence
-from .spelled import spelled, tensor, through
+from .spelled import is_cast, spelled, tensor, through
 from .swap import SwapKernels
 
-__all__ = ["Occurrence", "SwapKernels", "spelled", "tensor", "through"]
+__all__ = ["Occurrence", "SwapKernels", "is_cast", "spelled", "tensor", "through"]

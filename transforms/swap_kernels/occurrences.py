@@ -72,6 +72,13 @@ class Occurrence:
         wrong = (tuple(new.shape) for new, old in zip(tried, expected, strict=False) if new.shape != old.shape)
         return next((f"the operator's result has shape {shape}" for shape in wrong), None)
 
+    def computed(self, value_of: Callable[[fx.Node], Any]) -> Any:
+        """Return what the kernel makes of operands that nodes of the graph give, as tensors or as proxies of them."""
+        given = {name: value_of(node) for name, node in self.found.names.items()}
+        cast = {name: value.to(self._dtype) if self._is_cast(name) else value for name, value in given.items()}
+        made, dtype = self.kernel.compute(**self._plain(value_of), **cast), self.result.meta["val"].dtype
+        return made if self._tried()[0].dtype == dtype else made.to(dtype)
+
     def write(self, edit: Edit) -> None:
         """Write a call of the kernel, and let it be read in the place of the results."""
         before, dtypes = set(edit.graph.nodes), [node.meta["val"].dtype for node in self._results]

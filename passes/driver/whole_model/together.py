@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from ....errors import CaptureError, MatchFailure, PassError
 from ....tracing.graphs import capture_of
 from ... import verification
 from ...contract import Pass
+from ...pipeline import Decision
 from ...rewriting import Edit
 from ...sites import Goal, Numerics, Phase, Refusal
 from ...state import StateMap
@@ -57,12 +58,13 @@ class Together:
         """Return what is left to be decided one by one, after what stands now, verified together."""
         found = Simulated(self.tuner, self.history, self.seed).undecided(pass_, found)
         groups = [item for item in found if isinstance(item, Group)]
-        if not self.tuner.checks or (len(groups) < _FEWEST and not pass_.judges_itself):
+        if not self.tuner.checks:
             return list(found)
-        if pass_.judges_itself and self.tuner.program.whole_calls:
-            judged = [group for group in groups if keeps_function(pass_) or _errs_little(pass_, group)]
-            if judged:
-                return self._left_to_the_whole(pass_, judged, found)
+        judged = [group for group in groups if _is_judged(pass_, group)] if self.tuner.program.whole_calls else []
+        if judged:
+            return self._left_to_the_whole(pass_, judged, found)
+        if len(groups) < _FEWEST and not pass_.judges_itself:
+            return list(found)
         self.tuner.sharing = max(kinds_to_time(self.tuner.program, groups), default=1)
         decided = self._decided(pass_, groups) if self.tuner.sharing >= _FEWEST else []
         known = set(map(id, decided))
@@ -73,12 +75,15 @@ class Together:
     ) -> list[Group | Refusal]:
         """Write groups that are verified with the model as it is handed over; return the rest."""
         self._pass = pass_
-        written = self._written(groups)
+        written, timed = self._written(groups), dict[Hashable, Decision]()
         for group, edit in written:
             figures = {"checked": "with the whole model", **pass_.judgement(group.sites[0])}
             if self._is_for_speed and "speedup" not in figures:
                 figures["untimed"] = "judged with the whole model"
-            self.history.keep(pass_, Candidate(group, edit=edit, figures=figures), edit)
+            kind = group.sites[0].kind
+            evidence = None if "speedup" not in figures or kind is None else timed.get(kind)
+            decision = self.history.keep(pass_, Candidate(group, edit=edit, figures=figures), edit, evidence)
+            timed.setdefault(kind, decision)
         known = {id(group) for group, _ in written}
         return [item for item in found if id(item) not in known]
 
@@ -191,6 +196,11 @@ class Together:
             self.history.keep(self._pass, Candidate(group, verdict=verdict, edit=edit, figures=figures), edit)
             self._standing.append(edit)
         return [group for group, _ in written]
+
+
+def _is_judged(pass_: Pass, group: Group) -> bool:
+    """Say whether a pass has judged all sites of a group, and a fault would show in the whole model."""
+    return all(map(pass_.judges, group.sites)) and (keeps_function(pass_) or _errs_little(pass_, group))
 
 
 def _errs_little(pass_: Pass, group: Group) -> bool:

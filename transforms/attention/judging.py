@@ -1,0 +1,185 @@
+"""Whether the operator computes what attention written out does, and faster: each kind is compared and timed once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...passes.timing import time_pair, timing_figures
+from ...passes.verification import Float64Mode, Tolerance, distance, double_defaults, rounding, scale_of
+from ...tracing.program import Program
+from ..swap_kernels import Occurrence
+from .excerpt import Compute, Excerpt, excerpt_of
+
+__all__ = ["Judge", "Judgement"]
+
+_LEAST = 1.02
+"""What is not shown to be so much faster stays as it is."""
+
+_SECONDS = 0.04
+"""How long a kind is timed."""
+
+_IN_DOUBT = 4
+"""Where that does not tell, so many times as long."""
+
+_HOPELESS = 0.9
+"""What is no faster than this is not timed again."""
+
+_MEANING = 1e-10
+"""What may differ in float64, relative to the scale."""
+
+_OWN = 4.0
+"""In its own types the operator may err four times as much as what is written out, by units in the last place of the
+scale, and by what rounding adds up to in a sum over the keys."""
+
+_SOME = 2
+"""So many rows and heads are compared, and of long sequences one: each is by itself."""
+
+_LONG = 1 << 20
+"""So many scores of one head are many."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is known of one kind.
+
+    Attributes:
+        kind: which it is.
+        objection: why it stays as it is, or "".
+        figures: how long it takes by itself, where that was measured.
+    """
+
+    kind: Hashable
+    objection: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass
+class Judge:
+    """Judge attention of one program, each kind of equal operands and operations once.
+
+    Args:
+        program: which it is in.
+    """
+
+    program: Program
+    _known: dict[str, Judgement | None] = field(default_factory=dict[str, "Judgement | None"], init=False)
+
+    def of(self, found: Occurrence) -> Judgement | None:
+        """Return what is known of an occurrence; None where it is to be verified and timed in its place.
+
+        So it is in training, on other devices than a CPU, and where finite numbers hide scores: of a query that may
+        attend to nothing the gradients are not what they were, and only the mask itself tells.
+        """
+        if self.program.training or self.program.replaying or _hides_by_number(found) or not _is_on_cpu(found):
+            return None
+        excerpt = excerpt_of(found)
+        if excerpt is None:
+            return None
+        if excerpt.code not in self._known:
+            self._known[excerpt.code] = self._run(excerpt)
+        return self._known[excerpt.code]
+
+    def _run(self, excerpt: Excerpt) -> Judgement | None:
+        try:
+            return self._judged(excerpt)
+        except Exception:  # whatever drawn operands raise: in its place it is given others
+            return None
+
+    def _judged(self, excerpt: Excerpt) -> Judgement:
+        """Time a kind, and compare it where it gains."""
+        kind, given, measuring = ("attention", excerpt.code), excerpt.given(), self.program.measuring
+        figures = _figures(excerpt.beyond, given, cold=measuring.is_cold) if measuring else {}
+        if figures and figures["speedup_low"] <= _LEAST:
+            mid, low, high = (figures[f"speedup{end}"] for end in ("", "_low", "_high"))
+            return Judgement(kind, f"not clearly faster by itself: {mid:.3g}x ({low:.3g} to {high:.3g})")
+        return Judgement(kind, _fault(excerpt, _some(excerpt, given)), figures)
+
+
+def _hides_by_number(found: Occurrence) -> bool:
+    number = found.found.values.get("number")
+    return not {"hidden", "shown"}.isdisjoint(found.found.names) and number != -math.inf
+
+
+def _is_on_cpu(found: Occurrence) -> bool:
+    return all(node.meta["val"].device.type == "cpu" for node in found.found.names.values())
+
+
+def _some(excerpt: Excerpt, given: Sequence[Tensor]) -> list[Tensor]:
+    scores = math.prod(given[excerpt.operands.index(name)].shape[-2] for name in ("q", "v"))
+    count = _SOME if scores < _LONG else 1
+    return [each[tuple(slice(count) for _ in each.shape[:-2])] for each in given]
+
+
+# -- time ----------------------------------------------------------------------------------------------------------
+
+
+def _figures(ways: Sequence[Compute], given: Sequence[Tensor], *, cold: bool) -> dict[str, Any]:
+    before, after = (partial(way, *given) for way in ways)
+    with torch.no_grad():
+        timings = time_pair(before, after, seconds=_SECONDS, cold=cold)
+        speed = timings.ratio("before", "after")
+        if speed.low <= _LEAST <= speed.high and speed.mid > _HOPELESS:
+            timings = time_pair(before, after, seconds=_IN_DOUBT * _SECONDS, least_rounds=6 * _IN_DOUBT, cold=cold)
+    return timing_figures(timings)
+
+
+# -- results -------------------------------------------------------------------------------------------------------
+
+
+def _fault(excerpt: Excerpt, given: Sequence[Tensor]) -> str:
+    """Return how far off the operator is, in results and gradients, or "" where that is rounding."""
+    layers = [number for number, name in enumerate(excerpt.operands) if name in ("q", "k", "keys", "v")]
+    floats = [number for number, each in enumerate(given) if each.is_floating_point()]
+    wide = [each.double() if each.is_floating_point() else each for each in given]
+    for trained in ([], layers, *([floats] if len(floats) > len(layers) else [])):
+        with Float64Mode(), double_defaults():
+            meant, computed = (_results(way, wide, trained) for way in excerpt.ways)
+        own, found = (_results(way, given, trained) for way in excerpt.ways)
+        keys = given[excerpt.operands.index("v")].shape[-2]
+        for results in zip(meant, computed, own, found, strict=True):
+            if problem := _objection(*results, keys):
+                return problem
+    return _lost_nan(excerpt, given)
+
+
+def _results(way: Compute, given: Sequence[Tensor], trained: Sequence[int]) -> list[Tensor]:
+    """Return what attention gives, and its gradients for some operands."""
+    leaves = [each.detach().requires_grad_(number in trained) for number, each in enumerate(given)]
+    with torch.set_grad_enabled(bool(trained)):
+        result = way(*leaves)
+    if not trained:
+        return [result]
+    upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    wanted = [leaves[number] for number in trained]
+    return [result.detach(), *torch.autograd.grad(result, wanted, upstream.to(result.dtype))]
+
+
+def _objection(meant: Tensor, computed: Tensor, own: Tensor, found: Tensor, keys: int) -> str:
+    if found.shape != own.shape or found.dtype != own.dtype:
+        return f"the operator gives {tuple(found.shape)} of {found.dtype}, and not {tuple(own.shape)} of {own.dtype}"
+    scale = scale_of(meant)
+    seen = distance(meant, computed, Tolerance(0.0, _MEANING * scale))
+    if seen.problem:
+        return f"the operator is off by {seen.error:.1e} of the scale in float64"
+    error = float((own.double() - meant).abs().max())
+    summed = math.sqrt(keys) * torch.finfo(own.dtype).eps * scale
+    seen = distance(meant, found.double(), Tolerance(0.0, _OWN * error + rounding(own).absolute + summed))
+    return f"the operator is off by {seen.error:.1e} of the scale" if seen.problem else ""
+
+
+def _lost_nan(excerpt: Excerpt, given: Sequence[Tensor]) -> str:
+    """Say whether the operator hides NaN in a query, which is to be seen in its result."""
+    number = excerpt.operands.index("q")
+    query = given[number].clone()
+    query[..., 0, 0] = torch.nan
+    changed = [query if place == number else each for place, each in enumerate(given)]
+    with torch.no_grad():
+        before, after = (way(*changed).isnan() for way in excerpt.ways)
+    return "" if torch.equal(before, after) else "the operator hides NaN in a query"
