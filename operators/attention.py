@@ -45,7 +45,7 @@ def _is_traced() -> bool:
     return torch.compiler.is_exporting() or cast("Any", torch.jit).is_tracing()
 
 
-def _nothing_hidden(query: Tensor, key: Tensor, is_causal: Any) -> Tensor:
+def _nothing_hidden(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
     if not is_causal:
         return query.new_zeros((1, 1))
     return query.new_full((query.size(-2), key.size(-2)), -torch.inf).triu(1)

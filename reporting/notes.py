@@ -69,8 +69,8 @@ def unverified(record: Record) -> str:
 
 
 def _in_bfloat16(record: Record) -> str:
-    """Say that nothing is computed in bfloat16 where that was asked for, and why; with int8 asked for, too, of both."""
-    steps = {step: text for step, text in enumerate(record.plan.pipeline) if _to_less(text)}
+    """Say that nothing is computed in bfloat16 where that was asked for, nor in int8 where that was too, and why."""
+    steps = {step: text for step, text in enumerate(record.plan.pipeline) if _asks_for_fewer_bits(text)}
     tried = [d for d in record.plan.decisions if d.step in steps]
     if not any(_BFLOAT16 in text for text in steps.values()) or any(d.status == "applied" for d in tried):
         return ""
@@ -80,7 +80,7 @@ def _in_bfloat16(record: Record) -> str:
     return f"nothing {quantized}is computed in bfloat16: {why}{more}"
 
 
-def _to_less(text: str) -> bool:
+def _asks_for_fewer_bits(text: str) -> bool:
     return _BFLOAT16 in text or text.partition("{")[0] in _TO_SMALL_NUMBERS
 
 

@@ -7,16 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from ...compat import submodule
-from ...tracing.graphs import (
-    Capture,
-    ContextRegion,
-    Region,
-    WrappedRegion,
-    capture_of,
-    own,
-    recompile,
-    required_capture,
-)
+from ...tracing.graphs import Capture, ContextRegion, Region, capture_of, own, recompile, required_capture
 from ...tracing.values import qualified
 from ..sites import Numerics, OwnForward
 from ..state import holder_of
@@ -68,10 +59,6 @@ def _reasons(rewrite: Rewrite, owner: str, module: nn.Module, capture: Capture, 
         called = module.get_submodule(target) if added else None
         if isinstance(called, ContextRegion):
             continue
-        if called is not None and any(map(_is_needed, called.modules())):
+        inside = () if called is None else called.modules()
+        if any(isinstance(inner, Region) and inner.changes_results for inner in inside):
             yield f"it would leave out the region '{target}'"
-
-
-def _is_needed(module: nn.Module) -> bool:
-    """Say whether a module is a region without which something else is computed."""
-    return isinstance(module, Region) and (not isinstance(module, WrappedRegion) or module.changes_results)

@@ -116,7 +116,7 @@ class _Call:
         self.arguments: Arguments = map_tensors(argument, arguments)
         leaves = [leaf for leaf in flatten(self.arguments).values() if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.wanted = [*parameters, *leaves] if training else []
-        self.copies = self._changes_arguments(training, seed)
+        self._run_first(training, seed)
         self.seconds = min(self.seconds, self._seconds_again(training))
 
     def __call__(self) -> None:
@@ -128,10 +128,10 @@ class _Call:
         args, kwargs = map_tensors(torch.clone, self.arguments) if self.copies else self.arguments
         return flatten(self.module(*args, **kwargs))
 
-    def _changes_arguments(self, training: bool, seed: int) -> bool:
-        """Say whether the module changes its arguments, caches among them, so that each call must be given copies.
+    def _run_first(self, training: bool, seed: int) -> None:
+        """Learn what a run takes, which outputs gradients come from, and whether each run must be given copies.
 
-        This is the first run: it also tells what a run takes, and which outputs gradients come from.
+        It must where the module changes its arguments, caches among them.
         """
         args, kwargs = map_tensors(torch.clone, self.arguments)
         given = [leaf for leaf in flatten([args, kwargs]).values() if isinstance(leaf, Tensor)]
@@ -142,7 +142,7 @@ class _Call:
             outputs = flatten(self.module(*args, **kwargs))
         self.seconds = time.thread_time() - start
         self.upstream = self._upstream(outputs, seed)
-        return [version_of(tensor) for tensor in given] != before or state_of([args, kwargs]) != state
+        self.copies = [version_of(tensor) for tensor in given] != before or state_of([args, kwargs]) != state
 
     def _seconds_again(self, training: bool) -> float:
         if self.seconds > _MAY_BE_COLD:

@@ -167,5 +167,8 @@ def test_the_report_says_where_nothing_is_computed_in_bfloat16() -> None:
     assert note.startswith("nothing is computed in bfloat16: ") and note.endswith("(0, the first of 2)")
     none = fxopt.optimize(nn.Sequential(nn.ReLU()).eval(), "pack{dtype=bfloat16}", example_inputs=x)
     assert fxopt.report(none).notes == ("nothing is computed in bfloat16: no layer was found that can be",)
+    both = fxopt.optimize(nn.Sequential(nn.ReLU()).eval(), "quantize,pack{dtype=bfloat16}", example_inputs=x)
+    (note,) = fxopt.report(both).notes
+    assert note.startswith("nothing is quantized, and nothing is computed in bfloat16: ")
     some = fxopt.optimize(model, "pack{dtype=bfloat16}", example_inputs=x, measure=False)
     assert "bfloat16" not in " ".join(fxopt.report(some).notes)

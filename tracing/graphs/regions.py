@@ -30,6 +30,11 @@ class Region(nn.Module):
         for name, child in children.items():
             self.add_module(name, child)
 
+    @property
+    def changes_results(self) -> bool:
+        """Say whether the owner's own forward, which goes without the region, computes something else."""
+        return True
+
     def forward(self, *args: Any) -> Any:
         """Run the region's graph; it has no other forward."""
         raise CaptureError("this region has no graph any more")

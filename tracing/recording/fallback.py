@@ -33,7 +33,7 @@ __all__ = ["Fallback", "fallback_of", "hold", "misses_in", "release"]
 _ADD = "Add this call to example_inputs, or record it with fxopt.recording"
 _ADD_INNER = "Add a call of the model that leads to this one to example_inputs, or record it with fxopt.recording"
 _AGAIN = "Set it before fxopt.optimize or fxopt.capture"
-_MEANS = "The result is right, without what was gained; fxopt.report lists all modules that do so"
+_MEANS = "The result is right, but the module gains nothing there. fxopt.report lists all such modules"
 _OF_MODULE = re.compile(r"(not |'\w+' not in )?(\w+\()*self\b|not _has_any_global_hook")
 """How conditions begin that ask for nothing that is given in a call."""
 _DROPPED = "most calls had tensor data that the graph does not fit, so it was dropped"

@@ -71,11 +71,9 @@ def expectations(
         Expectation(given, model.training, output, twice=keeps and _trains_twice(model, given, state))
         for given, output in pairs
     ]
-    distinct = {id(capture): (name, capture) for name, capture in captured.items()}  # equal modules share theirs
     known = {model.get_submodule(name): capture for name, capture in captured.items()}
-    if any(
-        _depends_on_mode(model.get_submodule(name).get_submodule, capture, known) for name, capture in distinct.values()
-    ):
+    distinct = {id(capture): (module, capture) for module, capture in known.items()}  # equal modules share theirs
+    if any(_depends_on_mode(module.get_submodule, capture, known) for module, capture in distinct.values()):
         with (
             contextlib.suppress(ModeError),  # it was rewritten for evaluation, and is in no other mode
             restoring(state),

@@ -217,6 +217,7 @@ def attend(
     if rank == 3:  # the fast kernels take four dimensions
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     is_causal = q.size(-2) == k.size(-2) if causal else False
+    # Under a mask torch keeps NaN, and need not be asked how many keys there are.
     operator = F.scaled_dot_product_attention if mask is not None else scaled_dot_product_attention
     result = _called(operator, q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
     return result.squeeze(0) if rank == 3 else result

@@ -14,7 +14,7 @@ from ...operators import canonical_name
 from ...tracing.values import TensorMeta
 from ..swap_kernels import Occurrence, is_cast
 
-__all__ = ["Excerpt", "excerpt_of"]
+__all__ = ["Compute", "Excerpt", "excerpt_of"]
 
 _VIEWS = frozenset(
     "chunk contiguous expand flatten getitem narrow permute reshape select split squeeze transpose unbind unflatten "

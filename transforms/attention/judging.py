@@ -135,10 +135,10 @@ def _figures(ways: Sequence[Compute], given: Sequence[Tensor], *, cold: bool) ->
 
 def _fault(excerpt: Excerpt, given: Sequence[Tensor]) -> str:
     """Return how far off the operator is, in results and gradients, or "" where that is rounding."""
-    layers = [number for number, name in enumerate(excerpt.operands) if name in ("q", "k", "keys", "v")]
-    floats = [number for number, each in enumerate(given) if each.is_floating_point()]
+    layers = tuple(number for number, name in enumerate(excerpt.operands) if name in ("q", "k", "keys", "v"))
+    floats = tuple(number for number, each in enumerate(given) if each.is_floating_point())
     wide = [each.double() if each.is_floating_point() else each for each in given]
-    for trained in ([], layers, *([floats] if len(floats) > len(layers) else [])):
+    for trained in dict.fromkeys([(), layers, floats]):  # torch's kernel depends on them
         with Float64Mode(), double_defaults():
             meant, computed = (_results(way, wide, trained) for way in excerpt.ways)
         own, found = (_results(way, given, trained) for way in excerpt.ways)

@@ -27,7 +27,8 @@ def expect_dimensions(found: int, count: int) -> None:
         GuardError: if it has more or fewer.
     """
     if found != count:
-        unbatched = found == count - 1 > 2
+        # Two dimensions may be a batch without positions, which BatchNorm1d takes, and need not lack that of the batch.
+        unbatched = found == count - 1 and found > 2
         advice = "add that of the batch" if unbatched else "give fxopt.optimize example_inputs with as many"
         raise GuardError(
             f"a batch norm was folded for inputs of {count} dimensions, but this input has {found}; {advice}"

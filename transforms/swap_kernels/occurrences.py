@@ -76,18 +76,14 @@ class Occurrence:
         """Return what the kernel makes of operands that nodes of the graph give, as tensors or as proxies of them."""
         given = {name: value_of(node) for name, node in self.found.names.items()}
         cast = {name: value.to(self._dtype) if self._is_cast(name) else value for name, value in given.items()}
-        made, dtype = self.kernel.compute(**self._plain(value_of), **cast), self.result.meta["val"].dtype
-        return made if self._tried()[0].dtype == dtype else made.to(dtype)
+        return self._made(cast, value_of)[0]
 
     def write(self, edit: Edit) -> None:
         """Write a call of the kernel, and let it be read in the place of the results."""
-        before, dtypes = set(edit.graph.nodes), [node.meta["val"].dtype for node in self._results]
-        tracer = GraphAppendingTracer(edit.graph)
+        before, tracer = set(edit.graph.nodes), GraphAppendingTracer(edit.graph)
         with edit.graph.inserting_before(self._point):
             tensors = {name: self._written(name, tracer) for name in self._tensors}
-            made = _several(self.kernel.compute(**self._plain(lambda node: fx.Proxy(node, tracer)), **tensors))
-            known = zip(made, self._tried(), dtypes, strict=False)
-            new = [proxy if tried.dtype == dtype else proxy.to(dtype) for proxy, tried, dtype in known]
+            new = self._made(tensors, lambda node: fx.Proxy(node, tracer))
         self._ask_operands(edit)
         edit.hold_where(list(self._guards(required_capture(edit.owner).specializations[edit.site.specialization])))
         calls = [str(node.target) for node in self.covered if node.op == "call_module"]
@@ -196,6 +192,13 @@ class Occurrence:
             for name, meta in self._tensors.items()
         }
         return _several(self.kernel.compute(**self._plain(lambda node: node.meta["val"]), **empty))
+
+    def _made(self, tensors: Mapping[str, Any], of_node: Callable[[fx.Node], Any]) -> list[Any]:
+        """Return what the kernel makes of tensors, or of proxies of them, in the dtypes of the results."""
+        made = _several(self.kernel.compute(**self._plain(of_node), **tensors))
+        dtypes = [node.meta["val"].dtype for node in self._results]
+        known = zip(made, self._tried(), dtypes, strict=False)
+        return [each if tried.dtype == dtype else each.to(dtype) for each, tried, dtype in known]
 
     def _written(self, name: str, tracer: GraphAppendingTracer) -> fx.Proxy:
         value = self.found.values.get(name)

@@ -75,15 +75,15 @@ class Together:
     ) -> list[Group | Refusal]:
         """Write groups that are verified with the model as it is handed over; return the rest."""
         self._pass = pass_
-        written, timed = self._written(groups), dict[Hashable, Decision]()
+        written, firsts = self._written(groups), dict[Hashable, Decision]()
         for group, edit in written:
             figures = {"checked": "with the whole model", **pass_.judgement(group.sites[0])}
             if self._is_for_speed and "speedup" not in figures:
                 figures["untimed"] = "judged with the whole model"
             kind = group.sites[0].kind
-            evidence = None if "speedup" not in figures or kind is None else timed.get(kind)
+            evidence = firsts.get(kind) if "speedup" in figures and kind is not None else None
             decision = self.history.keep(pass_, Candidate(group, edit=edit, figures=figures), edit, evidence)
-            timed.setdefault(kind, decision)
+            firsts.setdefault(kind, decision)
         known = {id(group) for group, _ in written}
         return [item for item in found if id(item) not in known]
 

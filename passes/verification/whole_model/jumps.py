@@ -24,7 +24,7 @@ JUMP_UNITS = 32.0
 none of few ReLUs may fall on its other side."""
 
 _UNITS = 4.0
-"""Results move by as many times less where they are off by fewer units: so many are what rounding makes."""
+"""Rounding moves results as far as so many units do; where more units moved them, a part of that counts."""
 
 _FACTOR = 4.0
 """All may be off by four times as much as was seen."""

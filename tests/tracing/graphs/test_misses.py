@@ -90,7 +90,7 @@ def test_the_first_such_call_warns_and_says_what_to_do():
     assert message.startswith(
         "module '(root)' (Branches) used its original forward: its graphs are for calls in which flag"
     )
-    assert "in which flag is False. The result is right, without what was gained;" in message
+    assert "in which flag is False. The result is right, but the module gains nothing there." in message
     assert "Add this call to example_inputs, or record it with fxopt.recording: (Tensor[5, 6], True, 2)" in message
     with warnings.catch_warnings():
         warnings.simplefilter("error")

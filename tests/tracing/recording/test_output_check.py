@@ -143,10 +143,21 @@ def uncaptured(inner: nn.Module) -> nn.Module:
     return inner
 
 
+def hooked(inner: nn.Module) -> nn.Module:
+    """Return a module with a hook: what that makes of a result in the other mode, only a run tells."""
+    inner.register_forward_hook(lambda _, args, output: output)
+    return inner
+
+
 @pytest.mark.parametrize(
     ("inner", "modes"),
-    [(Halves(), {False}), (HalvesInEvaluation(), {False, True}), (uncaptured(Halves()), {False, True})],
-    ids=["plain", "two graphs", "not captured"],
+    [
+        (Halves(), {False}),
+        (HalvesInEvaluation(), {False, True}),
+        (uncaptured(Halves()), {False, True}),
+        (hooked(Halves()), {False, True}),
+    ],
+    ids=["plain", "two graphs", "not captured", "hooked"],
 )
 def test_the_other_mode_is_run_where_a_result_may_have_another_form(
     inner: nn.Module, modes: set[bool], monkeypatch: pytest.MonkeyPatch

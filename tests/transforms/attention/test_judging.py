@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,10 @@ def narrowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.mT, -1, dtype=torch.float32).to(q.dtype) @ v
 
 
+def one_of_several(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return plain(torch.sort(q)[0], k, v)
+
+
 def optimized(model: nn.Module, **options: Any) -> tuple[nn.Module, list[Any]]:
     fast = fxopt.optimize(model, "attention", example_inputs=(torch.randn(3, LENGTH, 8),), **options)
     return fast, list(fxopt.plan(fast).decisions)
@@ -85,7 +90,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return be
 
 
-@pytest.mark.parametrize("function", [plain, causal, biased, hidden, narrowed])
+@pytest.mark.parametrize("function", [plain, causal, biased, hidden, narrowed, one_of_several])
 def test_equal_layers_are_compared_once_and_left_to_the_whole_model(function: Any, compared: list[Any]):
     model, x = nn.Sequential(*(Layer(function) for _ in range(3))).eval(), torch.randn(2, 9, 8)
     fast, decisions = optimized(model, measure=False)
@@ -105,23 +110,31 @@ def test_what_only_the_data_or_training_tells_is_verified_in_its_place(training:
     assert compared == []
 
 
-WRONG: dict[str, Callable[..., Tensor]] = {
-    "another scale": lambda right, **given: right(**{**given, "scale": 0.51}),
-    "another mask": lambda right, **given: right(**{**given, "causal": True}),
-    "NaN gone": lambda right, **given: right(**{**given, "q": given["q"].nan_to_num()}),
-    "no gradient of v": lambda right, **given: right(**{**given, "v": given["v"].detach() + 0 * given["v"]}),
+WRONG: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "another scale": (lambda right, **given: right(**{**given, "scale": 0.51}), "of the scale in float64"),
+    "another mask": (lambda right, **given: right(**{**given, "causal": True}), "of the scale in float64"),
+    "NaN gone": (lambda right, **given: right(**{**given, "q": given["q"].nan_to_num()}), "hides NaN"),
+    "coarse in float32": (lambda right, **given: right(**given) + 1e3 - 1e3, r"of the scale$"),
+    "no gradient of v": (
+        lambda right, **given: right(**{**given, "v": given["v"].detach() + 0 * given["v"]}),
+        "of the scale in float64",
+    ),
+    "no gradient of the mask": (
+        lambda right, **given: right(**{**given, "mask": given["mask"].detach() + 0 * given["mask"].clamp(-9.0)}),
+        "of the scale in float64",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_kind_that_is_wrong_stays(name: str, monkeypatch: pytest.MonkeyPatch):
-    right = attention.attend
-    kernel = dataclasses.replace(attention._KERNEL, compute=lambda **given: WRONG[name](right, **given))
+    right, (wrong, reason) = attention.attend, WRONG[name]
+    kernel = dataclasses.replace(attention._KERNEL, compute=lambda **given: wrong(right, **given))
     monkeypatch.setattr(attention, "_KERNEL", kernel)
-    model, x = Layer(plain).eval(), torch.randn(2, 9, 8)
+    model, x = Layer(biased if name.endswith("of the mask") else plain).eval(), torch.randn(2, 9, 8)
     fast, (decision,) = optimized(model, measure=False)
     assert decision.status == "refused"
-    assert ("hides NaN" if name == "NaN gone" else "in float64") in decision.reason
+    assert re.search(reason, decision.reason)
     assert torch.equal(fast(x), model(x))
 
 
