@@ -17,7 +17,7 @@ from fxopt.passes import timing
 from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Edit, operation
-from fxopt.passes.sites import Goal, Numerics, Site
+from fxopt.passes.sites import Goal, Numerics, Phase, Site
 from fxopt.passes.timing import TimeBudget, Timings
 from fxopt.tracing.program import Program
 
@@ -287,3 +287,14 @@ def test_what_finding_takes_is_counted_and_takes_nothing_from_the_rest(races: li
     manager = managed(budget, Timing())
     assert (budget.finding, budget.spent) == (1e6, 0.0)
     assert {status for status, _ in outcomes(manager)} == {"applied"}
+
+
+@pytest.mark.parametrize(("forward", "phase"), [(1e-4, Phase.BOTH), (1.0, Phase.EVAL)])
+def test_clean_ups_of_a_large_model_hold_in_evaluation_where_training_would_take_too_long_to_verify(
+    forward: float, phase: Phase
+) -> None:
+    manager = managed(TimeBudget(40.0, forward), Tidy(), model=net(1))
+    (rewrite,) = manager.rewrites
+    assert (rewrite.phase, rewrite.decision.figures["checked"]) == (phase, "float64")
+    for training in (True, False):
+        torch.testing.assert_close(manager.program.model.train(training)(X), net(1)(X), rtol=0, atol=0)
