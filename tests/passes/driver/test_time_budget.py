@@ -233,6 +233,25 @@ def test_within_the_noise_untimed_rewrites_stay_that_remove_operations(
     assert [(decision.status, "untimed" in decision.figures) for decision in manager.decisions] == [(status, True)]
 
 
+@pytest.mark.parametrize(
+    ("speeds", "status"), [((0.96, 0.99), "undone"), ((0.97, 1.05), "applied"), ((1.01,), "applied")]
+)
+def test_races_together_judge_what_nothing_else_speaks_for(
+    monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...], status: str
+) -> None:
+    left = list(speeds)
+
+    def timed(candidates: Any, **_: Any) -> Timings:
+        speed = left.pop(0)
+        rounds = [{name: each if name == "before" else 1.0 for name in candidates} for each in (0.9, speed, 1.1)]
+        return Timings(rounds * 4)
+
+    monkeypatch.setattr(timing, "time_candidates", timed)
+    model = nn.Sequential(AddTwice(), Block(2)).eval()
+    manager = managed(TimeBudget(100.0, timing=80.0), AddOnce(fewer=False), model=model)
+    assert (outcomes(manager)[0][0], left) == (status, [])
+
+
 def test_within_the_noise_what_was_faster_at_its_site_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     seems_slower(monkeypatch)
     assert outcomes(managed(TimeBudget(1e9), Subtract())) == [("applied", "")] * 3
