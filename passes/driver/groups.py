@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
+from torch import nn
+
+from ...tracing.program import Program
 from ..contract import Pass
 from ..sites import Numerics, Phase, Refusal, Site
+from ..timing import TimeBudget
 
 __all__ = [
     "Group",
@@ -16,12 +20,16 @@ __all__ = [
     "identity",
     "is_like",
     "keeps_function",
+    "narrowed",
     "timed_identity",
     "with_lowering",
 ]
 
 _MOST_CLASSES = 8
 """So many classes of alike sites are judged apart; more are taken several at a time."""
+
+_IN_TRAINING = 100.0
+"""So many forwards of a module at least verify it with gradients, in both modes: of a GPT-2, 390."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +103,32 @@ class Group:
     def rest(self, written: Group) -> list[Group]:
         """Return what was not written with the others, alike sites together."""
         return [Group(sites) for sites in _classes(self.without(written.sites))]
+
+
+def narrowed(
+    program: Program, pass_: Pass, found: Iterable[Group | Refusal], budget: TimeBudget
+) -> list[Group | Refusal]:
+    """Return what a clean-up found in a model that is in evaluation, for that alone where time is too short for both.
+
+    It saves little, and gradients of most of a large model take more memory and time than all else. In training, the
+    modules then run as they were.
+    """
+    if not pass_.clean_up or program.training:
+        return list(found)
+    left, whole = budget.for_sites - budget.spent, max(_size(program.model), 1)
+
+    def outlasts(group: Group) -> bool:
+        return _IN_TRAINING * budget.forward * _size(program.module(group.owner)) / whole > left
+
+    return [_in_evaluation(each) if isinstance(each, Group) and outlasts(each) else each for each in found]
+
+
+def _in_evaluation(group: Group) -> Group:
+    return Group(tuple(dataclasses.replace(site, phase=Phase.EVAL) for site in group.sites))
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def identity(site: Site) -> Hashable:

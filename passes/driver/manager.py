@@ -22,7 +22,7 @@ from ..timing import TimeBudget
 from ..verification import is_on_meta
 from .admission import IN_TRAINING, admitted, found, is_missing
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
-from .groups import Group, grouped, grouped_in_order, sharing
+from .groups import Group, grouped, grouped_in_order, narrowed, sharing
 from .history import History, Rewrite
 from .progress import Progress, announced, unheard
 from .record import PassTrace
@@ -200,7 +200,7 @@ class Manager:
             self.history.refuse(pass_, Refusal(_OVERTAKEN, at=site.label or site.owner or "(root)"))
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
-        groups = grouped(pass_, items)
+        groups = narrowed(self.program, pass_, grouped(pass_, items), self._tuner.budget)
         self._tuner.calls.expect(item.owner for item in groups if isinstance(item, Group))
         groups = Together(self._tuner, self.history, self.seed).undecided(pass_, groups)
         to_time = kinds_to_time(self.program, groups) if self.time else [1] * len(groups)

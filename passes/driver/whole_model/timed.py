@@ -18,9 +18,6 @@ from ..tuner import Candidate, Tuner
 
 __all__ = ["WholeModel"]
 
-_AS_FAST = 0.98
-"""Below this median speed of the model, rewrites that nothing else speaks for go, though its interval reaches 1."""
-
 _RACES = 2
 """So many races must say that the model is slower: one reading of a busy machine does not undo what was gained."""
 
@@ -52,7 +49,7 @@ class WholeModel:
             while not races or (self._unwanted(races, doubtful) and len(races) < self._races_before(races[0])):
                 races.append(self._raced(runs))
             unwanted = self._unwanted(races, doubtful)
-            timings = dataclasses.replace(races[-1], rounds=[each for race in races for each in race.rounds])
+            timings = _together(races)
             if not unwanted:
                 return _as_timings(timing.timing_figures(timings))
             speed = timings.ratio("before", "after").mid
@@ -62,11 +59,10 @@ class WholeModel:
         return None
 
     def _unwanted(self, races: Sequence[timing.Timings], doubtful: Sequence[Rewrite]) -> Sequence[Rewrite]:
-        """Return what every race says is to be taken back."""
-        speeds = [race.ratio("before", "after") for race in races]
-        if all(speed.high < 1.0 for speed in speeds):
+        """Return what every race says is to be taken back, or all together of what nothing else speaks for."""
+        if all(race.ratio("before", "after").high < 1.0 for race in races):
             return doubtful
-        return self._unproven() if all(speed.mid < _AS_FAST for speed in speeds) else []
+        return self._unproven() if _together(races).ratio("before", "after").mid < 1.0 else []
 
     def _races_before(self, first: timing.Timings) -> int:
         """Return how many races must agree before anything is taken back: one more where its sites say otherwise."""
@@ -157,6 +153,11 @@ class WholeModel:
             return
         rewrite.edit = candidate.edit
         self._history.rewrites.append(rewrite)
+
+
+def _together(races: Sequence[timing.Timings]) -> timing.Timings:
+    """Return the rounds of all races as one."""
+    return dataclasses.replace(races[-1], rounds=[each for race in races for each in race.rounds])
 
 
 def _is_optional(rewrite: Rewrite) -> bool:

@@ -17,7 +17,7 @@ from fxopt.passes import timing
 from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Edit, operation
-from fxopt.passes.sites import Goal, Numerics, Site
+from fxopt.passes.sites import Goal, Numerics, Phase, Site
 from fxopt.passes.timing import TimeBudget, Timings
 from fxopt.tracing.program import Program
 
@@ -233,6 +233,25 @@ def test_within_the_noise_untimed_rewrites_stay_that_remove_operations(
     assert [(decision.status, "untimed" in decision.figures) for decision in manager.decisions] == [(status, True)]
 
 
+@pytest.mark.parametrize(
+    ("speeds", "status"), [((0.96, 0.99), "undone"), ((0.97, 1.05), "applied"), ((1.01,), "applied")]
+)
+def test_races_together_judge_what_nothing_else_speaks_for(
+    monkeypatch: pytest.MonkeyPatch, speeds: tuple[float, ...], status: str
+) -> None:
+    left = list(speeds)
+
+    def timed(candidates: Any, **_: Any) -> Timings:
+        speed = left.pop(0)
+        rounds = [{name: each if name == "before" else 1.0 for name in candidates} for each in (0.9, speed, 1.1)]
+        return Timings(rounds * 4)
+
+    monkeypatch.setattr(timing, "time_candidates", timed)
+    model = nn.Sequential(AddTwice(), Block(2)).eval()
+    manager = managed(TimeBudget(100.0, timing=80.0), AddOnce(fewer=False), model=model)
+    assert (outcomes(manager)[0][0], left) == (status, [])
+
+
 def test_within_the_noise_what_was_faster_at_its_site_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     seems_slower(monkeypatch)
     assert outcomes(managed(TimeBudget(1e9), Subtract())) == [("applied", "")] * 3
@@ -287,3 +306,14 @@ def test_what_finding_takes_is_counted_and_takes_nothing_from_the_rest(races: li
     manager = managed(budget, Timing())
     assert (budget.finding, budget.spent) == (1e6, 0.0)
     assert {status for status, _ in outcomes(manager)} == {"applied"}
+
+
+@pytest.mark.parametrize(("forward", "phase"), [(1e-4, Phase.BOTH), (1.0, Phase.EVAL)])
+def test_clean_ups_of_a_large_model_hold_in_evaluation_where_training_would_take_too_long_to_verify(
+    forward: float, phase: Phase
+) -> None:
+    manager = managed(TimeBudget(40.0, forward), Tidy(), model=net(1))
+    (rewrite,) = manager.rewrites
+    assert (rewrite.phase, rewrite.decision.figures["checked"]) == (phase, "float64")
+    for training in (True, False):
+        torch.testing.assert_close(manager.program.model.train(training)(X), net(1)(X), rtol=0, atol=0)
