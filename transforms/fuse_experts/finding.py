@@ -281,7 +281,9 @@ def _is_steered(program: Program, name: str) -> bool:
 
 
 def _has_stack(module: nn.Module) -> bool:
-    return any(parameter is not None and parameter.ndim == 3 for parameter in own_parameters(module).values())
+    """Say whether a parameter may be the weights of several experts; one of a single row, such as positions, is not."""
+    own = own_parameters(module).values()
+    return any(each is not None and each.ndim == 3 and len(each) > 1 for each in own)
 
 
 def _has_family(module: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from mixtures import EXPERTS, WIDTH, Plain
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.transforms.fuse_experts import finding
 
 
 class Loop(nn.Module):
@@ -250,3 +251,20 @@ def test_a_pruned_model_is_fused() -> None:
     pruned = fxopt.optimize(model, "prune{amount=0.5}", example_inputs=(x,), measure=False)
     fast = fxopt.optimize(pruned, "fuse_experts{lowering=padded}", example_inputs=(x,), measure=False)
     torch.testing.assert_close(fast(x), pruned(x))
+
+
+class Positions(nn.Module):
+    """Adds what vision transformers have for each place, in a tensor of three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(1, 5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.positions
+
+
+def test_positions_are_no_stack_of_experts_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "unrolling", pytest.fail)
+    program = fxopt.capture(nn.Sequential(Positions(), nn.Linear(8, 8)).eval(), (torch.randn(2, 5, 8),))
+    assert list(finding.find_mixtures(program)) == []
