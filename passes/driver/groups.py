@@ -21,6 +21,7 @@ __all__ = [
     "is_like",
     "keeps_function",
     "narrowed",
+    "rewriting",
     "timed_identity",
     "with_lowering",
 ]
@@ -28,8 +29,16 @@ __all__ = [
 _MOST_CLASSES = 8
 """So many classes of alike sites are judged apart; more are taken several at a time."""
 
-_IN_TRAINING = 100.0
-"""So many forwards of a module at least verify it with gradients, in both modes: of a GPT-2, 390."""
+_STEPS = 100.0
+"""So many steps of a module, forward and backward, verify it in both modes: of a GPT-2 of three layers, 110."""
+
+_STEP = 4.0
+"""So many forwards a step takes, in float64 and in the module's own types."""
+
+_OF_TIME = 0.5
+"""Verifying one clean-up takes no more than this part of the time that is left."""
+
+_TOO_LONG = "to verify it would take most of the time that is left; allow more by time_budget"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,23 +117,22 @@ class Group:
 def narrowed(
     program: Program, pass_: Pass, found: Iterable[Group | Refusal], budget: TimeBudget
 ) -> list[Group | Refusal]:
-    """Return what a clean-up found in a model that is in evaluation, for that alone where time is too short for both.
+    """Return what a clean-up found, but for what would leave no time to the passes behind it: it saves little.
 
-    It saves little, and gradients of most of a large model take more memory and time than all else. In training, the
-    modules then run as they were.
+    In a model that is in evaluation, it is then written for that alone: the gradients of most of a large model take
+    more memory and time than all else. In training, the modules run as they were.
     """
-    if not pass_.clean_up or program.training:
-        return list(found)
-    left, whole = budget.for_sites - budget.spent, max(_size(program.model), 1)
+    left, whole = _OF_TIME * (budget.for_sites - budget.spent), max(_size(program.model), 1)
+    steps = _STEPS * budget.forward * (1.0 if program.training else _STEP)
 
-    def outlasts(group: Group) -> bool:
-        return _IN_TRAINING * budget.forward * _size(program.module(group.owner)) / whole > left
+    def affordable(group: Group) -> Group | Refusal:
+        if left <= 0.0 or steps * _size(program.module(group.owner)) / whole <= left:
+            return group
+        if program.training:
+            return Refusal(_TOO_LONG, at=group.label)
+        return Group(tuple(dataclasses.replace(site, phase=Phase.EVAL) for site in group.sites))
 
-    return [_in_evaluation(each) if isinstance(each, Group) and outlasts(each) else each for each in found]
-
-
-def _in_evaluation(group: Group) -> Group:
-    return Group(tuple(dataclasses.replace(site, phase=Phase.EVAL) for site in group.sites))
+    return [affordable(each) if pass_.clean_up and isinstance(each, Group) else each for each in found]
 
 
 def _size(module: nn.Module) -> int:
@@ -161,6 +169,11 @@ def _classes(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
 def keeps_function(pass_: Pass) -> bool:
     """Say whether what a pass does at one site leaves what the others see as it is, but for rounding."""
     return pass_.numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
+
+
+def rewriting(passes: Sequence[Pass]) -> list[Pass]:
+    """Return the passes that rewrite; those that act on the finished model come after them."""
+    return [pass_ for pass_ in passes if not pass_.finishes]
 
 
 def sharing(passes: Sequence[Pass]) -> list[int]:

@@ -22,7 +22,7 @@ from ..timing import TimeBudget
 from ..verification import is_on_meta
 from .admission import IN_TRAINING, admitted, found, is_missing
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
-from .groups import Group, grouped, grouped_in_order, narrowed, sharing
+from .groups import Group, grouped, grouped_in_order, narrowed, rewriting, sharing
 from .history import History, Rewrite
 from .progress import Progress, announced, unheard
 from .record import PassTrace
@@ -74,6 +74,7 @@ class Manager:
     memory: Mapping[str, int] | None = None
     _stale: list[Site] = field(default_factory=list["Site"], init=False)
     _equal: EqualBlocks = field(default_factory=EqualBlocks, init=False)
+    _baseline: nn.Module | None = field(default=None, init=False)
     _tuner: Tuner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,15 +102,21 @@ class Manager:
         Raises:
             PassError: if a pass raises, hangs or returns nonsense; the program is left as it was before that site.
         """
-        baseline = twin(self.program.model) if self._times_anything(passes) else None
-        rewriting = _rewriting(passes)
-        for pass_, among in zip(rewriting, sharing(rewriting), strict=True):
+        self._baseline = twin(self.program.model) if self._times_anything(passes) else None
+        acting = rewriting(passes)
+        for pass_, among in zip(acting, sharing(acting), strict=True):
             self.budget.begin(among)
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
         self._tuner.snapshot.put_back()  # what the last pass did beside its sites; of others it has gone back before
-        if baseline is not None:
+        self._time_whole()
+
+    def _time_whole(self) -> bool:
+        """Time the model as it stands, where passes for speed have run; return whether rewrites were taken back."""
+        count = len(self.rewrites)
+        if self._baseline is not None:
             self.on_progress(Progress("timing the whole model"))
-            self.timings = WholeModel(self._tuner, self.history, baseline).never_slower()
+            self.timings = WholeModel(self._tuner, self.history, self._baseline).never_slower()
+        return len(self.rewrites) < count
 
     def replay(self, passes: Sequence[Pass], plan: Plan) -> None:
         """Repeat the rewrites that `plan` says were applied, without verifying or timing them.
@@ -118,7 +125,7 @@ class Manager:
             PlanError: if a planned site is not there.
         """
         plan.check_passes([pass_.name for pass_ in passes])
-        for number, pass_ in enumerate(_rewriting(passes)):
+        for number, pass_ in enumerate(rewriting(passes)):
             wanted = {d.key: d for d in plan.decisions if d.step == number and d.status == "applied"}
             self._observe(pass_, lambda pass_=pass_, wanted=wanted: self._replay_pass(pass_, wanted))
             if wanted:
@@ -132,7 +139,7 @@ class Manager:
     def follow(self, passes: Sequence[Pass], plan: Plan) -> None:
         """Repeat the rewrites that another rank has decided on, verifying each here; what is wrong is left out."""
         plan.check_passes([pass_.name for pass_ in passes])
-        for number, pass_ in enumerate(_rewriting(passes)):
+        for number, pass_ in enumerate(rewriting(passes)):
             decisions = [decision for decision in plan.decisions if decision.step == number]
             self._observe(pass_, lambda pass_=pass_, decisions=decisions: self._follow_pass(pass_, decisions))
 
@@ -142,8 +149,10 @@ class Manager:
             return
         self.on_progress(Progress("checking the whole model"))
         with self.budget.spending():
-            if HandedOver(self._tuner, self.history, original, self.seed).undo_what_is_wrong():
+            while HandedOver(self._tuner, self.history, original, self.seed).undo_what_is_wrong():
                 self.timings = None  # of another model
+                if not self._time_whole():
+                    return
 
     def finish(self, passes: Sequence[Pass], plan: Plan | None) -> None:
         """Note where the last passes will act on the finished model: as a plan says, or where they find it now."""
@@ -380,11 +389,6 @@ class Manager:
         """Return the decisions as a value that `replay` repeats."""
         phase = "train" if self.program.training else "eval"
         return Plan(tuple(str(pass_) for pass_ in passes), phase, tuple(self.decisions))
-
-
-def _rewriting(passes: Sequence[Pass]) -> list[Pass]:
-    """Return the passes that rewrite; those that act on the finished model come after them."""
-    return [pass_ for pass_ in passes if not pass_.finishes]
 
 
 def _key(item: Site | Refusal) -> str:

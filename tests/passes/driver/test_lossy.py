@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.passes import timing
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit, module
 from fxopt.passes.sites import Goal, Numerics, Phase, Refusal, Site
 from fxopt.passes.state import Select, StateStep
+from fxopt.passes.timing import Timings
 from fxopt.tracing.program import Program
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
@@ -114,6 +116,35 @@ def test_the_budget_holds_for_the_whole_model_too() -> None:
     assert all("the model as handed over is wrong with it" in reason for status, reason in found if status == "undone")
     wide = fxopt.optimize(model, [Linears(0.5, function="larger")], example_inputs=(X,))
     assert {status for status, _ in decisions(wide)} == {"applied"}
+
+
+@dataclasses.dataclass(frozen=True)
+class FastLinears(Linears):
+    """The same for speed."""
+
+    goal: ClassVar[Goal] = Goal.SPEED
+
+
+@pytest.mark.parametrize(("speed", "status"), [(1.5, "applied"), (0.5, "undone")])
+def test_what_is_left_after_the_budget_of_the_whole_model_is_timed_again(
+    monkeypatch: pytest.MonkeyPatch, speed: float, status: str
+) -> None:
+    """Sites are twice as fast, and so is the model with all of them; with those that its budget allows it is not."""
+    wholes = list[float]()
+
+    def timed(candidates: Any, **_: Any) -> Timings:
+        whole = "after" in candidates and len(getattr(candidates["before"].module, "_modules", {})) == 8
+        if whole:
+            wholes.append(speed if wholes else 2.0)
+        before = wholes[-1] if whole else 2.0
+        return Timings([{name: before if name == "before" else 1.0 for name in candidates}] * 9)
+
+    monkeypatch.setattr(timing, "time_candidates", timed)
+    fast = fxopt.optimize(chain(8), FastLinears(budget=0.05, function="larger"), example_inputs=(X,))
+    found = [found for found, _ in decisions(fast)]
+    assert wholes[:2] == [2.0, speed]
+    assert set(found) == ({"applied", "undone"} if status == "applied" else {"undone"})
+    assert (fxopt.report(fast).to_json()["timings"] is None) == (status == "undone")
 
 
 def test_budgets_of_several_passes_add_up() -> None:

@@ -317,3 +317,9 @@ def test_clean_ups_of_a_large_model_hold_in_evaluation_where_training_would_take
     assert (rewrite.phase, rewrite.decision.figures["checked"]) == (phase, "float64")
     for training in (True, False):
         torch.testing.assert_close(manager.program.model.train(training)(X), net(1)(X), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("forward", "status"), [(1e-4, "applied"), (1.0, "refused")])
+def test_clean_ups_of_a_large_model_leave_time_to_other_passes_in_training(forward: float, status: str) -> None:
+    ((found, reason),) = outcomes(managed(TimeBudget(40.0, forward), Tidy(), model=net(1).train()))
+    assert (found, "time_budget" in reason) == (status, status == "refused")
