@@ -1,4 +1,6 @@
-"""Keep what parameters hold where code reaches past their count of changes: `.data` and `.numpy()`.
+"""Keep what parameters hold where code reaches past their count of changes, or writes to them in a forward.
+
+The first do `.data` and `.numpy()`, the second an `nn.Embedding` with `max_norm`.
 
 Copies are made when that happens, not before, so that models which do no such thing pay nothing.
 """
@@ -20,6 +22,9 @@ __all__ = ["ParameterData", "data_of", "storage_of"]
 _TENSOR: Any = Tensor
 _DATA, _NUMPY = _TENSOR.data, _TENSOR.numpy
 """Torch's own, which its base class has."""
+
+_TORCH: Any = torch
+_RENORM = _TORCH.embedding_renorm_
 
 
 class _Kept(NamedTuple):
@@ -116,7 +121,7 @@ def _enter(watch: ParameterData) -> None:
     with _changing:
         if not _watching:
             _patched.update({name: vars(Tensor)[name] for name in ("data", "numpy") if name in vars(Tensor)})
-            _TENSOR.data, _TENSOR.numpy = property(_get, _set), _numpy
+            _TENSOR.data, _TENSOR.numpy, _TORCH.embedding_renorm_ = property(_get, _set), _numpy, _renorm
         _watching.append(watch)
 
 
@@ -126,6 +131,7 @@ def _leave(watch: ParameterData) -> None:
         if not _watching:
             # They are those of torch's base class again, unless somebody else had put others there.
             del _TENSOR.data, _TENSOR.numpy
+            _TORCH.embedding_renorm_ = _RENORM
             for name, value in _patched.items():
                 setattr(Tensor, name, value)
             _patched.clear()
@@ -144,6 +150,11 @@ def _set(tensor: Tensor, value: Any) -> None:
 def _numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     _notice(tensor)
     return _NUMPY(tensor, *args, **kwargs)
+
+
+def _renorm(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    _notice(tensor)
+    return _RENORM(tensor, *args, **kwargs)
 
 
 def _notice(tensor: Tensor) -> None:

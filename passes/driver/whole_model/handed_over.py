@@ -54,9 +54,10 @@ class HandedOver:
     def undo_what_is_wrong(self) -> bool:
         """Compare, and undo what makes the model another; return whether anything was undone."""
         count, budget = len(self._all), self.tuner.budget
-        self._until = budget.spent + max(budget.seconds, _LEAST_SECONDS)
+        self._until, once = budget.spent + max(budget.seconds, _LEAST_SECONDS), True
         while self.history.rewrites and (reason := self._objection()):
-            if self._put_weights_back():
+            if self._put_weights_back() and once:
+                once = False  # a rewrite that writes to weights is wrong, however often they are put back
                 continue
             if not all(original.repeats() for original in self._originals.values() if original is not None):
                 break  # it tells nothing that the model differs from one that differs from itself
@@ -190,6 +191,7 @@ class HandedOver:
         kept = [rewrite for rewrite in self._all[:first] if rewrite in standing]
         self.history.rewrites = kept + [r for r in self._all[first:] if r in wanted and self._is_written_again(r)]
         self.tuner.forget()
+        self._put_weights_back()
 
     def _is_written_again(self, rewrite: Rewrite) -> bool:
         try:

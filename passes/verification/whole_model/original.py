@@ -33,7 +33,7 @@ from ..translation import MapState, Objection, Quantities, Translation, quantiti
 from ..trial import Kept, Run, Trial
 from ..verify import verify
 from .jumps import JUMP_UNITS, Jumps, are_far_off
-from .own_tensors import own_tensors
+from .own_tensors import leaves_tensors, own_tensors, written_parameter
 from .steady import SteadyDraws
 
 __all__ = ["Original"]
@@ -189,17 +189,17 @@ class Original:
         self._kept = {number: kept for number, kept in self._kept.items() if kept[0] is self._stage}
         with own_tensors(after) if self._only_computes else nullcontext(Kept()) as kept:
             self._kept[id(after)] = after, kept
-            return self._verdict(after, map_state, budget, only_runs=only_runs, keeps_form=keeps_form)
+            verdict = self._verdict(after, map_state, budget, only_runs=only_runs, keeps_form=keeps_form)
+        name = written_parameter(after, kept)
+        return Verdict(False, f"it writes to its parameter '{name}'", checked_in="its own types") if name else verdict
 
     @property
     def _only_computes(self) -> bool:
-        """Say whether the original takes no gradients, is in evaluation, and leaves all buffers as they are."""
+        """Say whether the original takes no gradients, is in evaluation, and leaves its tensors as they are."""
         training = self.model.training if self.training is None else self.training
         if self.gradients or training:
             return False
-        buffers = self._stage.buffers
-        runs = (sample.run.buffers for sample in self._samples)
-        return all(name in run and torch.equal(buffer, run[name]) for run in runs for name, buffer in buffers.items())
+        return leaves_tensors(self._stage, self._kept[id(self._stage)][1], [each.run.buffers for each in self._samples])
 
     def _verdict(
         self, after: Stage, map_state: MapState, budget: float | None, *, only_runs: bool, keeps_form: bool

@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor, nn
 
 from ....compat import version_of
 from ..stage import Stage
 from ..trial import Kept
 
-__all__ = ["own_tensors"]
+__all__ = ["leaves_tensors", "own_tensors", "written_parameter"]
+
+
+def leaves_tensors(stage: Stage, kept: Kept, after: Iterable[Mapping[str, Tensor]]) -> bool:
+    """Say whether runs of a model left its parameters and buffers as they were; of sparse ones that is not known.
+
+    Args:
+        stage: of the model.
+        kept: the stand-ins that it ran on.
+        after: the buffers after each run.
+    """
+    if any(version_of(made) != version for made, version in kept.values() if isinstance(made, nn.Parameter)):
+        return False
+    pairs = [(buffer, run.get(name)) for run in after for name, buffer in stage.buffers.items()]
+    return all(
+        left is not None and buffer.layout is torch.strided and torch.equal(buffer, left) for buffer, left in pairs
+    )
 
 
 @contextmanager
 def own_tensors(stage: Stage) -> Generator[Kept]:
     """Yield a model's own parameters and buffers as what trials keep as stand-ins; buffers are put back at the end.
 
-    It is for runs that take no gradients and are to write to no buffer.
+    It is for runs that take no gradients and are to write to no buffer and no parameter.
     """
     tensors = {id(tensor): tensor for tensor in stage.state.values() if not tensor.is_inference()}
-    before = [(buffer, buffer.detach().clone()) for buffer in stage.buffers.values() if id(buffer) in tensors]
+    kept = {(number, tensor.dtype): (tensor, version_of(tensor)) for number, tensor in tensors.items()}
+    buffers = [each for each in stage.buffers.values() if id(each) in tensors]
+    before = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in buffers]
     try:
-        yield {(number, tensor.dtype): (tensor, version_of(tensor)) for number, tensor in tensors.items()}
+        yield kept
     finally:
         with torch.no_grad():
-            for buffer, copy in before:
-                if not torch.equal(buffer, copy):
+            for buffer, version, copy in before:
+                if version_of(buffer) != version:
                     buffer.copy_(copy)
+
+
+def written_parameter(stage: Stage, kept: Kept) -> str:
+    """Return the name of a parameter that runs on a model's own tensors wrote to, or ""."""
+    for name, tensor in stage.parameters.items():
+        known = kept.get((id(tensor), tensor.dtype))
+        if known is not None and known[0] is tensor and version_of(tensor) != known[1]:
+            return name
+    return ""

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt.passes.contract import Pass
-from fxopt.passes.rewriting import Edit, operation
+from fxopt.passes.rewriting import Edit, module, operation
 from fxopt.passes.sites import Goal, Refusal, Site
 from fxopt.passes.verification import Original
 from fxopt.tracing.program import Program
@@ -84,6 +85,57 @@ def test_only_the_guilty_sites_are_undone(wrong: tuple[str, ...]) -> None:
     model = Chains(5)
     fast = fxopt.optimize(model, [Renew(wrong)], example_inputs=(X,))
     assert statuses(fast) == {f"chains.{i}": "undone" if f"chains.{i}" in wrong else "applied" for i in range(5)}
+    assert_same(fast, model)
+
+
+def spoil(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    with torch.no_grad():
+        weight.mul_(1.5)
+    return F.linear(x, weight, bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spoil(Pass):
+    """Scale the weights of linear layers at each call; where told so, compute them as they were."""
+
+    wrong: tuple[str, ...] = ()
+
+    goal: ClassVar[Goal] = Goal.SIZE
+    judges_itself: ClassVar[bool] = True
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        for match in program.matches(module(nn.Linear, name="linear")):
+            yield match.site()
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        node = edit.graph_node("linear")
+        tensors = [edit.get_attr(f"{node.target}.{name}", before=node) for name in ("weight", "bias")]
+        compute = spoil if node.target in self.wrong else F.linear
+        edit.replace(node, edit.call(compute, node.args[0], *tensors))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_writes_to_weights_is_undone_and_they_are_put_back(trains: bool) -> None:
+    model = chain().eval().requires_grad_(trains)
+    fast = fxopt.optimize(model, Spoil(("0",)), example_inputs=(X,), measure=False)
+    assert {decision.status for decision in fxopt.plan(fast).decisions} == {"undone"}
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(fast.state_dict()[name], tensor)
+    assert_same(fast, model)
+
+
+def test_models_with_sparse_buffers_are_compared() -> None:
+    class Spread(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("edges", torch.eye(3).to_sparse())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.sparse.mm(self.edges, super().forward(x))
+
+    model = nn.Sequential(Spread(), *chain()).eval().requires_grad_(False)
+    fast = fxopt.optimize(model, Spoil(), example_inputs=(X,), measure=False)
+    assert "applied" in statuses(fast).values()
     assert_same(fast, model)
 
 

@@ -194,3 +194,14 @@ def test_what_others_put_on_tensors_stays_there(monkeypatch: pytest.MonkeyPatch)
         pass
     torch.ones(1).numpy()
     assert reads == [1] and vars(torch.Tensor)["numpy"] is numpy
+
+
+def test_embeddings_that_shorten_their_rows_in_a_forward_are_left_as_they_were() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Embedding(10, 8, max_norm=0.5), nn.Linear(8, 8)).eval(), torch.arange(6)
+    before = copy.deepcopy(model.state_dict())
+    fast = fxopt.optimize(model, "pack", example_inputs=(x,), measure=False)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+        assert torch.equal(fast.state_dict()[name], before[name])
+    torch.testing.assert_close(fast(x), model(x))
