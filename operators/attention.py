@@ -28,7 +28,7 @@ def scaled_dot_product_attention(
     Without a mask torch's kernel for CPUs (`_mul_reduce_max_fusion_kernel` in FlashAttentionKernel.cpp, torch 2.13)
     finds the largest score of what is left of a row behind whole vectors by `std::max`, which passes over NaN. A row
     of fewer scores than a vector has then no largest one, counts as one that may attend to nothing, and gives zeros.
-    With a mask it keeps NaN. So few keys get a mask, which hides nothing or what comes later.
+    So where keys are few, attention is computed as it is written, which takes no longer at that size.
 
     An exported program calls the operator alone: which keys are few is not known there.
 
@@ -37,7 +37,7 @@ def scaled_dot_product_attention(
         attn_mask, dropout_p, is_causal, scale: as torch's operator takes them.
     """
     if attn_mask is None and not _is_traced() and key.size(-2) < _FEW_KEYS and key.is_cpu:
-        attn_mask, is_causal = _nothing_hidden(query, key, is_causal), False
+        return _written_out(query, key, value, dropout_p, is_causal, scale)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
 
 
@@ -45,7 +45,11 @@ def _is_traced() -> bool:
     return torch.compiler.is_exporting() or cast("Any", torch.jit).is_tracing()
 
 
-def _nothing_hidden(query: Tensor, key: Tensor, is_causal: bool) -> Tensor:
-    if not is_causal:
-        return query.new_zeros((1, 1))
-    return query.new_full((query.size(-2), key.size(-2)), -torch.inf).triu(1)
+def _written_out(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> Tensor:
+    scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return F.dropout(scores.softmax(-1), dropout_p) @ value

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from torch import nn
 
+from ...compat import all_modules, own_parameters
 from ...tracing.program import Program
 from ..contract import Pass
 from ..sites import Numerics, Phase, Refusal, Site
@@ -136,7 +137,8 @@ def narrowed(
 
 
 def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    own = (parameter for each in all_modules(module) for parameter in own_parameters(each).values())
+    return sum(parameter.numel() for parameter in own if parameter is not None)
 
 
 def identity(site: Site) -> Hashable:

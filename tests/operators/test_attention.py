@@ -47,6 +47,16 @@ class Attends(nn.Module):
         return scaled_dot_product_attention(x, x, x, is_causal=True)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("keys", [1, 5, 8, 15])
+def test_what_a_later_key_holds_stays_in_its_own_row(keys: int, number: float) -> None:
+    q, k, v = (torch.randn(1, 2, keys, 4) for _ in range(3))
+    k[..., -1, :] = number
+    scores = (q @ k.transpose(-2, -1) * 0.5).masked_fill(torch.ones(keys, keys).triu(1).bool(), -torch.inf)
+    found = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
+    torch.testing.assert_close(found, scores.softmax(-1) @ v, equal_nan=True)
+
+
 def test_programs_of_any_length_are_exported_and_compiled():
     model, x = Attends(), torch.randn(1, 2, 40, 4)
     program = torch.export.export(model, (x,), dynamic_shapes=({2: torch.export.Dim("length")},)).module()

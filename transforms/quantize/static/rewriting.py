@@ -27,6 +27,7 @@ from ....passes.state import QuantizeTrained, QuantizeWeight, StateStep
 from ....tracing.values import TensorMeta, qualified
 from ...fold_batchnorm.arithmetic import Fold
 from ...fold_batchnorm.dimensions import write_check
+from ...fold_batchnorm.find import source_of
 from ...fold_batchnorm.parts import layer_at
 from ..linears import CONVOLUTIONS
 from ..replacing import instead_of, put
@@ -53,8 +54,9 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
     nodes = [edit.graph_node(f"layer.{number}") for number in range(len(layers))]
     for number, node in enumerate(nodes):
         normed = layer_at(edit.program, site.owner, node) if f"norm.{number}" in site.nodes else None
-        if normed is not None:
-            write_check(node, normed.rank + 2, edit, before=node)
+        x = source_of(node)
+        if normed is not None and x is not None:
+            write_check(x, normed.rank + 2, edit, before=node)
     for node, layer in zip(nodes, layers, strict=True):
         _replace_layer(str(node.target), layer, edit, group)
     for number, layer in enumerate(layers):
