@@ -16,7 +16,7 @@ from ..compat_quantized import why_no_static_int8
 from ..cuda_ops import compiled_kernels, kernels_in_use
 from ..passes.pipeline import available
 from ..passes.timing import DEFAULT_BUDGET
-from ..settings import Settings, current
+from ..settings import Measure, Settings, current
 from ..version import VERSION
 
 __all__ = ["Check", "checks"]
@@ -96,10 +96,17 @@ def _compiler() -> str:
 
 
 def _settings(settings: Settings) -> list[Check]:
-    given = {f.name: str(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
+    given = {f.name: _as_set(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
     if settings.time_budget is None:
         given["time_budget"] = str(DEFAULT_BUDGET)
     return [Check(f"FXOPT_{name.upper()}", value) for name, value in given.items()]
+
+
+def _as_set(value: object) -> str:
+    """Return a setting's value as a user would give it."""
+    if isinstance(value, Measure) and value.is_cold:
+        return value.value
+    return str(int(bool(value))) if isinstance(value, (bool, Measure)) else str(value)
 
 
 def _passes() -> list[Check]:

@@ -408,6 +408,15 @@ def test_doctor_says_what_the_machine_has(fxopt: Fxopt):
     assert found["FXOPT_TIME_BUDGET"] == "40 forwards of the model, or 2 s if that is more"
 
 
+@pytest.mark.parametrize("given", ["1", "0", "cold"])
+def test_doctor_says_settings_as_they_are_given(given: str, fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch):
+    verify = "0" if given == "0" else "1"
+    monkeypatch.setenv("FXOPT_MEASURE", given)
+    monkeypatch.setenv("FXOPT_VERIFY", verify)
+    found = {check["name"]: check["found"] for check in fxopt("doctor", "--json").json["checks"]}
+    assert (found["FXOPT_MEASURE"], found["FXOPT_VERIFY"]) == (given, verify)
+
+
 def test_doctor_exits_with_1_where_something_is_missing(fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch):
     found = importlib.metadata.version
 
