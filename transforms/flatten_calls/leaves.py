@@ -19,7 +19,18 @@ __all__ = ["leaf_body", "settings_of", "shorten"]
 _FRESH = (F.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.batch_norm)
 """Their results are new, and their gradients do without them: what follows may write there."""
 
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_NORMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+"""Kind -> the numbers of dimensions that it takes."""
+
+
+def expect_one_of(found: int, *dimensions: int) -> None:
+    """Make sure that a batch norm norms the dimension that is its own.
+
+    Raises:
+        ValueError: if its input has `found` dimensions, and none of those that it takes.
+    """
+    if found not in dimensions:
+        raise ValueError(f"expected {' or '.join(f'{each}D' for each in dimensions)} input (got {found}D input)")
 
 
 def leaf_body(module: nn.Module) -> fx.Graph | None:
@@ -58,6 +69,7 @@ def _norm_in_evaluation(module: nn.Module) -> fx.Graph | None:
         return None
     graph = fx.Graph()
     x = graph.placeholder("input")
+    graph.call_function(expect_one_of, (graph.call_method("dim", (x,)), *_NORMS[type(norm)]))
     tensors = [graph.get_attr(name) for name in ("running_mean", "running_var")]
     tensors += [graph.get_attr(name) for name in ("weight", "bias") if norm.affine]
     padding = [None] * (4 - len(tensors))

@@ -509,3 +509,23 @@ def test_threads() -> None:
 
 def test_it_is_its_text() -> None:
     assert parse(str(FlattenCalls())) == (FlattenCalls(),) or list(parse("flatten_calls")) == [FlattenCalls()]
+
+
+@pytest.mark.parametrize(
+    ("norm", "taken", "refused"),
+    [
+        (nn.BatchNorm1d(4), (3, 4), (3, 4, 4, 4)),
+        (nn.BatchNorm2d(4), (2, 4, 4, 4), (4, 4, 4)),
+        (nn.BatchNorm3d(4), (2, 4, 3, 3, 3), (4, 4, 4)),
+    ],
+)
+def test_batch_norms_refuse_what_has_other_dimensions(
+    norm: nn.Module, taken: tuple[int, ...], refused: tuple[int, ...]
+) -> None:
+    model, x = nn.Sequential(norm, nn.ReLU()).eval(), torch.randn(taken)
+    fast = fxopt.optimize(model, "flatten_calls", example_inputs=(x,), measure=False)
+    assert [decision.status for decision in fxopt.plan(fast).decisions] == ["applied"]
+    torch.testing.assert_close(fast(x), model(x))
+    for each in (model, fast):
+        with pytest.raises(ValueError, match=f"got {len(refused)}D input"):
+            each(torch.randn(refused))
