@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["scaled_dot_product_attention"]
+__all__ = ["hides_later", "scaled_dot_product_attention"]
 
 _FEW_KEYS = 16
 """So many scores of a row are one vector of the widest kernel (AVX-512, float32)."""
@@ -39,6 +39,17 @@ def scaled_dot_product_attention(
     if attn_mask is None and not _is_traced() and key.size(-2) < _FEW_KEYS and key.is_cpu:
         return _written_out(query, key, value, dropout_p, is_causal, scale)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+def hides_later(queries: int, keys: int) -> bool:
+    """Say whether a causal mask that is square hides anything: of one query, it hides no keys that came before.
+
+    Raises:
+        ValueError: if there are several queries, and more keys or fewer: such a mask does not fit.
+    """
+    if queries not in (1, keys):
+        raise ValueError(f"a square causal mask does not fit {queries} queries and {keys} keys")
+    return queries == keys
 
 
 def _is_traced() -> bool:

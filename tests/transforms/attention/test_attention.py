@@ -291,6 +291,26 @@ def test_nan_stays_under_a_causal_flag_where_there_are_few_keys():
         torch.testing.assert_close(fast(x), model(x), equal_nan=True)
 
 
+class Square(nn.Module):
+    """A causal mask of as many rows and columns as there are queries."""
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        later = torch.ones(q.size(-2), q.size(-2)).triu(1).bool()
+        return (q @ k.mT).masked_fill(later, -torch.inf).softmax(-1) @ k
+
+
+@pytest.mark.parametrize("keys", [7, 40])
+def test_a_square_mask_that_does_not_fit_is_refused(keys: int):
+    model, k = Square().eval(), torch.randn(2, 3, keys, 8)
+    fast, (decision,) = optimized(model, (torch.randn(2, 3, keys, 8), k))
+    assert decision.status == "applied", decision.reason
+    one = torch.randn(2, 3, 1, 8)  # hides nothing: what a step of decoding has
+    torch.testing.assert_close(fast(one, k), model(one, k))
+    for each in (model, fast):
+        with pytest.raises((RuntimeError, ValueError), match=r"match|fit"):
+            each(torch.randn(2, 3, 3, 8), k)
+
+
 def test_a_plan_is_replayed():
     model, x = Layer(reads=False).eval(), torch.randn(3, LENGTH, 8)
     fast, _ = optimized(model, (x,))
