@@ -39,6 +39,7 @@ HOUSE = (
         "compat_calls",
         "compat_interception",
         "compat_memory",
+        "compat_operators",
         "compat_optimizers",
         "compat_packed",
         "compat_quantized",
