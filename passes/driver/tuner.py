@@ -96,8 +96,10 @@ class Tuner:
         return not self._check or self.budget.allows_check(clean_up=pass_.clean_up)
 
     def _is_hurried(self, pass_: Pass, group: Group) -> bool:
-        """Say whether a group is compared briefly: there is no time, and no check in full has objected to it."""
-        return not self.has_time(pass_) and self._in_full.isdisjoint(site.key for site in group.sites)
+        """Say whether a group is compared briefly: it is owed, there is no time, and no check in full has objected."""
+        if pass_.skippable or self.has_time(pass_):
+            return False
+        return self._in_full.isdisjoint(site.key for site in group.sites)
 
     def unchecked(self, pass_: Pass, group: Group) -> Candidate | None:
         """Return a group left as it is, where no time is left to check what a pass makes of it, and it may be left."""
