@@ -80,7 +80,8 @@ def page(trials: Iterable[Trial], allowed: Iterable[Limit], hit: Mapping[str, in
     lines = [TITLE.format(number=sum(counted.values()))]
     lines += [f"| {number} | {name} | {hit.get(name, 0)} | {counted[name]} |" for number, name in enumerate(PASSES, 1)]
     for kind, uses in BY_KIND.items():
-        lines += ["", f"## {kind}", "", f"| use | what | {' | '.join(str(i) for i in range(1, len(PASSES) + 1))} |"]
+        numbers = " | ".join(str(i) for i in range(1, len(PASSES) + 1))
+        lines += ["", f"## {kind}", "", f"| use | what | {numbers} |"]
         lines.append(f"|---|---|{'---|' * len(PASSES)}")
         for use in uses:
             signs = " | ".join(worst.get((use.name, name), "") for name in PASSES)
@@ -91,8 +92,8 @@ def page(trials: Iterable[Trial], allowed: Iterable[Limit], hit: Mapping[str, in
 TITLE = """# Uses
 
 What rewritten models do when they are used in ways that no pass asked for, beside the plain ones. The table is made by
-`make fuzz`, of {number} uses of small random models. Each model is used in the same way before and after it is rewritten, and
-all that comes out is compared: results, gradients, buffers, state, errors.
+`make fuzz`, of {number} uses of small random models. Each is used in the same way before and after it is rewritten, and all
+that comes out is compared: results, gradients, buffers, state, errors.
 
 - `=`: the same, within rounding or the budget of a lossy pass. Where the plain model raises, no result is asked.
 - `r`: the same, or refused in one line that says why, for some models at least.
