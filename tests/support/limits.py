@@ -92,8 +92,8 @@ def page(trials: Iterable[Trial], allowed: Iterable[Limit], hit: Mapping[str, in
 TITLE = """# Uses
 
 What rewritten models do when they are used in ways that no pass asked for, beside the plain ones. The table is made by
-`make fuzz`, of {number} uses of small random models. Each is used in the same way before and after it is rewritten, and all
-that comes out is compared: results, gradients, buffers, state, errors.
+`make fuzz`, of {number} uses of small random models. Each is used in the same way before and after it is rewritten, and
+all that comes out is compared: results, gradients, buffers, state, errors.
 
 - `=`: the same, within rounding or the budget of a lossy pass. Where the plain model raises, no result is asked.
 - `r`: the same, or refused in one line that says why, for some models at least.
