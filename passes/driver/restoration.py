@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...compat import modules_by_name, own_buffers, own_parameters, transient_buffers
+from ...compat import REGIONS, all_modules, modules_by_name, own_buffers, own_parameters, transient_buffers
 from ...errors import StateError, UsageError
-from ...tracing.graphs import deactivate_again, specializations_of
+from ...tracing.graphs import deactivate_again, share_children, specializations_of
 from ...tracing.values import is_scripted, map_leaves, qualified, same_kind, tensors_in
 from ..optimizers import choose_form, reset_form
 from ..pipeline import ranks
@@ -176,7 +176,7 @@ def _transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
         for name, tensor in _named_tensors(fast).items()
         if name in tensors and tensors[name].shape == tensor.shape and tensors[name].dtype == tensor.dtype
     }
-    for module in list(fast.modules()):
+    for module in all_modules(fast):
         target = cast("nn.Module", same.get(id(module), module))
         # New modules and entries may hold surviving ones: views of fused members do. (Ordered dicts hold hooks.)
         new: dict[str, Any] = {
@@ -186,13 +186,15 @@ def _transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
             for name, value in vars(module).items()
             if target is module
             or name not in vars(target)
-            or name in (*_REGISTERS, *changed[id(module)])
+            or name in (*_REGISTERS, *changed[id(module)], *vars(module).get(REGIONS, ()))
             or _is_ours(name)
         }
         target.__class__ = type(module)
-        for name in [name for name in vars(target) if _is_ours(name) and name not in new]:
+        ours = [*filter(_is_ours, vars(target)), *vars(target).get(REGIONS, ())]
+        for name in (name for name in ours if name not in new):
             del vars(target)[name]
         vars(target).update(new, training=module.training)
+        share_children(target)
         deactivate_again(target)
     return model
 

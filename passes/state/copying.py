@@ -53,7 +53,7 @@ def twin(module: M) -> M:
     Later rewrites of `module` do not reach the copy; writes into its parameters do.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in all_tensors(all_modules(module))}
-    for submodule in module.modules():
+    for submodule in all_modules(module):
         capture = capture_of(submodule)
         if capture is not None:
             memo[id(capture)] = capture
