@@ -83,6 +83,16 @@ def test_copies_and_replicas_run_on_their_own_children(pair: tuple[Net, Net]) ->
     assert_close(fast(X), model(X))
 
 
+def test_in_place_and_back(pair: tuple[Net, Net]) -> None:
+    model, fast = pair
+    restored = fxopt.restore(fast)
+    assert vars(restored).keys() == vars(model).keys()
+    mine = copy.deepcopy(model)
+    assert fxopt.optimize(mine, "autocast", example_inputs=(X,), measure=False, inplace=True) is mine
+    mine.stem = model.stem = nn.Linear(8, 8)
+    assert_close(mine(X), model(X))
+
+
 def test_a_container_with_a_region_takes_other_items() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Tanh())
     fast = fxopt.optimize(model, "autocast", example_inputs=(X,), measure=False)
