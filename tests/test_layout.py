@@ -39,6 +39,7 @@ HOUSE = (
         "compat_distributed",
         "compat_calls",
         "compat_interception",
+        "compat_export",
         "compat_memory",
         "compat_optimizers",
         "compat_packed",
