@@ -41,6 +41,7 @@ HOUSE = (
         "compat_interception",
         "compat_export",
         "compat_memory",
+        "compat_operators",
         "compat_optimizers",
         "compat_packed",
         "compat_quantized",
