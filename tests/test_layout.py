@@ -38,6 +38,7 @@ HOUSE = (
         "compat_distributed",
         "compat_calls",
         "compat_interception",
+        "compat_export",
         "compat_memory",
         "compat_optimizers",
         "compat_packed",
