@@ -46,6 +46,7 @@ __all__ = [
     "is_plainly_eager",
     "is_registered_operator",
     "is_torch_wrapper",
+    "is_transformed",
     "is_view_operator",
     "modules_by_name",
     "native_functions",
@@ -224,7 +225,12 @@ def is_plainly_eager(*, watched: bool = False) -> bool:
         modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # pyright: ignore[reportPrivateUsage]
         if {type(mode) for mode in modes} - {DeviceContext}:
             return False
-    return not _is_tracing() and _transform() is None
+    return not _is_tracing() and not is_transformed()
+
+
+def is_transformed() -> bool:
+    """Say whether a transform of `torch.func`, or forward-mode differentiation, asks operations for their rules."""
+    return _transform() is not None or _forward_ad._current_level >= 0
 
 
 def is_registered_operator(function: Any) -> bool:
@@ -359,8 +365,8 @@ def property_access() -> type:
 
 
 def runs_kernels() -> bool:
-    """Say whether operators without gradients, tangents and autocast may run: `is_plainly_eager`, and none of these."""
-    return not (_is_compiling() or _is_cast() or _forward_ad._current_level >= 0) and is_plainly_eager()
+    """Say whether operators without gradients and autocast may run: `is_plainly_eager`, and none of these."""
+    return not (_is_compiling() or _is_cast()) and is_plainly_eager()
 
 
 def storage_id(tensor: Tensor) -> int:
