@@ -10,9 +10,8 @@ from typing import Any, cast
 from torch import fx, nn
 
 from ...compat import own_buffers, own_children, own_parameters
-from ...layers.as_found import AsFound, Opened
 from ...layers.packed import keep_narrow
-from ...layers.written_out import asks_as_found, opened_by
+from ...layers.written_out import AsFound, Opened, asks_as_found, opened_by
 from ...passes.rewriting import lasting_guards, obstacle_at, writes
 from ...tracing.graphs import Capture, Region, Specialization, capture_of
 from ...tracing.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require

@@ -7,11 +7,11 @@ from typing import cast
 
 from torch import nn
 
-from ..passes.rewriting import Edit
-from ..tracing.graphs import required_capture
-from ..tracing.guards import SELF, Call, Guard, Is, key_of
+from ...passes.rewriting import Edit
+from ...tracing.graphs import required_capture
+from ...tracing.guards import SELF, Call, Guard, Is, key_of
+from ..members import seal, settings_of, written_out
 from .as_found import AsFound, Opened
-from .members import seal, settings_of, written_out
 
 __all__ = ["asks_as_found", "hold_written_out", "opened_by"]
 
