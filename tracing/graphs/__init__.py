@@ -24,13 +24,14 @@ from .misses import HANDLER, Miss
 from .portable import PortableGraph, copy_graph
 from .regions import ContextRegion, Region, WrappedRegion, context_regions
 from .selection import fitting, select
-from .shared_slices import SharedSlices, sharing
+from .shared_slices import MEMBERS, SharedSlices, by_member, sharing
 from .source import generate
 
 __all__ = [
     "EVAL_ONLY",
     "FOUND",
     "HANDLER",
+    "MEMBERS",
     "AutocastState",
     "Capture",
     "Captured",
@@ -46,6 +47,7 @@ __all__ = [
     "Surrounding",
     "WrappedRegion",
     "autocast_state_now",
+    "by_member",
     "capture_of",
     "context_regions",
     "copy_graph",
