@@ -56,7 +56,7 @@ def twin(module: M) -> M:
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in all_tensors(all_modules(module))}
     memo |= {id(optimizer): optimizer for optimizer in _held_optimizers(module)}
-    for submodule in module.modules():
+    for submodule in all_modules(module):
         capture = capture_of(submodule)
         if capture is not None:
             memo[id(capture)] = capture

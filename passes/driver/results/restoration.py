@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ....compat import modules_by_name, own_buffers, own_parameters, transient_buffers
-from ....tracing.graphs import deactivate_again, specializations_of
+from ....compat import REGIONS, all_modules, modules_by_name, own_buffers, own_parameters, transient_buffers
+from ....tracing.graphs import deactivate_again, share_children, specializations_of
 from ....tracing.values import is_scripted, map_leaves, qualified, same_kind, tensors_in
 from ...state import carry_tensor_hooks, lost_hooks_text
 from ..record import Record, record_of
@@ -87,9 +87,10 @@ def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Modul
         ):
             memo |= {id(before[name]): now[name] for name in before if before[name] is not None and name in now}
     for source, target in pairs:
+        left_out = {*_REGISTERS, *vars(source).get(REGIONS, ()), *kept[id(target)]}
         constants = _constants(source)
         for name, value in vars(source).items():
-            if name in _REGISTERS or _is_ours(name) or name in kept[id(target)]:
+            if name in left_out or _is_ours(name):
                 continue
             if name in vars(target) or name not in constants:
                 _cut_off_history(value, memo)
@@ -146,7 +147,7 @@ def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
         for name, tensor in _named_tensors(fast).items()
         if name in tensors and tensors[name].shape == tensor.shape and tensors[name].dtype == tensor.dtype
     }
-    for module in list(fast.modules()):
+    for module in all_modules(fast):
         target = cast("nn.Module", same.get(id(module), module))
         # New modules and entries may hold surviving ones: views of fused members do. (Ordered dicts hold hooks.)
         new: dict[str, Any] = {
@@ -156,14 +157,17 @@ def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
             for name, value in vars(module).items()
             if target is module
             or name not in vars(target)
-            or name in (*_REGISTERS, *changed[id(module)])
+            or name in (*_REGISTERS, *changed[id(module)], *vars(module).get(REGIONS, ()))
             or _is_ours(name)
         }
         target.__class__ = type(module)
-        for name in [name for name in vars(target) if _is_ours(name) and name not in new]:
+        ours = [*filter(_is_ours, vars(target)), *vars(target).get(REGIONS, ())]
+        for name in (name for name in ours if name not in new):
             del vars(target)[name]
         vars(target).update(new, training=module.training)
         deactivate_again(target)
+    for module in all_modules(model):
+        share_children(module)
     return model
 
 
