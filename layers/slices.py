@@ -32,7 +32,7 @@ class View(NamedTuple):
         return getattr(self.store, self.name) if stacked is None else stacked
 
     @property
-    def count(self) -> int:
+    def members(self) -> int:
         """Return how many members there are."""
         return self.store.__dict__.get(MEMBERS, {}).get(self.name) or self.stacked.shape[0]
 
