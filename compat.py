@@ -68,7 +68,6 @@ __all__ = [
     "transient_buffers",
     "version_of",
     "wants_gradients",
-    "written_arguments",
 ]
 
 
@@ -391,11 +390,3 @@ def transient_buffers(module: nn.Module) -> set[str]:
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """Return how often a tensor has been changed in place; no function of Python's, which would take twice the time."""
-
-
-@cache
-def written_arguments(operator: Any) -> frozenset[int | str]:
-    """Return the positions and the names of the arguments that a dispatched operator writes into."""
-    arguments = enumerate(operator._schema.arguments)
-    written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return frozenset(key for pair in written for key in pair)
