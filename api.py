@@ -15,7 +15,7 @@ from .compat import all_modules, modules_by_name
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
-from .errors import NothingDoneWarning, StateError, StateWarning, UnverifiedWarning, expect
+from .errors import StateError, StateWarning, expect
 from .passes.driver import (
     Record,
     Request,
@@ -33,8 +33,8 @@ from .passes.pipeline import PassInfo, PassLike, Plan, asked_for, available, cho
 from .passes.sites import Phase
 from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, whole_state, writes_files
 from .passes.timing import BudgetRequest, collection_paused
-from .reporting.idle import idle
-from .reporting.notes import notes, unverified
+from .reporting.idle import warn_of
+from .reporting.notes import notes
 from .reporting.progress import progress_line
 from .reporting.report import Report
 from .settings import Measure, current
@@ -126,7 +126,7 @@ def optimize(
     if optimizer is not None:
         check_optimizer(optimizer, model)
     decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan"))
-    passes = list(passes) if isinstance(passes, Iterator) else passes
+    passes = list(cast("Iterator[PassLike]", passes)) if isinstance(passes, Iterator) else passes
     pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
     refuse_unfit(pipeline, inplace=inplace, trains=optimizer is not None)
     settings = current()
@@ -140,13 +140,8 @@ def optimize(
     )  # fmt: skip
     with progress_line() as show:
         fast = run_session(model, dataclasses.replace(request, on_progress=show))
-    done, asked = (
-        _record(fast),
-        [] if request.plan is not None else asked_for("inference" if passes is None else passes),
-    )
-    for kind, said in ((UnverifiedWarning, unverified(done)), (NothingDoneWarning, idle(done, asked))):
-        if said and request.plan is None:
-            warnings.warn(said, kind, stacklevel=2)
+    if request.plan is None:
+        warn_of(_record(fast), asked_for(passes))
     return cast(M, hand_over(model, fast, request, optimizer, inplace=inplace))
 
 

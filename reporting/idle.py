@@ -8,23 +8,34 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from ..errors import NothingDoneWarning, UnverifiedWarning
+
 if TYPE_CHECKING:
     from ..passes.driver import Record
     from ..passes.pipeline import Decision
 
-__all__ = ["idle", "in_one_line"]
+__all__ = ["in_one_line", "warn_of"]
 
 
-def idle(record: Record, asked: Iterable[tuple[str, Sequence[str]]]) -> str:
-    """Return what was asked for in this call and changed nothing, with reasons; "" where all did. The record keeps it.
+_NO_PLACE = "it found no place for it in this model"
+
+
+def warn_of(record: Record, asked: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """Warn whoever called `optimize` of what nothing was compared for, and of what was asked for and changed nothing.
+
+    The record keeps what the report does not say by its decisions.
 
     Args:
         record: of the optimized model.
         asked: each name that the user gave, and the passes that it stands for, as texts.
     """
+    from .notes import unverified
+
     said = list(dict.fromkeys(filter(None, (_said(record, name, texts) for name, texts in asked))))
-    record.idle[:] = said
-    return "; ".join(said)
+    for kind, text in ((UnverifiedWarning, unverified(record)), (NothingDoneWarning, "; ".join(said))):
+        if text:
+            warnings.warn(text, kind, stacklevel=3)
+    record.idle[:] = [each for each in said if each.endswith(_NO_PLACE) or "nothing was done" in each]
 
 
 def _said(record: Record, name: str, texts: Sequence[str]) -> str:
@@ -43,7 +54,7 @@ def _said(record: Record, name: str, texts: Sequence[str]) -> str:
 
 def _why(decisions: Sequence[Decision]) -> str:
     if not decisions:
-        return "it found no place for it in this model"
+        return _NO_PLACE
     first, others = decisions[0], len(decisions) - 1
     return f"{first.reason} (at {first.label or '(root)'}{f', the first of {others + 1} places' if others else ''})"
 
