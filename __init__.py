@@ -74,8 +74,8 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "api": (
-        "capture element_wise export graphs list_passes load load_state_dict optimize plan report restore save state_dict "
-        "translate_optimizer translate_state"
+        "capture export graphs list_passes load load_state_dict optimize plan report restore save state_dict "
+        "element_wise translate_optimizer translate_state"
     ),
     "errors": (
         "ArchiveError BudgetError CalibrationError CaptureError FusedMemberError FxoptError GuardError GuardWarning "
