@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from ..compat import modules_by_name
+from ..compat import children_of, modules_by_name
 from ..layers.packed import Packed, PackedConvolution, PackedLinear, refuse_checkpoints, release_weight
 from ..passes.contract import Pass
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
@@ -97,7 +97,7 @@ def _graphs(model: nn.Module, called: Sequence[str]) -> dict[nn.Module, list[fx.
             every = () if capture is None else capture.specializations
             found[module] = graphs = [each.graph for each in every if each.runs_in_mode(module)]
             targets = [str(node.target) for graph in graphs for node in graph.find_nodes(op="call_module")]
-            waiting += map(module.get_submodule, targets) if graphs else module.children()
+            waiting += map(module.get_submodule, targets) if graphs else filter(None, children_of(module).values())
     return found
 
 
