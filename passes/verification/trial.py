@@ -165,7 +165,7 @@ class Trial:
         with self._on_stage({name: copies[id(tensor)] for name, tensor in state.items()}) as stand_ins, torch.no_grad():
             leaves, others = (self._arguments(call)[1] for call in calls)
             self._interpret_where_asked(calls[0])
-            self.stage.module(*leaves[0], **leaves[1])
+            self._run(leaves, stand_ins, as_is=True)
             values = iter(flatten(others).values())
             for leaf, value in zip(flatten(leaves).values(), values, strict=True):
                 if isinstance(leaf, Tensor) and isinstance(value, Tensor) and not torch.equal(leaf, value):
@@ -173,6 +173,8 @@ class Trial:
             for name, tensor in after.items():
                 if not torch.equal(tensor, state[name]):
                     stand_ins[name].copy_(tensor)
+            if self.tape is not None:
+                self.tape.rewind()
             return self._run(leaves, stand_ins, as_is=True)
 
     def _interpret_where_asked(self, arguments: Arguments) -> None:
