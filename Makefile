@@ -17,7 +17,7 @@ demo: $(READY)
 	$(BIN)/fxopt demo $(DEMO)
 
 test: $(READY)
-	$(BIN)/pytest tests -n 2 --dist loadfile $(TESTS)
+	$(BIN)/pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # Triton's kernels, in its interpreter and compiled for GPUs that need not be there.
 test-kernels: $(TRITON_READY) $(READY)

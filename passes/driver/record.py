@@ -57,8 +57,10 @@ class Record:
         skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
         opaque: name, source line and reason of each module that could not be captured.
         attributes: qualified names of the attributes that passes gave other values.
+        remark: what the user should know of the example calls, or "".
         optimizer: what became of the optimizer that was given, as plain values; empty where there was none.
         lost_hooks: the parameters whose hooks could not be registered on the result.
+        idle: what was asked for in the last call and changed nothing, a line each.
         earlier_passes: how many passes of the plan ran in earlier calls.
     """
 
@@ -80,8 +82,10 @@ class Record:
     skeleton: nn.Module = field(default_factory=nn.Module, repr=False)
     opaque: tuple[tuple[str, str, str], ...] = ()
     attributes: frozenset[str] = frozenset()
+    remark: str = ""
     optimizer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     lost_hooks: list[str] = field(default_factory=list[str])
+    idle: list[str] = field(default_factory=list[str])
     earlier_passes: int = 0
     _originals: dict[str, ReferenceType[Tensor]] = field(
         default_factory=dict[str, "ReferenceType[Tensor]"], init=False, repr=False

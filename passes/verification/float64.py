@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ...compat import DispatchMode, draws_randomly, is_view_operator, operator_name, written_arguments
+from ...compat import DispatchMode, draws_randomly, is_view_operator, operator_name
+from ...compat_operators import written_arguments
 from ...operators import operator_info
 
 __all__ = ["Float64Mode", "Table", "double_defaults", "narrow", "widened"]

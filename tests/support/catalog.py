@@ -22,7 +22,16 @@ def network(pipelines: tuple[str, ...], kinds: str, training: bool | None, near:
     name, build, make = layers.network(random, kinds)
     mode = random.random() < 0.5 if training is None else training
     near = near or (0.1 if "bfloat16" in pipeline else 0.0)
-    return Sample(pipeline, name, build, make, training=mode, near=near, zeros=pipeline.startswith("prune"))
+    return Sample(
+        pipeline,
+        name,
+        build,
+        make,
+        training=mode,
+        near=near,
+        zeros=pipeline.startswith("prune"),
+        adds=pipeline == "qat",
+    )
 
 
 def _of(*pipelines: str, kinds: str, training: bool | None = False, near: float = 0.0) -> Make:
@@ -46,7 +55,7 @@ PASSES: dict[str, Make] = {
     "prune": _of(
         "prune", "prune{method=structured}", "prune{method=nm}", kinds="mlp blocks convolutions gated", training=None
     ),
-    "qat": _of("qat", kinds="mlp blocks convolutions gated", training=True, near=0.2),
+    "qat": _of("qat", kinds="mlp blocks convolutions gated", training=True, near=0.5),
     "quantize": _of(
         "quantize", "quantize{scheme=int8_weight,aim=size}", "quantize{scheme=int8_static,aim=size}",
         kinds="mlp blocks gated recurrent", near=0.2,

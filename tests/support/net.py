@@ -71,8 +71,9 @@ def _outcome(differences: list[Difference]) -> str:
 
 def _differences(made: Sample, chosen: Use, verify: bool) -> list[Difference]:
     near = made.near * (5 if chosen.writes else 1)  # steps carry what a lossy pass loses from one to the next
-    form = made.form or (chosen.writes and (made.zeros or made.last == "qat"))
-    judge = Judge(max(near, chosen.tolerance), form)
+    observes = made.last == "qat"
+    form = made.form or (chosen.writes and (made.zeros or observes)) or (chosen.ranges and observes)
+    judge = Judge(max(near, chosen.tolerance), form, adds=made.adds)
     plain = _used(chosen, Subject(made, fast=False))
     fast = _used(chosen, Subject(made, fast=True, verify=verify))
     found = judge.compare(plain, fast)

@@ -36,6 +36,8 @@ class Sample:
     """The pass makes another function of the model by design: only what raises, shapes and types are compared."""
     zeros: bool = False
     """The pass sets weights to zero: compared with the plain model that has these zeros, while nothing trains it."""
+    adds: bool = False
+    """The pass adds tensors to state dicts."""
     gate: str = ""
     """The weight that routes tokens, one row for each expert."""
     seed: int = 0

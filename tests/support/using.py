@@ -21,6 +21,8 @@ class Use:
     tolerance: float = 0.0
     """What the use itself loses, as a low precision does."""
 
+    ranges: bool = False
+    """Numbers inside the model leave the range of the examples: a pass that observes ranges cuts them off by design."""
     slow: bool = False
     """It takes a second or more: a run of all tests does it for few models."""
 

@@ -108,7 +108,8 @@ class Classifier(nn.Module):
 def pooling(random: Random) -> Sample:
     readout = random.choice(["mean", "add", "max", "mean module", "max module", "sum module"])
     pool = random.choice(["", "", "top", "sag"])
+    build = partial(Classifier, readout, pool)
     return Sample(
-        "graph_pooling", f"{readout}, {pool}", partial(Classifier, readout, pool), batched, size=15, form=True,
+        "graph_pooling", f"{readout}, {pool}", build, batched, size=15, form=True, adds=True,
         training=random.random() < 0.5, extra={"graph": True},
     )  # fmt: skip

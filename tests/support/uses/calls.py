@@ -52,7 +52,7 @@ def infinite_rows(subject: Subject) -> Outcome:
     return _spoiled(subject, float("inf"))
 
 
-@use()
+@use(ranges=True)
 def large_and_small_rows(subject: Subject) -> Outcome:
     """Inputs a hundred times as large, negated, tiny and zero."""
     model = subject.new()
@@ -101,14 +101,14 @@ def no_batch(subject: Subject) -> Outcome:
 
 @use()
 def wrong_inputs(subject: Subject) -> Outcome:
-    """Inputs that the plain model refuses: another width, another type, too few arguments."""
+    """Inputs that the plain model refuses: another width, too many arguments, None; and of other types."""
     model = subject.new()
     first, *others = subject.arguments()
     with torch.no_grad():
         return {
             "wrong width": attempt(lambda: model(torch.cat([first, first], -1 if first.dim() < 4 else 1), *others)),
-            "wrong type": attempt(lambda: model(first.to(torch.int64), *others)),
-            "wrong float": attempt(lambda: model(first.double(), *others)),
+            "another type": attempt(lambda: model(first.to(torch.int64), *others)),
+            "another float": attempt(lambda: model(first.double(), *others)),
             "wrong number": attempt(lambda: model(first, first, first, first)),
             "wrong value": attempt(lambda: model(None, *others)),
         }

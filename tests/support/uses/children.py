@@ -154,7 +154,7 @@ def _replaced(way: str) -> Use:
         return found
 
     run.__doc__ = f"Replaced afterwards: {way.replace('_', ' ')}."
-    return Use(way, run, writes=way.startswith("parameter"))
+    return Use(way, run, writes=way.startswith("parameter"), ranges=True)
 
 
 @use(writes=True)

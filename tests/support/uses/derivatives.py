@@ -143,6 +143,8 @@ def _original(subject: Subject, model: nn.Module, found: dict[str, Tensor]) -> d
 
     probe = subject.new()
     own = dict(probe.named_parameters())
+    if set(own) != set(found):
+        raise NotForThis
     with torch.no_grad():
         for name, value in found.items():
             own[name].copy_(value)

@@ -106,7 +106,7 @@ def _hooks(kind: str, *, first: bool) -> Use:
 
     when = "before" if first else "after"
     run.__doc__ = f"Hooks on modules, registered {when} optimizing: {kind.replace('_', ' ')}."
-    return Use(f"{kind}_hooks_{when}", run)
+    return Use(f"{kind}_hooks_{when}", run, ranges=True)
 
 
 USES = tuple(_hooks(kind, first=first) for kind in KINDS for first in (False, True))

@@ -46,7 +46,7 @@ def checkpoint_out(subject: Subject) -> Outcome:
     other = subject.build(seed=5)
 
     def load() -> Any:
-        other.load_state_dict(model.state_dict(), strict=not subject.sample.form)
+        other.load_state_dict(model.state_dict(), strict=not subject.sample.adds)
         return other(*subject.arguments())
 
     return {**found, "in the plain model": attempt(load)}

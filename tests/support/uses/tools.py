@@ -65,7 +65,7 @@ def exported(subject: Subject) -> Outcome:
     return {"result": attempt(run)}
 
 
-@use()
+@use(writes=True)
 def functional_calls(subject: Subject) -> Outcome:
     """`functional_call` with other weights under the original names; the model keeps its own."""
     model = subject.new()
@@ -83,7 +83,7 @@ def functional_calls(subject: Subject) -> Outcome:
     return {**found, "names": attempt(lambda: [name for name, _ in model.named_modules()] and None)}
 
 
-@use()
+@use(writes=True)
 def functional_calls_with_original_names(subject: Subject) -> Outcome:
     """`functional_call` with a state dict as it was before."""
     model = subject.new()

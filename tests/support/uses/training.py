@@ -12,7 +12,7 @@ from support.optimizers import Lamb, Lion, NovoGrad
 from support.outcomes import Outcome, attempt, kept, loss
 from support.samples import NotForThis, Subject
 from support.using import Use, use
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 STEPS = 10
@@ -20,7 +20,7 @@ TOLERANCE = 3e-3
 """How far rounding may carry some steps apart: a wrong step is ten times as far off."""
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "sgd": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "sgd": partial(optim.SGD, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
     "adam": partial(optim.Adam, lr=0.01, eps=1e-3, amsgrad=True),
     "adamw": partial(optim.AdamW, lr=0.01, eps=1e-3),
     "adamax": partial(optim.Adamax, lr=0.01, eps=1e-3),
@@ -54,7 +54,7 @@ def _losses(model: nn.Module, optimizer: Optimizer, subject: Subject, steps: int
 
     values = [float(step(turn)) for turn in range(steps)]
     with torch.no_grad():
-        return values, model(*subject.arguments(seed=7))
+        return torch.tensor(values), model(*subject.arguments(seed=7))
 
 
 def _stepped(make: Callable[[nn.Module], Optimizer], subject: Subject) -> Outcome:
@@ -93,7 +93,7 @@ def optimizer_muon(subject: Subject) -> Outcome:
             if rest is not None:
                 rest.step()
             values.append(float(value))
-        return values
+        return torch.tensor(values)
 
     return {"steps": attempt(steps), "state": attempt(model.state_dict)}
 
@@ -139,6 +139,10 @@ def optimizer_from_before(subject: Subject) -> Outcome:
     return {**found, "moved": None, "last": attempt(lambda: _losses(fast[0], optimizer, subject, 3))}
 
 
+def _towards(slow: Tensor, own: Tensor) -> Tensor:
+    return slow.lerp(own, 0.1) if slow.is_floating_point() else own
+
+
 class Learner(nn.Module):
     """A model that holds its optimizer, a slow copy and lists of its parameters, as classes of tutorials do."""
 
@@ -158,8 +162,10 @@ class Learner(nn.Module):
         value.backward()
         self.optimizer.step()
         with torch.no_grad():
-            for slow, own in zip(self.slow.parameters(), self.model.parameters(), strict=True):
-                slow.lerp_(own, 0.1)
+            own = self.model.state_dict()
+            self.slow.load_state_dict(
+                {name: _towards(each, own[name]) for name, each in self.slow.state_dict().items()}
+            )
         return float(value)
 
 
@@ -174,7 +180,9 @@ def optimizer_held_by_the_model(subject: Subject) -> Outcome:
     if not held:
         return {"made": made}
     model = held[0]
-    found = {"steps": attempt(lambda: [model.learn(subject.arguments(seed=turn % 3)) for turn in range(5)])}
+    found = {
+        "steps": attempt(lambda: torch.tensor([model.learn(subject.arguments(seed=turn % 3)) for turn in range(5)]))
+    }
     found["slow"] = attempt(lambda: model.slow(*subject.arguments()))
     return {"made": None, **found, "state": attempt(model.state_dict)}
 
@@ -208,7 +216,7 @@ def clipped_gradients(subject: Subject) -> Outcome:
     model = subject.new()
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def steps() -> list[float]:
+    def steps() -> Tensor:
         norms = []
         for turn in range(4):
             optimizer.zero_grad(set_to_none=turn % 2 == 0)
@@ -216,7 +224,7 @@ def clipped_gradients(subject: Subject) -> Outcome:
                 loss(model(*subject.arguments(seed=turn + part))).backward()
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
             optimizer.step()
-        return norms
+        return torch.tensor(norms)
 
     return {"norms": attempt(steps), "state": attempt(model.state_dict)}
 
