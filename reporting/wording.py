@@ -214,7 +214,7 @@ def _error(figures: Sequence[Mapping[str, Any]], *, is_lossy: bool) -> str:
 
     What a lossy rewrite gives up is no error of rounding: it is one number, which its budget allows.
     """
-    hurried = next((f" ({printable(str(each['hurried']))})" for each in figures if each.get("hurried")), "")
+    hurried = " (on one call: no time was left)" if any(each.get("hurried") for each in figures) else ""
     return _largest_errors(figures, is_lossy=is_lossy) + hurried
 
 

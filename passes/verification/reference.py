@@ -294,7 +294,9 @@ class _Maker:
 
     def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Run) -> Sample:
         known = None if self.runs.random or state is not self.state else self._natives.get(id(arguments))
-        is_native = self._types[0] is self.runs.wide is torch.float32 and self.epsilon <= torch.finfo(torch.float32).eps
+        is_plain = self.runs.census is not None and not self.runs.census.promoted  # no cast inside was left out
+        is_float32 = self._types[0] is self.runs.wide is torch.float32
+        is_native = is_plain and is_float32 and self.epsilon <= torch.finfo(torch.float32).eps
         return Sample(
             data, arguments, state, exact, known or (exact if is_native else self.runs.native(arguments, state))
         )
