@@ -15,6 +15,7 @@ from .version import VERSION as __version__
 if TYPE_CHECKING:
     from .api import (
         capture,
+        element_wise,
         export,
         graphs,
         list_passes,
@@ -75,7 +76,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "api": (
         "capture export graphs list_passes load load_state_dict optimize plan report restore save state_dict "
-        "translate_optimizer translate_state"
+        "element_wise translate_optimizer translate_state"
     ),
     "errors": (
         "ArchiveError BudgetError CalibrationError CaptureError FusedMemberError FxoptError GuardError GuardWarning "
@@ -160,6 +161,7 @@ __all__ = [
     "anything",
     "capture",
     "either",
+    "element_wise",
     "export",
     "graphs",
     "list_passes",

@@ -31,7 +31,16 @@ from .passes.driver import (
 )
 from .passes.pipeline import PassInfo, PassLike, Plan, asked_for, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
-from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, whole_state, writes_files
+from .passes.state import (
+    StateMap,
+    element_wise,
+    functional_state,
+    gathered,
+    refuse_sharded,
+    sharded_state,
+    whole_state,
+    writes_files,
+)
 from .passes.timing import BudgetRequest, collection_paused
 from .reporting.idle import warn_of
 from .reporting.notes import notes
@@ -46,6 +55,7 @@ from .tracing.values import normalize_inputs
 
 __all__ = [
     "capture",
+    "element_wise",
     "export",
     "graphs",
     "list_passes",

@@ -22,6 +22,7 @@ from .parts import FUSED_FROM, FusedPart, fused_class
 from .register import Register
 from .saving import SavesWhatMembersDoNot, count_slices
 from .slices import View
+from .steps import watch_steps
 from .views import SEALED, sealed_names, views_of
 
 __all__ = [
@@ -56,6 +57,7 @@ class FusedMembers(SavesWhatMembersDoNot):
         buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__()
+        watch_steps(self)
         for name, tensor in parameters.items():
             store, last = self._place(name)
             trains = requires_grad if isinstance(requires_grad, bool) else requires_grad[name]
@@ -66,6 +68,10 @@ class FusedMembers(SavesWhatMembersDoNot):
         for name, tensor in (buffers or {}).items():
             store, last = self._place(name)
             store.register_buffer(last, tensor.detach())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        watch_steps(self)
 
     def holder(self, name: str) -> tuple[FusedMembers, str]:
         """Return which module holds a tensor, itself or one inside, and how it is called there."""

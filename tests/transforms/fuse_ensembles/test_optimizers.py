@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
 
 import fxopt
+from fxopt.errors import StateError
 
 
 class Ensemble(nn.Module):
@@ -121,3 +124,20 @@ def test_clipping_of_the_whole_norm_and_of_values_is_the_same() -> None:
 
 def _gradients(parameters: Iterable[Any]) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in parameters]
+
+
+class Scaled(optim.SGD):
+    """Like LAMB: the step of a tensor is as long as the tensor."""
+
+
+def test_a_step_that_looks_at_whole_tensors_is_refused() -> None:
+    model, fast = made(), fused(made())
+    for kind in (optim.Adafactor, Scaled):
+        train(model, kind(model.parameters(), lr=0.1), 1)
+        for each in (fast, copy.deepcopy(fast)):
+            before = copy.deepcopy(each.state_dict())
+            with pytest.raises(StateError, match=f"{kind.__name__} is not known to .* and 7 of its parameters hold"):
+                train(each, kind(each.parameters(), lr=0.1), 1)
+            torch.testing.assert_close(each.state_dict(), before)
+    train(fast, optim.Adafactor(fast.trunk.parameters(), lr=0.1), 1)
+    train(fast, fxopt.element_wise(type("Known", (Scaled,), {}))(fast.parameters(), lr=0.1), 1)
