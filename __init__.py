@@ -15,6 +15,7 @@ from .version import VERSION as __version__
 if TYPE_CHECKING:
     from .api import (
         capture,
+        element_wise,
         export,
         graphs,
         list_passes,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         InputError,
         MatchFailure,
         ModeError,
+        NothingDoneWarning,
         OrderError,
         PassError,
         PipelineError,
@@ -74,12 +76,12 @@ if TYPE_CHECKING:
 _PLACES = {
     "api": (
         "capture export graphs list_passes load load_state_dict optimize plan report restore save state_dict "
-        "translate_optimizer translate_state"
+        "element_wise translate_optimizer translate_state"
     ),
     "errors": (
         "ArchiveError BudgetError CalibrationError CaptureError FusedMemberError FxoptError GuardError GuardWarning "
-        "InputError MatchFailure ModeError OrderError PassError PipelineError PlanError StateError StateWarning "
-        "UnverifiedWarning UsageError VerificationError"
+        "InputError MatchFailure ModeError NothingDoneWarning OrderError PassError PipelineError PlanError StateError "
+        "StateWarning UnverifiedWarning UsageError VerificationError"
     ),
     "layers.accumulation": "no_sync",
     "operators": "OpInfo register_operator",
@@ -129,6 +131,7 @@ __all__ = [
     "Match",
     "MatchFailure",
     "ModeError",
+    "NothingDoneWarning",
     "Numerics",
     "OpInfo",
     "OrderError",
@@ -158,6 +161,7 @@ __all__ = [
     "anything",
     "capture",
     "either",
+    "element_wise",
     "export",
     "graphs",
     "list_passes",

@@ -308,8 +308,7 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's children and its regions by name; of a region, what it calls of its owner's."""
-    attributes = module.__dict__
-    found: dict[str, nn.Module | None] = attributes["_modules"]
+    attributes, found = module.__dict__, module._modules  # pyright: ignore[reportPrivateUsage]
     if BORROWED in attributes:
         found = {path: submodule(module, path) for path in attributes[BORROWED]}
     return {**found, **{name: attributes[name] for name in attributes[REGIONS]}} if REGIONS in attributes else found
@@ -345,8 +344,8 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
     """Return the module at a dotted path, or None; analyses ask for thousands, which `get_submodule` is slow for."""
     found: nn.Module | None = module
     for part in path.split(".") if path else ():
-        attributes = found.__dict__
-        found = attributes["_modules"].get(part)
+        attributes, children = found.__dict__, found._modules  # pyright: ignore[reportPrivateUsage]
+        found = children.get(part)
         if found is None and part in attributes.get(REGIONS, ()):
             found = attributes[part]
         if found is None:

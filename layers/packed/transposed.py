@@ -29,10 +29,11 @@ class TransposedLinear(PackedLinear):
     Args:
         activation: behind the layer.
         joins: what is done with the other operand: `add` or `mul`.
+        inputs_first: the weight is [inputs, outputs] already; at one row it is read as it is.
     """
 
-    def __init__(self, activation: Activation = NO_ACTIVATION, joins: str = "add") -> None:
-        super().__init__(activation, joins=joins)
+    def __init__(self, activation: Activation = NO_ACTIVATION, joins: str = "add", inputs_first: bool = False) -> None:
+        super().__init__(activation, inputs_first=inputs_first, joins=joins)
         self.transposed = derived(_laid_by_inputs, 1)
 
     def narrowed(self, *, takes: bool = False, gives: bool = False) -> PackedLinear:
@@ -42,15 +43,15 @@ class TransposedLinear(PackedLinear):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
         """Return activation(x @ weight.T + bias + other), or with `* other`; [..., outputs]. See `PackedLinear`."""
         shape = weight.shape
-        is_row = len(shape) == 2 and x.dim() and x.shape[-1] == shape[1] == x.numel()
-        if not is_row or not self.takes(x, weight, bias, other, shape[0]):
+        is_row = len(shape) == 2 and x.dim() and x.shape[-1] == shape[self._inputs] == x.numel()
+        if not is_row or not self.takes(x, weight, bias, other, shape[self._outputs]):
             return super().__call__(x, weight, bias, other)
-        transposed = self.transposed(weight)
-        if transposed is weight:
+        transposed = weight if self.inputs_first else self.transposed(weight)
+        if (transposed is weight) is not (self.inputs_first and can_be_packed(weight)):
             return self.plainly(x, weight, bias, other)
-        row = x.reshape(1, shape[1])
+        row = x.reshape(1, x.numel())
         result = torch.mm(row, transposed) if bias is None else torch.addmm(bias, row, transposed)
-        result = result.view(*x.shape[:-1], shape[0])
+        result = result.view(*x.shape[:-1], shape[self._outputs])
         if other is None:
             return self.activate_in_place(result)
         return self._multiplied(result, other) if self.joins == "mul" else self.finished(result, self._gives, other)
@@ -67,4 +68,4 @@ class TransposedLinear(PackedLinear):
         self.transposed.forget_all()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TransposedLinear, (self.activation, self.joins)
+        return TransposedLinear, (self.activation, self.joins, self.inputs_first)

@@ -60,6 +60,7 @@ class Record:
         remark: what the user should know of the example calls, or "".
         optimizer: what became of the optimizer that was given, as plain values; empty where there was none.
         lost_hooks: the parameters whose hooks could not be registered on the result.
+        idle: what was asked for in the last call and changed nothing, a line each.
         earlier_passes: how many passes of the plan ran in earlier calls.
     """
 
@@ -84,6 +85,7 @@ class Record:
     remark: str = ""
     optimizer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     lost_hooks: list[str] = field(default_factory=list[str])
+    idle: list[str] = field(default_factory=list[str])
     earlier_passes: int = 0
     _originals: dict[str, ReferenceType[Tensor]] = field(
         default_factory=dict[str, "ReferenceType[Tensor]"], init=False, repr=False

@@ -19,11 +19,18 @@ from .functional import functional_state
 from .held import Holding, held_in
 from .holders import Holder, add_child, holder_of
 from .in_parts import InParts, all_parameters, leave_to_other_ranks, whole_state
-from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
+from .optimizer_state import (
+    ELEMENT_WISE,
+    check_type,
+    element_wise,
+    is_element_wise,
+    steps_by_element,
+    translate_optimizer,
+)
 from .quantized_steps import QuantizeTrained, QuantizeWeight, dequantized, quantized
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
-from .state_steps import Concatenate, Mask, Rename, Select, Stack, StackOfSome, StateStep
+from .state_steps import Concatenate, ConcatenateOfSome, Mask, Rename, Select, Stack, StackOfSome, StateStep, merge
 from .tensor_hooks import carry_tensor_hooks, lost_hooks_text
 
 __all__ = [
@@ -34,6 +41,7 @@ __all__ = [
     "STATE_MAP",
     "VIEWS",
     "Concatenate",
+    "ConcatenateOfSome",
     "Holder",
     "Holding",
     "InParts",
@@ -56,13 +64,16 @@ __all__ = [
     "copied_module",
     "cut_from_sharded",
     "dequantized",
+    "element_wise",
     "functional_state",
     "gathered",
     "held_in",
     "holder_of",
+    "is_element_wise",
     "leave_to_other_ranks",
     "live_optimizers",
     "lost_hooks_text",
+    "merge",
     "packed",
     "quantized",
     "refuse_sharded",
@@ -70,6 +81,7 @@ __all__ = [
     "sharded_like",
     "sharded_state",
     "skeleton_of",
+    "steps_by_element",
     "translate_optimizer",
     "twin",
     "unpacked",

@@ -14,7 +14,7 @@ from ...errors import StateError
 from .sharding import sharded_like
 from .state_map import StateMap, listing
 
-__all__ = ["ELEMENT_WISE", "check_type", "translate_optimizer"]
+__all__ = ["ELEMENT_WISE", "check_type", "element_wise", "is_element_wise", "steps_by_element", "translate_optimizer"]
 
 SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
 Direction = Literal["forward", "backward"]
@@ -30,6 +30,32 @@ ELEMENT_WISE: frozenset[type[Optimizer]] = frozenset(
 
 Others look at a whole tensor or at all of them (LBFGS, Muon, Adafactor), and a subclass may do anything.
 """
+
+_BY_ELEMENT = "_fxopt_element_wise"
+
+
+def element_wise(kind: type[SomeOptimizer]) -> type[SomeOptimizer]:
+    """Say that an optimizer class updates each element by itself, as Adam does, so that it may step merged parameters.
+
+    Args:
+        kind: the class; its subclasses are not meant.
+
+    Returns:
+        The class itself: this may be written above it as a decorator.
+    """
+    setattr(kind, _BY_ELEMENT, kind)
+    return kind
+
+
+def is_element_wise(kind: type[Optimizer]) -> bool:
+    """Say whether an optimizer class is known to update each element by itself."""
+    return kind in ELEMENT_WISE or vars(kind).get(_BY_ELEMENT) is kind
+
+
+def steps_by_element(kind: type[Optimizer]) -> bool:
+    """Say whether steps of merged parameters are those of their parts: LBFGS takes all parameters for one vector."""
+    return is_element_wise(kind) or kind is torch.optim.LBFGS
+
 
 PER_TENSOR = frozenset({"step", "eta", "mu", "mu_product"})
 """State that is one number for a tensor, whatever the tensor's shape."""
@@ -78,7 +104,7 @@ def check_type(optimizer: Optimizer) -> None:
         StateError: naming those that are known to work element by element.
     """
     kind = type(optimizer)
-    if kind in ELEMENT_WISE:
+    if is_element_wise(kind):
         return
     known = ", ".join(sorted(known.__name__ for known in ELEMENT_WISE))
     why = "is not known to update each element by itself"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.tracing.recording import misses_in
+from fxopt.tracing.recording import copy_inputs, misses_in
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -99,6 +99,22 @@ def test_plain_identifiers_are_enough_to_generate_from_graphs(make: Callable[[],
     assert fxopt.report(fast).notes == ()
     for way in ("static cache", "prompt lookup") if make is llama else ():
         assert torch.equal(_ways(fast, ids, way), _ways(model, ids, way)), way
+
+
+def test_a_step_does_not_begin_in_the_graph_of_the_prompt():
+    """Both graphs of an attention check their lengths on the way only, after the first projection."""
+    model: Any = gpt2().eval()
+    with fxopt.recording(model) as calls:
+        _generated(model, torch.randint(3, 99, (1, 7)), sampled=False)
+    fast = fxopt.capture(model, calls).model
+    prompt, step = calls
+    seen: list[object] = []
+    for each in fast.transformer.h:
+        each.attn.c_attn.register_forward_hook(lambda *_: seen.append(1))
+    for call in (step, prompt):
+        seen.clear()
+        copy_inputs(call).run(fast)
+        assert len(seen) == 2  # one for each layer
 
 
 @pytest.mark.parametrize(("make", "way"), [(gpt2, "static cache"), (llama, "prompt lookup")])

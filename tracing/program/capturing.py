@@ -31,6 +31,7 @@ from ..values import (
     signature_of,
 )
 from .extra_arguments import ExtraArguments
+from .single_sizes import Traced, told_apart
 
 __all__ = ["Captures", "Opaque", "capture_modules"]
 
@@ -204,9 +205,12 @@ class _Capturer:
             first_line = str(error).strip().partition("\n")[0]
             reason = f"tracing it raised {type(error).__name__}: {first_line}"
             return Opaque(name, raised_at(error) or _defined_at(module), reason)
+        traced: Traced = [(calls[0], each) for each in specializations]
         for call in calls[1:]:
-            if len(specializations) < _MAX_VARIANTS and not _covered(module, signature, specializations, call):
-                specializations += self._more(name, signature, call, specializations)
+            known = [each for _, each in traced]
+            if len(known) < _MAX_VARIANTS and not _covered(module, signature, known, call):
+                traced += [(call, each) for each in self._more(name, signature, call, known)]
+        specializations = told_apart(traced, signature)
         usual = self._signatures[type(module).forward][0]
         specializations, regions = with_regions(module, specializations)
         own = None if signature is usual else signature

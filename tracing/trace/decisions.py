@@ -168,6 +168,13 @@ class Decisions:
         else:
             self._keep(equal(Attribute(type_of(argument), "__name__"), type(value).__name__, reason))
 
+    def assume_tensor(self, proxy: ValueProxy) -> None:
+        """Let the graph hold where an argument is a tensor; of what is computed only an example could tell."""
+        if proxy.node.op == "placeholder":
+            self._keep(is_tensor(self._tracer.places[proxy.node.name], True, f"decided at {source_of()}"))
+        elif proxy.node.op != "get_attr":
+            self._known(proxy)
+
     def absent(self, node: fx.Node) -> None:
         """Note that a value is None, which no proxy can stand for."""
         self._assume(node, None, structural=True)

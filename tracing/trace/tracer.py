@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from torch import Tensor, fx, nn
 
@@ -369,9 +369,10 @@ class ModuleTracer:
         return [proxy.fxopt_item(key) if name == "values" else (key, proxy.fxopt_item(key)) for key in keys]
 
     def is_instance(self, proxy: ValueProxy, kinds: Any) -> bool:
-        """Answer `isinstance` from the example; without one, whatever was put in or called is a tensor."""
-        value = proxy.fxopt_value
-        if value is UNKNOWN:
+        """Answer `isinstance` from the example; without one, what was put in is a tensor, or else what was called."""
+        if (value := proxy.fxopt_value) is UNKNOWN:
+            if _asks_for_containers(kinds) and not issubclass(Tensor, kinds):
+                self.decisions.assume_tensor(proxy)
             return proxy.node.op in ("placeholder", "call_module", "get_attr") and issubclass(Tensor, kinds)
         answer = isinstance(value, kinds)
         if proxy.node.op == "placeholder":
@@ -388,6 +389,11 @@ class ModuleTracer:
         if asks_memo(frame):
             self.fail("it calls a memoised function that is found neither in its file nor in its class")
         return hash(self.decisions.plain(proxy))
+
+
+def _asks_for_containers(kinds: Any) -> bool:
+    each = cast("tuple[Any, ...]", kinds if isinstance(kinds, tuple) else (kinds,))
+    return any(isinstance(kind, type) and issubclass(kind, (tuple, list, dict)) for kind in each)
 
 
 TracingSession = Session[ModuleTracer]

@@ -79,6 +79,11 @@ class _Found:
     def may_be_transposed(self) -> bool:
         return self.dtype is torch.float32 and self.layer.rows_given == 1 and not self.layer.inputs_first
 
+    @property
+    def has_rows(self) -> bool:
+        """Return whether a linear layer, in float32, is given several rows."""
+        return self.dtype is torch.float32 and self.layer.rows_given > 1
+
     def packed(self, *, transposed: bool = False) -> Packed:
         return self.layer.packed(self.behind.activation, self.dtype, self.behind.joins, transposed=transposed)
 
@@ -217,7 +222,26 @@ def _gains(program: Program, layers: Sequence[_Found], budget: float) -> Gains:
             gains.take(kind, {lowering: calls.times(cold=cold) for lowering, calls in right.items()})
     for kind, times in times_interleaved(waiting).items() if waiting else ():
         gains.take(kind, times)
+    if any(found.layer.rows_given == 1 for found in layers):
+        _take_single_rows(program, kinds, gains)
     return gains
+
+
+def _take_single_rows(program: Program, kinds: Mapping[Hashable, Sequence[_Found]], gains: Gains) -> None:
+    """Choose how layers of several rows compute one row, where the model is called with one row, too.
+
+    A module that does not look at what came before has one graph for a prompt and for the steps behind it.
+    """
+    single: dict[Hashable, dict[str, Calls]] = {}
+    for kind, alike in kinds.items():
+        if kind in gains.known and alike[0].has_rows and not gains.objection(kind):
+            ways = {PACKED: False, TRANSPOSED: True}
+            calls = {name: _calls(program, alike, transposed=way, rows=1) for name, way in ways.items()}
+            right = gains.look(kind, calls, allowed=None)
+            single |= {kind: right} if TRANSPOSED in right else {}
+    for kind, times in times_interleaved(single).items() if single else ():
+        if times[TRANSPOSED].gain.mid > times[PACKED].gain.mid:
+            gains.transposed.add(kind)
 
 
 def _waits_for_memory(layers: Sequence[_Found]) -> bool:
@@ -226,12 +250,14 @@ def _waits_for_memory(layers: Sequence[_Found]) -> bool:
     return _BYTES * sum(sizes.values()) > last_level_bytes()
 
 
-def _calls(program: Program, alike: Sequence[_Found], *, transposed: bool = False) -> Calls:
+def _calls(program: Program, alike: Sequence[_Found], *, transposed: bool = False, rows: int = 0) -> Calls:
+    """Return the calls of layers of a kind on what they are given, or on so many rows."""
     first, packed = alike[0], alike[0].packed(transposed=transposed)
     tensors = [found.layer.tensors(program, found.owner) for found in alike]
     geometry = first.layer.geometry
     # What feeds a convolution is mostly another one; images are not.
     shape, channels = first.layer.given or (), 0 if geometry is None else tensors[0][0].shape[1] * geometry.groups
+    shape = (rows, *shape[-1:]) if rows else shape
     lies_last = len(shape) in (4, 5) and channels > _COLOURS
     layer, adds = first.layer, first.behind.other is not None
     check = Check(packed, *tensors[0], adds, layer.outputs, layer.rows, layer.terms)

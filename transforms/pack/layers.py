@@ -69,7 +69,7 @@ class Layer:
     ) -> PackedLinear | PackedConvolution:
         """Return what computes it on a packed weight, or at one row on a transposed one."""
         if transposed:
-            return TransposedLinear(activation, joins)
+            return TransposedLinear(activation, joins, self.inputs_first)
         if self.geometry is None:
             return PackedLinear(activation, dtype, self.inputs_first, joins)
         size = None if self.geometry.size is None else self.given

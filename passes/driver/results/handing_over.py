@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ....errors import StateError
 from ...optimizers import choose_form
 from ...pipeline import ranks
-from ...state import ELEMENT_WISE, RECORD_KEY, StateMap, held_in, live_optimizers, translate_optimizer
+from ...state import RECORD_KEY, StateMap, held_in, is_element_wise, live_optimizers, translate_optimizer
 from ..record import Record, record_of, state_map_of
 from ..run import Request
 from .optimizer_moves import (
@@ -150,7 +150,7 @@ def hand_over(
         transplanted(model, fast)
         own = [each.own for each in held.optimizers]
         for each in dict.fromkeys(own if optimizer is None else [*own, optimizer]):
-            if type(each) in ELEMENT_WISE:  # what no pass changed is the user's own again
+            if is_element_wise(type(each)):  # what no pass changed is the user's own again
                 translate_optimizer(each, names, StateMap(), dict(model.named_parameters()))
         held.settle(model, optimizer)
         _warn_of_forgotten(before, model)

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from ....errors import StateError, UsageError
 from ...optimizers import reset_form
 from ...state import (
-    ELEMENT_WISE,
     Holding,
     adopt_added,
     all_parameters,
     check_type,
+    is_element_wise,
     leave_to_other_ranks,
     release_added,
     translate_optimizer,
@@ -157,7 +157,7 @@ class HeldOptimizer:
     def fits(self, successors: Successors) -> bool:
         """Say whether it may look at whole tensors, but none that it holds has another form now."""
         mine = [each for each in _held_by(self.original) if id(each) in successors.names]
-        return type(self.original) not in ELEMENT_WISE and all(map(successors.is_unchanged, mine))
+        return not is_element_wise(type(self.original)) and all(map(successors.is_unchanged, mine))
 
     def hold_originals(self) -> None:
         """Let a copy hold the parameters that the original holds, with its own state: from there it can move."""

@@ -58,3 +58,10 @@ def test_gradients_other_types_and_copies_are_as_of_any_packed_layer() -> None:
     assert x.grad is not None
     torch.testing.assert_close(x.grad[0, 0], weight.sum(0))
     assert TransposedLinear()(ROW.double(), weight.double(), bias.double()).dtype is torch.float64
+
+
+def test_a_weight_that_lies_by_inputs_is_read_as_it_is() -> None:
+    layer, weight, bias = TransposedLinear(inputs_first=True), torch.randn(6, 5), torch.randn(5)
+    for x in (torch.randn(1, 1, 6), torch.randn(2, 3, 6), torch.randn(6)):
+        torch.testing.assert_close(layer(x, weight, bias), x @ weight + bias)
+    assert pickle.loads(pickle.dumps(layer)) == layer != TransposedLinear()

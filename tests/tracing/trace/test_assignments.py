@@ -220,8 +220,13 @@ MODELS = (
 
 def attributes(model: nn.Module) -> dict[str, object]:
     known = vars(nn.Module()).keys()
-    held = [(name, m, vars(m)) for name, m in model.named_modules() if "no_grad" not in name]
-    found = {f"{n}.{k}": v for n, _, own in held for k, v in own.items() if k not in known and "fxopt" not in k}
+    held = [(name, m, vars(m)) for name, m in model.named_modules()]
+    found = {
+        f"{n}.{k}": v
+        for n, _, own in held
+        for k, v in own.items()
+        if k not in known and "fxopt" not in k and "no_grad" not in k
+    }
     return {**found, **{f"{n}.{k}": v for n, m, _ in held for k, v in m._buffers.items()}}
 
 
