@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar, cast
@@ -269,7 +269,7 @@ def _choose_form(fast: nn.Module, record: Record, optimizer: Optimizer, request:
 
 
 def _move_optimizer(optimizer: Optimizer, model: nn.Module, fast: nn.Module, record: Record) -> None:
-    earlier, names, states = record_of(model), record.original_names(), dict[str, dict[str, Any]]()
+    earlier, names, states = record_of(model), record.original_names(_held(optimizer)), dict[str, dict[str, Any]]()
     with _all_or_nothing(optimizer):
         if earlier is not None:  # the optimizer knows what was made of the original parameters
             original = _original(model, earlier)
@@ -286,7 +286,7 @@ def move_optimizer(optimizer: SomeOptimizer, fast: nn.Module, record: Record) ->
     Raises:
         StateError: it cannot be moved; nothing is changed then.
     """
-    names, parameters = record.original_names(), dict(fast.named_parameters())
+    names, parameters = record.original_names(_held(optimizer)), dict(fast.named_parameters())
     return adopt_added(translate_optimizer(optimizer, names, record.state_map, parameters), fast)
 
 
@@ -311,6 +311,12 @@ def _moved_back(
         states = release_added(optimizer, fast)
         translate_optimizer(optimizer, _names(fast), record.state_map, parameters, direction="backward")
     return states
+
+
+def _held(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def _names(model: nn.Module) -> dict[int, str]:
