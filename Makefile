@@ -10,14 +10,14 @@ TRITON_READY := $(TRITON)/.ready
 DOCS_BIN := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 
-.PHONY: demo test test-kernels nightly check format bench docs kernels wheel lock clean
+.PHONY: demo test test-kernels nightly fuzz check format bench docs kernels wheel lock clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
 	$(BIN)/fxopt demo $(DEMO)
 
 test: $(READY)
-	$(BIN)/pytest tests -n 2 --dist loadfile $(TESTS)
+	$(BIN)/pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # Triton's kernels, in its interpreter and compiled for GPUs that need not be there.
 test-kernels: $(TRITON_READY) $(READY)
@@ -25,6 +25,13 @@ test-kernels: $(TRITON_READY) $(READY)
 
 nightly: $(READY)
 	$(BIN)/pytest tests -k random --hypothesis-profile nightly --timeout 7200 $(TESTS)
+
+# Random small models under every use, before and after each pass. ONLY='pack 3 sizes' repeats one trial; FUZZ='--done FILE' resumes.
+MODELS ?= 300
+SEED ?= 0
+ONLY ?=
+fuzz: $(READY)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m support.fuzz --models $(MODELS) --seed $(SEED) --only '$(ONLY)' $(FUZZ)
 
 check: $(READY)
 	$(BIN)/ruff check .

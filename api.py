@@ -24,7 +24,6 @@ from .passes.driver import (
     copied,
     hand_over,
     move_optimizer,
-    move_optimizer_back,
     record_of,
     restored,
     run_session,
@@ -116,8 +115,8 @@ def optimize(
         InputError: the model cannot be copied, has lazy parameters, or refuses its inputs (its error is chained).
         PassError: a pass raised, hung or returned nonsense; the model is untouched, and a reproducer was written.
         PlanError: the plan does not fit this model.
-        StateError: the optimizer trains nothing of the model, or cannot move (see `translate_optimizer`); neither it
-            nor the model is changed.
+        StateError: the optimizer trains nothing of the model, or cannot move (see `translate_optimizer`), or one that
+            the model holds, or a list of its parameters; nothing is changed.
     """
     expect(inplace, bool, "inplace", "True or False")
     expect(verify, (bool, type(None)), "verify", "True or False")
@@ -246,10 +245,7 @@ def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Modul
     refuse_sharded(
         model, "restoring needs whole tensors", "load fxopt.state_dict(model) into the original model instead"
     )
-    original = restored(model, record)
-    if optimizer is not None:
-        move_optimizer_back(optimizer, model, record, original)
-    return original
+    return restored(model, record, optimizer)
 
 
 def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:

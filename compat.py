@@ -7,15 +7,15 @@ is here, too, with its types.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.fx.graph import Graph, inplace_methods, magic_methods
+from torch.fx.graph import inplace_methods, magic_methods
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _python_dispatch as python_dispatch
@@ -23,12 +23,14 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "BORROWED",
+    "REGIONS",
     "REGISTERS",
     "DispatchMode",
     "all_modules",
     "autocast_dtype",
     "autocast_settings",
-    "batches_by_vmap",
+    "children_of",
     "cpu_capabilities",
     "draws_randomly",
     "fake_tensors",
@@ -44,8 +46,8 @@ __all__ = [
     "is_plainly_eager",
     "is_registered_operator",
     "is_torch_wrapper",
+    "is_transformed",
     "is_view_operator",
-    "load_exported_program",
     "modules_by_name",
     "native_functions",
     "operator_format",
@@ -72,6 +74,10 @@ __all__ = [
 
 REGISTERS = ("_parameters", "_buffers")
 """The entries of a module's `__dict__` that hold its own parameters and buffers, by name."""
+REGIONS = "_fxopt_regions"
+"""In a module's `__dict__`: the names of its regions, which are plain attributes and no registered children."""
+BORROWED = "_fxopt_borrowed"
+"""In a region's `__dict__`: the names that its owner has for what it calls."""
 
 has_global_hooks: Callable[[], Any] = _has_any_global_hook
 """Say whether there are hooks that run with every module's call."""
@@ -100,12 +106,6 @@ def autocast_settings(context: torch.autocast) -> dict[str, Any]:
         "enabled": own["_enabled"],
         "cache_enabled": own["_cache_enabled"],
     }
-
-
-def batches_by_vmap(graph: Graph) -> bool:
-    """Say whether an exported graph opens and closes levels of `torch.vmap`, which only functorch can run."""
-    module = "torch._functorch.predispatch"
-    return any(getattr(node.target, "__module__", "") == module for node in graph.nodes)
 
 
 def cpu_capabilities() -> Mapping[str, object]:
@@ -225,7 +225,12 @@ def is_plainly_eager(*, watched: bool = False) -> bool:
         modes: list[Any] = torch.overrides._get_current_function_mode_stack()  # pyright: ignore[reportPrivateUsage]
         if {type(mode) for mode in modes} - {DeviceContext}:
             return False
-    return not _is_tracing() and _transform() is None
+    return not _is_tracing() and not is_transformed()
+
+
+def is_transformed() -> bool:
+    """Say whether a transform of `torch.func`, or forward-mode differentiation, asks operations for their rules."""
+    return _transform() is not None or _forward_ad._current_level >= 0
 
 
 def is_registered_operator(function: Any) -> bool:
@@ -247,16 +252,21 @@ def is_view_operator(operator: Any) -> bool:
     return operator.is_view and operator.overloadpacket not in (torch.ops.aten.lift_fresh, torch.ops.aten.to)
 
 
-def load_exported_program(file: BinaryIO) -> Any:
-    """Return the `ExportedProgram` in a `.pt2` file; `torch.export.load` would try an older format where this fails."""
-    from torch.export.pt2_archive._package import load_pt2
-
-    return load_pt2(file).exported_programs["model"]
-
-
 def modules_by_name(module: nn.Module, *, every_name: bool = False) -> dict[str, nn.Module]:
-    """Return the modules of a tree by qualified name, each once or under every name; torch declares no type for it."""
-    return dict(cast("Iterable[tuple[str, nn.Module]]", module.named_modules(remove_duplicate=not every_name)))
+    """Return the modules of a tree, regions too, by qualified name, each once or under every name."""
+    found: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()
+    pending = [("", module)]
+    while pending:
+        name, inner = pending.pop()
+        if every_name or inner not in seen:
+            seen.add(inner)
+            found[name] = inner
+            prefix = f"{name}." if name else ""
+            pending += [
+                (prefix + last, each) for last, each in reversed(children_of(inner).items()) if each is not None
+            ]
+    return found
 
 
 def native_functions() -> Any:
@@ -286,15 +296,24 @@ def overloads_of(operator: Any) -> list[tuple[Any, Any]]:
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:
-    """Return every module of `model` once, itself first: `model.modules()`, at a tenth of its cost."""
+    """Return every module of `model` once, itself first: `model.modules()` and regions, at a tenth of its cost."""
     found: dict[nn.Module, None] = {model: None}
     pending = [model]
     for module in pending:
-        for child in module._modules.values():  # pyright: ignore[reportPrivateUsage]
+        for child in children_of(module).values():
             if child is not None and child not in found:
                 found[child] = None
                 pending.append(child)
     return pending
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return a module's children and its regions by name; of a region, what it calls of its owner's."""
+    attributes = module.__dict__
+    found: dict[str, nn.Module | None] = attributes["_modules"]
+    if BORROWED in attributes:
+        found = {path: submodule(module, path) for path in attributes[BORROWED]}
+    return {**found, **{name: attributes[name] for name in attributes[REGIONS]}} if REGIONS in attributes else found
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
@@ -327,7 +346,10 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
     """Return the module at a dotted path, or None; analyses ask for thousands, which `get_submodule` is slow for."""
     found: nn.Module | None = module
     for part in path.split(".") if path else ():
-        found = found._modules.get(part)  # pyright: ignore[reportPrivateUsage]
+        attributes = found.__dict__
+        found = attributes["_modules"].get(part)
+        if found is None and part in attributes.get(REGIONS, ()):
+            found = attributes[part]
         if found is None:
             return None
     return found
@@ -344,8 +366,8 @@ def property_access() -> type:
 
 
 def runs_kernels() -> bool:
-    """Say whether operators without gradients, tangents and autocast may run: `is_plainly_eager`, and none of these."""
-    return not (_is_compiling() or _is_cast() or _forward_ad._current_level >= 0) and is_plainly_eager()
+    """Say whether operators without gradients and autocast may run: `is_plainly_eager`, and none of these."""
+    return not (_is_compiling() or _is_cast()) and is_plainly_eager()
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias, TypedDict, cast
 import torch
 from torch import Tensor
 
+from ..compat import is_transformed
+from ..compat_operators import answer_instead, is_recorded, register_promotion
 from ..errors import UsageError
 from ..operators import OpInfo, register_operator
 from .gpu import on_gpu
@@ -36,6 +38,7 @@ def define(
     setup: Function | None = None,
     backward: Function | None = None,
     batching: BatchingRule | None = None,
+    plain: Function | None = None,
     autocast: torch.dtype | None = None,
     schema: str | None = None,
     **known: Any,
@@ -52,7 +55,10 @@ def define(
         setup: keeps what `backward` needs, as `torch.library.register_autograd` says.
         backward: computes the gradients of the arguments; without it, asking for them is an error.
         batching: what `torch.func.vmap` does.
-        autocast: the dtype that floating-point operands are cast to where autocast is on.
+        plain: computes it by operations that torch can differentiate in every way: what runs under the transforms of
+            `torch.func` and with tangents. By default the reference; one that writes into what it read will not do.
+        autocast: the dtype that floating-point operands are cast to where autocast is on; by default the widest of
+            theirs, as in the operations that it stands for.
         schema: without the name, where the reference is written for any arguments.
         known: further fields of its row in the operator table, as `OpInfo` has them.
     """
@@ -63,10 +69,16 @@ def define(
         made.register_kernel("cuda")(_checked(check, on_gpu(kernel, name, reference)))
     call = cast("Function", getattr(getattr(torch.ops, NAMESPACE), name).default)
     made.register_autograd(backward or _without_gradient(name), setup_context=setup)
+    if backward is not None:
+        # What `custom_op` makes drops tangents without a word, and the transforms of torch.func refuse it.
+        answer_instead(made, _checked(check, plain or reference), is_transformed)
     if batching is not None:
         made.register_vmap(batching(call))
-    for device in ("cpu", "cuda") if autocast is not None else ():
-        made.register_autocast(device, cast("torch.dtype", autocast))
+    for device in ("cpu", "cuda"):
+        if autocast is None:
+            register_promotion(made, device)
+        else:
+            made.register_autocast(device, autocast)
     describe(name, batching, **known)
     return call
 
@@ -76,6 +88,7 @@ class Differentiated(TypedDict):
 
     setup: Function
     backward: Function
+    plain: Function
 
 
 def by_reference(reference: Function) -> Differentiated:
@@ -92,9 +105,8 @@ def by_reference(reference: Function) -> Differentiated:
         needs = _flat(ctx.needs_input_grad)
         given = [plain if kept is None else kept for kept, plain in zip(ctx.saved_tensors, ctx.plain, strict=True)]
         with torch.enable_grad():
-            if not deeper:
-                pairs = zip(given, needs, strict=True)
-                given = [e.detach().requires_grad_(w) if isinstance(e, Tensor) else e for e, w in pairs]
+            pairs = zip(given, needs, strict=True)
+            given = [_leaf(e, deeper, w) if isinstance(e, Tensor) else e for e, w in pairs]
             results = reference(*_formed(given, ctx.form))
             results = (results,) if isinstance(results, Tensor) else results
             pairs = zip(results, _flat(grads), strict=True)
@@ -107,7 +119,12 @@ def by_reference(reference: Function) -> Differentiated:
         of = dict(zip(wanted, found, strict=True))
         return tuple(_formed([of.get(place) for place in range(len(given))], ctx.form))
 
-    return {"setup": setup, "backward": backward}
+    return {"setup": setup, "backward": backward, "plain": reference}
+
+
+def _leaf(tensor: Tensor, deeper: bool, wanted: bool) -> Tensor:
+    """Return an argument of its own to differentiate by: one tensor may have been given as several."""
+    return tensor.view_as(tensor) if deeper else tensor.detach().requires_grad_(wanted)
 
 
 def _is_of_tensors(value: Any) -> bool:
@@ -127,8 +144,8 @@ def _formed(flat: Sequence[Any], form: Sequence[int | None]) -> list[Any]:
 
 
 def times(own: Tensor, other: Tensor) -> Tensor:
-    """Return a product, in the memory of the first factor unless its gradient may be asked for."""
-    return own * other if own.requires_grad else own.mul_(other)
+    """Return a product, in the memory of the first factor unless gradients may be asked for."""
+    return own * other if is_transformed() or is_recorded() else own.mul_(other)
 
 
 def describe(name: str, batching: BatchingRule | None, **known: Any) -> None:

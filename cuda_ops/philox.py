@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ..compat_operators import numbers_of
 from ..errors import UsageError
 
 __all__ = ["key_of", "uniform"]
@@ -32,7 +33,7 @@ def uniform(shape: Sequence[int], key: Tensor) -> Tensor:
         key: two int64.
     """
     count = math.prod(shape)
-    words = _at_start(key.detach().cpu().numpy().view(np.uint64)).random_raw((count + 1) // 2)
+    words = _at_start(numbers_of(key).view(np.uint64)).random_raw((count + 1) // 2)
     halves = torch.from_numpy(words.view(np.int32)[:count].reshape(tuple(shape)))
     return halves.bitwise_right_shift_(8).to(torch.float32).mul_(2**-24).add_(0.5)
 

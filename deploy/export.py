@@ -18,7 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import batches_by_vmap, is_registered_operator
+from ..compat import is_registered_operator
+from ..compat_export import batches_by_vmap
 from ..compat_quantized import simulating
 from ..errors import ArchiveError, FxoptError, InputError, UsageError, one_line
 from ..operators import canonical_name, has_random_effects

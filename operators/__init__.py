@@ -1,7 +1,7 @@
 """One table of what is known of each operator; tracing and passes read it, other packages add to it."""
 
 from .arguments import CallArguments, normalized_arguments
-from .attention import hides_later, scaled_dot_product_attention
+from .attention import hidden_scores, hides_later, scaled_dot_product_attention
 from .calls import (
     canonical_name,
     function_of,
@@ -37,6 +37,7 @@ __all__ = [
     "function_of",
     "function_path",
     "has_random_effects",
+    "hidden_scores",
     "hides_later",
     "in_place_signature",
     "info_of",

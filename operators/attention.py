@@ -1,17 +1,24 @@
-"""Attention by torch's operator, right where there are few keys, too."""
+"""Attention by torch's operator, right where there are few keys and under every derivative, too."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
-__all__ = ["hides_later", "scaled_dot_product_attention"]
+from ..compat import autocast_dtype, is_autocast, is_transformed, wants_gradients
+from ..compat_operators import is_flash_on_cpu
+
+__all__ = ["hidden_scores", "hides_later", "scaled_dot_product_attention"]
 
 _FEW_KEYS = 16
 """So many scores of a row are one vector of the widest kernel (AVX-512, float32)."""
+
+_kernels = cast("Any", torch.ops.aten)
 
 
 def scaled_dot_product_attention(
@@ -23,12 +30,15 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Return what torch's operator of this name gives, but NaN for a query that holds NaN, however few keys there are.
+    """Return what torch's operator of this name gives, where attention that is written out gives more, too.
 
     Without a mask torch's kernel for CPUs (`_mul_reduce_max_fusion_kernel` in FlashAttentionKernel.cpp, torch 2.13)
     finds the largest score of what is left of a row behind whole vectors by `std::max`, which passes over NaN. A row
     of fewer scores than a vector has then no largest one, counts as one that may attend to nothing, and gives zeros.
     So where keys are few, attention is computed as it is written, which takes no longer at that size.
+
+    That kernel has no tangents and no second gradients: there, too, attention is computed as it is written, and so it
+    is with masks of a wider dtype than the queries'. (Masks of a narrower one it would read as the queries' dtype.)
 
     An exported program calls the operator alone: which keys are few is not known there.
 
@@ -36,9 +46,27 @@ def scaled_dot_product_attention(
         query, key, value: [..., positions, features].
         attn_mask, dropout_p, is_causal, scale: as torch's operator takes them.
     """
+    if not torch.compiler.is_compiling() and not _is_traced():
+        if is_transformed() or (attn_mask is not None and _is_wider(attn_mask, query)):
+            return _written_out(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        attn_mask = None if attn_mask is None else _fitting(attn_mask, query)
+        if wants_gradients(query, key, value) and _has_own_gradient(query, key, value, attn_mask, dropout_p, is_causal):
+            return cast("Any", _Attention).apply(query, key, value, attn_mask, is_causal, scale)
     if attn_mask is None and not _is_traced() and key.size(-2) < _FEW_KEYS and key.is_cpu:
-        return _written_out(query, key, value, dropout_p, is_causal, scale)
+        return _written_out(query, key, value, None, dropout_p, is_causal, scale)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+def hidden_scores(hidden: Tensor, number: float, query: Tensor) -> Tensor:
+    """Return what is added to scores so that some are hidden: the number there, or the lowest that queries can hold.
+
+    Args:
+        hidden: flags, of what scores have for a shape or can be broadcast to.
+        number: what stands for a hidden score; minus infinity stays that.
+        query: says which dtype.
+    """
+    lowest = number if number == -math.inf else max(number, torch.finfo(query.dtype).min)
+    return torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, lowest)
 
 
 def hides_later(queries: int, keys: int) -> bool:
@@ -56,11 +84,78 @@ def _is_traced() -> bool:
     return torch.compiler.is_exporting() or cast("Any", torch.jit).is_tracing()
 
 
+def _is_wider(mask: Tensor, query: Tensor) -> bool:
+    """Say whether scores take the dtype of the mask; under autocast torch hands both over in one."""
+    if mask.dtype is query.dtype or mask.dtype is torch.bool or is_autocast(query):
+        return False
+    return torch.promote_types(mask.dtype, query.dtype) is not query.dtype
+
+
+def _fitting(mask: Tensor, query: Tensor) -> Tensor:
+    """Return a mask of the dtype in which the operator takes the queries; what is finite stays so."""
+    dtype = autocast_dtype(query)
+    if mask.dtype is dtype or mask.dtype is torch.bool:
+        return mask
+    lowest = torch.finfo(dtype).min
+    too_low = (mask < lowest) & (mask > -math.inf)
+    return mask.to(dtype).masked_fill(too_low, lowest)
+
+
+def _has_own_gradient(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool
+) -> bool:
+    """Say whether torch takes the kernel whose gradient has none; few keys are written out."""
+    if not query.is_cpu or dropout_p or is_autocast(query) or (mask is None and key.size(-2) < _FEW_KEYS):
+        return False
+    if mask is not None and (mask.dtype is torch.bool or mask.requires_grad):
+        return False
+    return is_flash_on_cpu(query, key, value, mask, is_causal)
+
+
 def _written_out(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> Tensor:
     scores = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
     if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
-    return F.dropout(scores.softmax(-1), dropout_p) @ value
+    if mask is not None:
+        is_flags = mask.dtype is torch.bool
+        scores = scores.masked_fill(mask.logical_not(), -torch.inf) if is_flags else scores + mask
+    return F.dropout(scores.softmax(-1), dropout_p).to(value.dtype) @ value
+
+
+class _Attention(Function):
+    """Attend by torch's kernel for CPUs; where gradients of its gradients are wanted, by what is written out."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+    ) -> Tensor:
+        found, sums = _kernels._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+        ctx.save_for_backward(query, key, value, mask, found, sums)
+        ctx.settings = is_causal, scale
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        *given, mask, found, sums = ctx.saved_tensors
+        is_causal, scale = ctx.settings
+        if torch.is_grad_enabled():
+            apart = [each.view_as(each) for each in given]  # one tensor may have been given as several
+            again = _written_out(apart[0], apart[1], apart[2], mask, 0.0, is_causal, scale)
+            wanted = [each for each in apart if each.requires_grad]
+            of_wanted = iter(torch.autograd.grad(again, wanted, gradients[0], create_graph=True))
+            return (*(next(of_wanted) if each.requires_grad else None for each in apart), None, None, None)
+        of_given = _kernels._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradients[0], *given, found, sums, 0.0, is_causal, attn_mask=mask, scale=scale
+        )
+        return (*of_given, None, None, None)

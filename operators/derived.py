@@ -173,16 +173,17 @@ class _Attached(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         originals: Sequence[Tensor] = ctx.saved_tensors
         ctx.derived.forget(id(originals[0]))
-        wanted = [original for original in originals if original.requires_grad]
         create = torch.is_grad_enabled()
         with torch.enable_grad():
-            made = ctx.derived.function(*originals)
+            # One tensor may stand for two originals, and each takes a share of its gradient.
+            apart = [original.view_as(original) for original in originals]
+            made = ctx.derived.function(*apart)
         outputs = (made,) if isinstance(made, Tensor) else made
         pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if output.requires_grad]
         found = iter(
             torch.autograd.grad(
                 [output for output, _ in pairs],
-                wanted,
+                [each for each in apart if each.requires_grad],
                 [grad for _, grad in pairs],
                 create_graph=create,
                 allow_unused=True,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..compat import is_transformed
+
 __all__ = ["CHANNELS_LAST", "laid_last"]
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -15,7 +17,10 @@ def laid_last(x: Tensor) -> Tensor:
     """Return images that lie in memory channels last.
 
     Args:
-        x: [N, C, H, W] or [N, C, D, H, W]; what has other dimensions is returned as it is.
+        x: [N, C, H, W] or [N, C, D, H, W]; what has other dimensions is returned as it is, and so is everything under
+            transforms of `torch.func`: `vmap` has no rule for layouts.
     """
     kind = CHANNELS_LAST.get(x.dim())
-    return x if kind is None else x.contiguous(memory_format=kind)
+    if kind is None or (not torch.compiler.is_compiling() and is_transformed()):
+        return x
+    return x.contiguous(memory_format=kind)

@@ -214,6 +214,11 @@ def _error(figures: Sequence[Mapping[str, Any]], *, is_lossy: bool) -> str:
 
     What a lossy rewrite gives up is no error of rounding: it is one number, which its budget allows.
     """
+    hurried = next((f" ({printable(str(each['hurried']))})" for each in figures if each.get("hurried")), "")
+    return _largest_errors(figures, is_lossy=is_lossy) + hurried
+
+
+def _largest_errors(figures: Sequence[Mapping[str, Any]], *, is_lossy: bool) -> str:
     meaning, precision = _largest(figures, "meaning_error"), _largest(figures, "precision_error")
     if meaning is None:
         checked = str(figures[0].get("checked", "unverified"))

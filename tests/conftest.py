@@ -6,8 +6,6 @@ import atexit
 import importlib.util
 import json
 import os
-import pickle
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -45,7 +43,9 @@ hypothesis.settings.load_profile("fxopt")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
+    """Begin with the files that have tests marked `slow`; skip tests marked `gpu` where there is no CUDA device."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -112,10 +112,6 @@ def _seeded() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def of_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return what two processes of a gloo group get from the functions `on_rank_...` of the test file, by name."""
-    folder = tmp_path_factory.mktemp("ranks")
-    start = [sys.executable, str(CHECKOUT / "tests" / "ranks.py"), str(request.path)]
-    commands = [[*start, str(rank), "2", str(folder)] for rank in range(2)]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    errors = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
-    return [pickle.loads((folder / f"results{rank}").read_bytes()) for rank in range(2)]
+    from ranks import results_of
+
+    return results_of(request.path, 2, tmp_path_factory.mktemp("ranks"))

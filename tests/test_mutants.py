@@ -66,12 +66,12 @@ def test_the_judge_sees_wrong_values_lost_gradients_and_stale_buffers() -> None:
 
 @pytest.mark.slow
 def test_nearly_all_mutants_are_caught(checkout: Path, tmp_path: Path) -> None:
-    """Without verification several of these twelve would reach the user."""
+    """Without verification several of these would reach the user."""
     script, result = checkout / "benchmarks" / "mutants.py", tmp_path / "mutants.json"
-    options = ["--count", "12", "--models", "2", "--every", "3", "--json", str(result)]
+    options = ["--count", "3", "--models", "2", "--every", "6", "--json", str(result)]
     subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True)
     figures = json.loads(result.read_text())
-    assert figures["effective"] >= 12
-    assert figures["outcomes"]["undone"] >= 3
-    assert len(figures["escaped"]) <= 1, figures["escaped"]
+    assert figures["effective"] >= 3
+    assert figures["outcomes"]["undone"] >= 1
+    assert not figures["escaped"]
     assert not figures["hung or failed"]

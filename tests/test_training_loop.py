@@ -57,6 +57,7 @@ def assert_alike(checkpoint: Path, expected: Path) -> None:
         torch.testing.assert_close(found[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes under /proc")
 def test_two_processes_of_which_one_is_killed(plain: tuple[list[str], Path], tmp_path: Path) -> None:
     """Both start again from the last checkpoint, and end where one process with the plain model does."""

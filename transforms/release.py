@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from ..compat import modules_by_name
+from ..compat import children_of, modules_by_name
 from ..layers.packed import Packed, PackedConvolution, PackedLinear, refuse_checkpoints, release_weight
 from ..passes.contract import Pass
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
@@ -39,8 +39,10 @@ class Release(Pass):
         called = sorted({"", *(call.module for call in program.inputs)})
         graphs = _graphs(program.model, called)
         owners, names, readers = program.analyses[TensorOwners], list[str](), _readers(program.model, graphs)
+        parameters = dict(program.model.named_parameters(remove_duplicate=False))
         for name, nodes in readers.items():
-            reason = _why_kept([each for each in owners.names(name) if each != name], nodes)
+            tied = [each for each in owners.names(name) if each != name]
+            reason = _why_kept(tied, nodes) if name in parameters else "it is a buffer, and stays"
             if reason:
                 yield Refusal(reason, name)
             else:
@@ -97,7 +99,7 @@ def _graphs(model: nn.Module, called: Sequence[str]) -> dict[nn.Module, list[fx.
             every = () if capture is None else capture.specializations
             found[module] = graphs = [each.graph for each in every if each.runs_in_mode(module)]
             targets = [str(node.target) for graph in graphs for node in graph.find_nodes(op="call_module")]
-            waiting += map(module.get_submodule, targets) if graphs else module.children()
+            waiting += map(module.get_submodule, targets) if graphs else filter(None, children_of(module).values())
     return found
 
 

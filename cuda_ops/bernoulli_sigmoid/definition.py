@@ -28,6 +28,13 @@ def _reference(x: Tensor, bias: Tensor | None, key: Tensor) -> tuple[Tensor, Ten
     return probability.to(x.dtype), sample.to(x.dtype)
 
 
+def _plain(x: Tensor, bias: Tensor | None, key: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    probability = torch.sigmoid(x.to(wide) if bias is None else x.to(wide) + bias)
+    sample = uniform(x.shape, key).to(x.device) < probability
+    return probability.to(x.dtype), sample.to(x.dtype)
+
+
 def _check(x: Tensor, bias: Tensor | None, key: Tensor) -> None:
     check_one_dtype(_NAME, x=x, bias=bias)
     check_one_device(_NAME, x=x, bias=bias)
@@ -61,6 +68,7 @@ _bernoulli_sigmoid = define(
     setup=_setup,
     backward=_backward,
     batching=looped,
+    plain=_plain,
     autocast=torch.float32,
 )
 

@@ -27,6 +27,14 @@ def _reference(
     return result if residual is None else result.add_(residual)
 
 
+def _plain(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, key: Tensor | None, activation: str, dropout: float
+) -> Tensor:
+    result = activated(x if bias is None else x + bias, activation)
+    result = result if key is None else result * _kept(x, key, dropout)
+    return result if residual is None else result + residual
+
+
 def _kept(x: Tensor, key: Tensor, dropout: float) -> Tensor:
     """Return what dropout multiplies with: zero, or what makes up for that."""
     drawn = uniform(x.shape, key)
@@ -99,6 +107,7 @@ _bias_act = define(
     setup=_setup,
     backward=_backward,
     batching=looped,
+    plain=_plain,
 )
 
 

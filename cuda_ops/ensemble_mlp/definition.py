@@ -12,7 +12,7 @@ from ...errors import UsageError
 from ..activations import check_activation
 from ..checks import check_one_device, check_one_dtype
 from ..definition import by_reference, define, looped
-from .reference import gradients, results
+from .reference import gradients, plain_results, results
 
 __all__ = ["ensemble_mlp"]
 
@@ -105,6 +105,7 @@ _ensemble_mlp = define(
     setup=_setup,
     backward=_backward,
     batching=looped,
+    plain=plain_results,
 )
 
 

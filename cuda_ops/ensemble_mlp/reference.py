@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..activations import BY_RESULT, activated, activated_in_place, activation_gradient
 
-__all__ = ["gradients", "results"]
+__all__ = ["gradients", "plain_results", "results"]
 
 
 def results(x: Tensor, weights: list[Tensor], biases: list[Tensor], activation: str) -> Tensor:
@@ -18,6 +18,14 @@ def results(x: Tensor, weights: list[Tensor], biases: list[Tensor], activation: 
     for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         value = _linear(activated_in_place(value, activation) if layer else value, weight, bias)
     return value.contiguous()
+
+
+def plain_results(x: Tensor, weights: list[Tensor], biases: list[Tensor], activation: str) -> Tensor:
+    """Return the same, and write into nothing."""
+    value = _for_each(x, weights[0])
+    for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        value = _linear(activated(value, activation) if layer else value, weight, bias)
+    return value
 
 
 def gradients(

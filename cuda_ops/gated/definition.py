@@ -22,6 +22,10 @@ def _reference(gate: Tensor, value: Tensor, activation: str) -> Tensor:
     return activated(gate, activation).contiguous().mul_(value)
 
 
+def _plain(gate: Tensor, value: Tensor, activation: str) -> Tensor:
+    return activated(gate, activation) * value
+
+
 def _check(gate: Tensor, value: Tensor, activation: str) -> None:
     name = _CALLED.get(activation, "gated")
     check_one_dtype(name, gate=gate, value=value)
@@ -71,6 +75,7 @@ _gated = define(
     setup=_setup,
     backward=_backward,
     batching=looped,
+    plain=_plain,
 )
 
 

@@ -46,6 +46,13 @@ def _losses(*args: Any) -> Tensor:
     return losses(Head(*args))
 
 
+def _plain(*args: Any) -> Tensor:
+    head = Head(*args)
+    found = head.logits(head.x.where((head.target != head.ignore_index)[:, None], 0))
+    settings: dict[str, Any] = {"ignore_index": head.ignore_index, "label_smoothing": head.label_smoothing}
+    return torch.nn.functional.cross_entropy(found, head.target, reduction="none", **settings)
+
+
 def _fake_losses(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape[0], dtype=wide(x.dtype))
 
@@ -128,6 +135,7 @@ _linear_cross_entropy = define(
     setup=_keep_arguments,
     backward=_of_losses,
     batching=looped,
+    plain=_plain,
 )
 _linear_cross_entropy_step = define(
     f"{_NAME}_step",

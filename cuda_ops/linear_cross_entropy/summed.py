@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ...compat import is_transformed
 from ..definition import NAMESPACE, describe, looped
 from .chunks import ARGUMENTS
 
@@ -56,6 +57,8 @@ def define_sum(name: str, losses: Any, step: Any, again: Any) -> Any:
         return losses(*args).sum()
 
     def differentiated(*args: Any) -> Tensor:
+        if is_transformed():
+            return total(*args)
         if torch.is_grad_enabled() and any(each.requires_grad for each in args[:3] if each is not None):
             return cast("Any", _Step).apply(step, again, *args)
         return total(*args)

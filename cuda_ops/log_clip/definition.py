@@ -19,6 +19,10 @@ def _reference(x: Tensor, minimum: float) -> Tensor:
     return x.clamp(min=minimum).contiguous().log_()
 
 
+def _plain(x: Tensor, minimum: float) -> Tensor:
+    return x.clamp(min=minimum).log()
+
+
 def _check(x: Tensor, minimum: float) -> None:
     check_one_dtype("log_clip", x=x)
     _check_minimum(minimum, x.dtype)
@@ -81,6 +85,7 @@ _log_clip = define(
     setup=_setup,
     backward=_backward,
     batching=elementwise,
+    plain=_plain,
     autocast=torch.float32,
 )
 

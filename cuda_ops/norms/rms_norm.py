@@ -27,6 +27,14 @@ def _reference(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: f
     return result.to(total.dtype), x.new_empty(0) if residual is None else total, factor.contiguous()
 
 
+def _plain(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    wide = total.to(torch.promote_types(total.dtype, torch.float32))
+    factor = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    result = total * factor if weight is None else total * factor * weight
+    return result.to(total.dtype), x.new_empty(0) if residual is None else total, factor
+
+
 def _check(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> None:
     check_norm(_NAME if residual is None else f"add_{_NAME}", x, residual, weight=weight)
 
@@ -106,6 +114,7 @@ _rms_norm = define(
     setup=_setup,
     backward=_backward,
     batching=looped,
+    plain=_plain,
     autocast=torch.float32,
 )
 

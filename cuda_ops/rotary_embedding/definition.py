@@ -30,6 +30,15 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False)
     return result
 
 
+def _plain(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    if not inverse:
+        return x * cos + _rotated(x) * sin
+    half = x.shape[-1] // 2
+    rest = x.shape[-1] - half
+    turned = x * sin
+    return x * cos + torch.cat((turned[..., rest:], -turned[..., :rest]), dim=-1)
+
+
 def _check(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> None:
     check_one_dtype(_NAME, x=x, cos=cos, sin=sin)
     check_one_device(_NAME, x=x, cos=cos, sin=sin)
@@ -73,6 +82,7 @@ _rotary_embedding = define(
     setup=_setup,
     backward=_backward,
     batching=looped,
+    plain=_plain,
 )
 
 

@@ -198,7 +198,7 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: QuantizedLinear, input: Tensor, bias: Tensor | None) -> Tensor:  # noqa: A002
         ctx.layer, ctx.kind = layer, None if bias is None else bias.dtype
-        return layer.kernel(input)
+        return layer.kernel(input).data  # no view of what is in here: it may be written to
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

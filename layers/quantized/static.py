@@ -234,7 +234,7 @@ class _WithGradient(torch.autograd.Function):
     def forward(ctx: Any, layer: StaticLayer, behind: Behind, x: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         ctx.layer, ctx.behind = layer, behind
         ctx.save_for_backward(x, scales, bias)
-        return layer.kernel(x, scales, bias, behind)
+        return layer.kernel(x, scales, bias, behind).data  # no view of what is in here: it may be written to
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

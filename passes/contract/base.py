@@ -99,6 +99,15 @@ class Pass:
         return float(budget)
 
     @property
+    def skippable(self) -> bool:
+        """Say whether what the pass finds may be left as it is for want of time.
+
+        So it is with what is made for speed and keeps the function, and with clean-ups. What a user names for anything
+        else (memory, size, processes, other results) is done however little time there is, and then checked briefly.
+        """
+        return self.clean_up or (self.goal is Goal.SPEED and self.numerics in (Numerics.EXACT, Numerics.REASSOCIATED))
+
+    @property
     def finishes(self) -> bool:
         """Say whether the pass acts on the finished model: it has `finalize`, and no `rewrite`."""
         return type(self).finalize is not Pass.finalize

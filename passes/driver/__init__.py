@@ -6,7 +6,7 @@ from .groups import Group, grouped, with_lowering
 from .manager import Manager
 from .progress import Progress
 from .record import PassTrace, Record, record_of, state_map_of
-from .restoration import check_optimizer, hand_over, move_optimizer, move_optimizer_back, restored
+from .results import check_optimizer, hand_over, move_optimizer, restored
 from .root import remember
 from .run import Request, check_kind, copied, run_session
 
@@ -23,7 +23,6 @@ __all__ = [
     "grouped",
     "hand_over",
     "move_optimizer",
-    "move_optimizer_back",
     "record_of",
     "remember",
     "restored",

@@ -18,9 +18,9 @@ from ..state import holder_of
 from ..verification import depends_on_mode
 from .exact_type_checks import TypeCheckers
 
-__all__ = ["IN_TRAINING", "admitted", "found", "is_missing"]
+__all__ = ["admitted", "found", "is_for_evaluation", "is_missing", "key_of"]
 
-IN_TRAINING = "it is for evaluation, and the model is in training; call model.eval() first"
+_IN_TRAINING = "it is for evaluation, and the model is in training; call model.eval() first"
 
 
 class Supervised(Protocol):
@@ -105,7 +105,7 @@ def _obstacle(
     if is_volatile(holder_of(program.model, site.owner).module):
         return VOLATILE
     if (phase or pass_.phase) is Phase.EVAL and _is_trained(program, site, trained):
-        return IN_TRAINING
+        return _IN_TRAINING
     around = program.analyses[TypeCheckers].around
     return around.get(program.module(site.owner)) if around else None
 
@@ -135,3 +135,13 @@ def is_missing(site: Site) -> bool:
     except CaptureError:
         return True
     return False
+
+
+def key_of(item: Site | Refusal) -> str:
+    """Return what tells the findings of one pass apart."""
+    return item.key if isinstance(item, Site) else f"{item.at}: {item.reason}"
+
+
+def is_for_evaluation(item: Site | Refusal) -> bool:
+    """Say whether a site was refused since the model is in training."""
+    return isinstance(item, Refusal) and item.reason == _IN_TRAINING

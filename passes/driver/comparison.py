@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ...compat import all_modules
-from ...tracing.graphs import AutocastState
+from ...tracing.graphs import AutocastState, specializations_of
 from ...tracing.program import Program, deactivate
 from ...tracing.values import Inputs
 from .. import timing, verification
@@ -53,6 +53,8 @@ class Comparison:
         seed: of verification's random inputs.
         budget: what all of that takes is counted on it.
         brief: compare on the recorded inputs only: an equal group was verified with noise.
+        hurried: no time is left: compare on one call, in the mode of the model, in float32, and gradients only of what
+            is for training alone.
         simulated: what the rewritten module must be equal to; see `Pass.reference`.
 
     Attributes:
@@ -62,12 +64,13 @@ class Comparison:
     def __init__(
         self, program: Program, pass_: Pass, group: Group, calls: Sequence[Inputs],
         *, check: bool, timed: float, seed: int, budget: timing.TimeBudget, brief: bool = False,
-        simulated: nn.Module | None = None, under: AutocastState | None = None,
+        simulated: nn.Module | None = None, under: AutocastState | None = None, hurried: bool = False,
     ) -> None:  # fmt: skip
         self._program, self._calls, self._check, self._budget = program, calls, check, budget
         self.pass_, self.group, self.timed, self._limit = pass_, group, timed > 0, timed
         self._phase = group.phase or pass_.phase
-        self._seed, self._brief, self._simulated, self._under = seed, brief, simulated, under
+        self._seed, self._brief, self._simulated, self._under = seed, brief or hurried, simulated, under
+        self._hurried = hurried and check
         self._references: list[verification.Reference] | None = None
         self._simulation: verification.Simulation | None = None
         self.before = self.runner()
@@ -122,27 +125,38 @@ class Comparison:
             return []
         lossy = self.pass_.numerics is Numerics.APPROXIMATE
         coarse = lossy and self.pass_.error_budget >= _COARSE and self._under is None  # autocast narrows float32
-        widest = torch.float32 if coarse else torch.float64
+        widest = torch.float32 if coarse or self._hurried else torch.float64
         modes, gradients = self._modes()
         is_whole = not self.group.owner and self._budget.forward > _COMPARED_SMALLER_FROM
         is_smaller = is_whole and self.pass_.numerics is Numerics.EXACT and not gradients
         sizes = verification.Sizes.SMALLER_AND_RECORDED if is_smaller else verification.Sizes.RECORDED
         return [
             verification.reference(
-                module, self._calls, training=mode, gradients=gradients, seed=self._seed, brief=brief, lasting=lossy,
-                widest=widest, sizes=sizes,
+                module, self._compared_calls, training=mode, gradients=gradients, seed=self._seed, brief=brief,
+                lasting=lossy, widest=widest, sizes=sizes,
             )
             for mode in modes
         ]  # fmt: skip
 
     def _simulation_of(self, module: nn.Module) -> verification.Simulation:
         modes, gradients = self._modes()
-        return verification.Simulation.taken(module, self._calls, modes=modes, gradients=gradients, seed=self._seed)
+        widest = torch.float32 if self._hurried else torch.float64
+        return verification.Simulation.taken(
+            module, self._compared_calls, modes=modes, gradients=gradients, seed=self._seed, widest=widest
+        )
+
+    @property
+    def _compared_calls(self) -> Sequence[Inputs]:
+        """Return the recorded calls to compare on; where there is no time, one that runs the graph of the sites."""
+        several = len(specializations_of(self._owner)) > 1
+        return self._calls[:1] if self._hurried and not several else self._calls
 
     def _modes(self) -> tuple[Sequence[bool | None], bool]:
         """Return the modes to compare in, and whether gradients count."""
         gradients, training = self._phase.covers_training, self._program.training
         modes = modes_to_check(self._owner, self._phase, training)
+        if self._hurried:
+            return modes[:1], training and not self._phase.covers_evaluation
         return (modes[:1], gradients and training) if self._brief else (modes, gradients)
 
     def verdict(self, edit: Edit) -> verification.Verdict | None:
@@ -212,11 +226,16 @@ class Comparison:
         if self.pass_.numerics is Numerics.SEMANTIC and self._simulation is None:
             return {"checked": "that it runs (its results differ by design)"}
         return {
-            "checked": verdict.checked_in,
+            "checked": f"{verdict.checked_in} on one call" if self._hurried else verdict.checked_in,
             "meaning_error": verdict.meaning_error,
             "precision_error": verdict.precision_error,
             **({"gradient_jump": verdict.jump} if verdict.jump else {}),
+            **({"hurried": self._said_of_hurry()} if self._hurried else {}),
         }
+
+    def _said_of_hurry(self) -> str:
+        results = "results and gradients" if self._modes()[1] else "results"
+        return f"{self._budget} was spent: {results} of one call alone were compared"
 
     def _unchecked(self) -> str:
         if not self._check:

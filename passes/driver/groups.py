@@ -1,20 +1,27 @@
-"""Sites of one graph, decided as one: what each saves alone may be too little to be seen, or need the others."""
+"""Sites of one graph, decided as one: what each saves alone may be too little to be seen, or need the others.
+
+And the ways of rewriting them, with what is known of each.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from ...compat import all_modules, own_parameters
 from ...tracing.program import Program
+from .. import timing, verification
 from ..contract import Pass
+from ..rewriting import Edit
 from ..sites import Numerics, Phase, Refusal, Site
-from ..timing import TimeBudget
 
 __all__ = [
+    "Candidate",
     "Group",
+    "Race",
     "changes",
     "grouped",
     "grouped_in_order",
@@ -115,8 +122,53 @@ class Group:
         return [Group(sites) for sites in _classes(self.without(written.sites))]
 
 
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way of rewriting a group, and what is known of it.
+
+    Attributes:
+        group: the sites that it rewrites, each with its lowering; all of them where it fails.
+        failure: why it is not to be had, or "".
+        was_written, was_skipped: whether it could be written (then it was wrong, or did not pay); for want of time.
+        verdict: what verification said; None where nothing could be checked, or nothing has been yet.
+        edit: the rewrite, where it is in the program.
+        runner: makes the recorded calls of it, where it is to be timed.
+        figures: errors, times and ratios by name, once it is decided on.
+    """
+
+    group: Group
+    failure: str = ""
+    was_written: bool = True
+    was_skipped: bool = False
+    verdict: verification.Verdict | None = None
+    edit: Edit | None = None
+    runner: timing.Runner | None = None
+    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    @property
+    def status(self) -> str:
+        """Return what the decision on it is called."""
+        if not self.failure:
+            return "applied"
+        return "skipped" if self.was_skipped else "undone" if self.was_written else "refused"
+
+
+@dataclasses.dataclass(frozen=True)
+class Race:
+    """Candidates that were timed side by side, by name, and which of them is best."""
+
+    candidates: Mapping[str, Candidate]
+    timings: timing.Timings
+    best: str
+
+    def without_best(self) -> Race | None:
+        """Return what the race says of the others, if there are any."""
+        others = {name: candidate for name, candidate in self.candidates.items() if name != self.best}
+        return Race(others, self.timings, self.timings.fastest(prefer=tuple(others))) if others else None
+
+
 def narrowed(
-    program: Program, pass_: Pass, found: Iterable[Group | Refusal], budget: TimeBudget
+    program: Program, pass_: Pass, found: Iterable[Group | Refusal], budget: timing.TimeBudget
 ) -> list[Group | Refusal]:
     """Return what a clean-up found, but for what would leave no time to the passes behind it: it saves little.
 
@@ -179,8 +231,8 @@ def rewriting(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def sharing(passes: Sequence[Pass]) -> list[int]:
-    """Return among how many each pass shares the time that is left: itself, and those behind that change results."""
-    return [1 + sum(not keeps_function(other) for other in passes[place + 1 :]) for place in range(len(passes))]
+    """Return among how many each pass shares the time that is left: itself, and those behind that must be done."""
+    return [1 + sum(not other.skippable for other in passes[place + 1 :]) for place in range(len(passes))]
 
 
 def grouped(pass_: Pass, found: Iterable[Site | Refusal]) -> list[Group | Refusal]:

@@ -14,9 +14,8 @@ from ..pipeline import Decision
 from ..rewriting import Edit
 from ..sites import Phase, Refusal, Site
 from ..state import StateMap
-from .groups import Group
+from .groups import Candidate, Group
 from .record import Record
-from .tuner import Candidate
 
 __all__ = ["History", "Rewrite"]
 

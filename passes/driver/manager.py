@@ -20,13 +20,13 @@ from ..sites import Goal, Numerics, Refusal, Site, StaleSite
 from ..state import twin
 from ..timing import TimeBudget
 from ..verification import is_on_meta
-from .admission import IN_TRAINING, admitted, found, is_missing
+from .admission import admitted, found, is_for_evaluation, is_missing, key_of
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
-from .groups import Group, grouped, grouped_in_order, narrowed, rewriting, sharing
+from .groups import Candidate, Group, grouped, grouped_in_order, narrowed, rewriting, sharing
 from .history import History, Rewrite
 from .progress import Progress, announced, unheard
 from .record import PassTrace
-from .tuner import Candidate, Tuner
+from .tuner import Tuner
 from .whole_model import HandedOver, Together, WholeModel
 
 __all__ = ["Manager"]
@@ -197,8 +197,8 @@ class Manager:
         known: set[str] = set()
         overtaken: list[Site] = []
         for _ in range(_MOST_ROUNDS):
-            new = [item for item in self._found(pass_) if _key(item) not in known]
-            known.update(map(_key, new))
+            new = [item for item in self._found(pass_) if key_of(item) not in known]
+            known.update(map(key_of, new))
             overtaken = [site for site in overtaken if not any(site.overlaps(item) for item in new)]
             self._decide_all(pass_, new)
             if not self._stale:
@@ -286,8 +286,8 @@ class Manager:
                 if sites is None:
                     items = self._found(pass_)
                     sites = {item.key: item for item in items if isinstance(item, Site)}
-                item = sites.get(key) or next(filter(_is_for_evaluation, items), None)
-            if item is not None and _is_for_evaluation(item):
+                item = sites.get(key) or next(filter(is_for_evaluation, items), None)
+            if item is not None and is_for_evaluation(item):
                 raise PlanError(f"the plan's sites of pass '{pass_.name}' are for evaluation; call model.eval() first")
             if not isinstance(item, Site):
                 break
@@ -389,12 +389,3 @@ class Manager:
         """Return the decisions as a value that `replay` repeats."""
         phase = "train" if self.program.training else "eval"
         return Plan(tuple(str(pass_) for pass_ in passes), phase, tuple(self.decisions))
-
-
-def _key(item: Site | Refusal) -> str:
-    """Return what tells the findings of one pass apart."""
-    return item.key if isinstance(item, Site) else f"{item.at}: {item.reason}"
-
-
-def _is_for_evaluation(item: Site | Refusal) -> bool:
-    return isinstance(item, Refusal) and item.reason == IN_TRAINING

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from ...compat import submodule
+from ...compat import all_modules, submodule
 from ...tracing.graphs import Capture, ContextRegion, Region, capture_of, own, recompile, required_capture
 from ...tracing.values import qualified
 from ..sites import Numerics, OwnForward
@@ -51,7 +51,7 @@ def _reasons(rewrite: Rewrite, owner: str, module: nn.Module, capture: Capture, 
         return
     if stated is OwnForward.WRONG or (stated is None and rewrite.pass_.numerics in _OTHER_FUNCTION):
         yield f"pass '{name}' changed what it computes"
-    borrowed = module.origins if isinstance(module, Region) else {}
+    borrowed = module.borrowed if isinstance(module, Region) else ()
     for node in (node for specialization in capture.specializations for node in specialization.graph.nodes):
         target = str(node.target)
         added = node.op == "call_module" and target not in borrowed
@@ -59,6 +59,6 @@ def _reasons(rewrite: Rewrite, owner: str, module: nn.Module, capture: Capture, 
         called = module.get_submodule(target) if added else None
         if isinstance(called, ContextRegion):
             continue
-        inside = () if called is None else called.modules()
+        inside = () if called is None else all_modules(called)
         if any(isinstance(inner, Region) and inner.changes_results for inner in inside):
             yield f"it would leave out the region '{target}'"

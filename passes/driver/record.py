@@ -102,6 +102,7 @@ class Record:
         skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
         opaque: name, source line and reason of each module that could not be captured.
         attributes: qualified names of the attributes that passes gave other values.
+        remark: what the user should know of the example calls, or "".
         optimizer: what became of the optimizer that was given, as plain values; empty where there was none.
         lost_hooks: the parameters whose hooks could not be registered on the result.
         earlier_passes: how many passes of the plan ran in earlier calls.
@@ -125,6 +126,7 @@ class Record:
     skeleton: nn.Module = field(default_factory=nn.Module, repr=False)
     opaque: tuple[tuple[str, str, str], ...] = ()
     attributes: frozenset[str] = frozenset()
+    remark: str = ""
     optimizer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     lost_hooks: list[str] = field(default_factory=list[str])
     earlier_passes: int = 0

@@ -14,7 +14,7 @@ from torch import nn
 from ...errors import InputError, PassError, UsageError
 from ...settings import Measure, Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
-from ...tracing.program import Program, capture_program, deactivate
+from ...tracing.program import Program, captured_on, deactivate
 from ...tracing.recording import alone, eagerly, hold, plain_registries, rank_local, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass, check_option_types
@@ -92,7 +92,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         fast = _on_all_ranks(model, names, request, others)
         if not finishes:
             return fast
-        inputs = [call for call in request.inputs if request.verify and not call.module]
+        inputs = [call for call in request.inputs if request.verify and call.is_of_model]
         return finished(fast, vars(fast)[RECORD_KEY], request.passes, inputs=inputs, ranks=others)
 
 
@@ -179,12 +179,13 @@ def _rewritten(
         hold(fast)
         earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
-        program = capture_program(fast, list(request.inputs) or None, training=training)
+        program, remark = captured_on(fast, request.inputs, training=training)
         program.measuring, program.replaying = request.measure, request.plan is not None
     trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
         manager = _manager(program, request, trained)
-        measured = measured_memory(program, request.passes) if _measures(request) else None
+        measures = bool(request.measure) and request.plan is None
+        measured = measured_memory(program, request.passes) if measures else None
         if request.plan is None:
             manager.run(request.passes)
         elif request.checks_plan:
@@ -196,7 +197,7 @@ def _rewritten(
         manager.memory = memory_figures(measured, measured_memory(program, request.passes))
     manager.finish(request.passes, request.plan)
     deactivate(program.names.distinct)
-    record = _record(program, manager, request, earlier)
+    record = _record(program, manager, request, earlier, remark)
     record.remember(model, parameters)
     if manager.rewrites or record_of(fast) is not None:
         make_root(fast, record)
@@ -211,10 +212,6 @@ def _rewritten(
         rewrite.edit.settle()
     program.touch()
     return fast
-
-
-def _measures(request: Request) -> bool:
-    return bool(request.measure) and request.plan is None
 
 
 def _limit_to_evaluation(fast: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
@@ -374,7 +371,7 @@ def _finishing(decisions: Sequence[Decision], passes: Sequence[Pass]) -> list[Pa
     return [pass_ for step, pass_ in enumerate(passes) if pass_.finishes and step in applied]
 
 
-def _record(program: Program, manager: Manager, request: Request, earlier: Record) -> Record:
+def _record(program: Program, manager: Manager, request: Request, earlier: Record, remark: str) -> Record:
     before, after = manager.history.changed_graphs(program.graphs)
     of_phase = (rewrite for rewrite in manager.rewrites if rewrite.phase is Phase.EVAL)
     limited = [rewrite.pass_.name for rewrite in of_phase if not rewrite.edit.trainable]
@@ -396,5 +393,6 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,
         opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),
+        remark=remark,
         attributes=earlier.attributes.union(*(rewrite.edit.attributes for rewrite in manager.rewrites)),
     )

@@ -12,7 +12,7 @@ from torch import nn
 from ...errors import MatchFailure
 from ...settings import Settings
 from ...tracing.program import Program
-from .. import timing, verification
+from .. import timing
 from ..contract import Pass
 from ..pipeline import supervised
 from ..rewriting import Edit, Snapshot
@@ -20,59 +20,14 @@ from ..sites import Goal, Site
 from ..state import copied_module
 from ..verification import is_on_meta
 from .comparison import UNNAMED, Comparison
-from .groups import Group, changes, identity, is_like
+from .groups import Candidate, Group, Race, changes, identity, is_like
 from .site_calls import SiteCalls
 from .switches import switches_kept
 
-__all__ = ["Candidate", "Tuner"]
+__all__ = ["Tuner"]
 
 _MOST_VARIATIONS = 12
 """So many changes to the best common lowering are timed beside it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One way of rewriting a group, and what is known of it.
-
-    Attributes:
-        group: the sites that it rewrites, each with its lowering; all of them where it fails.
-        failure: why it is not to be had, or "".
-        was_written, was_skipped: whether it could be written (then it was wrong, or did not pay); for want of time.
-        verdict: what verification said; None where nothing could be checked, or nothing has been yet.
-        edit: the rewrite, where it is in the program.
-        runner: makes the recorded calls of it, where it is to be timed.
-        figures: errors, times and ratios by name, once it is decided on.
-    """
-
-    group: Group
-    failure: str = ""
-    was_written: bool = True
-    was_skipped: bool = False
-    verdict: verification.Verdict | None = None
-    edit: Edit | None = None
-    runner: timing.Runner | None = None
-    figures: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-
-    @property
-    def status(self) -> str:
-        """Return what the decision on it is called."""
-        if not self.failure:
-            return "applied"
-        return "skipped" if self.was_skipped else "undone" if self.was_written else "refused"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Race:
-    """Candidates that were timed side by side, by name, and which of them is best."""
-
-    candidates: Mapping[str, Candidate]
-    timings: timing.Timings
-    best: str
-
-    def without_best(self) -> _Race | None:
-        """Return what the race says of the others, if there are any."""
-        others = {name: candidate for name, candidate in self.candidates.items() if name != self.best}
-        return _Race(others, self.timings, self.timings.fastest(prefer=tuple(others))) if others else None
 
 
 class Tuner:
@@ -97,6 +52,7 @@ class Tuner:
     ) -> None:
         self.program, self.calls, self.budget = program, SiteCalls(program, budget), budget
         self.sharing, self.snapshot = 1, Snapshot()
+        self._in_full: set[str] = set()
         self._check, self._time, self._seed, self._settings = check, time, seed, settings
 
     def forget(self) -> None:
@@ -132,12 +88,22 @@ class Tuner:
             self.program, pass_, group, self.calls.of(group.owner) if asked else (),
             check=self._check, timed=timed, seed=self._seed, budget=self.budget, brief=brief,
             simulated=self._simulated(pass_, group) if asked and self._check else None,
-            under=self.calls.under(group.owner) if asked else None,
+            under=self.calls.under(group.owner) if asked else None, hurried=self._is_hurried(pass_, group),
         )  # fmt: skip
 
+    def has_time(self, pass_: Pass) -> bool:
+        """Say whether there is time to check what a pass writes as it should be."""
+        return not self._check or self.budget.allows_check(clean_up=pass_.clean_up)
+
+    def _is_hurried(self, pass_: Pass, group: Group) -> bool:
+        """Say whether a group is compared briefly: it is owed, there is no time, and no check in full has objected."""
+        if pass_.skippable or self.has_time(pass_):
+            return False
+        return self._in_full.isdisjoint(site.key for site in group.sites)
+
     def unchecked(self, pass_: Pass, group: Group) -> Candidate | None:
-        """Return a group left as it is, where no time is left to check what a pass makes of it."""
-        if not self._check or self.budget.allows_check(clean_up=pass_.clean_up):
+        """Return a group left as it is, where no time is left to check what a pass makes of it, and it may be left."""
+        if self.has_time(pass_) or not pass_.skippable:
             return None
         return Candidate(group, f"not checked: {self.budget} was spent; allow more by time_budget", was_skipped=True)
 
@@ -244,7 +210,7 @@ class Tuner:
         """
         comparison = self._comparison(pass_, group)
         was_untimed = not comparison.timed and self._is_timed(pass_) and self.asks(pass_, group)
-        if was_untimed and len(group.choices) > 1 and not group.required:
+        if was_untimed and len(group.choices) > 1 and not group.required and pass_.skippable:
             return Candidate(group, f"not timed: {self.budget.too_short}", was_skipped=True), ()
         candidates = self._candidates(comparison)
         able = {name: candidate for name, candidate in candidates.items() if not candidate.failure}
@@ -258,7 +224,7 @@ class Tuner:
         return self._settled(comparison, self._race(comparison, able), ())
 
     def _settled(
-        self, comparison: Comparison, race: _Race, wrong: Sequence[str]
+        self, comparison: Comparison, race: Race, wrong: Sequence[str]
     ) -> tuple[Candidate | None, Sequence[Group]]:
         """Keep what won a race, where it pays and is right; of a lone site, the next best where it is not.
 
@@ -309,7 +275,7 @@ class Tuner:
 
     # -- what is fastest -------------------------------------------------------------------------------------------
 
-    def _race(self, comparison: Comparison, able: Mapping[str, Candidate]) -> _Race:
+    def _race(self, comparison: Comparison, able: Mapping[str, Candidate]) -> Race:
         """Time common lowerings, then what becomes of the best one where a class of sites does otherwise."""
         first = _timed(comparison, able)
         best = first.candidates[first.best]
@@ -388,13 +354,14 @@ class Tuner:
         return bool(candidate.failure)
 
     def _apart(self, comparison: Comparison, guilty: Sequence[Site]) -> tuple[None, Sequence[Group]]:
-        """Decide anew without some sites, and each of these by itself."""
+        """Decide anew without some sites, and each of these by itself: what was objected to is not checked briefly."""
+        self._in_full.update(site.key for site in comparison.group.sites)
         rest = comparison.group.without(guilty)
         alone = comparison.group.without(rest)
         return None, [*([Group(rest)] if rest else []), *(Group((site,)) for site in alone)]
 
 
-def _timed(comparison: Comparison, candidates: Mapping[str, Candidate]) -> _Race:
+def _timed(comparison: Comparison, candidates: Mapping[str, Candidate]) -> Race:
     """Time candidates; the best is the fastest or, of those that are not shown to be 2% slower, the first."""
     timings = comparison.timings({name: candidate.runner for name, candidate in candidates.items()})
-    return _Race(candidates, timings, timings.fastest(prefer=tuple(candidates)))
+    return Race(candidates, timings, timings.fastest(prefer=tuple(candidates)))

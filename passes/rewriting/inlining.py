@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
-from ...compat import has_hooks
+from ...compat import all_modules, has_hooks
 from ...tracing.graphs import Capture, Specialization, WrappedRegion
 from ...tracing.guards import SELF, Argument, Attribute, Guard, Source, is_outside, is_switch
 from ...tracing.values import user_class
@@ -26,7 +26,7 @@ __all__ = [
 
 def obstacle_to_inlining(module: nn.Module) -> str | None:
     """Return why a module, or one inside it, must stay one call (hooks, parametrizations, contexts), or None."""
-    return next((reason for reason in map(obstacle_at, module.modules()) if reason is not None), None)
+    return next((reason for reason in map(obstacle_at, all_modules(module)) if reason is not None), None)
 
 
 def obstacle_at(module: nn.Module) -> str | None:

@@ -23,8 +23,10 @@ from ...tracing.graphs import (
     Specialization,
     Surrounding,
     WrappedRegion,
+    add_region,
     capture_of,
     install,
+    regions_of,
 )
 from ...tracing.guards import Argument, require
 from ...tracing.values import Signature, map_leaves
@@ -62,7 +64,7 @@ def outline(
 
     Raises:
         MatchFailure: if a path leaves the nodes and comes back, or a write in place would change its order: then they
-            cannot run as one. Or if the owner's forward goes through all its children by their registry.
+            cannot run as one. Or if the owner's forward goes through all its children, and would come across a wrapper.
         UsageError: the context cannot be opened, or the wrapper returned no module.
     """
     if not callable(context):
@@ -82,8 +84,10 @@ def outline(
     install(region, Capture(type(region), [Specialization((), graph)], Signature.of_names(names)))
     wrapped = region if wrapper is None else wrapper(region)
     expect(wrapped, nn.Module, "what the wrapper returned", "a torch.nn.Module that calls the region")
-    child = edit.add_module(wrapped, name=name)
-    return _call_region(edit, child, chosen, inputs, results)
+    child = edit.add_region(region, name=name) if wrapped is region else edit.add_module(wrapped, name=name)
+    call = _call_region(edit, child, chosen, inputs, results)
+    call.meta["region"] = wrapped is region
+    return call
 
 
 def _check_convex(chosen: Sequence[fx.Node], inside: set[fx.Node]) -> None:
@@ -115,11 +119,6 @@ def _region(
     results: Sequence[fx.Node],
     context: Opener | None,
 ) -> tuple[Region, fx.Graph]:
-    targets = list(dict.fromkeys(str(node.target) for node in chosen if node.op == "call_module"))
-    local = {target: target.replace(".", "_") for target in targets}
-    if len(set(local.values())) < len(local):
-        local = {target: f"child_{number}" for number, target in enumerate(targets)}
-    children = {local[target]: edit.owner.get_submodule(target) for target in targets}
     graph = fx.Graph()
     values = {source: graph.placeholder(source.name) for source in inputs}
     for source, placeholder in values.items():
@@ -127,15 +126,18 @@ def _region(
     for node in chosen:
         values[node] = graph.node_copy(node, values.__getitem__)
         values[node].meta.setdefault("origin", node.name)  # by which verification knows its random draws
-        if node.op == "call_module":
-            values[node].target = local[str(node.target)]
     outputs = tuple(values[node] for node in results)
     graph.output(outputs[0] if len(outputs) == 1 else outputs)
-    origins = {name: target for target, name in local.items()}
+    called, within = dict.fromkeys(str(n.target) for n in chosen if n.op == "call_module"), regions_of(edit.owner)
+    borrowed = [path for path in called if path not in within]
     if context is None:
-        return Region(children, origins), graph
-    surrounding = context if isinstance(context, Surrounding) else Opening(context)
-    return WrappedRegion(surrounding, children, origins), graph
+        region = Region(edit.owner, borrowed)
+    else:
+        surrounding = context if isinstance(context, Surrounding) else Opening(context)
+        region = WrappedRegion(surrounding, edit.owner, borrowed)
+    for name in (name for name in called if name in within):
+        add_region(region, name, within[name])
+    return region, graph
 
 
 def _call_region(
@@ -194,12 +196,13 @@ def inline(edit: TreeEdit, call: fx.Node) -> list[fx.Node]:
             values[node] = edit.graph.node_copy(node, values.__getitem__)
             if not isinstance(module, Region):  # the draws of its nodes were those of the call
                 values[node].meta["origin"] = call.meta.get("origin", call.name)
-            values[node].target = _outer_target(node, str(call.target), module)
+            if node.op in ("call_module", "get_attr") and not isinstance(module, Region):
+                values[node].target = f"{call.target}.{node.target}"
             new.append(values[node])
     result = map_leaves(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf, graph.output_node().args[0])
     _hand_over(edit, call, result)
     if isinstance(module, Region):
-        edit.remove_module(str(call.target))
+        edit.remove_region(str(call.target))
     return new
 
 
@@ -227,15 +230,6 @@ def _bound(capture: Capture, given: Mapping[str, Any], call: fx.Node) -> dict[fx
             raise MatchFailure(f"'{call.name}' passes '{node.name}' in a form that cannot be inlined")
         values[node] = value
     return values
-
-
-def _outer_target(node: fx.Node, path: str, module: nn.Module) -> Any:
-    if node.op not in ("call_module", "get_attr"):
-        return node.target
-    if isinstance(module, Region):
-        first, dot, rest = str(node.target).partition(".")
-        return module.origins[first] + dot + rest
-    return f"{path}.{node.target}"
 
 
 def _hand_over(edit: TreeEdit, call: fx.Node, result: Any) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ...compat import has_hooks, own_buffers, own_children, own_parameters, own_tensor, submodule
+from ...compat import has_hooks, own_buffers, own_children, own_parameters, own_tensor
 from ...errors import MatchFailure, PassError, expect
 from ...tracing.graphs import (
     Region,
+    add_region,
     capture_of,
     drop_specializations,
     install,
@@ -20,6 +21,7 @@ from ...tracing.graphs import (
     note_removed,
     own,
     recompile,
+    remove_region,
     specializations_of,
 )
 from ...tracing.guards import Guard, Source, attribute_at, exactly
@@ -30,6 +32,7 @@ from ..sites import Site
 from ..state import Holder, StateMap, StateStep, add_child
 from .graph_edit import GraphEdit
 from .snapshot import Snapshot
+from .tree_names import all_names, modules_around
 
 __all__ = ["TreeEdit"]
 
@@ -93,6 +96,20 @@ class TreeEdit(GraphEdit):
         if counts_items(type(holder)) and (holder, child) not in self._removed:
             note_added(holder, child)
 
+    def add_region(self, region: Region, *, name: str) -> str:
+        """Give the owner a region, called `name`, or `name_1`, ... if that is taken; return the name."""
+        free = self._free_name(name)
+        with self._journal.changing(self.owner):
+            add_region(self.owner, free, region)
+        self.program.touch()
+        return free
+
+    def remove_region(self, name: str) -> None:
+        """Take the region `name` from the owner; nothing may call it any more."""
+        with self._journal.changing(self.owner):
+            remove_region(self.owner, name)
+        self.program.touch()
+
     def remove_module(self, name: str) -> None:
         """Take the child `name` out of the owner; nothing may call it any more."""
         with self._journal.changing(self.owner):
@@ -141,13 +158,13 @@ class TreeEdit(GraphEdit):
         return f"{name}." if name else ""
 
     def _places_of_module(self, module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
-        """Return who has a module as a child, and as what, borrowing regions too; all names are within the site."""
+        """Return who has a module as a child, and as what; all names are within the site."""
         found: dict[tuple[nn.Module, str], None] = {}
         prefix = self._prefix
-        for holder, path in _all_names(self.program.model):
-            for last, child in own_children(holder).items():
+        for holder, path in all_names(self.program.model):
+            for last, child in () if isinstance(holder, Region) else own_children(holder).items():
                 other = qualified(path, last)
-                if child is module and not isinstance(holder, Region) and not f"{other}.".startswith(prefix):
+                if child is module and not f"{other}.".startswith(prefix):
                     raise MatchFailure(
                         f"'{name}' is also called '{other}', outside the site; make it a part of the site"
                     )
@@ -205,7 +222,7 @@ class TreeEdit(GraphEdit):
         """Return each name of a tensor -> whose it is, and its name there, where all of them are within the site."""
         found = {
             qualified(path, last): (module, last)
-            for module, path in _all_names(self.program.model)
+            for module, path in all_names(self.program.model)
             for last, value in (*own_parameters(module).items(), *own_buffers(module).items())
             if value is tensor
         }
@@ -237,7 +254,7 @@ class TreeEdit(GraphEdit):
             raise MatchFailure(f"'{where}' is a tensor or a module; use set_tensor or replace_module")
         with self._journal.changing(module):
             object.__setattr__(module, name, value)  # the module's own way would drop graphs
-        names = (path for found, path in _all_names(self.program.model) if found is module)
+        names = (path for found, path in all_names(self.program.model) if found is module)
         self._attributes[module, name] = tuple(qualified(path, name) for path in names)
         self.program.touch()
 
@@ -335,7 +352,7 @@ class TreeEdit(GraphEdit):
         """
         super().finish()
         for module, name in self._attributes:
-            for owner, path in _modules_around(self.program.model, module):
+            for owner, path in modules_around(self.program.model, module):
                 self._follow_attribute(owner, f"{path}.{name}" if path else name, getattr(module, name))
         if self._others:
             for module, metas in changed_metas(self.program.module(self._whole.owner), self._others).items():
@@ -376,25 +393,3 @@ def _followed(guard: Guard, owner: nn.Module, expected: Mapping[Source, Guard]) 
     """Return the guard that holds for the new value in the place of one on the old value, or on its text."""
     new = expected.get(guard.source)
     return guard if new is None or guard.holds({"self": owner}) else new
-
-
-def _all_names(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield every module of a model with each of its names; regions only borrow what they hold, but for regions."""
-    pending: list[tuple[nn.Module, str]] = [(model, "")]
-    while pending:
-        module, path = pending.pop()
-        yield module, path
-        named = reversed(own_children(module).items())
-        children = [(child, qualified(path, name)) for name, child in named if child is not None]
-        pending += [each for each in children if isinstance(each[0], Region) or not isinstance(module, Region)]
-
-
-def _modules_around(model: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield each module that has `module` inside, or is it, with the name of it there."""
-    for found, path in list(_all_names(model)):
-        if found is module:
-            parts = path.split(".") if path else []
-            for count in range(len(parts) + 1):
-                around = submodule(model, ".".join(parts[:count]))
-                if around is not None:
-                    yield around, ".".join(parts[count:])

@@ -16,6 +16,7 @@ from .checkpoints import (
 )
 from .copying import copied_module, skeleton_of, twin
 from .functional import functional_state
+from .held import Holding, held_in
 from .holders import Holder, add_child, holder_of
 from .in_parts import InParts, all_parameters, leave_to_other_ranks, whole_state
 from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
@@ -34,6 +35,7 @@ __all__ = [
     "VIEWS",
     "Concatenate",
     "Holder",
+    "Holding",
     "InParts",
     "KeepsOriginalNames",
     "Mask",
@@ -56,6 +58,7 @@ __all__ = [
     "dequantized",
     "functional_state",
     "gathered",
+    "held_in",
     "holder_of",
     "leave_to_other_ranks",
     "live_optimizers",

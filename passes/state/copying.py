@@ -9,11 +9,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...compat import all_modules, own_buffers, own_parameters, transient_buffers
 from ...tracing.graphs import capture_of
 from ...tracing.recording import make_registries_plain, plain_tensors
 from ...tracing.values import all_tensors, is_scripted
+from .held import held_in
 
 __all__ = ["copied_module", "skeleton_of", "twin"]
 
@@ -53,7 +55,8 @@ def twin(module: M) -> M:
     Later rewrites of `module` do not reach the copy; writes into its parameters do.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in all_tensors(all_modules(module))}
-    for submodule in module.modules():
+    memo |= {id(optimizer): optimizer for optimizer in _held_optimizers(module)}
+    for submodule in all_modules(module):
         capture = capture_of(submodule)
         if capture is not None:
             memo[id(capture)] = capture
@@ -63,8 +66,8 @@ def twin(module: M) -> M:
 
 
 def skeleton_of(module: M) -> M:
-    """Return the structure of a module: a copy in which what a state dict holds is on the meta device."""
-    return copied_module(module, {id(tensor): _on_meta(tensor) for tensor in _saved(module)})
+    """Return the structure of a module: a copy in which what state dicts hold is on the meta device."""
+    return copied_module(module, {id(tensor): _on_meta(tensor) for tensor in (*_saved(module), *_moments(module))})
 
 
 def _saved(module: nn.Module) -> Iterator[Tensor]:
@@ -72,6 +75,17 @@ def _saved(module: nn.Module) -> Iterator[Tensor]:
         transient = transient_buffers(inner)
         for registry, left_out in ((own_parameters(inner), ()), (own_buffers(inner), transient)):
             yield from (tensor for name, tensor in registry.items() if tensor is not None and name not in left_out)
+
+
+def _moments(module: nn.Module) -> Iterator[Tensor]:
+    """Yield what the optimizers that a model holds know of its parameters."""
+    for optimizer in _held_optimizers(module):
+        for known in optimizer.state.values():
+            yield from (value for value in known.values() if isinstance(value, Tensor))
+
+
+def _held_optimizers(module: nn.Module) -> list[Optimizer]:
+    return [each.one for each in held_in(module, module) if isinstance(each.one, Optimizer)]
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...compat import own_children
-from ...tracing.graphs import ContextRegion, context_regions
+from ...tracing.graphs import ContextRegion
 
 __all__ = ["Holder", "add_child", "holder_of"]
 
@@ -30,9 +30,6 @@ class Holder:
 
     def path(self, name: str) -> str:
         """Return what the holder calls a module or tensor that is called `name` in the owner."""
-        for region in self.regions:
-            first, dot, rest = name.partition(".")
-            name = region.origins.get(first, first) + dot + rest
         return name
 
     def qualified(self, name: str) -> str:
@@ -50,15 +47,10 @@ class Holder:
         return (*self.regions, self.module)
 
     def share(self, name: str, module: nn.Module) -> None:
-        """Register a new child of the holder, and let the regions borrow it under the same name."""
+        """Register a new child of the holder, which the regions call by the same name."""
         add_child(self.module, name, module)
-        children = own_children(self.module)
-        for region in context_regions(children):
-            # Whoever lists the parameters is to find the new ones under the holder's name first.
-            children[region] = children.pop(region)
         for region in self.regions:
-            region.add_module(name, module)
-            region.origins = {**region.origins, name: name}
+            region.borrow(name)
 
 
 def add_child(module: nn.Module, name: str, child: nn.Module) -> None:

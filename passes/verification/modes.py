@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ...compat import all_modules
 from ...tracing.graphs import capture_of
 from ...tracing.values import user_class
 from ..sites import Phase
@@ -20,7 +21,7 @@ _STEADY = (
 
 def depends_on_mode(module: nn.Module) -> bool:
     """Say whether a module may compute something else in training than in evaluation."""
-    return any(_reads_mode(submodule) for submodule in module.modules())
+    return any(_reads_mode(submodule) for submodule in all_modules(module))
 
 
 def _reads_mode(module: nn.Module) -> bool:
@@ -38,7 +39,7 @@ def _reads_mode(module: nn.Module) -> bool:
 
 def is_mixed(module: nn.Module) -> bool:
     """Say whether some submodules are in training mode and others are not."""
-    return len({submodule.training for submodule in module.modules()}) > 1
+    return len({submodule.training for submodule in all_modules(module)}) > 1
 
 
 def modes_to_check(module: nn.Module, phase: Phase, training: bool) -> list[bool | None]:

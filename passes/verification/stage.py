@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...compat import modules_by_name
 from ...tracing.graphs import Capture, Region, capture_of
 from ...tracing.recording import AttributeState
 from ...tracing.values import INTERNAL, RandomState, TensorFunction, map_tensors, qualified
@@ -48,8 +49,7 @@ class Stage:
     """Buffers that a part of a fused ensemble reads and writes in a module outside of it."""
 
     def __post_init__(self) -> None:
-        named = cast("Iterable[tuple[str, nn.Module]]", self.module.named_modules(remove_duplicate=False))
-        self._modules = dict(named)
+        self._modules = modules_by_name(self.module, every_name=True)
         self.parameters = self._named("_parameters")
         self.buffers = self._named("_buffers")
         self.state = {**self.parameters, **self.buffers}

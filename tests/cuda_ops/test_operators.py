@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import fxopt
@@ -241,6 +242,58 @@ def test_vmap_computes_what_a_loop_does(name: str):
             expected = operator(name)(*tree_unflatten(alone, form[0]))
             for one, other in zip(flat(got), flat(expected), strict=True):
                 torch.testing.assert_close(one[number], other)
+
+
+@each_operator
+def test_every_transform_of_torch_func_gives_the_gradients(name: str):
+    leaves, form = tree_flatten(first_call(name, torch.float64))
+    wanted = [place for place, each in enumerate(leaves) if isinstance(each, Tensor) and each.requires_grad]
+    if not wanted:
+        return
+
+    attached = [each.requires_grad for each in flat(operator(name)(*tree_unflatten(leaves, form)))]
+
+    def numbers(*given: Tensor) -> Tensor:
+        whole = [given[wanted.index(i)] if i in wanted else each for i, each in enumerate(leaves)]
+        found = zip(flat(operator(name)(*tree_unflatten(whole, form))), attached, strict=True)
+        parts = [each.sin() * torch.arange(1.0, each.numel() + 1).view(each.shape) for each, counts in found if counts]
+        return torch.stack([part.sum() for part in parts]).sum()
+
+    given = tuple(leaves[place] for place in wanted)
+    expected = torch.autograd.grad(numbers(*given), given)
+    places = tuple(range(len(given)))
+    given = tuple(each.detach() for each in given)
+    tangents = tuple(each.cos() for each in given)
+    found = torch.func.grad(numbers, places)(*given)
+    members = [torch.stack([each, each]) for each in given]
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    for mine, theirs in zip(torch.vmap(torch.func.grad(numbers, places))(*members), expected, strict=True):
+        torch.testing.assert_close(mine[1], theirs)
+    along = torch.stack([(one * other).sum() for one, other in zip(expected, tangents, strict=True)]).sum()
+    torch.testing.assert_close(torch.func.jvp(numbers, given, tangents)[1], along)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(one, other) for one, other in zip(given, tangents, strict=True)]
+        torch.testing.assert_close(forward_ad.unpack_dual(numbers(*duals)).tangent, along)
+    for mine, theirs in zip(torch.func.jacfwd(numbers, places)(*given), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_second_gradients_count_an_operand_that_is_given_twice_once():
+    x = leaf(3, 4)
+
+    def slope(of: Tensor, swiglu: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        (first,) = torch.autograd.grad(swiglu(of, of).sin().sum(), of, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), of)[0]
+
+    torch.testing.assert_close(slope(x, cuda_ops.swiglu), slope(x, lambda gate, value: F.silu(gate) * value))
+
+
+def test_operands_take_the_widest_dtype_where_autocast_is_on():
+    narrow, wide = torch.rand(3, 4).bfloat16(), torch.rand(3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.ops.fxopt.gated.default(narrow, wide, "silu")
+    torch.testing.assert_close(found, F.silu(narrow.float()) * wide)
 
 
 class Everything(nn.Module):

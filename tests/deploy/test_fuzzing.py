@@ -152,13 +152,13 @@ main()
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="limits of memory are told and set otherwise elsewhere"
 )
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize(("kind", "rounds"), [("recipe", 80), ("pt2", 160)])
-def test_damaged_files_are_read_rightly_or_refused(kind: str, rounds: int, seed: int, tmp_path: Path):
-    command = [sys.executable, "-c", WORKER, kind, str(seed), str(rounds), str(tmp_path)]
+@pytest.mark.parametrize(("kind", "rounds"), [("recipe", 80), ("pt2", 80)])
+def test_damaged_files_are_read_rightly_or_refused(kind: str, rounds: int, tmp_path: Path):
+    command = [sys.executable, "-c", WORKER, kind, "0", str(rounds), str(tmp_path)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert finished.returncode == 0, finished.stderr[-2000:]
     result = json.loads(finished.stdout.splitlines()[-1])

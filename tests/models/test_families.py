@@ -51,7 +51,7 @@ def test_a_family_is_found_by_name():
     assert (family.kind, family.classes) == ("text", ("BertModel",))
 
 
-@pytest.mark.parametrize(("kind", "number"), DRAWN)
+@pytest.mark.parametrize(("kind", "number"), DRAWN[1::EACH])
 def test_drawn_families_are_captured_and_equal(kind: str, number: int):
     subject, model = built(kind, number)
     row, _ = captured_row(model)
@@ -60,6 +60,7 @@ def test_drawn_families_are_captured_and_equal(kind: str, number: int):
     assert all(opaque["reason"] for opaque in row["opaque"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "number"), DRAWN[::EACH])
 def test_drawn_families_are_optimized_and_restored(kind: str, number: int):
     subject, model = built(kind, number)

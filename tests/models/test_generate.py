@@ -54,19 +54,6 @@ def _optimized(model: nn.Module, calls: list[fxopt.Inputs]) -> nn.Module:
     return fxopt.optimize(model, "inference", example_inputs=calls, measure=False)
 
 
-@pytest.mark.parametrize("make", [gpt2, llama, t5, mamba])
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_generated_tokens_are_the_same(make: Callable[[], nn.Module], sampled: bool):
-    """Most calls inside fit no graph: the original forwards run."""
-    model: Any = make().eval()
-    prompt = torch.randint(3, 99, (2, 7))
-    call = {"input_ids": prompt}
-    if make is t5:
-        call["decoder_input_ids"] = torch.randint(3, 99, (2, 5))
-    fast: Any = fxopt.optimize(model, "inference", example_inputs=call, measure=False)
-    assert torch.equal(_generated(fast, prompt, sampled), _generated(model, prompt, sampled))
-
-
 @pytest.mark.parametrize(
     ("make", "run"), [(gpt2, _captured), (llama, _captured), (t5, _captured), (mamba, _captured), (llama, _optimized)]
 )
@@ -82,6 +69,65 @@ def test_a_recorded_run_generates_from_graphs(make: Callable[[], nn.Module], run
     for prompt, sampled in ((first, False), (second, False), (second, True)):
         assert torch.equal(_generated(fast, prompt, sampled), _generated(model, prompt, sampled))
     assert misses_in(fast.modules()) == []
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "top_k": 20},
+    "beam": {"num_beams": 3},
+    "static cache": {"cache_implementation": "static"},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, t5, mamba])
+def test_plain_identifiers_are_enough_to_generate_from_graphs(make: Callable[[], nn.Module]):
+    """A prompt and a step are recorded: they serve whatever has a cache that grows by a token."""
+    model: Any = make().eval()
+    ids = torch.randint(3, 99, (1, 7))
+    call = {"input_ids": ids}
+    if make is t5:
+        call["decoder_input_ids"] = torch.randint(3, 99, (1, 5))
+    settings, state = vars(model.generation_config).copy(), torch.get_rng_state()
+    fast: Any = fxopt.optimize(model, example_inputs=call, measure=False)
+    assert vars(fast.generation_config) == vars(model.generation_config) == settings
+    assert torch.equal(torch.get_rng_state(), state)
+    for way in ("greedy", "sampled", "beam"):
+        assert torch.equal(_ways(fast, ids, way), _ways(model, ids, way)), way
+    torch.testing.assert_close(fast(**call).logits, model(**call).logits)
+    assert misses_in(fast.modules()) == []
+    assert fxopt.report(fast).notes == ()
+    for way in ("static cache", "prompt lookup") if make is llama else ():
+        assert torch.equal(_ways(fast, ids, way), _ways(model, ids, way)), way
+
+
+@pytest.mark.parametrize(("make", "way"), [(gpt2, "static cache"), (llama, "prompt lookup")])
+def test_how_to_generate_is_said_by_inputs(make: Callable[[], nn.Module], way: str):
+    model: Any = make().eval()
+    ids = torch.randint(3, 99, (1, 7))
+    calls = fxopt.Inputs.generating(ids, max_new_tokens=9, min_new_tokens=9, **WAYS[way])
+    fast: Any = fxopt.optimize(model, example_inputs=calls, measure=False)
+    assert torch.equal(_ways(fast, ids, way), _ways(model, ids, way))
+    assert misses_in(fast.modules()) == []
+
+
+def _ways(model: Any, ids: torch.Tensor, way: str) -> torch.Tensor:
+    torch.manual_seed(3)
+    return model.generate(ids, max_new_tokens=9, min_new_tokens=9, **WAYS[way])
+
+
+def test_what_is_not_recorded_is_said():
+    model: Any = gpt2().eval()
+    ids = torch.randint(3, 99, (1, 7))
+    embedded = {"inputs_embeds": torch.randn(1, 7, 32)}
+    assert fxopt.report(fxopt.optimize(model, example_inputs=embedded, measure=False)).notes == ()
+    model.generation_config.num_beams = 0
+    (note,) = fxopt.report(fxopt.optimize(model, example_inputs=ids, measure=False)).notes
+    assert "the steps of generate have no graphs: generate raised" in note
+    with pytest.raises(fxopt.InputError, match="generate raised"):
+        fxopt.optimize(model, example_inputs=fxopt.Inputs.generating(ids))
+    with pytest.raises(fxopt.UsageError, match="Linear has none"):
+        fxopt.optimize(nn.Linear(2, 2), example_inputs=fxopt.Inputs.generating(ids))
 
 
 @pytest.mark.parametrize("make", [gpt2, llama, t5])

@@ -345,3 +345,14 @@ def test_threads(weight: nn.Parameter, by: Tensor) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_one_tensor_in_two_places_has_its_gradient_once(create_graph: bool) -> None:
+    both = nn.Parameter(torch.rand(3, 3))
+
+    def slope(product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        (first,) = torch.autograd.grad(product(both, both).sin().sum(), both, create_graph=create_graph)
+        return torch.autograd.grad(first.square().sum(), both)[0] if create_graph else first
+
+    torch.testing.assert_close(slope(derived(torch.matmul, 2)), slope(torch.matmul))

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from .autocast_state import AutocastState, autocast_state_now, outside_inference_mode
-from .capture import Capture, RegionPlan, Specialization, capture_of, required_capture, specializations_of
+from .capture import (
+    Capture,
+    RegionPlan,
+    Specialization,
+    capture_of,
+    required_capture,
+    specializations_of,
+    with_graph,
+    with_specializations,
+)
 from .captured import (
     EVAL_ONLY,
     Captured,
@@ -14,15 +23,22 @@ from .captured import (
     own_class,
     recompile,
     uninstall,
-    with_graph,
-    with_specializations,
 )
 from .contexts import Context, Opening, Surrounding
 from .inactive import FOUND
 from .items import note_added, note_removed
 from .misses import HANDLER, Miss
 from .portable import PortableGraph, copy_graph
-from .regions import ContextRegion, Region, WrappedRegion, context_regions
+from .regions import (
+    ContextRegion,
+    Region,
+    WrappedRegion,
+    add_region,
+    context_regions,
+    regions_of,
+    remove_region,
+    share_children,
+)
 from .selection import fitting, select
 from .shared_slices import SharedSlices, sharing
 from .source import generate
@@ -45,6 +61,7 @@ __all__ = [
     "Specialization",
     "Surrounding",
     "WrappedRegion",
+    "add_region",
     "autocast_state_now",
     "capture_of",
     "context_regions",
@@ -60,8 +77,11 @@ __all__ = [
     "own",
     "own_class",
     "recompile",
+    "regions_of",
+    "remove_region",
     "required_capture",
     "select",
+    "share_children",
     "sharing",
     "specializations_of",
     "uninstall",

@@ -28,6 +28,8 @@ __all__ = [
     "forget_derived",
     "required_capture",
     "specializations_of",
+    "with_graph",
+    "with_specializations",
 ]
 
 
@@ -79,12 +81,12 @@ class RegionPlan:
     Attributes:
         context: what the region runs under.
         capture: its graph.
-        children: name of a child there -> the name of the module in its owner.
+        borrowed: the names that the owner has for what it calls.
     """
 
     context: Context
     capture: Capture
-    children: Mapping[str, str]
+    borrowed: Sequence[str]
 
 
 @dataclass(eq=False)
@@ -254,3 +256,33 @@ def required_capture(module: nn.Module) -> Capture:
     if capture is None:
         raise CaptureError(f"this {type(module).__name__} has no graph: it was not captured, or it is a leaf")
     return capture
+
+
+def with_graph(module: nn.Module, specialization: int, graph: fx.Graph | None = None) -> None:
+    """Give `module` graphs of its own: copies, or in the place of one of them another graph; see `recompile`.
+
+    Raises:
+        CaptureError: if the module has no graph.
+    """
+    specializations = required_capture(module).specializations
+    with_specializations(
+        module,
+        [
+            replace(v, graph=copy_graph(v.graph) if graph is None or number != specialization else graph)
+            for number, v in enumerate(specializations)
+        ],
+    )
+
+
+def with_specializations(module: nn.Module, specializations: Sequence[Specialization]) -> None:
+    """Give `module` other graphs, which nobody else may have; see `recompile`.
+
+    Raises:
+        CaptureError: if the module has no graph.
+    """
+    capture = required_capture(module)
+    specializations = [replace(v, arguments=dict(v.arguments)) for v in specializations]
+    new = replace(
+        capture.copy(), specializations=specializations, owner=weakref.ref(module), compiled=None, rewritten=True
+    )
+    module.__dict__["_fxopt_capture"] = new

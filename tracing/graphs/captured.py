@@ -7,7 +7,6 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,8 +21,15 @@ from .compiled_class import dynamic_class
 from .inactive import FOUND, note_found
 from .items import EXTRA, item_methods
 from .misses import handler_of
-from .portable import copy_graph
-from .regions import ContextRegion, Region, context_regions, lend
+from .regions import (
+    ContextRegion,
+    Region,
+    add_region,
+    context_regions,
+    regions_of,
+    remove_region,
+    replicate_regions,
+)
 from .selection import explain_miss, select
 from .source import generate
 
@@ -43,8 +49,6 @@ __all__ = [
     "recompile",
     "select",
     "uninstall",
-    "with_graph",
-    "with_specializations",
 ]
 
 
@@ -85,7 +89,11 @@ class Captured(_Module):
         super().__setattr__(name, value)
         if not same_kind(before, value):
             _drop_readers(self, name, "set")
-        lend(self, name, before, value)
+        if name == "_modules":
+            replicate_regions(self)
+        elif name == "training":
+            for region in regions_of(self).values():
+                region.training = value
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -111,7 +119,6 @@ class Captured(_Module):
         super().add_module(name, module)
         if not same_kind(before, module):
             _drop_readers(self, name, "registered")
-        lend(self, name, before, module)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -241,14 +248,12 @@ def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = 
 
 
 def _add_regions(module: nn.Module, capture: Capture) -> None:
-    """Give a module the regions that its graphs call, where it has not got them; its own `__setattr__` is not asked."""
+    """Give a module the regions that its graphs call, where it has not got them."""
     for name, plan in capture.regions.items():
-        if name not in own_children(module):
-            borrowed = {mine: module.get_submodule(path) for mine, path in plan.children.items()}
-            region = ContextRegion(plan.context, borrowed, plan.children)
-            region.training = module.training
+        if name not in regions_of(module):
+            region = ContextRegion(plan.context, module, plan.borrowed)
             install(region, plan.capture)
-            own_children(module)[name] = region
+            add_region(module, name, region)
 
 
 def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
@@ -262,8 +267,11 @@ def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
         module.__class__ = own_class(module)
         del module.__dict__["_fxopt_capture"]
         module.__dict__.pop(FOUND, None)
-        for name in () if keep_regions else (*context_regions(own_children(module)), *module.__dict__.pop(EXTRA, ())):
-            own_children(module).pop(name, None)
+        if not keep_regions:
+            for name in context_regions(vars(module)):
+                remove_region(module, name)
+            for name in module.__dict__.pop(EXTRA, ()):
+                own_children(module).pop(name, None)
 
 
 def own(module: nn.Module) -> Capture:
@@ -278,36 +286,6 @@ def own(module: nn.Module) -> Capture:
         capture.owner = weakref.ref(module)
         module.__dict__["_fxopt_capture"] = capture
     return capture
-
-
-def with_graph(module: nn.Module, specialization: int, graph: fx.Graph | None = None) -> None:
-    """Give `module` graphs of its own: copies, or in the place of one of them another graph; see `recompile`.
-
-    Raises:
-        CaptureError: if the module has no graph.
-    """
-    specializations = required_capture(module).specializations
-    with_specializations(
-        module,
-        [
-            replace(v, graph=copy_graph(v.graph) if graph is None or number != specialization else graph)
-            for number, v in enumerate(specializations)
-        ],
-    )
-
-
-def with_specializations(module: nn.Module, specializations: Sequence[Specialization]) -> None:
-    """Give `module` other graphs, which nobody else may have; see `recompile`.
-
-    Raises:
-        CaptureError: if the module has no graph.
-    """
-    capture = required_capture(module)
-    specializations = [replace(v, arguments=dict(v.arguments)) for v in specializations]
-    new = replace(
-        capture.copy(), specializations=specializations, owner=weakref.ref(module), compiled=None, rewritten=True
-    )
-    module.__dict__["_fxopt_capture"] = new
 
 
 def recompile(module: nn.Module) -> None:

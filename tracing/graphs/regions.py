@@ -1,34 +1,55 @@
-"""Modules that run a part of their owner's graph, and borrow the children that it calls."""
+"""Modules that run a part of their owner's graph, on the children that the owner has at the time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from ...compat import own_children
+from ...compat import BORROWED, REGIONS, own_children
 from ...errors import CaptureError
 from .contexts import Context, Surrounding
 
-__all__ = ["ContextRegion", "Region", "WrappedRegion", "context_regions", "lend"]
+__all__ = [
+    "ContextRegion",
+    "Region",
+    "WrappedRegion",
+    "add_region",
+    "context_regions",
+    "regions_of",
+    "remove_region",
+    "replicate_regions",
+    "share_children",
+]
 
 
 class Region(nn.Module):
     """A part of its owner's graph.
 
-    It calls children that its owner still owns: names survive, so a region writes nothing into a state dict and takes
-    nothing from one. Tensors of the owner come in as arguments.
+    It is a plain attribute of its owner, and no child: whoever lists the modules of a model does not come across it.
+    Its register of children is the owner's own, so it calls what the owner has at the time of the call. Tensors of the
+    owner come in as arguments.
 
-    Attributes:
-        origins: name of a child here -> its qualified name in the owner.
+    Args:
+        owner: the module whose graph it is a part of; for a region within a region, that one.
+        borrowed: the names that the owner has for what it calls.
     """
 
-    def __init__(self, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
+    def __init__(self, owner: nn.Module, borrowed: Iterable[str]) -> None:
         super().__init__()
-        self.origins = dict(origins)
-        for name, child in children.items():
-            self.add_module(name, child)
+        self.__dict__[BORROWED] = tuple(borrowed)
+        self.__dict__["_modules"] = own_children(owner)
+        self.training = owner.training
+
+    @property
+    def borrowed(self) -> tuple[str, ...]:
+        """Return the names that the owner has for what the region calls."""
+        return self.__dict__[BORROWED]
+
+    def borrow(self, path: str) -> None:
+        """Note that the region calls another of its owner's modules."""
+        self.__dict__[BORROWED] = (*self.borrowed, path)
 
     @property
     def changes_results(self) -> bool:
@@ -39,25 +60,17 @@ class Region(nn.Module):
         """Run the region's graph; it has no other forward."""
         raise CaptureError("this region has no graph any more")
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Generator[Any, Any, None]:
+        """Yield nothing: all that a region calls is listed by its owner, and a wrapper around it is no second one."""
+        yield from ()
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield nothing: conversions and modes reach the children by their owner."""
+        return iter(())
+
     def state_dict(self, *args: Any, destination: Any = None, **kwargs: Any) -> Any:
         """Write nothing: the owner's own names cover the children."""
         return {} if destination is None else destination
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        unexpected_keys += [name for name in state_dict if strict and name.startswith(prefix)]
-        # The children are loaded under the owner's names; here they get what they have.
-        for name, child in self.named_children():
-            own: dict[str, Any] = {}  # given one, a member of an ensemble adds no views of what it does not hold
-            state_dict.update(child.state_dict(destination=own, prefix=f"{prefix}{name}.", keep_vars=True))
 
 
 class WrappedRegion(Region):
@@ -67,8 +80,8 @@ class WrappedRegion(Region):
         context: what it runs under.
     """
 
-    def __init__(self, context: Surrounding, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
-        super().__init__(children, origins)
+    def __init__(self, context: Surrounding, owner: nn.Module, borrowed: Iterable[str]) -> None:
+        super().__init__(owner, borrowed)
         self.context = context
 
     def __call__(self, *args: Any) -> Any:
@@ -80,30 +93,56 @@ class WrappedRegion(Region):
         """Say whether something else comes out where the context is not opened; a context may say that it does not."""
         return bool(getattr(self.context, "changes_results", True))
 
-    def extra_repr(self) -> str:
+    def __repr__(self) -> str:
         """Name the context."""
-        return str(self.context)
+        return f"{type(self).__name__}({self.context})"
 
 
 class ContextRegion(WrappedRegion):
     """A part of a forward that the user put under a context."""
 
-    def __init__(self, context: Context, children: Mapping[str, nn.Module], origins: Mapping[str, str]) -> None:
-        super().__init__(context, children, origins)
+    def __init__(self, context: Context, owner: nn.Module, borrowed: Iterable[str]) -> None:
+        super().__init__(context, owner, borrowed)
         self.context: Context = context
 
 
-def context_regions(children: Mapping[str, object]) -> dict[str, ContextRegion]:
-    """Return those among a module's children that are parts of its original forward, put under a context."""
-    return {name: child for name, child in children.items() if isinstance(child, ContextRegion)}
+def regions_of(module: nn.Module) -> dict[str, Region]:
+    """Return the parts of a module's graphs that run as modules of their own, by name."""
+    attributes = module.__dict__
+    return {name: attributes[name] for name in attributes.get(REGIONS, ())}
 
 
-def lend(owner: nn.Module, name: str, before: object, child: object) -> None:
-    """Give a child that was put in the place of another one to the regions that have that, and to those within."""
-    if not isinstance(before, nn.Module) or not isinstance(child, nn.Module) or before is child:
-        return
-    for region in [each for each in own_children(owner).values() if isinstance(each, Region)]:
-        for mine, origin in region.origins.items():
-            if origin == name and own_children(region).get(mine) is before:
-                own_children(region)[mine] = child
-                lend(region, mine, before, child)
+def context_regions(attributes: Mapping[str, Any]) -> dict[str, ContextRegion]:
+    """Return those among a module's attributes that are parts of its original forward, put under a context."""
+    named = ((name, attributes[name]) for name in attributes.get(REGIONS, ()))
+    return {name: region for name, region in named if isinstance(region, ContextRegion)}
+
+
+def add_region(owner: nn.Module, name: str, region: Region) -> None:
+    """Give a module a region; its own way of setting attributes is not asked."""
+    owner.__dict__[REGIONS] = (*owner.__dict__.get(REGIONS, ()), name)
+    owner.__dict__[name] = region
+
+
+def remove_region(owner: nn.Module, name: str) -> None:
+    """Take a region away."""
+    left = tuple(each for each in owner.__dict__.pop(REGIONS) if each != name)
+    if left:
+        owner.__dict__[REGIONS] = left
+    del owner.__dict__[name]
+
+
+def share_children(owner: nn.Module) -> None:
+    """Let the regions of a module, which has another register of children now, call what is in it."""
+    for region in regions_of(owner).values():
+        region.__dict__["_modules"] = own_children(owner)
+        share_children(region)
+
+
+def replicate_regions(module: nn.Module) -> None:
+    """Give a module that has another register of children, perhaps as a copy of another one, regions of its own."""
+    for name, region in regions_of(module).items():
+        own = nn.Module.__new__(type(region))
+        own.__dict__.update(region.__dict__, _modules=own_children(module))
+        module.__dict__[name] = own
+        replicate_regions(own)

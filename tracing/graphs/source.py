@@ -205,7 +205,7 @@ class _Body:
         """Name the containers that several children are called from."""
         counts: dict[str, int] = {}
         for node in self._nodes:
-            if node.op == "call_module":
+            if node.op == "call_module" and not node.meta.get("region"):
                 container = _container(node)
                 counts[container] = counts.get(container, 0) + 1
         return {container: self._names.fresh("children") for container, count in counts.items() if count > 1}
@@ -252,6 +252,8 @@ class _Body:
         return [said] if said else []
 
     def _callee(self, node: fx.Node) -> str:
+        if node.meta.get("region"):  # a plain attribute
+            return _attribute(str(node.target))
         container = _container(node)
         return f"{self._containers.get(container, container)}[{str(node.target).rpartition('.')[2]!r}]"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..trace import BY_DATA
 from .called import is_called
 from .capturing import Opaque
+from .example_calls import captured_on
 from .inactive_modules import (
     deactivate,
     deactivate_type_checkers,
@@ -22,6 +23,7 @@ __all__ = [
     "Unrolled",
     "Unroller",
     "capture_program",
+    "captured_on",
     "changed_metas",
     "deactivate",
     "deactivate_type_checkers",

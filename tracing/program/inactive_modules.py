@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
-from ...compat import all_modules, own_children
+from ...compat import all_modules, children_of
 from ..graphs import Capture, Region, capture_of, context_regions, install, own_class, required_capture
 from ..reads import checks_exact_types
 from ..values import ModelNames, all_inside, user_class
@@ -42,7 +42,7 @@ def _may_be_inactive(module: nn.Module) -> bool:
 
 def _is_rewritten_inside(module: nn.Module) -> bool:
     """Say whether a pass changed what the module runs under a context: its original forward would not call that."""
-    regions = context_regions(own_children(module)).values()
+    regions = context_regions(vars(module)).values()
     return any(required_capture(region).rewritten or _is_rewritten_inside(region) for region in regions)
 
 
@@ -71,7 +71,7 @@ def _around(modules: Iterable[nn.Module], changed: Collection[nn.Module]) -> set
     """Return the modules of a model that are changed, or have such inside."""
     holders: dict[nn.Module, list[nn.Module]] = {}
     for module in modules:
-        for child in own_children(module).values():
+        for child in children_of(module).values():
             if child is not None:
                 holders.setdefault(child, []).append(module)
     found, pending = set(changed), list(changed)

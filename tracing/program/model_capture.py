@@ -12,8 +12,9 @@ from torch import nn
 from ...compat import has_lazy_parameters, submodule
 from ...errors import InputError, ModeError, UsageError
 from ..graphs import Capture, capture_of, install, required_capture, uninstall
-from ..recording import ModelState, Recording, disagreeing, expectations, in_phase, record, restoring
+from ..recording import ModelState, Recording, disagreeing, expectations, generated_calls, in_phase, record, restoring
 from ..values import (
+    Generating,
     Inputs,
     ModelNames,
     is_container,
@@ -34,8 +35,13 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
 
     Raises:
         UsageError: if `example_inputs` is none of the forms it may have.
+        InputError: if `generate` raises on an `Inputs.generating`.
     """
-    inputs = normalize_inputs(example_inputs, model)
+    inputs = tuple(
+        call
+        for each in normalize_inputs(example_inputs, model)
+        for call in (generated_calls(model, each) if isinstance(each, Generating) else [each])
+    )
     for call in inputs:
         if submodule(model, call.module) is None:
             raise UsageError(f"example_inputs has a call of {call.module!r}, which is no part of the model")

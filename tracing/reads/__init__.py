@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .attribute_watch import AttributeWatch
-from .containers import OWN_CHILDREN, container_lengths, listing_of, walks_children
+from .containers import OWN_CHILDREN, container_lengths, listing_of
 from .dataflow import DataFlow
 from .exact_type_checks import checks_exact_types
 from .locate import condition_of, frames_of_trace, is_users, raised_at, source_of, user_frame
@@ -32,5 +32,4 @@ __all__ = [
     "raised_at",
     "source_of",
     "user_frame",
-    "walks_children",
 ]

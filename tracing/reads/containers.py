@@ -10,7 +10,7 @@ from ...compat import own_children
 from ..guards import SELF, Equals, Guard, Source, children_of, key_of, length_of, module_at
 from ..values import CONTAINERS, counts_items
 
-__all__ = ["OWN_CHILDREN", "container_lengths", "listing_of", "walks_children"]
+__all__ = ["OWN_CHILDREN", "container_lengths", "listing_of"]
 
 _WHOLE = frozenset("_modules children modules named_children named_modules parameters named_parameters".split())
 """Attributes through which a forward may loop over all of its children."""
@@ -22,20 +22,6 @@ OWN_CHILDREN = length_of(children_of(SELF))
 def listing_of(module: nn.Module, source: Source = SELF) -> Source:
     """Return what has the items that a loop over a module's children comes across, where `source` is the module."""
     return source if counts_items(type(module)) else children_of(source)
-
-
-def walks_children(module: nn.Module, read: Collection[str]) -> bool:
-    """Tell whether a forward may loop over all children of its module, so that one more would matter to it.
-
-    Args:
-        module: the traced module.
-        read: names of the module's attributes that were read; to list its parameters, torch reads some itself.
-    """
-    if isinstance(module, (*CONTAINERS, nn.Sequential)) or not {"children", "named_children", "modules"}.isdisjoint(
-        read
-    ):
-        return True
-    return "named_parameters" not in read and not {"_modules", "named_modules"}.isdisjoint(read)
 
 
 def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str]) -> list[Guard]:

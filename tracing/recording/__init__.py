@@ -7,6 +7,7 @@ from .changes import Change, Changes, Watch, is_repeatable
 from .compiled import compiles, eagerly, is_in_compiled
 from .example_calls import recording
 from .fallback import fallback_of, hold, misses_in, release
+from .generating import NO_STEP, calls_of_generate, generated_calls
 from .held_tensors import change_count, plain_tensors
 from .likeness import Alike, Cache, Described, Factors, Likeness
 from .output_check import disagreeing, expectations
@@ -24,6 +25,7 @@ from .redirect import patching, redirect
 from .scripted import make_registries_plain, plain_registries
 
 __all__ = [
+    "NO_STEP",
     "Alike",
     "AttributeState",
     "Cache",
@@ -41,6 +43,7 @@ __all__ = [
     "Watch",
     "alone",
     "calls_intercepted",
+    "calls_of_generate",
     "change_count",
     "compiles",
     "copy_inputs",
@@ -49,6 +52,7 @@ __all__ = [
     "expectations",
     "fallback_of",
     "function_uses_host_random",
+    "generated_calls",
     "has_random_effects",
     "hold",
     "in_phase",

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...compat import modules_by_name, own_buffers, own_children, own_parameters
+from ...compat import REGIONS, children_of, modules_by_name, own_buffers, own_parameters
 from ..graphs import FOUND, capture_of
 from ..values import PLAIN_TYPES, Inputs, qualified, user_class
 
@@ -129,10 +129,10 @@ class Likeness:
             tuple((name, self._registered(name, tensor, parts)) for name, tensor in registry.items())
             for registry in (own_parameters(module), own_buffers(module))
         )
-        children = tuple((name, self._child(name, child, parts)) for name, child in own_children(module).items())
+        children = tuple((name, self._child(name, child, parts)) for name, child in children_of(module).items())
         if any(attributes.get(name) for name in _HOOKS):
             return _Same(module)
-        skipped = self._skipped(module)
+        skipped = self._skipped(module).union(attributes.get(REGIONS, ()))
         own = tuple((name, self._value(value, parts)) for name, value in attributes.items() if name not in skipped)
         kind = user_class(type(module)) if self._alike is Alike.TIMED else type(module)
         return kind, parameters, buffers, children, own

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat import has_hooks
+from ...compat import children_of, has_hooks
 from ...errors import ModeError
 from ..graphs import Capture, install, uninstall
 from ..values import (
@@ -141,8 +141,7 @@ def _depends_on_mode(find: Callable[[str], nn.Module], capture: Capture, known: 
     for node in capture.specializations[0].graph.find_nodes(op="call_module"):
         plan = capture.regions.get(str(node.target))
         if plan is not None:
-            children = plan.children
-            if _depends_on_mode(lambda name, children=children: find(children[name]), plan.capture, known):
+            if _depends_on_mode(find, plan.capture, known):
                 return True
             continue
         takes_apart = any(user.target is getattr or (user.target is not len and _is_item(user)) for user in node.users)
@@ -164,7 +163,7 @@ def _keeps_its_form(module: nn.Module, known: Mapping[nn.Module, Capture]) -> bo
         has_code = len(capture.specializations) != 1 or any(
             guard.asks_for_training for guard in capture.specializations[0].guards
         )
-    return not has_code and all(_keeps_its_form(child, known) for child in module.children())
+    return not has_code and all(_keeps_its_form(child, known) for child in children_of(module).values() if child)
 
 
 def _is_item(node: torch.fx.Node) -> bool:

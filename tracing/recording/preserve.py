@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...compat import all_modules, own_buffers, own_parameters
+from ...compat import BORROWED, REGIONS, all_modules, own_buffers, own_parameters
 from ...errors import InputError
 from ..graphs import FOUND, context_regions
 from ..values import INTERNAL, RandomState
@@ -52,7 +52,8 @@ def memory_of(tensor: Tensor) -> int:
 class AttributeState:
     """Hold a module's attributes, registries and plain containers, to put back or to compare.
 
-    What `install` keeps on a module (`_fxopt_capture`, and regions among its children) is left alone.
+    What `install` keeps on a module (`_fxopt_capture`, and regions) is left alone. A region's register of children is
+    its owner's, and is kept there.
     """
 
     __slots__ = ("_attributes", "_copies", "_copy", "_lengths", "_others", "_registries")
@@ -60,7 +61,8 @@ class AttributeState:
     def __init__(self, module: nn.Module) -> None:
         self._attributes = attributes = module.__dict__
         self._copy = attributes.copy()
-        self._registries: tuple[dict[str, Any], ...] = _registries_of(attributes)
+        held = {**attributes, "_modules": _NOTHING} if BORROWED in attributes else attributes
+        self._registries: tuple[dict[str, Any], ...] = _registries_of(held)
         self._copies = [registry.copy() if registry else _NOTHING for registry in self._registries]
         self._lengths = list(map(len, self._registries))
         self._others: list[tuple[str, Any, Any]] = []
@@ -130,8 +132,11 @@ class AttributeState:
     def differences(self) -> Iterator[tuple[str, str]]:
         """Yield what is no longer what it was: "" and the name of an attribute, or a container and the name in it."""
         now, before = self._attributes, self._copy
+        of_capture = context_regions(now)
         for name in {**before, **now}:
-            if not name.startswith("_fxopt") and now.get(name, _NOTHING) is not before.get(name, _NOTHING):
+            if name.startswith("_fxopt") or name in of_capture:
+                continue
+            if now.get(name, _NOTHING) is not before.get(name, _NOTHING):
                 yield "", name
         for name, container, copy in self._kept:
             if not isinstance(container, dict):
@@ -139,35 +144,34 @@ class AttributeState:
                     yield name, ""
                 continue
             held, kept = cast("dict[Any, Any]", container), cast("dict[Any, Any]", copy)
-            of_capture = context_regions(held) if name == "_modules" else _NOTHING
             for key in {**kept, **held}:
-                if key not in of_capture and held.get(key, _NOTHING) is not kept.get(key, _NOTHING):
+                if held.get(key, _NOTHING) is not kept.get(key, _NOTHING):
                     yield name, str(key)
 
     def restore(self, *, exact: bool = False) -> None:
         """Put attributes, registries and containers back as they were; if `exact`, without regions that came since."""
-        self.restore_attributes()
-        self.restore_containers(exact=exact)
+        self.restore_attributes(exact=exact)
+        self.restore_containers()
 
-    def restore_attributes(self) -> None:
-        """Put back which objects the attributes are."""
+    def restore_attributes(self, *, exact: bool = False) -> None:
+        """Put back which objects the attributes are; regions of captured forwards that came since stay."""
         if not _same(self._attributes, self._copy):
             kept = {name: value for name, value in self._copy.items() if name not in _INSTALLED}
             kept |= {name: self._attributes[name] for name in _INSTALLED if name in self._attributes}
+            came = {} if exact else {n: r for n, r in context_regions(self._attributes).items() if n not in kept}
+            if came:
+                kept |= {**came, REGIONS: (*kept.get(REGIONS, ()), *came)}
             # One by one: another thread may be running the module, and must never find it empty.
             for name in self._attributes.keys() - kept.keys():
                 del self._attributes[name]
             self._attributes.update(kept)
 
-    def restore_containers(self, *, exact: bool = False) -> None:
+    def restore_containers(self) -> None:
         """Put back what is in the registries and containers."""
-        for name, container, copy in self._kept:
+        for _, container, copy in self._kept:
             if not _same(container, copy):
-                regions = context_regions(container) if name == "_modules" and not exact else {}
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
-                if isinstance(container, dict):
-                    container.update(regions)
 
 
 def _same(container: Any, copy: Any) -> bool:

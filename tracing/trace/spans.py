@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx, nn
 
 from ..graphs import Capture, Context, ContextRegion, RegionPlan, Specialization
-from ..guards import SELF, Constant, Equals, Guard, Is, Source, key_of, module_at, require
-from ..reads import OWN_CHILDREN
+from ..guards import require
 from ..values import Signature
 
 __all__ = ["closed", "mark", "opened", "with_regions"]
@@ -76,7 +75,7 @@ class _Span:
 def with_regions(
     module: nn.Module, specializations: Sequence[Specialization]
 ) -> tuple[list[Specialization], dict[str, RegionPlan]]:
-    """Return graphs that call a region where they had marks, and the regions by the names of the module's new children.
+    """Return graphs that call a region where they had marks, and the regions by the names that they call them by.
 
     Args:
         module: the traced module; it is only looked at.
@@ -87,20 +86,7 @@ def with_regions(
         _Cutter(module, plans).cut(v) if v.graph.find_nodes(op="call_function", target=opened) else v
         for v in specializations
     ]
-    return [_counting(specialization, len(plans)) for specialization in cut] if plans else cut, plans
-
-
-def _counting(specialization: Specialization, more: int) -> Specialization:
-    """Let a guard on the number of a module's children count its regions."""
-    return dataclasses.replace(specialization, guards=tuple(_with_more(guard, more) for guard in specialization.guards))
-
-
-def _with_more(guard: Guard, more: int) -> Guard:
-    match guard:
-        case Guard(source, Equals(Constant(value=count))) if source == OWN_CHILDREN:
-            return dataclasses.replace(guard, check=Equals(key_of(count + more)))
-        case _:
-            return guard
+    return cut, plans
 
 
 @dataclass
@@ -108,15 +94,11 @@ class _Body:
     """A graph under way.
 
     Attributes:
-        path: where the module is that the graph is of, as seen from the owner.
         plans: the regions that it calls.
-        children: name of a child as traced -> its name in that module; empty for the owner, where they are the same.
         values: node as traced -> node here.
     """
 
-    path: Source
     plans: dict[str, RegionPlan]
-    children: dict[str, str] = field(default_factory=dict[str, str])
     values: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
     graph: fx.Graph = field(default_factory=fx.Graph)
 
@@ -132,13 +114,12 @@ class _Cutter:
     def __init__(self, module: nn.Module, plans: dict[str, RegionPlan]) -> None:
         self._module = module
         self._plans = plans
-        self._guards: list[Guard] = []
 
     def cut(self, specialization: Specialization) -> Specialization:
         """Return the graph of the owner, which calls the regions."""
-        owner = _Body(SELF, self._plans)
+        owner = _Body(self._plans)
         self._write(_root(specialization.graph), owner)
-        return dataclasses.replace(specialization, graph=owner.graph, guards=(*specialization.guards, *self._guards))
+        return dataclasses.replace(specialization, graph=owner.graph)
 
     def _write(self, span: _Span, body: _Body) -> None:
         """Write a span's own nodes into `body`, and calls of regions for the spans in it."""
@@ -146,16 +127,13 @@ class _Cutter:
             if isinstance(item, _Span):
                 self._write_region(item, body)
                 continue
-            body.values[item] = node = body.graph.node_copy(item, body.values.__getitem__)
-            if node.op == "call_module":
-                node.target = body.children.get(str(node.target), node.target)
+            body.values[item] = body.graph.node_copy(item, body.values.__getitem__)
 
     def _write_region(self, span: _Span, outer: _Body) -> None:
         if span.context is None or next(span.nodes(), None) is None:
             return
         name = self._free_name(span.context.kind, outer)
-        local = _local_names([str(node.target) for node in span.nodes() if node.op == "call_module"])
-        region = _Body(module_at([name], outer.path), {}, local)
+        region = _Body({})
         results = span.results()
         for source in span.inputs():
             region.values[source] = placeholder = region.graph.placeholder(source.name)
@@ -164,26 +142,18 @@ class _Cutter:
         self._write(span, region)
         outputs = tuple(region.values[node] for node in results)
         region.graph.output(outputs[0] if len(outputs) == 1 else outputs)
-        origins = {mine: outer.children.get(target, target) for target, mine in local.items()}
-        self._guard(region.path, outer.path, origins)
+        called = dict.fromkeys(str(node.target) for node in span.nodes() if node.op == "call_module")
         capture = Capture(
             ContextRegion, [Specialization((), region.graph)], Signature.of_names(names), regions=region.plans
         )
-        outer.plans[name] = RegionPlan(span.context, capture, origins)
+        outer.plans[name] = RegionPlan(span.context, capture, tuple(called))
         _write_call(name, span, results, outer)
 
     def _free_name(self, kind: str, body: _Body) -> str:
-        taken = {*body.plans, *body.children.values()}
         number = 0
-        while f"{kind}_{number}" in taken or hasattr(self._module, f"{kind}_{number}"):
+        while f"{kind}_{number}" in body.plans or hasattr(self._module, f"{kind}_{number}"):
             number += 1
         return f"{kind}_{number}"
-
-    def _guard(self, region: Source, outer: Source, origins: Mapping[str, str]) -> None:
-        """Let the graph hold only as long as the children that a region borrowed are those that are there."""
-        for mine, target in origins.items():
-            now = Is(module_at(target.split("."), outer))
-            self._guards.append(Guard(module_at([mine], region), now, f"{target} was replaced after capture"))
 
 
 def _write_call(name: str, span: _Span, results: Sequence[fx.Node], body: _Body) -> None:
@@ -194,6 +164,7 @@ def _write_call(name: str, span: _Span, results: Sequence[fx.Node], body: _Body)
         source=next(span.nodes()).meta.get("source", ""),
         val=tuple(node.meta.get("val") for node in results),
         context=span.context,
+        region=True,
         detached=span.detaches(),
         checks=any(node.target is require for node in span.nodes()),
         draws=min((node.meta["draws"] for node in span.nodes() if "draws" in node.meta), default=""),
@@ -222,11 +193,3 @@ def _root(graph: fx.Graph) -> _Span:
         else:
             stack[-1].items.append(node)
     return stack[0]
-
-
-def _local_names(targets: Sequence[str]) -> dict[str, str]:
-    """Return name of a child in the owner -> a name without dots."""
-    local = {target: target.replace(".", "_") for target in dict.fromkeys(targets)}
-    if len(set(local.values())) == len(local):
-        return local
-    return {target: f"child_{number}" for number, target in enumerate(local)}

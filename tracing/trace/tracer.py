@@ -15,7 +15,7 @@ from ...compat import all_modules, property_access
 from ..graphs import AutocastState, Specialization
 from ..guards import Source
 from ..proxies import UNKNOWN, Messages, MethodProxy, Session, ValueProxy, asks_memo, examples_of, is_tensor_method
-from ..reads import DataFlow, NestedReads, OutsideReads, Seen, container_lengths, source_of, walks_children
+from ..reads import DataFlow, NestedReads, OutsideReads, Seen, container_lengths, source_of
 from ..recording import AttributeState, Call, Change, Changes, Watch, is_repeatable
 from ..values import Absent, ModelNames, Signature, Untraceable, copied, meta_of
 from .arguments import Arguments
@@ -118,8 +118,6 @@ class ModuleTracer:
         if seen.set_on_class:
             raise Untraceable(f"it sets a value outside the module: {min(seen.set_on_class)} of its class")
         self._finish()
-        if self.contexts.used and walks_children(self.module, seen.names):
-            raise Untraceable("it opens a context, and loops over its own children")
         self.attributes.questions.settle(forward)
         lengths = container_lengths(self.module, self.graph, seen.names)
         plain = seen.plain - self.assignments.names

@@ -6,7 +6,7 @@ from .autograd_functions import FunctionCall
 from .class_cache import cached_by_class
 from .dynamic import Quiet, Remade, class_recipe, empty_module, in_class, same_kind, subclass, user_class
 from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
-from .inputs import Inputs, call_of_batch, check_whole, is_input, normalize_inputs
+from .inputs import Generating, Inputs, call_of_batch, check_whole, is_input, normalize_inputs
 from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
 from .leaves import CONTAINERS, counts_items, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
 from .meta import Meta, TensorMeta, meta_key, meta_of
@@ -39,6 +39,7 @@ __all__ = [
     "Absent",
     "Arguments",
     "FunctionCall",
+    "Generating",
     "Inputs",
     "Kept",
     "Meta",

@@ -16,7 +16,7 @@ from ...errors import InputError, UsageError, one_line
 from .generators import RandomState
 from .objects import is_whole
 
-__all__ = ["LOADER_BATCHES", "Inputs", "call_of_batch", "check_whole", "is_input", "normalize_inputs"]
+__all__ = ["LOADER_BATCHES", "Generating", "Inputs", "call_of_batch", "check_whole", "is_input", "normalize_inputs"]
 
 LOADER_BATCHES = 2
 """So many batches of a DataLoader are example inputs: each is one more call to record, to check and to time."""
@@ -50,9 +50,25 @@ class Inputs:
         call.module = module
         return call
 
+    @staticmethod
+    def generating(*args: Any, **settings: Any) -> Generating:
+        """Return, as example inputs, the calls that a model of `transformers` makes of itself while it generates.
+
+        Args:
+            args: what `model.generate` is given by position: token identifiers.
+            settings: what it is given by name, as in use: `attention_mask`, `num_beams`, `do_sample`,
+                `cache_implementation`, an assistant model, ... Without a length, a prompt and two steps are generated.
+        """
+        return Generating(*args, **settings)
+
     def run(self, model: nn.Module) -> Any:
         """Call the model, or the part of it, with these very arguments."""
         return model.get_submodule(self.module)(*self.args, **self.kwargs)
+
+    @property
+    def is_of_model(self) -> bool:
+        """Return whether this is one call, and of the model itself."""
+        return not self.module
 
     def __iter__(self) -> Iterator[Any]:
         yield self.args
@@ -60,9 +76,26 @@ class Inputs:
 
     def __repr__(self) -> str:
         parts = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
+        if isinstance(self, Generating):
+            return f"Inputs.generating({', '.join(parts)})"
         if self.module:
             return f"Inputs.of_part({', '.join([repr(self.module), *parts])})"
         return f"Inputs({', '.join(parts)})"
+
+
+class Generating(Inputs):
+    """Stand for the calls that `model.generate` makes with these arguments; see `Inputs.generating`."""
+
+    __slots__ = ()
+
+    @property
+    def is_of_model(self) -> bool:
+        """Return False: it is several calls."""
+        return False
+
+    def run(self, model: nn.Module) -> Any:
+        """Generate with these very arguments."""
+        return cast("Any", model).generate(*self.args, **self.kwargs)
 
 
 def normalize_inputs(example_inputs: object, model: object = None) -> tuple[Inputs, ...]:
@@ -109,6 +142,8 @@ def check_whole(calls: Sequence[Inputs]) -> None:
         UsageError: one is.
     """
     for number, call in enumerate(calls):
+        if isinstance(call, Generating):
+            raise UsageError(f"example call {number} is Inputs.generating; give calls of the model itself")
         if call.module:
             raise UsageError(f"example call {number} is one of {call.module!r}; give calls of the model itself")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...compat import all_modules, has_state_hooks, own_buffers, own_children, own_parameters, transient_buffers
+from ...compat import all_modules, children_of, has_state_hooks, own_buffers, own_parameters, transient_buffers
 from .class_cache import cached_by_class
 
 __all__ = [
@@ -85,7 +85,7 @@ class ModelNames:
             name, module = pending.pop()
             self.modules[name] = module
             self._names.setdefault(module, []).append(name)
-            children = own_children(module)
+            children = children_of(module)
             if children:
                 prefix = f"{name}." if name else ""
                 named = [(prefix + key, child) for key, child in children.items() if child is not None]

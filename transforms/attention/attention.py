@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from ...cuda_ops import Kernel
 from ...errors import MatchFailure
-from ...operators import hides_later, scaled_dot_product_attention
+from ...operators import hidden_scores, hides_later, scaled_dot_product_attention
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit, Found, Held, Place
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
@@ -213,13 +212,11 @@ def attend(
     if hidden is None and shown is not None:
         hidden = shown.logical_not()
     if hidden is not None:  # added, so that a row without anything to attend to gives what it gave
-        mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, number)
+        mask = _called(hidden_scores, hidden, number, q)
     if rank == 3:  # the fast kernels take four dimensions
         q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     is_causal = _called(hides_later, q.size(-2), k.size(-2)) if causal else False
-    # Under a mask torch keeps NaN, and need not be asked how many keys there are.
-    operator = F.scaled_dot_product_attention if mask is not None else scaled_dot_product_attention
-    result = _called(operator, q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
+    result = _called(scaled_dot_product_attention, q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
     return result.squeeze(0) if rank == 3 else result
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import fx, nn
 
-from ...compat import has_hooks
+from ...compat import has_hooks, modules_by_name
 from ...passes.sites import Site
 from ...tracing.program import Program
 
@@ -69,7 +69,7 @@ def _calls(program: Program, module: nn.Module) -> Iterator[tuple[str, int, fx.N
 
 def _is_captured_around(program: Program, module: nn.Module) -> bool:
     """Say whether every module around it that runs itself has a graph: no other call is unseen."""
-    everywhere = cast("Iterator[tuple[str, nn.Module]]", program.model.named_modules(remove_duplicate=False))
+    everywhere = modules_by_name(program.model, every_name=True).items()
     names = [name for name, each in everywhere if each is module]
     around = {".".join(name.split(".")[:count]) for name in names for count in range(name.count(".") + 1)}
     captures = program.captures

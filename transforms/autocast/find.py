@@ -155,7 +155,7 @@ class Search:
 
     def _pass_over(self, module: nn.Module) -> None:
         """Leave out a module and what it calls: it runs in a region already, or is kept."""
-        self._seen.update(module.modules())
+        self._seen.update(all_modules(module))
 
     # -- what is left out ------------------------------------------------------------------------------------------
 

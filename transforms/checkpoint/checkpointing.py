@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...compat import all_modules
 from ...errors import BudgetError
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
@@ -88,7 +89,7 @@ class Checkpoint(Pass):
     def rewrite(self, site: Site, edit: Edit) -> None:
         nodes = [site[label] for label in site.nodes]
         called = [edit.owner.get_submodule(str(node.target)) for node in nodes if node.op == "call_module"]
-        counting = any(counts(inner) for module in called for inner in module.modules())
+        counting = any(counts(inner) for module in called for inner in all_modules(module))
         context = Recomputation(selective=bool(site.data["selective"]), counting=counting)
         edit.outline(nodes, name="checkpointed", context=context)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts  # pyright: ignore[reportUnknownVariableType]
 
-from ...compat import DispatchMode, all_modules, own_buffers
+from ...compat import DispatchMode, all_modules, is_transformed, own_buffers
 from ...compat_checkpoint import checkpoint
 from ...layers.sync_batch_norm import BATCH_NORMS
 from ...tracing.values import map_tensors
@@ -35,7 +35,7 @@ _NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Run a region again for its backward; in evaluation, and without gradients, just run it.
+    """Run a region again for its backward; in evaluation, without gradients and under torch.func, just run it.
 
     The second run draws the same random numbers under the same autocast (torch's checkpoint sees to that), and leaves
     running statistics alone.
@@ -53,7 +53,7 @@ class Recomputation:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call the region."""
         region = cast("nn.Module", getattr(function, "__self__"))  # noqa: B009  a bound method's, untyped
-        if not (region.training and torch.is_grad_enabled()):
+        if not (region.training and torch.is_grad_enabled()) or _is_transformed():
             return function(*args)
         return checkpoint(function, args, self._settings(region))
 
@@ -72,6 +72,11 @@ class Recomputation:
 
     def __str__(self) -> str:
         return "recomputation of all but matrix products" if self.selective else "recomputation"
+
+
+def _is_transformed() -> bool:
+    """Say whether a transform is at work, for which torch's checkpoint has no rule; a compiler asks for none."""
+    return not torch.compiler.is_compiling() and is_transformed()
 
 
 _Kept = defaultdict[Any, list[Any]]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
-from ...compat import version_of
+from ...compat import all_modules, version_of
 from ...operators import counted_flops
 from ...tracing.graphs import capture_of, fitting
 from ...tracing.guards import require
@@ -199,7 +199,7 @@ def _only_computes(run: _Run, node: fx.Node) -> bool:
         return not isinstance(run.values[node], nn.Parameter)
     if node.op == "call_module":
         module = run.model.get_submodule(str(node.target))
-        return next(module.parameters(), None) is None and not any(map(_may_draw, module.modules()))
+        return next(module.parameters(), None) is None and not any(map(_may_draw, all_modules(module)))
     return isinstance(node.target, Holds) or not has_random_effects(node)
 
 

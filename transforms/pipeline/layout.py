@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from ...compat import own_buffers, own_parameters
+from ...compat import all_modules, own_buffers, own_parameters
 from ...errors import PlanError
 from .opening import Holds, Opened, opened_graph
 
@@ -135,7 +135,7 @@ class _Needs:
 def _tensors_of(node: fx.Node, model: nn.Module) -> Iterator[Tensor]:
     path, _, name = str(node.target).rpartition(".")
     if node.op == "call_module":
-        for module in model.get_submodule(str(node.target)).modules():
+        for module in all_modules(model.get_submodule(str(node.target))):
             yield from (tensor for tensor in own_parameters(module).values() if tensor is not None)
             yield from (tensor for tensor in own_buffers(module).values() if tensor is not None)
     elif node.op == "get_attr":

@@ -195,6 +195,8 @@ class _Opener:
         if inner in self.chosen:
             return self._opened(inner, name, args, kwargs)
         call = self.graph.create_node("call_module", name, args, kwargs, name=_name(path, node))
+        if node.meta.get("region"):
+            call.meta["region"] = True
         self.paths[call.name] = inner
         return self._unpacked(call)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ....errors import MatchFailure, PassError
+from ....errors import BudgetError, MatchFailure, PassError
 from ....tracing.program import deactivate
 from ....tracing.values import tensors_by_name
 from ...contract import Pass
@@ -155,8 +155,9 @@ class HandedOver:
         standing = self.history.rewrites
         order = sorted(standing, key=lambda rewrite: (_is_lossy(rewrite.pass_), -_value(rewrite)))
         right, reason = self._longest_right(order, reason)
-        gone = order[right:] if _is_lossy(order[right].pass_) or not self._has_time else [order[right]]
+        gone = order[right:] if _is_lossy(order[right].pass_) else [order[right]]
         if not self._has_time:
+            gone = self._unproven(order, right, reason)
             unknown = "no time was left to find which rewrite it is, so all unproven ones were undone"
             reason = f"{reason}; {unknown}; give a larger time_budget"
         self._stand([rewrite for rewrite in order if rewrite not in gone])
@@ -165,6 +166,26 @@ class HandedOver:
         for rewrite in standing:
             if rewrite not in gone and rewrite not in self.history.rewrites:
                 self.history.undo(rewrite, "it depended on a rewrite that was undone")
+
+    def _unproven(self, order: Sequence[Rewrite], right: int, reason: str) -> Sequence[Rewrite]:
+        """Return what goes where no time is left to find which rewrite it is: what may be left out, if that is enough.
+
+        Raises:
+            BudgetError: it is among several that the user named for more than speed.
+        """
+        unproven = order[right:]
+        skippable = [rewrite for rewrite in unproven if rewrite.pass_.skippable]
+        if 0 < len(skippable) < len(unproven):
+            self._stand([rewrite for rewrite in order if rewrite not in skippable])
+            if not self._objection():
+                return skippable
+        owed = dict.fromkeys(rewrite.pass_.name for rewrite in unproven if not rewrite.pass_.skippable)
+        if len(unproven) - len(skippable) > 1:
+            raise BudgetError(
+                f"the model as handed over is wrong with what {' and '.join(owed)} did: {reason}; no time was left to "
+                "find at which place; give a larger time_budget"
+            )
+        return unproven
 
     @property
     def _has_time(self) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
-from ....errors import MatchFailure, PassError
+from ....errors import BudgetError, MatchFailure, PassError
 from ....tracing.graphs import Region
 from ....tracing.values import Inputs
 from ... import verification
@@ -15,9 +16,9 @@ from ...contract import Pass
 from ...rewriting import Edit
 from ...sites import Goal, Numerics, Phase, Refusal
 from ...state import StateMap, copied_module
-from ..groups import Group
+from ..groups import Candidate, Group
 from ..history import History
-from ..tuner import Candidate, Tuner
+from ..tuner import Tuner
 from .references import with_references
 
 __all__ = ["Simulated"]
@@ -60,16 +61,33 @@ class Simulated:
         return self.tuner.program.whole_calls
 
     def _decided(self, groups: Sequence[Group]) -> list[Group]:
-        """Compare, while there is time."""
-        unchecked = [each for group in groups if (each := self.tuner.unchecked(self._pass, group)) is not None]
-        return self._left(unchecked) or self._compared(groups)
+        """Compare; where no time is left, briefly, to find what is wrong, and what is left of them once in full.
 
-    def _compared(self, groups: Sequence[Group]) -> list[Group]:
+        Raises:
+            BudgetError: it takes longer to find what is wrong.
+        """
+        if self.tuner.has_time(self._pass):
+            return self._compared(groups)
+        wrong = self._wrong(groups)
+        rest = [group for group in groups if id(group) not in wrong]
+        decided = self._left([Candidate(each, wrong[id(each)]) for each in groups if id(each) in wrong])
+        return decided + (self._compared(rest, last=True) if rest else [])
+
+    def _wrong(self, groups: Sequence[Group]) -> dict[int, str]:
+        """Return the groups, by their identity, to which a brief comparison objects, with the reason."""
+        verdict, written = self._tried(groups, hurried=True)
+        self._undo(written)
+        if verdict is None or verdict.ok:
+            return {}
+        if len(groups) == 1:
+            return {id(groups[0]): verdict.reason}
+        half = len(groups) // 2
+        return {**self._wrong(groups[:half]), **self._wrong(groups[half:])}
+
+    def _compared(self, groups: Sequence[Group], *, last: bool = False) -> list[Group]:
         """Write groups and compare; of several that are wrong, each half by itself."""
-        with self.tuner.budget.spending():
-            original = copied_module(self.tuner.program.model)
-            written, refused = self._written(groups)
-            verdict = self._verdict(original, written) if written else None
+        refused: list[Candidate] = []
+        verdict, written = self._tried(groups, refused)
         decided = self._left(refused)
         if verdict is None:
             self._undo(written)
@@ -80,8 +98,24 @@ class Simulated:
         if len(written) == 1:
             self.history.leave(self._pass, Candidate(written[0][0], verdict.reason))
             return [*decided, written[0][0]]
+        if last:
+            raise BudgetError(
+                f"pass '{self._pass.name}': {verdict.reason}; {self.tuner.budget} was spent before it was known at "
+                f"which of {len(written)} places; give a larger time_budget"
+            )
         rest, half = [group for group, _ in written], len(written) // 2
         return [*decided, *self._decided(rest[:half]), *self._decided(rest[half:])]
+
+    def _tried(
+        self, groups: Sequence[Group], refused: list[Candidate] | None = None, *, hurried: bool = False
+    ) -> tuple[verification.Verdict | None, list[tuple[Group, Edit]]]:
+        """Write groups and compare; return the verdict, and what stands in the program now."""
+        with self.tuner.budget.spending():
+            original = copied_module(self.tuner.program.model)
+            written, cannot_be = self._written(groups)
+            if refused is not None:
+                refused += cannot_be
+            return (self._verdict(original, written, hurried=hurried) if written else None), written
 
     def _left(self, candidates: Sequence[Candidate]) -> list[Group]:
         """Note why groups are left as they are."""
@@ -107,7 +141,9 @@ class Simulated:
             raise
         return written, refused
 
-    def _verdict(self, original: nn.Module, written: Sequence[tuple[Group, Edit]]) -> verification.Verdict | None:
+    def _verdict(
+        self, original: nn.Module, written: Sequence[tuple[Group, Edit]], *, hurried: bool
+    ) -> verification.Verdict | None:
         """Return the worst verdict on the model, or None where the pass does not say what it must be equal to."""
         total = StateMap()
         for _, edit in written:
@@ -119,10 +155,11 @@ class Simulated:
         simulation = verification.Simulation.taken(
             expected,
             self._calls,
-            modes=modes,
-            gradients=self._phase.covers_training,
+            modes=modes[:1] if hurried else modes,
+            gradients=self._phase.covers_training and not hurried,
             seed=self.seed,
             sizes=verification.Sizes.SMALLER,
+            widest=torch.float32 if hurried else torch.float64,
         )
         verdicts = simulation.verdicts(self.tuner.program.model, self._mapping(total))
         return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error))

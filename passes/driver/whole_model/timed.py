@@ -13,8 +13,9 @@ from ....errors import PassError
 from ....tracing.program import deactivate
 from ... import timing
 from ...sites import Goal
+from ..groups import Candidate
 from ..history import History, Rewrite
-from ..tuner import Candidate, Tuner
+from ..tuner import Tuner
 
 __all__ = ["WholeModel"]
 

@@ -15,9 +15,9 @@ from ...rewriting import Edit
 from ...sites import Goal, Numerics, Phase, Refusal
 from ...state import StateMap
 from ..equal_blocks import kinds_to_time
-from ..groups import Group, keeps_function
+from ..groups import Candidate, Group, keeps_function
 from ..history import History
-from ..tuner import Candidate, Tuner
+from ..tuner import Tuner
 from .simulated import Simulated
 
 __all__ = ["Together"]

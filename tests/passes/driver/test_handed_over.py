@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fxopt
+from fxopt.errors import BudgetError
 from fxopt.passes.contract import Pass
+from fxopt.passes.driver.whole_model import HandedOver
 from fxopt.passes.rewriting import Edit, module, operation
 from fxopt.passes.sites import Goal, Refusal, Site
 from fxopt.passes.verification import Original
@@ -86,6 +88,21 @@ def test_only_the_guilty_sites_are_undone(wrong: tuple[str, ...]) -> None:
     fast = fxopt.optimize(model, [Renew(wrong)], example_inputs=(X,))
     assert statuses(fast) == {f"chains.{i}": "undone" if f"chains.{i}" in wrong else "applied" for i in range(5)}
     assert_same(fast, model)
+
+
+class Quick(Renew):
+    """The same for speed."""
+
+    goal: ClassVar[Goal] = Goal.SPEED
+
+
+def test_where_no_time_is_left_only_what_is_for_speed_goes_unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HandedOver, "_has_time", False)
+    passes = [Renew(()), Quick(("chains.1",))]
+    fast = fxopt.optimize(Chains(3), passes, example_inputs=(X,), measure=False)
+    assert [d.status for d in fxopt.plan(fast).decisions] == ["applied"] * 3 + ["undone"] * 3
+    with pytest.raises(BudgetError, match=r"wrong with what renew did: output differs.* give a larger time_budget"):
+        fxopt.optimize(Chains(3), Renew(("chains.1",)), example_inputs=(X,))
 
 
 def spoil(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

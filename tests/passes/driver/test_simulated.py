@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator
@@ -13,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.errors import BudgetError
 from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from fxopt.passes.state import Select
 from fxopt.passes.timing import TimeBudget
+from fxopt.passes.verification import Simulation
 from fxopt.tracing.program import Program
 
 
@@ -123,13 +124,26 @@ def test_batch_norms_in_training_are_rewritten_too():
     assert {decision.status for decision in fxopt.plan(fast).decisions} == {"applied"}
 
 
-def test_halving_ends_with_the_time_budget():
+def ended(wrong: tuple[str, ...], budget: float = 6.0) -> Manager:
+    """Halve pairs of which some are wrong; the time for it ends on the way."""
     ticks = itertools.count()
-    budget = TimeBudget(6.0, clock=lambda: float(next(ticks)))
-    manager = Manager(fxopt.capture(pairs(8).eval(), (X,)), budget=budget)
-    manager.run([Halve(wrong=tuple(map(str, range(8))))])
-    statuses = collections.Counter(decision.status for decision in manager.decisions)
-    assert statuses["skipped"] > 0
-    assert sum(statuses.values()) == 8
-    assert "applied" not in statuses
-    assert all(d.reason.startswith("not checked") for d in manager.decisions if d.status == "skipped")
+    manager = Manager(fxopt.capture(pairs(8).eval(), (X,)), budget=TimeBudget(budget, clock=lambda: float(next(ticks))))
+    manager.run([Halve(wrong=wrong)])
+    return manager
+
+
+@pytest.mark.parametrize("wrong", [("2",), ("0", "5", "6"), tuple(map(str, range(8)))])
+def test_where_time_ends_what_is_wrong_is_found_briefly_and_the_rest_is_compared_in_full(wrong: tuple[str, ...]):
+    decisions = {decision.label: decision for decision in ended(wrong).decisions}
+    assert {label for label, each in decisions.items() if each.status == "undone"} == set(wrong)
+    right = [each for label, each in decisions.items() if label not in wrong]
+    assert {(each.status, each.figures["checked"]) for each in right} <= {("applied", "float64")}
+
+
+def test_where_only_the_full_comparison_objects_and_time_ends_it_raises(monkeypatch: pytest.MonkeyPatch):
+    real = Simulation.taken
+    monkeypatch.setattr(  # briefly nothing is compared
+        Simulation, "taken", lambda module, calls, **how: real(module, calls if how["modes"][1:] else (), **how)
+    )
+    with pytest.raises(BudgetError, match=r"pass 'halve': .*was spent before it was known at which of 4 places"):
+        ended(("2",), budget=0.0)

@@ -16,7 +16,7 @@ from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Phase, Refusal, Site
-from fxopt.tracing.graphs import Context, ContextRegion
+from fxopt.tracing.graphs import Context, ContextRegion, add_region
 from fxopt.tracing.program import Program
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -89,7 +89,7 @@ class Meddlers:
     class RegionInSequential(Wrong):
         def meddle(self, edit: Edit) -> None:
             body = edit.owner.get_submodule("body")
-            body.add_module("region", ContextRegion(Context("no_grad"), {}, {}))
+            add_region(body, "region", ContextRegion(Context("no_grad"), body, ()))
 
 
 MEDDLERS = [kind for name, kind in vars(Meddlers).items() if not name.startswith("_")]

@@ -31,6 +31,7 @@ def honest(benchmark: ModuleType) -> list[Any]:
     return benchmark.trials(benchmark.HONEST, 100, seed=0)
 
 
+@pytest.mark.slow
 def test_wrong_rewrites_are_caught(benchmark: ModuleType, wrong: list[Any]) -> None:
     assert sum(not outcome.ok for outcome in wrong) >= 95, benchmark.table("wrong", wrong, good=False)
     assert all(outcome.reason for outcome in wrong if not outcome.ok)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fxopt
+from fxopt.compat import all_modules
 from fxopt.tracing.graphs import ContextRegion, capture_of
 
 transformers = pytest.importorskip("transformers")
@@ -49,7 +50,7 @@ def test_rotary_embeddings_are_captured(name, attention):
     embedding = fast.get_submodule(graphs[0].removesuffix(".no_grad_0"))
     assert not capture_of(embedding).misses
     assert list(fxopt.state_dict(fast)) == list(model.state_dict())
-    assert not any(isinstance(module, ContextRegion) for module in fxopt.restore(fast).modules())
+    assert not any(isinstance(module, ContextRegion) for module in all_modules(fxopt.restore(fast)))
 
 
 @pytest.mark.parametrize(("name", "settings"), [("GPT2", GPT2), ("Bert", SMALL)])
@@ -58,7 +59,7 @@ def test_checkpointed_layers(name, settings):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     captured = fxopt.capture(model, {"input_ids": IDS, "labels": IDS}).model
-    regions = [m for m in captured.modules() if isinstance(m, ContextRegion) and m.context.kind == "checkpoint"]
+    regions = [m for m in all_modules(captured) if isinstance(m, ContextRegion) and m.context.kind == "checkpoint"]
     assert len(regions) == 2
     for ids in (IDS, MORE):
         for given, expected in zip(gradients(captured, ids), gradients(model, ids), strict=True):

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxopt
+from fxopt.compat import modules_by_name
 from fxopt.passes.contract import Pass
 from fxopt.passes.pipeline import parse
 from fxopt.tracing.graphs import WrappedRegion
@@ -85,7 +86,7 @@ def decisions(model: nn.Module) -> list[tuple[str, str, str]]:
 
 
 def regions(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, WrappedRegion)]
+    return [name for name, module in modules_by_name(model).items() if isinstance(module, WrappedRegion)]
 
 
 def types_of(model: nn.Module, x: Tensor = X) -> dict[str, set[torch.dtype]]:

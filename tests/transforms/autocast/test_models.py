@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.compat import modules_by_name
 from fxopt.passes.pipeline import parse
 from fxopt.tracing.graphs import WrappedRegion
 
@@ -55,7 +56,7 @@ def optimized(model: nn.Module, inputs: Mapping[str, Tensor], passes: str = "aut
 
 
 def regions(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, WrappedRegion)]
+    return [name for name, module in modules_by_name(model).items() if isinstance(module, WrappedRegion)]
 
 
 @pytest.mark.parametrize("make", [bert, llama, resnet, gcn])

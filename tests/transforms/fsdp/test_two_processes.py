@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from across_ranks import apart, gradients, own_rows, said, shared_folder
 from torch import Tensor, nn
@@ -223,6 +224,7 @@ def on_rank_refused() -> Any:
 # -- what the tests ask --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_real_models_have_the_gradients_of_one_process(of_ranks: list[dict[str, Any]]) -> None:
     for each in of_ranks:
         assert {name: values[0] for name, values in each["real"].items()} == {

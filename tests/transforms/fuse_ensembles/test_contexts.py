@@ -292,4 +292,4 @@ def test_a_rewrite_that_is_refused_leaves_no_trace() -> None:
     assert list(dict(fast.named_parameters())) == list(dict(model.named_parameters()))
     assert not hasattr(fast, "fused_heads")
     assert not hasattr(fast.autocast_0, "fused_heads")
-    assert list(fast.autocast_0.origins.values()) == [f"heads.{i}" for i in range(4)]
+    assert list(fast.autocast_0.borrowed) == [f"heads.{i}" for i in range(4)]

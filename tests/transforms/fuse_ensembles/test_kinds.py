@@ -123,8 +123,7 @@ def fused(model: nn.Module, x: object, lowering: str = "bmm", **options: object)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("separate", "training"), [(False, True), (True, False)])
 def test_every_kind_is_fused_and_equivalent(kind: str, separate: bool, training: bool) -> None:
     torch.manual_seed(0)
     model = (Separate if separate else Shared)(KINDS[kind][0]).train(training)

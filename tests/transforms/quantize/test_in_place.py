@@ -204,3 +204,13 @@ def test_gradients_and_compilers_get_the_linear_layer_of_a_tied_head():
 def test_a_tied_weight_stays_in_float_for_size():
     fast = fxopt.optimize(Speaker().eval(), "quantize{aim=size}", example_inputs=(WORDS,))
     assert "its weight is tied to 'embedding.weight'" in reasons(fast)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_result_can_be_written_to(scheme: str):
+    model, x = nn.Sequential(nn.Linear(32, 64)).eval(), X.view(2, 3, 32).clone().requires_grad_()
+    fast = fxopt.optimize(model, f"quantize{{scheme={scheme},aim=size}}", example_inputs=x.detach(), measure=False)
+    for given in (x, x[0]):
+        result = fast(given)
+        expected = torch.autograd.grad(result.mul(2).sum(), x, retain_graph=True)
+        torch.testing.assert_close(torch.autograd.grad(fast(given).mul_(2).sum(), x), expected)

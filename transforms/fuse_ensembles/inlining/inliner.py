@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import fx, nn
 
 from .... import operators
-from ....compat import own_children
+from ....compat import submodule
 from ....passes.rewriting import obstacle_to_inlining, unmet_guards, writes
 from ....tracing.graphs import Capture, Specialization, capture_of
 from ....tracing.guards import Argument, Guard
@@ -285,11 +285,10 @@ class _Builder:
         return None
 
     def child(self, name: str) -> nn.Module:
-        module = self.root
-        for part in name.split("."):
-            child = own_children(module)[part]
-            module = module if child is None else child  # not `or`: an empty container is false
-        return module
+        found = submodule(self.root, name)
+        if found is None:
+            raise LookupError(f"there is no module '{name}'")
+        return found
 
     def append(self, node: fx.Node, args: Any, kwargs: Any, prefix: str, call: str) -> Operation:
         target = str(node.target) if node.op in _NAMED else node.target

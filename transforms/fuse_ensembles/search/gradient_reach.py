@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ....compat import children_of
 from ....operators import operator_info
 from ....passes.state import holder_of
 from ....tracing.graphs import Region
@@ -122,8 +123,9 @@ class _Borrowers:
     def compute(cls, program: Program) -> _Borrowers:
         regions: dict[str, list[str]] = {}
         for name, module in program.names.modules.items():
-            for child in module.children() if isinstance(module, Region) else ():
-                regions.setdefault(program.name_of(child), []).append(name)
+            for child in children_of(module).values() if isinstance(module, Region) else ():
+                if child is not None:
+                    regions.setdefault(program.name_of(child), []).append(name)
         return cls(regions)
 
 

@@ -25,16 +25,19 @@ _CLOSE = 0.005
 """A target that is met within this share of the whole is met."""
 
 
-def choose(groups: Sequence[Group], scores: Sequence[Tensor], share: float, wanted: Settings) -> list[Chosen]:
-    """Return what is kept where `share` of the units goes.
+def choose(
+    groups: Sequence[Group], scores: Sequence[Tensor], share: float, wanted: Settings, multiples: Sequence[int] = ()
+) -> list[Chosen]:
+    """Return what is kept where `share` of the units goes; of each group a multiple of so many, or of `round_to`.
 
     Raises:
         BudgetError: if nothing would be left in a layer.
     """
     counts = _counts_in_all(groups, scores, share) if wanted.scope == "global" else _counts_in_each(groups, share)
     found: list[Chosen] = []
-    for group, score, count in zip(groups, scores, counts, strict=True):
-        count = _rounded(count, group, wanted.round_to)
+    multiples = multiples or [wanted.round_to] * len(groups)
+    for group, score, count, multiple in zip(groups, scores, counts, multiples, strict=True):
+        count = _rounded(count, group, multiple)
         kept = score.argsort(descending=True, stable=True)[:count]
         found.append(Chosen(group, tuple(sorted(_numbers_in(kept)))))
     return found

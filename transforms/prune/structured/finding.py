@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ....passes.contract import word_for
 from ....passes.sites import Refusal, Site
+from ....tracing.graphs import Capture
 from ....tracing.program import Program
 from ..coupling import Group, Refused, coupling
 from ..settings import Settings
@@ -20,6 +22,9 @@ from .sites import Chosen, sites_of
 from .telling import told
 
 __all__ = ["find"]
+
+_TAKEN_BYTES = 16
+"""Strides of what `grouped_mm` multiplies are multiples of so many bytes."""
 
 
 def find(program: Program, wanted: Settings) -> Iterator[Site | Refusal]:
@@ -45,7 +50,8 @@ def _chosen(
     while scored:
         groups, scores = [group for group, _ in scored], [score for _, score in scored]
         try:
-            return _for(wanted, groups, scores, cost), cost, failing
+            multiples = [_multiple(program, group, wanted) for group in groups]
+            return _for(wanted, groups, scores, multiples, cost), cost, failing
         except DoesNotRun as signal:
             reasons = signal.reasons
             failing += [Refused(name, reason) for name, reason in reasons.items()]
@@ -53,10 +59,31 @@ def _chosen(
     return [], cost, failing
 
 
-def _for(wanted: Settings, groups: Sequence[Group], scores: Sequence[Tensor], cost: Cost) -> list[Chosen]:
+def _for(
+    wanted: Settings, groups: Sequence[Group], scores: Sequence[Tensor], multiples: Sequence[int], cost: Cost
+) -> list[Chosen]:
+    def at(share: float) -> list[Chosen]:
+        return choose(groups, scores, share, wanted, multiples)
+
     if wanted.target == "units":
-        return choose(groups, scores, wanted.amount, wanted)
-    return chosen_for_target(wanted.amount, lambda share: choose(groups, scores, share, wanted), cost, wanted.target)
+        return at(wanted.amount)
+    return chosen_for_target(wanted.amount, at, cost, wanted.target)
+
+
+def _multiple(program: Program, group: Group, wanted: Settings) -> int:
+    """Return of how many units a multiple stays: `grouped_mm` takes stacked matrices with rows of whole 16 bytes."""
+    multiple = wanted.round_to
+    for cut in group.cuts if group.kind not in ("heads", "experts") else ():
+        owner = cut.tensor.rpartition(".")[0]
+        if cut.dim and owner in program.captures and _multiplies_groups(program.captures[owner]):
+            each = _TAKEN_BYTES // program.model.get_parameter(cut.tensor).element_size()
+            multiple = math.lcm(multiple, each)
+    return multiple
+
+
+def _multiplies_groups(capture: Capture) -> bool:
+    nodes = (node for each in capture.specializations for node in each.graph.nodes)
+    return any("grouped_mm" in getattr(node.target, "__name__", "") for node in nodes)
 
 
 def _wanted(program: Program, groups: Sequence[Group], wanted: Settings) -> tuple[list[Group], list[Refused]]:

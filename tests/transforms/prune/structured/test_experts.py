@@ -223,6 +223,12 @@ def test_experts_and_the_units_in_them_go_together() -> None:
     assert only.gate_up_proj.shape[:2] == (5, 24)
 
 
+def test_experts_that_are_multiplied_together_keep_rows_of_whole_16_bytes() -> None:
+    fast = prune(family("Mixtral"), IDS, 0.41, kinds=("channels", "hidden"))  # 14 of 24, and 9 of 16
+    assert fast.model.layers[0].mlp.experts.gate_up_proj.shape == (5, 32, 8)
+    assert {status for status, _ in decisions(fast).values()} == {"applied"}
+
+
 def chosen(model: nn.Module) -> list[int]:
     return fxopt.plan(model).decisions[-1].site["data"]["units"]["moe.router"][2]
 

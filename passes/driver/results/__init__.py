@@ -1,0 +1,8 @@
+"""What the user gets: the optimized or the restored model, and with it all that trains or lists its parameters."""
+
+from __future__ import annotations
+
+from .handing_over import hand_over, restored
+from .optimizer_moves import check_optimizer, move_optimizer
+
+__all__ = ["check_optimizer", "hand_over", "move_optimizer", "restored"]

@@ -1,0 +1,196 @@
+"""What the user gets: the optimized model or the restored one, and with it all that trains or lists its parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ....errors import StateError
+from ...optimizers import choose_form
+from ...pipeline import ranks
+from ...state import ELEMENT_WISE, RECORD_KEY, StateMap, held_in, live_optimizers, translate_optimizer
+from ..record import Record, record_of, state_map_of
+from ..run import Request
+from .optimizer_moves import (
+    HeldOptimizer,
+    all_or_nothing,
+    check_optimizer,
+    held_optimizers,
+    move_forward,
+    move_optimizer_back,
+    names_of,
+)
+from .restoration import carry_hooks, rebuilt, transplanted
+from .successors import Change, Successors, moved_holdings, refuse_averages
+
+__all__ = ["hand_over", "restored"]
+
+
+def restored(model: nn.Module, record: Record, optimizer: Optimizer | None = None) -> nn.Module:
+    """Return the original structure with the current weights, buffers, modes, hooks, attributes and optimizers.
+
+    Args:
+        model: the optimized model.
+        record: its own.
+        optimizer: over its parameters: it goes along.
+
+    Raises:
+        UsageError: that is no optimizer.
+        StateError: an optimizer cannot move, and nothing is changed.
+    """
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
+    original = rebuilt(model, record)
+
+    def back(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return record.state_map.backward(tensors, warn=False)
+
+    def move(each: Optimizer) -> None:
+        move_optimizer_back(each, model, record, original)
+
+    successors = Successors.between(model, record.state_map, original, None, back)
+    held = _Held.of(model, original, successors)
+    held.move(move, optimizer)
+    held.settle(original, optimizer)
+    carry_hooks(model, original)
+    return original
+
+
+@dataclass
+class _Held:
+    """What a model holds besides its parameters, on the way to another form of the model.
+
+    Attributes:
+        optimizers: those that train something of it.
+        changes: what is to be done to containers of parameters.
+        successors: what has become of the parameters.
+        is_inplace: whether the model itself becomes the other one.
+    """
+
+    optimizers: Sequence[HeldOptimizer]
+    changes: Sequence[Change]
+    successors: Successors
+    is_inplace: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, result: nn.Module, successors: Successors) -> _Held:
+        holdings = held_in(model, result)
+        return cls(held_optimizers(holdings, model), moved_holdings(holdings, successors), successors, result is model)
+
+    def move(self, move: Callable[[Optimizer], None], given: Optimizer | None) -> None:
+        """Move all optimizers, the given one included, or none.
+
+        Raises:
+            StateError: one cannot move.
+        """
+        others = [each for each in self.optimizers if each.original is not given]
+        with ExitStack() as around:
+            for each in others:
+                around.enter_context(all_or_nothing(each.own))
+                self._move(each, move)
+            if given is not None:
+                move(given)
+
+    def _move(self, held: HeldOptimizer, move: Callable[[Optimizer], None]) -> None:
+        fits = held.fits(self.successors)
+        if held.is_copy:
+            held.hold_originals()
+            if fits:
+                held.hold_successors(self.successors)
+        elif not self.is_inplace:
+            raise StateError(f"the model's '{held.path}' is not copied with it: give it as optimizer=. {_ADVICE}")
+        if fits:
+            return
+        try:
+            move(held.own)
+        except StateError as error:
+            raise StateError(f"the model's '{held.path}' cannot move: {error}. {_ADVICE}") from error
+
+    def settle(self, result: nn.Module, given: Optimizer | None) -> None:
+        """Put the given optimizer and all parameters in their places, in the result that has its final parameters."""
+        now = dict(result.named_parameters())
+        names = {id(parameter): name for name, parameter in self.successors.named.items()}
+        for change in self.changes:
+            change(lambda parameter: now[names[id(parameter)]])
+        for each in self.optimizers:
+            if given is not None and each.original is given and each.is_copy:
+                each.replace(given)
+
+
+_ADVICE = (
+    "Delete it before (del model.NAME) and build it anew on the result, or leave out the pass that merges parameters"
+)
+
+
+def hand_over(
+    model: nn.Module, fast: nn.Module, request: Request, optimizer: Optimizer | None, *, inplace: bool
+) -> nn.Module:
+    """Return what the user gets of an optimized copy: it, or `model` turned into it; its optimizers go with it.
+
+    The steps of the one that is given take another form then, where that is faster.
+
+    Raises:
+        StateError: an optimizer cannot move, or what the model holds of its parameters; nothing is changed then.
+    """
+    record = cast("Record", record_of(fast))
+    refuse_averages(model, fast)
+    held = _Held.of(model, model if inplace else fast, _successors(model, fast, record))
+    held.move(lambda each: move_forward(each, model, fast, record), optimizer)
+    if optimizer is not None:
+        _choose_form(fast, record, optimizer, request)
+    record.lost_hooks.extend(carry_hooks(model, fast))
+    if inplace:
+        names, before = names_of(fast), list(model.parameters())
+        transplanted(model, fast)
+        own = [each.own for each in held.optimizers]
+        for each in dict.fromkeys(own if optimizer is None else [*own, optimizer]):
+            if type(each) in ELEMENT_WISE:  # what no pass changed is the user's own again
+                translate_optimizer(each, names, StateMap(), dict(model.named_parameters()))
+        held.settle(model, optimizer)
+        _warn_of_forgotten(before, model)
+        return model
+    held.settle(fast, optimizer)
+    return fast
+
+
+def _successors(model: nn.Module, fast: nn.Module, record: Record) -> Successors:
+    earlier = state_map_of(model)
+
+    def forward(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return record.state_map.forward(
+            tensors if earlier is None else earlier.backward(tensors, warn=False), strict=False
+        )
+
+    return Successors.between(model, earlier, fast, record.state_map, forward)
+
+
+def _choose_form(fast: nn.Module, record: Record, optimizer: Optimizer, request: Request) -> None:
+    """Let an optimizer take its steps in the form that is fastest, or that the plan names, and note that."""
+    plan = request.plan
+    choice = choose_form(
+        optimizer, fast, check=request.verify, measure=bool(request.measure) and plan is None,
+        decided=None if plan is None else plan.optimizer_form, ranks=ranks() if plan is None else None,
+    )  # fmt: skip
+    decided = replace(record.plan, optimizer_form=choice.form)
+    vars(fast)[RECORD_KEY] = record.changed(decided, optimizer=choice.to_json())
+
+
+def _warn_of_forgotten(before: Iterable[nn.Parameter], model: nn.Module) -> None:
+    """Warn of optimizers that still hold parameters which were merged in place: they train nothing any more."""
+    now = set(map(id, model.parameters()))
+    gone = {id(parameter) for parameter in before if id(parameter) not in now}
+    for optimizer in live_optimizers() if gone else ():
+        held = sum(id(parameter) in gone for group in optimizer.param_groups for parameter in group["params"])
+        if held:
+            warnings.warn(
+                f"this {type(optimizer).__name__} holds {held} parameters that were merged into others, and does not "
+                "train them any more: move it by fxopt.translate_optimizer(optimizer, model), or give it to optimize "
+                "as optimizer=",
+                stacklevel=4,
+            )
