@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         InputError,
         MatchFailure,
         ModeError,
+        NothingDoneWarning,
         OrderError,
         PassError,
         PipelineError,
@@ -78,8 +79,8 @@ _PLACES = {
     ),
     "errors": (
         "ArchiveError BudgetError CalibrationError CaptureError FusedMemberError FxoptError GuardError GuardWarning "
-        "InputError MatchFailure ModeError OrderError PassError PipelineError PlanError StateError StateWarning "
-        "UnverifiedWarning UsageError VerificationError"
+        "InputError MatchFailure ModeError NothingDoneWarning OrderError PassError PipelineError PlanError StateError "
+        "StateWarning UnverifiedWarning UsageError VerificationError"
     ),
     "layers.accumulation": "no_sync",
     "operators": "OpInfo register_operator",
@@ -129,6 +130,7 @@ __all__ = [
     "Match",
     "MatchFailure",
     "ModeError",
+    "NothingDoneWarning",
     "Numerics",
     "OpInfo",
     "OrderError",

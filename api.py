@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 from torch import Tensor, fx, nn
@@ -15,7 +15,7 @@ from .compat import all_modules, modules_by_name
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
-from .errors import StateError, StateWarning, UnverifiedWarning, expect
+from .errors import StateError, StateWarning, expect
 from .passes.driver import (
     Record,
     Request,
@@ -29,11 +29,12 @@ from .passes.driver import (
     run_session,
     state_map_of,
 )
-from .passes.pipeline import PassInfo, PassLike, Plan, available, chosen_passes, refuse_unfit, unfinished
+from .passes.pipeline import PassInfo, PassLike, Plan, asked_for, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
 from .passes.state import StateMap, functional_state, gathered, refuse_sharded, sharded_state, whole_state, writes_files
 from .passes.timing import BudgetRequest, collection_paused
-from .reporting.notes import notes, unverified
+from .reporting.idle import warn_of
+from .reporting.notes import notes
 from .reporting.progress import progress_line
 from .reporting.report import Report
 from .settings import Measure, current
@@ -108,6 +109,7 @@ def optimize(
         A module of the same class, in the same mode, with the same attributes, methods and names.
 
     Warns:
+        NothingDoneWarning: a pass or preset that was asked for changed nothing.
         UnverifiedWarning: rewrites stand that nothing was compared for.
 
     Raises:
@@ -124,6 +126,7 @@ def optimize(
     if optimizer is not None:
         check_optimizer(optimizer, model)
     decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan"))
+    passes = list(cast("Iterator[PassLike]", passes)) if isinstance(passes, Iterator) else passes
     pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
     refuse_unfit(pipeline, inplace=inplace, trains=optimizer is not None)
     settings = current()
@@ -137,9 +140,8 @@ def optimize(
     )  # fmt: skip
     with progress_line() as show:
         fast = run_session(model, dataclasses.replace(request, on_progress=show))
-    doubt = "" if request.plan is not None else unverified(_record(fast))
-    if doubt:
-        warnings.warn(doubt, UnverifiedWarning, stacklevel=2)
+    if request.plan is None:
+        warn_of(_record(fast), asked_for(passes))
     return cast(M, hand_over(model, fast, request, optimizer, inplace=inplace))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -147,14 +146,14 @@ def optimize(
     check_read(model, weights=weights, inputs=inputs, plan=plan)
     from . import api
     from .arguments import factory_for
+    from .reporting.idle import in_one_line
 
     _check_values(passes, time_budget)
     factory = None if output is None else factory_for(model)
     original, example_inputs = _open(model, weights, inputs, trust)
     wanted = phase.value if phase else None
     training = original.training if wanted is None else wanted == "train"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnverifiedWarning)  # the report says so
+    with in_one_line(UnverifiedWarning):  # the report says so
         fast = api.optimize(
             original,
             passes if passes is not None else "training" if training else "inference",

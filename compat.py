@@ -68,7 +68,6 @@ __all__ = [
     "transient_buffers",
     "version_of",
     "wants_gradients",
-    "written_arguments",
 ]
 
 
@@ -309,8 +308,7 @@ def all_modules(model: nn.Module) -> list[nn.Module]:
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Return a module's children and its regions by name; of a region, what it calls of its owner's."""
-    attributes = module.__dict__
-    found: dict[str, nn.Module | None] = attributes["_modules"]
+    attributes, found = module.__dict__, module._modules  # pyright: ignore[reportPrivateUsage]
     if BORROWED in attributes:
         found = {path: submodule(module, path) for path in attributes[BORROWED]}
     return {**found, **{name: attributes[name] for name in attributes[REGIONS]}} if REGIONS in attributes else found
@@ -346,8 +344,8 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
     """Return the module at a dotted path, or None; analyses ask for thousands, which `get_submodule` is slow for."""
     found: nn.Module | None = module
     for part in path.split(".") if path else ():
-        attributes = found.__dict__
-        found = attributes["_modules"].get(part)
+        attributes, children = found.__dict__, found._modules  # pyright: ignore[reportPrivateUsage]
+        found = children.get(part)
         if found is None and part in attributes.get(REGIONS, ()):
             found = attributes[part]
         if found is None:
@@ -391,11 +389,3 @@ def transient_buffers(module: nn.Module) -> set[str]:
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """Return how often a tensor has been changed in place; no function of Python's, which would take twice the time."""
-
-
-@cache
-def written_arguments(operator: Any) -> frozenset[int | str]:
-    """Return the positions and the names of the arguments that a dispatched operator writes into."""
-    arguments = enumerate(operator._schema.arguments)
-    written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return frozenset(key for pair in written for key in pair)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import reduce
+from functools import cache, reduce
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._library import autograd as _library_autograd
 
-__all__ = ["answer_instead", "is_flash_on_cpu", "is_recorded", "numbers_of", "register_promotion"]
+__all__ = ["answer_instead", "is_flash_on_cpu", "is_recorded", "numbers_of", "register_promotion", "written_arguments"]
 
 _native: Any = cast("Any", torch)._C
 _AUTOGRAD = _native.DispatchKey.AutogradCPU
@@ -90,3 +90,11 @@ def is_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def is_recorded() -> bool:
     """Say whether gradients may be taken through operations here, unlike inside of an operator that has its own."""
     return torch.is_grad_enabled() and not _is_excluded(_AUTOGRAD)
+
+
+@cache
+def written_arguments(operator: Any) -> frozenset[int | str]:
+    """Return the positions and the names of the arguments that a dispatched operator writes into."""
+    arguments = enumerate(operator._schema.arguments)
+    written = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return frozenset(key for pair in written for key in pair)

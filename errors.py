@@ -14,6 +14,7 @@ __all__ = [
     "InputError",
     "MatchFailure",
     "ModeError",
+    "NothingDoneWarning",
     "OrderError",
     "PassError",
     "PipelineError",
@@ -100,6 +101,10 @@ class GuardWarning(UserWarning):
 
 class UnverifiedWarning(UserWarning):
     """Rewrites stand that nothing was compared for: there were no example inputs, or `verify` was off."""
+
+
+class NothingDoneWarning(UserWarning):
+    """A pass or preset that was asked for changed nothing, or nothing of what it is for; the message says why."""
 
 
 class ModeError(FxoptError):

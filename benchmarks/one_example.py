@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from wrong_passes import gradients, modes, recomputation, sizes, values
+from wrong_passes import gradients, modes, numbers, pictures, recomputation, sequences, sizes, states, values
 from wrong_passes.subject import Subject, outcome
 
 SUBJECTS: tuple[Subject, ...] = (
     *sizes.SUBJECTS, *values.SUBJECTS, *modes.SUBJECTS, *gradients.SUBJECTS, *recomputation.SUBJECTS,
+    *pictures.SUBJECTS, *sequences.SUBJECTS, *states.SUBJECTS, *numbers.SUBJECTS,
 )  # fmt: skip
 
 

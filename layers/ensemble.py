@@ -23,6 +23,7 @@ __all__ = [
     "select_members",
     "shared_batched_linear",
     "shared_grouped_linear",
+    "split_vectors",
     "stack_members",
     "sum_members",
     "unbind_members",
@@ -39,7 +40,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     Args:
         x: [*, in], read by every member.
         weight: [N, out, in].
-        bias: [N, out].
+        bias: [N, out], or [N * out].
 
     Returns:
         [N, *, out]: each member's results lie together. Those of several rows are a view of a contiguous [N, out, *]:
@@ -69,7 +70,7 @@ def batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     Args:
         x: [N, *, in].
         weight: [N, out, in].
-        bias: [N, out].
+        bias: [N, out], or [N * out].
 
     Returns:
         [N, *, out]; contiguous, or a view of a contiguous [N, out, *] where `x` is such a view.
@@ -86,10 +87,10 @@ def _batched_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.stride(-2) == 1:
         if bias is None:
             return torch.bmm(weight, x.mT).mT
-        return torch.baddbmm(bias.unsqueeze(2), weight, x.mT).mT
+        return torch.baddbmm(bias.reshape(weight.shape[0], weight.shape[1], 1), weight, x.mT).mT
     if bias is None:
         return torch.bmm(x, weight.mT)
-    return torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+    return torch.baddbmm(bias.reshape(weight.shape[0], 1, weight.shape[1]), x, weight.mT)
 
 
 def shared_batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -98,7 +99,7 @@ def shared_batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None)
     Args:
         x: [*, in], read by every member.
         weight: [N, out, in].
-        bias: [N, out].
+        bias: [N, out], or [N * out].
 
     Returns:
         [N, *, out].
@@ -112,7 +113,7 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     Args:
         x: [N, *, in].
         weight: [N, out, in].
-        bias: [N, out].
+        bias: [N, out], or [N * out].
 
     Returns:
         [N, *, out].
@@ -134,7 +135,7 @@ def shared_grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None)
     Args:
         x: [*, in], read by every member.
         weight: [N, out, in].
-        bias: [N, out].
+        bias: [N, out], or [N * out].
 
     Returns:
         [N, *, out].
@@ -143,6 +144,11 @@ def shared_grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 # -- operands ------------------------------------------------------------------------------------------------------
+
+
+def split_vectors(x: Tensor, count: int, size: int) -> Tensor:
+    """Return the vectors [count, size] that lie behind one another in a parameter [count * size], as a view."""
+    return x.view(count, size)
 
 
 def have_one_shape(*members: Tensor) -> bool:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ..compat import REGISTERS, own_parameters, own_tensor
+from ..compat import REGISTERS, own_children, own_parameters, own_tensor
 from ..errors import FusedMemberError
 from ..passes.state import VIEWS
-from ..tracing.graphs import Capture, capture_of, install, own_class
+from ..tracing.graphs import MEMBERS, Capture, by_member, capture_of, install, own_class
 from ..tracing.values import INTERNAL
 from .parts import FUSED_FROM, FusedPart, fused_class
 from .register import Register
@@ -24,12 +24,23 @@ from .saving import SavesWhatMembersDoNot, count_slices
 from .slices import View
 from .views import SEALED, sealed_names, views_of
 
-__all__ = ["FusedMembers", "attach_member", "seal", "settings_of", "stacked_weights", "ways_to", "written_out"]
+__all__ = [
+    "FusedMembers",
+    "attach_member",
+    "seal",
+    "settings_of",
+    "stacked_weights",
+    "vector_size",
+    "ways_to",
+    "written_out",
+]
 
 
 class FusedMembers(SavesWhatMembersDoNot):
-    """Hold the parameters of an ensemble's N members, stacked: `weight_0` of shape [N, *member shape], and so on.
+    """Hold the parameters of an ensemble's N members, stacked, under the names that they have in a member.
 
+    Matrices are [N, *member shape]. Vectors stay vectors, as optimizers are told by the number of dimensions what to
+    decay: they lie behind one another, [N * size]. What is `0.weight` in a member is `weight` of a child called `0`.
     Members that read the slices save and load them; the stacked tensors are in no state dict then.
 
     Args:
@@ -46,14 +57,42 @@ class FusedMembers(SavesWhatMembersDoNot):
     ) -> None:
         super().__init__()
         for name, tensor in parameters.items():
+            store, last = self._place(name)
             trains = requires_grad if isinstance(requires_grad, bool) else requires_grad[name]
-            self.register_parameter(name, nn.Parameter(tensor.detach(), trains))
+            if tensor.ndim == 2:
+                store.__dict__.setdefault(MEMBERS, {})[last] = tensor.shape[0]
+                tensor = tensor.flatten()
+            store.register_parameter(last, nn.Parameter(tensor.detach(), trains))
         for name, tensor in (buffers or {}).items():
-            self.register_buffer(name, tensor.detach())
+            store, last = self._place(name)
+            store.register_buffer(last, tensor.detach())
+
+    def holder(self, name: str) -> tuple[FusedMembers, str]:
+        """Return which module holds a tensor, itself or one inside, and how it is called there."""
+        path, _, last = name.rpartition(".")
+        return cast("FusedMembers", self.get_submodule(path)), last
+
+    def _place(self, name: str) -> tuple[FusedMembers, str]:
+        *path, last = name.split(".")
+        store = self
+        for part in path:
+            if part not in own_children(store):
+                store.add_module(part, FusedMembers({}))
+            store = cast("FusedMembers", own_children(store)[part])
+        return store, last
 
     def extra_repr(self) -> str:
-        tensors = (*self.named_parameters(), *self.named_buffers())
+        tensors = (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
         return ", ".join(f"{name}={list(tensor.shape)}" for name, tensor in tensors)
+
+
+def vector_size(owner: nn.Module, name: str) -> int | None:
+    """Return the length of the vectors that lie behind one another in the parameter `name`; None of any other."""
+    path, _, last = name.rpartition(".")
+    store = owner.get_submodule(path)
+    count: int | None = vars(store).get(MEMBERS, {}).get(last)
+    tensor = own_tensor(store, last)
+    return None if count is None or tensor is None else tensor.numel() // count
 
 
 def stacked_weights(module: nn.Module) -> list[str]:
@@ -155,7 +194,7 @@ def _check_slice(module: nn.Module, name: str, view: View) -> None:
     parameter = own_tensor(module, name)
     if parameter is None:
         raise FusedMemberError(f"this {type(module).__name__} has no parameter '{name}' of its own")
-    stacked = view.stacked
+    stacked = by_member(view.store, view.name, view.stacked)
     if stacked.shape[1:] != parameter.shape or not 0 <= view.position < stacked.shape[0]:
         raise FusedMemberError(
             f"'{name}' of this {type(module).__name__} has shape {list(parameter.shape)}; it cannot be slice "

@@ -12,6 +12,7 @@ from ..compat import modules_by_name, transient_buffers
 from ..compat_distributed import shard_again
 from ..errors import FusedMemberError
 from ..passes.state import SETTLED, KeepsOriginalNames, cut_from_sharded
+from ..tracing.graphs import MEMBERS
 from ..tracing.values import is_sharded, qualified
 from .slices import View
 from .views import views_of
@@ -33,7 +34,8 @@ def saved_by_members(store: nn.Module, name: str, stacked: Tensor | None) -> boo
     """Say whether the members save a stacked tensor; a sharded one cannot be cut, and is saved whole."""
     if stacked is None or is_sharded(stacked):
         return False
-    return stacked.ndim > 0 and store.__dict__.get(_SAVED_BY_MEMBERS, {}).get(name, 0) >= stacked.shape[0]
+    count = store.__dict__.get(MEMBERS, {}).get(name) or (stacked.shape[0] if stacked.ndim else 0)
+    return count > 0 and store.__dict__.get(_SAVED_BY_MEMBERS, {}).get(name, 0) >= count
 
 
 class SavesWhatMembersDoNot(nn.Module):
@@ -146,7 +148,7 @@ def _saved(view: View) -> Tensor:
     Checkpoint writers take tensors in one storage for tied ones and leave all but one out, or write the whole storage
     for each. Writes in place are seen by the stacked tensor, whose version counts them.
     """
-    slice_ = view.stacked.detach()[view.position]
+    slice_ = view.of(view.stacked.detach())
     if not slice_.is_contiguous():
         return slice_.contiguous()
     if type(slice_) is Tensor and slice_.device.type in ("cpu", "cuda") and not slice_.is_quantized:
@@ -159,7 +161,7 @@ def _load(key: str, view: View, value: Any, assign: bool, error_msgs: list[str])
     if is_sharded(view.stacked):
         error_msgs.append(cut_from_sharded(key))
         return
-    current = view.stacked.detach()[view.position]
+    current = view.of(view.stacked.detach())
     if not isinstance(value, Tensor) or value.shape != current.shape:
         found = value.shape if isinstance(value, Tensor) else type(value).__name__
         error_msgs.append(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..compat import own_tensor, storage_id
 from ..errors import FusedMemberError
+from ..tracing.graphs import MEMBERS, by_member
 from ..tracing.values import is_sharded
 
 __all__ = ["ADVICE", "Slice", "View", "check_plain", "frozen_alone", "slices_in"]
@@ -31,13 +32,22 @@ class View(NamedTuple):
         return getattr(self.store, self.name) if stacked is None else stacked
 
     @property
+    def members(self) -> int:
+        """Return how many members there are."""
+        return self.store.__dict__.get(MEMBERS, {}).get(self.name) or self.stacked.shape[0]
+
+    @property
     def is_buffer(self) -> bool:
         return self.name in self.store._buffers  # pyright: ignore[reportPrivateUsage]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return the member's part of the stacked tensor, or of one like it: its gradient, say."""
+        return by_member(self.store, self.name, whole)[self.position]
 
     def _cut(self) -> Tensor:
         stacked = self.stacked
         _refuse_sharded(stacked, self.name)
-        return stacked[self.position]
+        return self.of(stacked)
 
     def read(self) -> Tensor:
         """Return the slice, attached to the stacked tensor."""
@@ -73,7 +83,7 @@ class View(NamedTuple):
         """The slice of the stacked parameter's gradient; writing to it writes there."""
         stacked = self.stacked
         _refuse_sharded(stacked, self.name)
-        return stacked.grad[self.position] if stacked.is_leaf and stacked.grad is not None else None
+        return self.of(stacked.grad) if stacked.is_leaf and stacked.grad is not None else None
 
     def set_gradient(self, value: Tensor | None) -> None:
         """Set the slice of the gradient; without one it is zero, where other members have one.
@@ -87,7 +97,7 @@ class View(NamedTuple):
             if stacked.grad is None:
                 stacked.grad = torch.zeros_like(stacked)
         if stacked.grad is not None:
-            slice_ = stacked.grad.detach()[self.position]
+            slice_ = self.of(stacked.grad.detach())
             slice_.copy_(torch.zeros(()) if value is None else _apart(value.detach(), slice_, "this gradient"))
 
 
@@ -153,17 +163,17 @@ class Slice(Tensor):
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """Register a hook on the gradient of the slice, wherever it comes from."""
-        position = self._fxopt_view.position
+        view = self._fxopt_view
 
         def of_all(gradient: Tensor) -> Tensor | None:
-            changed = hook(gradient[position])
+            changed = hook(view.of(gradient))
             if changed is None:
                 return None
             whole = gradient.clone()
-            whole[position] = changed
+            view.of(whole).copy_(changed)
             return whole
 
-        return cast("Any", self._fxopt_view.stacked).register_hook(_MemberHook(of_all, (position, hook)))
+        return cast("Any", view.stacked).register_hook(_MemberHook(of_all, (view.position, hook)))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Register a hook that is given the slice, once it has its gradient."""

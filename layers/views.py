@@ -84,4 +84,4 @@ def _families(views: Mapping[str, View]) -> list[list[str]]:
 
 
 def _is_complete(names: list[str], views: Mapping[str, View]) -> bool:
-    return len({views[name].position for name in names}) == views[names[0]].stacked.shape[0]
+    return len({views[name].position for name in names}) == views[names[0]].members

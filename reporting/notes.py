@@ -44,6 +44,7 @@ def notes(record: Record, model: nn.Module) -> list[str]:
     sizes = _bytes(record, model), _left_for_speed(record)
     said = (
         unverified(record),
+        *(() if _in_bfloat16(record) else record.idle),
         record.remark,
         _in_bfloat16(record),
         *_costs(record),

@@ -195,6 +195,8 @@ def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str) -> Row:
     times = list(dict.fromkeys(_time(decision.figures) for decision in decisions))
     site = _several([decision.label for decision in decisions])
     detail = decision.detail.removesuffix(f" of {decision.label}")  # the place is named before it
+    if decision.site and decision.site.get("data", {}).get("norms"):
+        detail += "; norms run over what is kept, not over zeros"
     return Row(
         pass_name=decision.pass_name + (" (earlier call)" if earlier else ""),
         site=printable(site + (f": {detail}" if detail else "")),
@@ -214,7 +216,7 @@ def _error(figures: Sequence[Mapping[str, Any]], *, is_lossy: bool) -> str:
 
     What a lossy rewrite gives up is no error of rounding: it is one number, which its budget allows.
     """
-    hurried = next((f" ({printable(str(each['hurried']))})" for each in figures if each.get("hurried")), "")
+    hurried = " (on one call: no time was left)" if any(each.get("hurried") for each in figures) else ""
     return _largest_errors(figures, is_lossy=is_lossy) + hurried
 
 

@@ -224,9 +224,9 @@ def test_in_place_everything_that_survives_keeps_its_identity() -> None:
     assert (model.layers, model.config, model.scale) == attributes and model.layers[0] is modules["last"]
     assert model.last._forward_hooks is hooks
     assert sorted(set(dict(model.named_parameters())) - set(parameters)) == [
-        "fused_heads.bias_inner", "fused_heads.bias_outer", "fused_heads.weight_inner", "fused_heads.weight_outer",
+        "fused_heads.inner.bias", "fused_heads.inner.weight", "fused_heads.outer.bias", "fused_heads.outer.weight",
     ]  # fmt: skip
-    assert model.heads[1].inner.weight.data_ptr() == model.fused_heads.weight_inner[1].data_ptr()
+    assert model.heads[1].inner.weight.data_ptr() == model.fused_heads.inner.weight[1].data_ptr()
     assert_close(model, reference)
 
 
@@ -473,7 +473,7 @@ def test_copies_keep_plan_report_and_state(duplicate: Callable[[nn.Module], nn.M
     assert list(fxopt.state_dict(twin)) == list(fxopt.state_dict(fast))
     with torch.no_grad():
         twin.heads[0].inner.weight.fill_(7)
-    assert twin.fused_heads.weight_inner[0].eq(7).all() and not fast.fused_heads.weight_inner[0].eq(7).any()
+    assert twin.fused_heads.inner.weight[0].eq(7).all() and not fast.fused_heads.inner.weight[0].eq(7).any()
     assert fxopt.restore(twin).heads[0].inner.weight.eq(7).all()
     twin.load_state_dict(Model().state_dict())
 
@@ -516,7 +516,7 @@ def test_casting_reaches_everything(cast: Callable[[nn.Module], nn.Module]) -> N
     model = Model().eval()
     model.scale = 2.0
     fast = cast(optimized(model))
-    dtype = fast.fused_heads.weight_inner.dtype
+    dtype = fast.fused_heads.inner.weight.dtype
     assert {parameter.dtype for parameter in fast.parameters()} == {dtype} != {torch.float32}
     given, expected = fast(X.to(dtype)), cast(model)(X.to(dtype))
     torch.testing.assert_close(given, expected, atol=3e-2, rtol=3e-2)

@@ -131,7 +131,7 @@ def test_the_arguments_of_state_dict(model: nn.Module, fast: nn.Module) -> None:
     kept = fast.state_dict(keep_vars=True)
     assert list(kept) == list(model.state_dict())
     kept["encoder.heads.1.first.weight"].sum().backward()
-    stacked = next(p for name, p in fast.named_parameters() if name.endswith("weight_first"))
+    stacked = next(p for name, p in fast.named_parameters() if name.endswith("first.weight"))
     assert stacked.grad is not None and stacked.grad[1].eq(1).all() and stacked.grad[0].eq(0).all()
     assert not any(tensor.requires_grad for tensor in fast.state_dict().values())
     destination: OrderedDict[str, Any] = OrderedDict(mine=torch.zeros(1))
@@ -190,7 +190,7 @@ def test_slices_are_views_of_the_model_each_with_a_storage_of_its_own(fast: nn.M
     plain = io.BytesIO()
     torch.save(nn.Linear(4, 5).state_dict(), plain)
     assert len(file.getvalue()) == len(plain.getvalue()), "one member's file holds one member"
-    stacked = next(p for name, p in fast.named_parameters() if name.endswith("weight_first"))
+    stacked = next(p for name, p in fast.named_parameters() if name.endswith("first.weight"))
     version = stacked._version
     state["encoder.heads.2.first.weight"].fill_(7)
     assert stacked[2].eq(7).all() and stacked[1].ne(7).any()

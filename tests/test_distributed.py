@@ -338,8 +338,8 @@ def test_what_cannot_be_done_to_a_sharded_model(of_ranks: list[dict[str, Any]]) 
     expected = [
         "fxopt.load_state_dict(model, state) distributes",
         "StateError: 'trunk.weight' is sharded, and restoring needs whole tensors; load fxopt.state_dict(model)",
-        "FusedMemberError: the stacked parameter 'weight_0' is sharded, so its members cannot be read or written",
-        "FusedMemberError: the stacked parameter 'weight_0' is sharded, so its members cannot be read or written",
+        "FusedMemberError: the stacked parameter 'weight' is sharded, so its members cannot be read or written",
+        "FusedMemberError: the stacked parameter 'weight' is sharded, so its members cannot be read or written",
         "FusedMemberError: '0.weight' is a part of a sharded tensor, and this Sequential cannot be saved by itself",
         "'0.weight' is a part of a sharded tensor",
         "StateError: 'heads.1.0.weight', 'heads.1.2.weight'",

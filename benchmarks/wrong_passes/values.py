@@ -291,7 +291,7 @@ class Choices(nn.Module):
 
 def choices(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     y = F.linear(x, weight)
-    return y.max(-1).indices, (y == y.max(-1, keepdim=True).values).to(y.dtype).sum(-1)
+    return y.max(-1).indices, (y == y.max(-1, keepdim=True).values).to(torch.get_default_dtype()).sum(-1)
 
 
 CHOICES = Subject(

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ...compat import tensor_hooks
 from ...errors import UsageError, expect, positive_integer
+from ..replica import Replica
 from .checks import non_negative
 from .units import VisibleUnits
 
@@ -56,13 +58,16 @@ def trainable(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
     """Return the parameters of these names.
 
     Raises:
-        UsageError: one is computed from others, or all are frozen.
+        UsageError: one is computed from others or is one of a replica, or all are frozen.
     """
     parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     for name in names:
         if name not in parameters:
             computed = f"{name} is computed from other parameters (a parametrization, or pruning)"
             raise UsageError(f"{computed}, which fit cannot train; use contrastive_loss and an optimizer")
+        if any(isinstance(getattr(hook, "__self__", None), Replica) for _, hook in tensor_hooks(parameters[name])):
+            alone = f"{name} is one of a replica of ddp, and fit would train each process's by itself"
+            raise UsageError(f"{alone}; call fit before ddp, or use contrastive_loss and an optimizer")
     if not any(parameters[name].requires_grad for name in names):
         raise UsageError("all parameters of the RBM are frozen; call requires_grad_() on those that fit is to train")
     return [parameters[name] for name in names]

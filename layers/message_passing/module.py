@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ...compat import has_global_hooks, has_hooks
 from ...tracing.graphs import uninstall
 from ...tracing.values import Remade, class_recipe, in_class, subclass, user_class
 from .kept import KeptGraphs
@@ -65,6 +66,8 @@ class CompressedMessages(Remade):
         """Return what the layer's own forward would; None where that has to run."""
         given, layer = (*args, *kwargs.values()), cast("nn.Module", self)
         edges = given[0] if given else None
+        if has_hooks(cast("Any", layer).aggr_module) or has_global_hooks():  # the layer's own forward runs them
+            return None
         is_usual = not given or (len(given) == 1 and (args or next(iter(kwargs)) in ("edge_weight", "edge_attr")))
         if not is_usual or not takes(layer, x, edge_index, edges):
             return None

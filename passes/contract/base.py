@@ -142,6 +142,17 @@ class Pass:
         """
         return {}
 
+    def check_memory(self, before: int, after: int) -> None:
+        """Make sure that what a pass for memory promised has come about; asked where it found sites.
+
+        Args:
+            before: bytes of activations that the model, as it was given, held after a forward in training.
+            after: those that the finished model holds.
+
+        Raises:
+            BudgetError: it has not; the message says what is held.
+        """
+
     def rewrite(self, site: Site, edit: Edit) -> None:
         """Rewrite one site, through `edit` only."""
         raise NotImplementedError(f"{type(self).__name__}.rewrite")

@@ -124,8 +124,7 @@ class Comparison:
         if not self.checks:
             return []
         lossy = self.pass_.numerics is Numerics.APPROXIMATE
-        coarse = lossy and self.pass_.error_budget >= _COARSE and self._under is None  # autocast narrows float32
-        widest = torch.float32 if coarse or self._hurried else torch.float64
+        coarse = lossy and self.pass_.error_budget >= _COARSE
         modes, gradients = self._modes()
         is_whole = not self.group.owner and self._budget.forward > _COMPARED_SMALLER_FROM
         is_smaller = is_whole and self.pass_.numerics is Numerics.EXACT and not gradients
@@ -133,17 +132,20 @@ class Comparison:
         return [
             verification.reference(
                 module, self._compared_calls, training=mode, gradients=gradients, seed=self._seed, brief=brief,
-                lasting=lossy, widest=widest, sizes=sizes,
+                lasting=lossy, widest=self._widest(coarse=coarse), sizes=sizes,
             )
             for mode in modes
         ]  # fmt: skip
 
     def _simulation_of(self, module: nn.Module) -> verification.Simulation:
         modes, gradients = self._modes()
-        widest = torch.float32 if self._hurried else torch.float64
         return verification.Simulation.taken(
-            module, self._compared_calls, modes=modes, gradients=gradients, seed=self._seed, widest=widest
+            module, self._compared_calls, modes=modes, gradients=gradients, seed=self._seed, widest=self._widest()
         )
+
+    def _widest(self, *, coarse: bool = False) -> torch.dtype:
+        """Return the type of exact runs; autocast casts float32 down, and remembers what it has cast."""
+        return torch.float32 if (coarse or self._hurried) and self._under is None else torch.float64
 
     @property
     def _compared_calls(self) -> Sequence[Inputs]:

@@ -74,7 +74,9 @@ class Manager:
     memory: Mapping[str, int] | None = None
     _stale: list[Site] = field(default_factory=list["Site"], init=False)
     _equal: EqualBlocks = field(default_factory=EqualBlocks, init=False)
+    _original: nn.Module | None = field(default=None, init=False)
     _baseline: nn.Module | None = field(default=None, init=False)
+    _settled: Sequence[Rewrite] = field(default=(), init=False)
     _tuner: Tuner = field(init=False)
 
     def __post_init__(self) -> None:
@@ -102,11 +104,16 @@ class Manager:
         Raises:
             PassError: if a pass raises, hangs or returns nonsense; the program is left as it was before that site.
         """
-        self._baseline = twin(self.program.model) if self._times_anything(passes) else None
+        self._baseline = self._original = twin(self.program.model) if self._times_anything(passes) else None
         acting = rewriting(passes)
         for pass_, among in zip(acting, sharing(acting), strict=True):
+            costs_time = pass_.goal is Goal.MEMORY and self.program.training
+            if costs_time:  # what it costs is not to speak against what others gain
+                self._time_whole()
             self.budget.begin(among)
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
+            if costs_time and self._baseline is not None:
+                self._settled, self._baseline = tuple(self.rewrites), twin(self.program.model)
         self._tuner.snapshot.put_back()  # what the last pass did beside its sites; of others it has gone back before
         self._time_whole()
 
@@ -115,7 +122,9 @@ class Manager:
         count = len(self.rewrites)
         if self._baseline is not None:
             self.on_progress(Progress("timing the whole model"))
-            self.timings = WholeModel(self._tuner, self.history, self._baseline).never_slower()
+            self.timings = WholeModel(self._tuner, self.history, self._baseline, self._settled).never_slower()
+            if self._settled and self._original is not None:
+                self.timings = WholeModel(self._tuner, self.history, self._original).timed()
         return len(self.rewrites) < count
 
     def replay(self, passes: Sequence[Pass], plan: Plan) -> None:

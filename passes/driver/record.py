@@ -105,6 +105,7 @@ class Record:
         remark: what the user should know of the example calls, or "".
         optimizer: what became of the optimizer that was given, as plain values; empty where there was none.
         lost_hooks: the parameters whose hooks could not be registered on the result.
+        idle: what was asked for in the last call and changed nothing, a line each.
         earlier_passes: how many passes of the plan ran in earlier calls.
     """
 
@@ -129,6 +130,7 @@ class Record:
     remark: str = ""
     optimizer: Mapping[str, Any] = field(default_factory=dict[str, Any])
     lost_hooks: list[str] = field(default_factory=list[str])
+    idle: list[str] = field(default_factory=list[str])
     earlier_passes: int = 0
     _originals: list[_Original] = field(default_factory=list["_Original"], init=False, repr=False)
 

@@ -184,8 +184,8 @@ def _rewritten(
     trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
         manager = _manager(program, request, trained)
-        measures = bool(request.measure) and request.plan is None
-        measured = measured_memory(program, request.passes) if measures else None
+        runs = request.plan is None and (request.verify or bool(request.measure))
+        measured = measured_memory(program, request.passes) if runs else None
         if request.plan is None:
             manager.run(request.passes)
         elif request.checks_plan:
@@ -193,8 +193,8 @@ def _rewritten(
         else:
             manager.replay(request.passes, request.plan)
     manager.compare(model)
-    if measured is not None and manager.rewrites:
-        manager.memory = memory_figures(measured, measured_memory(program, request.passes))
+    if measured is not None:
+        manager.memory = memory_figures(measured, program, request.passes, manager.decisions)
     manager.finish(request.passes, request.plan)
     deactivate(program.names.distinct)
     record = _record(program, manager, request, earlier, remark)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .choosing import PassLike, chosen_passes, refuse_unfit, unfinished
+from .choosing import PassLike, asked_for, chosen_passes, refuse_unfit, unfinished
 from .order import check_behind, check_order
 from .pipeline import parse
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
@@ -20,6 +20,7 @@ __all__ = [
     "Plan",
     "Ranks",
     "as_in_twin",
+    "asked_for",
     "available",
     "check_behind",
     "check_order",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import TypeGuard, cast
 
@@ -14,7 +15,9 @@ from .order import beside_presets, check_order
 from .pipeline import parse, parse_groups
 from .plan import Plan
 
-__all__ = ["PassLike", "chosen_passes", "refuse_unfit", "unfinished"]
+__all__ = ["PassLike", "asked_for", "chosen_passes", "refuse_unfit", "unfinished"]
+
+_OPTIONS = re.compile(r"""\{(?:[^{}"']|'[^']*'|"[^"]*")*\}""")
 
 PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
 """What one pass may be given as."""
@@ -33,11 +36,24 @@ def chosen_passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
             f"passes is of type {type(passes).__name__}, which is an example input; give it by name: "
             "optimize(model, example_inputs=...)"
         )
-    single = isinstance(passes, (str, Pass)) or not isinstance(passes, Iterable)
-    listed: list[object] = [passes] if single else list(cast("Iterable[object]", passes))
-    found = beside_presets([group for item in listed for group in _meant(item)])
+    found = beside_presets([group for item in _listed(passes) for group in _meant(item)])
     check_order(found)
     return tuple(found)
+
+
+def asked_for(passes: PassLike | Iterable[PassLike] | None) -> list[tuple[str, tuple[str, ...]]]:
+    """Return each name that a user gave, and the passes that it stands for, as texts; of a preset several."""
+    asked: list[tuple[str, tuple[str, ...]]] = []
+    for item in _listed("inference" if passes is None else passes):
+        groups = _meant(item)
+        names = _OPTIONS.sub("", item).split(",") if isinstance(item, str) else [each[0].name for each in groups]
+        asked += [(name.strip(), tuple(map(str, group))) for name, group in zip(names, groups, strict=False)]
+    return asked
+
+
+def _listed(passes: PassLike | Iterable[PassLike]) -> list[object]:
+    single = isinstance(passes, (str, Pass)) or not isinstance(passes, Iterable)
+    return [passes] if single else list(cast("Iterable[object]", passes))
 
 
 def refuse_unfit(passes: Iterable[Pass], *, inplace: bool, trains: bool) -> None:

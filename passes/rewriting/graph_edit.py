@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -249,11 +249,12 @@ class GraphEdit:
         self.hold_where([in_evaluation(name, reason) for name in children])
         self.trainable = True
 
-    def hold_where(self, guards: Sequence[Guard]) -> None:
-        """Let the site's graph hold only where these guards do, too."""
+    def hold_where(self, guards: Sequence[Guard], instead_of: Collection[Guard] = ()) -> None:
+        """Let the site's graph hold only where these guards do, too, or in the place of some."""
         self._own_graph()
         specializations, number = required_capture(self.owner).specializations, self.site.specialization
-        every = tuple(dict.fromkeys((*specializations[number].guards, *guards)))
+        kept = (guard for guard in specializations[number].guards if guard not in instead_of)
+        every = tuple(dict.fromkeys((*kept, *guards)))
         specializations[number] = dataclasses.replace(specializations[number], guards=every)
         self.program.touch()
 

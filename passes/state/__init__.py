@@ -23,7 +23,7 @@ from .optimizer_state import ELEMENT_WISE, check_type, translate_optimizer
 from .quantized_steps import QuantizeTrained, QuantizeWeight, dequantized, quantized
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
-from .state_steps import Concatenate, Mask, Rename, Select, Stack, StackOfSome, StateStep
+from .state_steps import Concatenate, ConcatenateOfSome, Mask, Rename, Select, Stack, StackOfSome, StateStep, merge
 from .tensor_hooks import carry_tensor_hooks, lost_hooks_text
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "STATE_MAP",
     "VIEWS",
     "Concatenate",
+    "ConcatenateOfSome",
     "Holder",
     "Holding",
     "InParts",
@@ -63,6 +64,7 @@ __all__ = [
     "leave_to_other_ranks",
     "live_optimizers",
     "lost_hooks_text",
+    "merge",
     "packed",
     "quantized",
     "refuse_sharded",

@@ -11,7 +11,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from ...errors import StateError
 from .quantized_steps import QuantizeTrained, QuantizeWeight
-from .state_steps import Concatenate, Mask, Rename, Select, Stack, StackOfSome, StateStep
+from .state_steps import Concatenate, ConcatenateOfSome, Mask, Rename, Select, Stack, StackOfSome, StateStep
 
 __all__ = ["GROUP", "step_from_json"]
 
@@ -19,7 +19,18 @@ GROUP = "fxopt.state_steps"
 """The entry-point group of steps from other distributions, by their kinds; fxopt's own win where kinds are equal."""
 
 _OWN: Mapping[str, type[StateStep]] = {
-    step.kind: step for step in (Rename, Stack, Concatenate, Select, Mask, QuantizeTrained, QuantizeWeight, StackOfSome)
+    step.kind: step
+    for step in (
+        Rename,
+        Stack,
+        Concatenate,
+        Select,
+        Mask,
+        QuantizeTrained,
+        QuantizeWeight,
+        StackOfSome,
+        ConcatenateOfSome,
+    )
 }
 
 

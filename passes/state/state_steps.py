@@ -14,7 +14,17 @@ from torch import Tensor
 from ...errors import StateError
 from .bits import unpacked
 
-__all__ = ["Concatenate", "Mask", "Rename", "Select", "Stack", "StateStep"]
+__all__ = [
+    "Concatenate",
+    "ConcatenateOfSome",
+    "Mask",
+    "Rename",
+    "Select",
+    "Stack",
+    "StackOfSome",
+    "StateStep",
+    "merge",
+]
 
 
 class StateStep(ABC):
@@ -200,6 +210,31 @@ class Concatenate(_OfMany):
         return torch.split(whole.detach(), list(self.sizes), self.dim)
 
     __str__ = StateStep.__str__
+
+
+@dataclass(frozen=True)
+class ConcatenateOfSome(Concatenate):
+    """The same of tensors of which a call may use some only (experts): the others get zeros for a gradient."""
+
+    kind: ClassVar[str] = "concatenate_of_some"
+    fills_gradients: ClassVar[bool] = True
+
+
+def merge(olds: Sequence[str], new: str, example: Tensor, *, some: bool = False) -> StateStep:
+    """Return the step by which equal parameters become one: vectors lie behind one another, others are stacked.
+
+    So what an optimizer decides by the number of dimensions (weight decay for matrices alone) stays decided.
+
+    Args:
+        olds: names of the parameters.
+        new: name of the one.
+        example: one of the old parameters.
+        some: whether a call may use some of them only.
+    """
+    if example.ndim != 1:
+        return StackOfSome(tuple(olds), new) if some else Stack(tuple(olds), new)
+    sizes = (example.shape[0],) * len(olds)
+    return ConcatenateOfSome(tuple(olds), new, 0, sizes) if some else Concatenate(tuple(olds), new, 0, sizes)
 
 
 @dataclass(frozen=True)

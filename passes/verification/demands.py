@@ -92,6 +92,8 @@ def check_structure(before: Run, after: Run) -> None:
         raise Objection(f"{name} is no longer changed in place")
     for name in after.inputs.keys() - before.inputs.keys():
         raise Objection(f"{name} is now changed in place")
+    for name in sorted(after.left - before.left):
+        raise Objection(f"a call leaves {name} changed")
     for name in sorted(after.rewritten - before.rewritten):
         raise Objection(f"the constant {name} is written to, so a second call would compute something else")
 

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from ...compat import DispatchMode, draws_randomly, is_view_operator, operator_name, written_arguments
+from ...compat import DispatchMode, draws_randomly, is_view_operator, operator_name
+from ...compat_operators import written_arguments
 from ...operators import operator_info
 
-__all__ = ["Float64Mode", "double_defaults", "narrow", "widened"]
+__all__ = ["Float64Mode", "Table", "double_defaults", "narrow", "widened"]
 
-_Picked = tuple[int, Sequence[Tensor | None]]
+
+class Table(NamedTuple):
+    """What identifiers pick from.
+
+    Attributes:
+        length: how many there are to pick from, from 0 on; 0: that is not known.
+        apart: a number besides, which picks nothing: of labels that do not count.
+    """
+
+    length: int
+    apart: int | None = None
+
+
+_Picked = tuple[int | Table, Sequence[Tensor | None]]
 
 _PLACING = ("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_reduce")
 
@@ -60,15 +74,17 @@ class Float64Mode(DispatchMode):
         super().__init__()
         self.wide = wide
         self.promoted = self.random = False
-        self._tables: dict[int, int] = {}
+        self._tables: dict[int, Table] = {}
+        self._casts: dict[int, tuple[int, Tensor]] = {}
+        """Where integers lie that others were cast to, and those; held, so that their memory goes to nobody else."""
 
-    def tables_of(self, arguments: Mapping[str, Tensor]) -> dict[str, int]:
+    def tables_of(self, arguments: Mapping[str, Tensor]) -> dict[str, Table]:
         """Return the arguments that were used to pick from tables, each with the length of the shortest table.
 
         It is 0 for those that were only compared for equality, sorted or counted into groups, or said where to write:
         their range is not known.
         """
-        places = {name: tensor.untyped_storage().data_ptr() for name, tensor in arguments.items() if _counts(tensor)}
+        places = {name: _place(tensor) for name, tensor in arguments.items() if _counts(tensor)}
         return {name: self._tables[place] for name, place in places.items() if place in self._tables}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,14 +99,23 @@ class Float64Mode(DispatchMode):
         named: dict[str, Any] = kwargs or {}
         named = {key: item if key in written else self._widen(item) for key, item in named.items()}
         result = self._run(func, args, named)
+        if operator_name(func) == "aten::_to_copy" and _counts(args[0]) and _counts(result):
+            self._casts[_place(result)] = self._origin(args[0]), result
         return result if written else self._widen(result)
 
-    def _note_table(self, length: int, picks: Sequence[Tensor | None]) -> None:
+    def _note_table(self, table: int | Table, picks: Sequence[Tensor | None]) -> None:
+        new = table if isinstance(table, Table) else Table(table)
         for pick in picks:
             if pick is not None and _counts(pick):
-                place = pick.untyped_storage().data_ptr()
-                known = self._tables.get(place, 0)
-                self._tables[place] = min(length, known) if length and known else max(length, known)
+                place = self._origin(pick)
+                known = self._tables.get(place, Table(0))
+                lengths = [length for length in (known.length, new.length) if length]
+                self._tables[place] = Table(min(lengths, default=0), known.apart if new.apart is None else new.apart)
+
+    def _origin(self, tensor: Tensor) -> int:
+        """Return where integers lie, or those that they were cast from."""
+        place = _place(tensor)
+        return self._casts[place][0] if place in self._casts else place
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator, or what is said to compute it in float64."""
@@ -121,6 +146,10 @@ def _counts(tensor: Tensor) -> bool:
     return is_integer and tensor.layout is torch.strided
 
 
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 def _indexed(table: Tensor, picks: Sequence[Tensor | None], *_: Any) -> _Picked:
     return min((size for size, pick in zip(table.shape, picks, strict=False) if pick is not None), default=0), picks
 
@@ -137,8 +166,14 @@ def _compared(*operands: Any) -> _Picked:
     return 0, [operand for operand in operands if isinstance(operand, Tensor)]
 
 
-def _placed(_: Tensor, __: int, places: Tensor, *___: Any) -> _Picked:
-    return 0, [places]
+def _placed(target: Tensor, dim: int, places: Tensor, source: Any = None, *_: Any) -> _Picked:
+    """Numbers that are alike may be put anywhere: one-hot classes."""
+    is_known = isinstance(source, (int, float)) and target.dim() > 0
+    return (target.shape[dim] if is_known else 0), [places]
+
+
+def _labelled(scores: Tensor, labels: Tensor, _: Any, __: int, apart: int) -> _Picked:
+    return Table(scores.shape[1 if scores.dim() > 1 else 0], apart), [labels]
 
 
 _PICKING: Mapping[str, Callable[..., _Picked]] = {
@@ -147,6 +182,7 @@ _PICKING: Mapping[str, Callable[..., _Picked]] = {
     "aten::index": _indexed,
     "aten::index_select": _gathered,
     "aten::gather": _gathered,
+    **dict.fromkeys(("aten::nll_loss_forward", "aten::nll_loss2d_forward"), _labelled),
     **dict.fromkeys(("aten::eq", "aten::ne", "aten::sort", "aten::bincount", "aten::histc"), _compared),
     **dict.fromkeys((f"aten::{name}{end}" for name in _PLACING for end in ("", "_")), _placed),
 }

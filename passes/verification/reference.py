@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from .inputs import (
     ServedCall,
     are_same,
     larger,
+    nothing,
     one_row,
     other_rows,
     other_strides,
@@ -27,9 +27,11 @@ from .inputs import (
     perturbed_state,
     served_calls,
     smaller,
+    uneven,
     zeros,
 )
 from .reference_runs import ReferenceRuns, coarsest_epsilon, raised_by
+from .samples import Data, Sample, Sizes, Used, taken_uses
 from .stage import Stage
 from .trial import Run
 
@@ -40,53 +42,6 @@ _CALLS = 3
 
 
 _Test = Callable[[Run], bool]
-
-
-class Data(enum.Enum):
-    """What a sample was run on."""
-
-    RECORDED = "on the recorded inputs"
-    ROWS = "on another number of rows, scaled and negated"
-    ONE_ROW = "on one row"
-    SECOND = "second derivatives, on one row"
-    ZEROS = "on inputs of zeros"
-    LARGER = "on more rows than the example's"
-    NOISY = "on inputs and parameters with noise"
-
-    @property
-    def is_derived(self) -> bool:
-        """Say whether the call is one that verification thought of."""
-        return self not in (Data.RECORDED, Data.NOISY)
-
-
-class Sizes(enum.Enum):
-    """Which calls of a module are run.
-
-    Smaller ones have fewer rows, shorter sequences and smaller images, where the module takes them.
-    """
-
-    RECORDED = "as recorded"
-    SMALLER = "smaller"
-    SMALLER_AND_RECORDED = "smaller, and in the module's own types as recorded, too"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One call of the original module, and what came of it.
-
-    Attributes:
-        data: what the arguments and the state are.
-        arguments: of the call, in the module's own types.
-        state: parameters and buffers by their old names, in the module's own types.
-        exact: the run in the widest type that works.
-        native: the run in the module's own types; None where the sample is about meaning only.
-    """
-
-    data: Data
-    arguments: Arguments
-    state: Mapping[str, Tensor]
-    exact: Run
-    native: Run | None = None
 
 
 @dataclass(frozen=True)
@@ -113,6 +68,7 @@ class Reference:
         stream: the native run of the first call on the plain random stream; present where `random`.
         served: calls made one after another without gradients, in the module's own types.
         serving: what came of them.
+        used: what came of uses besides calls.
         original: runs the module as it was again, where that stays as it is.
     """
 
@@ -135,6 +91,7 @@ class Reference:
     stream: Run | None = None
     served: tuple[ServedCall, ...] = ()
     serving: tuple[Run, ...] = ()
+    used: tuple[Used, ...] = ()
     original: ReferenceRuns | None = None
 
     @property
@@ -211,6 +168,7 @@ class _Maker:
         self.state = runs.stage.state
         self.reason = ""
         self.few: Arguments = ((), {})
+        self.one: Arguments = ((), {})
         self.epsilon = 0.0
         self._natives: dict[int, Run] = {}
         self._recorded: list[Arguments] = []
@@ -240,6 +198,7 @@ class _Maker:
             stream=runs.stream(calls[0], self.state) if runs.random else None,
             served=served,
             serving=serving,
+            used=() if self.brief or not samples else tuple(taken_uses(runs, self.one, self.state)),
         )
 
     def _firsts(self, calls: Sequence[Arguments]) -> list[int]:
@@ -294,7 +253,9 @@ class _Maker:
 
     def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Run) -> Sample:
         known = None if self.runs.random or state is not self.state else self._natives.get(id(arguments))
-        is_native = self._types[0] is self.runs.wide is torch.float32 and self.epsilon <= torch.finfo(torch.float32).eps
+        is_plain = self.runs.census is not None and not self.runs.census.promoted  # no cast inside was left out
+        is_float32 = self._types[0] is self.runs.wide is torch.float32
+        is_native = is_plain and is_float32 and self.epsilon <= torch.finfo(torch.float32).eps
         return Sample(
             data, arguments, state, exact, known or (exact if is_native else self.runs.native(arguments, state))
         )
@@ -321,9 +282,13 @@ class _Maker:
         rows = self._first_taken(Data.ROWS, far, first)
         one = self._first_taken(Data.ONE_ROW, one_row(self.few, tables, seed), first)
         small = [one.arguments] if one else []
+        self.one = one.arguments if one else self.few
         zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, Run.is_finite_in_value)
         many = () if self.smaller else larger(self.few, example, seed)
-        found = (rows, one and self._second(one), zero, self._first_taken(Data.LARGER, many, first))
+        cleared = [call for call in (nothing(self.one),) if call is not None]
+        padded = self._first_taken(Data.NOTHING, cleared, first, Run.is_finite_in_value)
+        other = self._first_taken(Data.UNEVEN, uneven(self.few), first)
+        found = (rows, one and self._second(one), zero, padded, other, self._first_taken(Data.LARGER, many, first))
         return [sample for sample in found if sample is not None]
 
     def _first_taken(
@@ -358,7 +323,11 @@ class _Maker:
     def _served(self, first: Sample, example: Arguments) -> tuple[tuple[ServedCall, ...], tuple[Run, ...]]:
         """Make calls in a row, those that the module takes; the same ones again where it did not take all."""
         large = {Sizes.RECORDED: Asked.SAME, Sizes.SMALLER_AND_RECORDED: Asked.BITS}.get(self.sizes)
-        thought_of = served_calls(self.few, example, first.exact.tables, self.runs.seed, large=large)
+        training = self.stage.module.training if self.runs.training is None else self.runs.training
+        thought_of = served_calls(
+            self.few, example, first.exact.tables, self.runs.seed, large=large, training=training,
+            weight=sum(tensor.numel() for tensor in self.state.values()),
+        )  # fmt: skip
         calls = [call for call in thought_of if self._runs_same(call.arguments, first.arguments)]
         calls = [*(ServedCall(call, Asked.BITS) for call in self._recorded), *calls]
         for _ in range(2):

@@ -81,24 +81,25 @@ class ReferenceRuns:
     census: Float64Mode | None = None
 
     def exact(
-        self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None, *, second: bool = False
-    ) -> Run:
+        self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None, *, second: bool = False,
+        frozen: bool = False,
+    ) -> Run:  # fmt: skip
         """Run in `wide`; a run that turns out to be random is run again from the tape.
 
         A captured module runs the graph that a call with `like` would (by default, one with `arguments`). Gradients are
-        the second ones where these are asked for.
+        the second ones where these are asked for; those of parameters are left out where these are frozen.
         """
         if self.wide is None:
             return self.native(arguments, state)
         watched = self.census is None or self.several
         mode = self.census or Float64Mode(self.wide)
         trial = self._trial(self.wide, mode if watched or mode.promoted else None)
-        trial.second = second
+        trial.second, trial.frozen = second, frozen
         run = trial.run(arguments, state, like)
         self.census = mode
         if mode.random and not self.random and not self.whole:
             self.random = True
-            return self.exact(arguments, state, like, second=second)
+            return self.exact(arguments, state, like, second=second, frozen=frozen)
         return run
 
     def native(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
@@ -107,11 +108,12 @@ class ReferenceRuns:
 
     def around(
         self, arguments: Arguments, state: Mapping[str, Tensor], step: float, count: int, *,
-        native: bool = False, second: bool = False,
+        native: bool = False, second: bool = False, of_inputs: bool = True,
     ) -> Iterator[Run]:  # fmt: skip
         """Run on inputs and state that are off by `step`: what the module means is what they mean."""
         for number in range(count):
             near, values = jittered((arguments, dict(state)), step, None if native else self.wide, number)
+            near = near if of_inputs else arguments
             yield self.native(near, values) if native else self.exact(near, values, like=arguments, second=second)
 
     def served(
@@ -121,6 +123,20 @@ class ReferenceRuns:
         trial = self._trial(None, None)
         trial.gradients = False
         return trial.serve(calls, state, untaken)
+
+    def doubled(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
+        """Run as a module that was converted to float64: what its code casts or makes besides keeps its types."""
+        trial = self._trial(torch.float64, None)
+        trial.gradients, trial.by_node, trial.inner, trial.defaults = False, False, (), False
+        return trial.run(arguments, state)
+
+    def stepped(
+        self, calls: tuple[Arguments, Arguments], state: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    ) -> Run:
+        """Run in the module's own types, without gradients; change arguments and state in place; run again."""
+        trial = self._trial(None, None)
+        trial.gradients = False
+        return trial.step(calls, state, after)
 
     def stream(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
         """Run in the module's own types on the plain random stream."""

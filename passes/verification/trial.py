@@ -16,7 +16,7 @@ from ...compat import version_of
 from ...compat_checkpoint import reentrant_checkpoints_off
 from ...tracing.recording import ParameterData
 from ...tracing.values import Arguments, flatten, map_tensors, structure
-from .float64 import Float64Mode, double_defaults, widened
+from .float64 import Float64Mode, Table, double_defaults, widened
 from .interpret import graph_forward, only_forward, region_forward
 from .sharing import is_expanded, shared_memory
 from .stage import Stage, random_state_kept
@@ -27,6 +27,10 @@ __all__ = ["Arguments", "Gradients", "Kept", "Run", "Trial", "differentiable"]
 Gradients = dict[str, Tensor | None]
 Kept = dict[tuple[int, torch.dtype], tuple[Tensor, int]]
 """Stand-ins, and how often each was written to, by the id of a module's tensor and the type."""
+
+
+_AWAY = 0x5EED
+"""Random draws begin at no seed that code is likely to set."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Run:
         random_state: of the CPU generator after the forward.
         expanded: the outputs whose elements share memory.
         missed: whether a module ran its own code, since none of its graphs fitted.
-        tables: the integer arguments that pick from tables, and the length of the shortest table; 0: not known.
+        left: the switches of torch that the call left otherwise.
+        tables: the integer arguments that pick from tables, and the shortest of these.
     """
 
     structure: tuple[tuple[str, str], ...]
@@ -61,7 +66,8 @@ class Run:
     random_state: Tensor
     expanded: frozenset[str] = frozenset()
     missed: bool = False
-    tables: Mapping[str, int] = field(default_factory=dict[str, int])
+    left: frozenset[str] = frozenset()
+    tables: Mapping[str, Table] = field(default_factory=dict[str, Table])
 
     def is_zero(self) -> bool:
         """Say whether all gradients are zero."""
@@ -102,6 +108,8 @@ class Trial:
         second: take second derivatives: how the gradients of float arguments depend on these and on parameters.
         inner: modules inside, by name, each of whose only graph is interpreted too, whatever its guards say.
         called: the names of those of them that ran.
+        frozen: let no parameter want a gradient.
+        defaults: make `wide` the default type, too.
         kept: stand-ins of the module's own tensors that earlier trials left unchanged, by their ids and types: what
             code derives from tensors, and keeps while these are the same, is then made once.
     """
@@ -119,6 +127,8 @@ class Trial:
     inner: Sequence[str] = ()
     called: set[str] = field(default_factory=set[str])
     kept: Kept = field(default_factory=Kept)
+    frozen: bool = False
+    defaults: bool = True
 
     def run(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Run:
         """Run once; `state` gives every parameter and buffer by name, and stays unchanged.
@@ -149,9 +159,30 @@ class Trial:
                     untaken.add(number)
         return runs
 
-    def _served(self, arguments: Arguments, stand_ins: Mapping[str, Tensor]) -> Run:
+    def step(self, calls: tuple[Arguments, Arguments], state: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Run:
+        """Run once, write another call's values into the arguments and `after` into the state, and run again."""
+        copies = {id(tensor): tensor.detach().clone() for tensor in state.values()}
+        with self._on_stage({name: copies[id(tensor)] for name, tensor in state.items()}) as stand_ins, torch.no_grad():
+            leaves, others = (self._arguments(call)[1] for call in calls)
+            self._interpret_where_asked(calls[0])
+            self._run(leaves, stand_ins, as_is=True)
+            values = iter(flatten(others).values())
+            for leaf, value in zip(flatten(leaves).values(), values, strict=True):
+                if isinstance(leaf, Tensor) and isinstance(value, Tensor) and not torch.equal(leaf, value):
+                    leaf.copy_(value)
+            for name, tensor in after.items():
+                if not torch.equal(tensor, state[name]):
+                    stand_ins[name].copy_(tensor)
+            if self.tape is not None:
+                self.tape.rewind()
+            return self._run(leaves, stand_ins, as_is=True)
+
+    def _interpret_where_asked(self, arguments: Arguments) -> None:
         if self.by_node:
             self._interpret(arguments)
+
+    def _served(self, arguments: Arguments, stand_ins: Mapping[str, Tensor]) -> Run:
+        self._interpret_where_asked(arguments)
         if self.tape is not None:
             self.tape.rewind()
         return self._run(arguments, stand_ins)
@@ -164,8 +195,9 @@ class Trial:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(self.gradients))
             stack.enter_context(reentrant_checkpoints_off())
-            stack.enter_context(random_state_kept(self.seed))
-            stack.enter_context(double_defaults(self.wide) if self.wide else nullcontext())
+            stack.enter_context(random_state_kept(self.seed + _AWAY))
+            usual = self.wide if self.wide and self.defaults else torch.get_default_dtype()
+            stack.enter_context(double_defaults(usual))
             stack.enter_context(self.stage.playing(stand_ins, convert=self._convert, training=self.training))
             # Where types are kept, the stand-ins of parameters share memory with them.
             parameters = [tensor for tensor in stand_ins.values() if isinstance(tensor, nn.Parameter)]
@@ -201,11 +233,12 @@ class Trial:
         """Return what stands for a tensor in this trial; of its own value, what an earlier trial left as it was."""
         wanted = self._type(value)
         known, version = self.kept.get((id(original), wanted), (None, 0)) if value is original else (None, 0)
-        is_same = known is not None and _version(known) == version and known.requires_grad == original.requires_grad
+        is_free = original.requires_grad and not (self.frozen and isinstance(original, nn.Parameter))
+        is_same = known is not None and _version(known) == version and known.requires_grad == is_free
         if known is not None and is_same and isinstance(original, nn.Parameter):
             return known  # whatever is written to it is taken back after each trial
         if isinstance(original, nn.Parameter):
-            made: Tensor = nn.Parameter(value.detach().to(wanted), original.requires_grad)
+            made: Tensor = nn.Parameter(value.detach().to(wanted), is_free)
         else:
             made = self._convert(value)
             if known is not None and is_same and torch.equal(known, made):
@@ -214,16 +247,18 @@ class Trial:
             self.kept[id(original), wanted] = made, _version(made)
         return made
 
-    def _run(self, arguments: Arguments, stand_ins: Mapping[str, Tensor]) -> Run:
-        leaves, (args, kwargs) = self._arguments(arguments)
+    def _run(self, arguments: Arguments, stand_ins: Mapping[str, Tensor], *, as_is: bool = False) -> Run:
+        leaves, (args, kwargs) = ({}, arguments) if as_is else self._arguments(arguments)
         given = _named_inputs((args, kwargs))
         before = {name: (tensor, _version(given[name])) for name, tensor in _named_inputs(arguments).items()}
         held = {name: (tensor, _version(tensor)) for name, tensor in self.stage.plain.items()}
+        usual = torch.get_default_dtype(), torch.is_grad_enabled()
         with ExitStack() as stack:
             stack.enter_context(self.promotion or nullcontext())
             stack.enter_context(self.tape or nullcontext())
             result = self.stage.module(*args, **kwargs)
         random_state = torch.get_rng_state()
+        left = _switches_left(usual)
         outputs = flatten(result, "output")
         gradients = self._gradients(outputs, leaves, stand_ins)
         shared = shared_memory(outputs, given, (*stand_ins.values(), *(tensor for tensor, _ in held.values())))
@@ -241,6 +276,7 @@ class Trial:
             random_state=random_state,
             expanded=frozenset(name for name, v in outputs.items() if isinstance(v, Tensor) and is_expanded(v)),
             missed=self.stage.has_missed,
+            left=left,
             tables={} if self.promotion is None else self.promotion.tables_of(given),
         )
 
@@ -248,7 +284,7 @@ class Trial:
         wanted = self.gradients and self.of_inputs
 
         def leaf_of(tensor: Tensor) -> Tensor:
-            return self._convert(tensor).requires_grad_(wanted and differentiable(tensor))
+            return _placed_alike(self._convert(tensor), tensor).requires_grad_(wanted and differentiable(tensor))
 
         leaves = map_tensors(leaf_of, arguments)
         if not wanted:
@@ -324,6 +360,21 @@ def _is_written(given: Tensor, original: Tensor, version: int) -> bool:
     if _version(given) != version or given.layout is not torch.strided:
         return _version(given) != version
     return not given.isnan().any() and not torch.equal(given, original.to(given.dtype))
+
+
+def _placed_alike(copy: Tensor, tensor: Tensor) -> Tensor:
+    """Return a copy that lies behind as many elements of its memory as the other tensor."""
+    if tensor.layout is not torch.strided or not tensor.storage_offset() or copy.stride() != tensor.stride():
+        return copy
+    place = copy.new_empty(tensor.storage_offset() + copy.untyped_storage().nbytes() // copy.itemsize)
+    return place.as_strided(copy.shape, copy.stride(), tensor.storage_offset()).copy_(copy)
+
+
+def _switches_left(usual: tuple[torch.dtype, bool]) -> frozenset[str]:
+    """Return the names of the switches that are not as usual."""
+    now = torch.get_default_dtype(), torch.is_grad_enabled()
+    names = "the default dtype", "whether gradients are recorded"
+    return frozenset(name for name, old, new in zip(names, usual, now, strict=True) if old != new)
 
 
 def _detached(value: Any) -> Any:

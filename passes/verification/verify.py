@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -35,11 +36,13 @@ from .demands import (
     results_in,
 )
 from .inputs import Asked, ServedCall
-from .reference import Data, Reference, Sample, reference
+from .judging import NotAskedError, check_no_new_draws, check_uses, lenient
+from .reference import Reference, reference
+from .samples import Data, Sample
 from .stage import Stage
 from .tolerances import Measured, Tolerances, within
 from .translation import MapState, Objection, Quantities, Translation, is_gradient, quantities
-from .trial import Run
+from .trial import Arguments, Run
 
 __all__ = ["MapState", "Reference", "Verdict", "reference", "verify"]
 
@@ -137,11 +140,14 @@ class _Check:
         measured = [_measured(sample, translation) for sample in samples]
         tolerances = Tolerances(self.reference, measured, is_rounded=self.is_rounded, least=self.least)
         for sample, before in zip(samples, measured, strict=True):
-            with _derived(sample):
+            with lenient(sample):
                 self._sample(sample, before, translation, tolerances)
         if self.keeps_meaning and self.reference.serving:
             with suppress(GuardError):
                 self._served(samples[0], translation, tolerances)
+        if self.keeps_meaning:
+            alike = partial(self._alike, samples[0])
+            check_uses(self.reference, self.runs, translation, tolerances, alike)
         if self.numerics is Numerics.EXACT and self.reference.stream is not None:
             self._stream(samples[0], self.reference.stream, translation)
 
@@ -194,14 +200,14 @@ class _Check:
     def _second(self, sample: Sample, state: Mapping[str, Tensor]) -> Run:
         """Return second derivatives; kernels of torch that have none are not held against a rewrite."""
         if self.runs.wide is not self.reference.wide:
-            raise _NotAskedError
+            raise NotAskedError
         try:
             return self.runs.exact(sample.arguments, state, second=True)
         except GuardError:
             raise
         except Exception as error:
             if "derivative for aten::" in str(error):
-                raise _NotAskedError from error
+                raise NotAskedError from error
             raise Objection(f"second derivatives raise {type(error).__name__}: {error}") from error
 
     def _attempt(self, kind: str, sample: Sample, state: Mapping[str, Tensor]) -> Run:
@@ -223,7 +229,7 @@ class _Check:
         found = _quantities(exact)
         check_same_quantities(before.exact, found)
         compared = before.exact
-        if sample.data is Data.ZEROS:  # gradients at a bend are a matter of taste, but those that are finite stay so
+        if sample.data.is_at_bends:  # gradients there are a matter of taste, but those that are finite stay so
             check_finite(compared, found)
             compared = {label: value for label, value in compared.items() if not is_gradient(label)}
 
@@ -312,6 +318,7 @@ class _Check:
         if self.keeps_meaning and sample.native is not None:
             check_sharing(sample.native, native)
             check_expansion(sample.native, native)
+            check_no_new_draws(self.reference, self.runs, sample.native, native)
         return native
 
     def _served(self, first: Sample, translation: Translation, tolerances: Tolerances) -> None:
@@ -335,10 +342,15 @@ class _Check:
         elif call.asked is Asked.BITS and self.numerics is Numerics.EXACT and not self.reference.random:
             check_bits(before, found)
         else:
-            self._alike(replace(first, arguments=call.arguments), before, found, tolerances, where)
+            of_inputs = call.asked is not Asked.EXACTLY
+            self._alike(first, call.arguments, before, found, tolerances, where, of_inputs=of_inputs)
 
-    def _alike(self, sample: Sample, before: Quantities, found: Quantities, tolerances: Tolerances, where: str) -> None:
-        """Compare two runs in the module's own types; each may err."""
+    def _alike(
+        self, first: Sample, arguments: Arguments, before: Quantities, found: Quantities, tolerances: Tolerances,
+        where: str, *, of_inputs: bool = True,
+    ) -> None:  # fmt: skip
+        """Compare two runs in the module's own types; each may err, as rounding of the state or all moves them."""
+        sample = replace(first, arguments=arguments)
 
         def judge() -> float:
             allowed = tolerances.for_precision(Measured(before, before))
@@ -347,16 +359,20 @@ class _Check:
 
         def learn() -> Iterator[None]:
             exact = _quantities(self._exact(sample, self.after.state))
-            for run in self._jittered(sample, self.after.state, _UNITS * self.reference.native_epsilon, _PROBES):
+            step = _UNITS * self.reference.native_epsilon
+            for run in self._jittered(sample, self.after.state, step, _PROBES, of_inputs=of_inputs):
                 yield tolerances.learn_native(exact, _quantities(run))
 
         objection = judged(judge, learn)[1]
         if objection is not None:
             raise objection
 
-    def _jittered(self, sample: Sample, state: Mapping[str, Tensor], step: float, count: int) -> Iterator[Run]:
-        """Run the rewritten module on inputs and state that are off by `step`."""
-        return self.runs.around(sample.arguments, state, step, count, second=sample.data is Data.SECOND)
+    def _jittered(
+        self, sample: Sample, state: Mapping[str, Tensor], step: float, count: int, *, of_inputs: bool = True
+    ) -> Iterator[Run]:
+        """Run the rewritten module on inputs and state, or state alone, that are off by `step`."""
+        is_second = sample.data is Data.SECOND
+        return self.runs.around(sample.arguments, state, step, count, second=is_second, of_inputs=of_inputs)
 
     def _rounded(self, sample: Sample, state: Mapping[str, Tensor], units: float) -> Iterator[Quantities]:
         """Yield what a few units of rounding make: in its own types where the original can run, else exactly."""
@@ -373,22 +389,6 @@ class _Check:
         check_bits(translation.quantities(before, self.reference.state), _quantities(after))
         if not torch.equal(before.random_state, after.random_state):
             raise Objection("the random stream does not advance as before")
-
-
-class _NotAskedError(Exception):
-    """A sample says nothing of a rewrite."""
-
-
-@contextmanager
-def _derived(sample: Sample) -> Generator[None]:
-    """Let pass a refusal to run where no graph fits, of a call that verification itself thought of."""
-    try:
-        yield
-    except _NotAskedError:
-        pass
-    except GuardError as refusal:
-        if not sample.data.is_derived:
-            raise Objection(f"the rewritten module raises GuardError: {refusal}") from refusal
 
 
 def _measured(sample: Sample, translation: Translation) -> Measured:

@@ -40,13 +40,14 @@ from .regions import (
     share_children,
 )
 from .selection import fitting, select
-from .shared_slices import SharedSlices, sharing
+from .shared_slices import MEMBERS, SharedSlices, by_member, sharing
 from .source import generate
 
 __all__ = [
     "EVAL_ONLY",
     "FOUND",
     "HANDLER",
+    "MEMBERS",
     "AutocastState",
     "Capture",
     "Captured",
@@ -63,6 +64,7 @@ __all__ = [
     "WrappedRegion",
     "add_region",
     "autocast_state_now",
+    "by_member",
     "capture_of",
     "context_regions",
     "copy_graph",

@@ -282,7 +282,8 @@ def with_specializations(module: nn.Module, specializations: Sequence[Specializa
     """
     capture = required_capture(module)
     specializations = [replace(v, arguments=dict(v.arguments)) for v in specializations]
-    new = replace(
-        capture.copy(), specializations=specializations, owner=weakref.ref(module), compiled=None, rewritten=True
-    )
+    new = replace(  # it runs from its graphs again, where it was inactive
+        capture.copy(), specializations=specializations, owner=weakref.ref(module), compiled=None, rewritten=True,
+        inactive=False,
+    )  # fmt: skip
     module.__dict__["_fxopt_capture"] = new

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from ...compat import is_plainly_eager, own_parameters, version_of
 
-__all__ = ["SharedSlices", "sharing"]
+__all__ = ["MEMBERS", "SharedSlices", "by_member", "sharing"]
+
+MEMBERS = "_fxopt_members"
+"""Where a module that holds vectors of several members behind one another says of how many: name -> number."""
+
+
+def by_member(store: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor with the members along dimension 0: `name` of `store`, its gradient, or another like it."""
+    count: int | None = store.__dict__.get(MEMBERS, {}).get(name)
+    return tensor if count is None else tensor.view(count, tensor.numel() // count)
 
 
 @dataclass(slots=True)
@@ -47,7 +56,12 @@ class _Cut:
         linked = not self.tracked or (
             self.version == version_of(stacked) and stacked.requires_grad == first.requires_grad
         )
-        return same and linked and stacked.dtype is first.dtype and stacked.shape[1:] == first.shape
+        return (
+            same
+            and linked
+            and stacked.dtype is first.dtype
+            and by_member(self.store, self.name, stacked).shape[1:] == first.shape
+        )
 
 
 _Kept = dict[tuple[int, str, bool], _Cut]
@@ -107,10 +121,12 @@ class _SharingCall:
         if cut is not None and cut.store is store and cut.is_still_there():
             cut.version = version_of(stacked)
         else:
-            slices = (stacked.detach() if plain and not tracked else stacked).unbind(0)
+            slices = by_member(store, name, stacked.detach() if plain and not tracked else stacked).unbind(0)
             address, gradient = stacked.data_ptr() if plain else 0, stacked.grad
             cut = _Cut(store, registry, name, stacked, version_of(stacked), address, tracked, slices)
-            for member, part in zip(slices, () if gradient is None else gradient.unbind(0), strict=False):
+            for member, part in zip(
+                slices, () if gradient is None else by_member(store, name, gradient).unbind(0), strict=False
+            ):
                 member.grad = part
             if plain and gradient is None:  # one that is kept would be held after `zero_grad`
                 self._kept[place] = cut

@@ -67,6 +67,7 @@ class Program:
         inputs: the example inputs; none if there were none.
         training: the phase that the program is being optimized for.
         measuring: whether, and how, passes for speed are timed.
+        held: bytes of activations that the model, as it was given, holds after a forward in training, where measured.
         replaying: whether a plan says what is rewritten: then no site is refused for want of example inputs.
         forward_seconds: of processor time that the whole calls took, once captured; 0 where they were not made.
         opaque: name -> why that module runs its original forward.
@@ -87,6 +88,7 @@ class Program:
         self.model = model
         self.inputs = inputs
         self.measuring, self.replaying = Measure.YES, False
+        self.held: int | None = None
         self.forward_seconds = 0.0
         self.opaque = dict(opaque or {})
         self.training = model.training if training is None else training

@@ -76,6 +76,7 @@ _FUSED: Mapping[Kind, tuple[object, ...]] = {
     Kind.FOLLOWS: (
         ensemble.gather_members,
         ensemble.select_members,
+        ensemble.split_vectors,
         ensemble.align_members,
         ensemble.stack_members,
         ensemble.concatenate_members,

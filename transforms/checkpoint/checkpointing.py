@@ -53,22 +53,27 @@ class Checkpoint(Pass):
             yield Refusal(reason, at="(root)")
             return
         found = choices(program)
-        choice = self._chosen(found)
+        saved = found.problem.saved if program.held is None else program.held
+        choice = self._chosen(found, saved)
         if not choice.stretches:
-            yield Refusal(self._idle(found.problem.saved), at="(root)")
+            yield Refusal(self._idle(saved), at="(root)")
         for stretch in choice.stretches:
             yield _site(program, stretch)
         if choice.stretches:
             for name, why in found.obstacles.items():
                 yield Refusal(why, at=name)
 
-    def _chosen(self, found: Choices) -> Choice:
+    def _chosen(self, found: Choices, saved: int) -> Choice:
         """Return what the budget asks for.
+
+        Args:
+            found: what there is to choose from.
+            saved: what the model holds that the user gave.
 
         Raises:
             BudgetError: if nothing meets it; the message says what the least is.
         """
-        saved, least = found.problem.saved, found.frontier[-1]
+        least = found.frontier[-1]
         limit = limit_of(self.budget, saved)
         choice = least if self.budget == 0 else next((c for c in found.frontier if c.schedule.peak <= limit), None)
         if choice is None:
@@ -85,6 +90,15 @@ class Checkpoint(Pass):
         if limit_of(self.budget, saved) < saved:
             return f"{says}, and no region would lower the peak of a step"
         return f"{says}, which budget={self.budget} allows: nothing has to be computed again"
+
+    def check_memory(self, before: int, after: int) -> None:
+        limit = limit_of(self.budget, before)
+        if self.budget != 0 and after > limit:
+            raise BudgetError(
+                f"pass 'checkpoint': budget={self.budget} allows {byte_text(limit)} of activations, and the least that "
+                f"was reached is {byte_text(after)}, {after / before:.3f} of the {byte_text(before)} that the model "
+                "saves; give no less"
+            )
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         nodes = [site[label] for label in site.nodes]

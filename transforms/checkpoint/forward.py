@@ -22,8 +22,8 @@ from ...compat import (
     is_view_operator,
     own_buffers,
     storage_id,
-    written_arguments,
 )
+from ...compat_operators import written_arguments
 from ...operators import flops_of
 from ...tracing.graphs import Specialization, required_capture, select
 from ...tracing.guards import require

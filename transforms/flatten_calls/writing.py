@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -11,12 +11,12 @@ from torch import fx, nn
 
 from ...compat import own_buffers, own_children, own_parameters
 from ...layers.packed import keep_narrow
+from ...layers.written_out import AsFound, Opened, asks_as_found, opened_by
 from ...passes.rewriting import lasting_guards, obstacle_at, writes
 from ...tracing.graphs import Capture, Region, Specialization, capture_of
 from ...tracing.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require
 from ...tracing.program import Program
 from ...tracing.values import PLAIN_TYPES, keep, map_leaves, qualified, user_class
-from .as_found import AsFound, Opened
 from .leaves import leaf_body, settings_of, shorten
 from .sizes import Size, size_asked
 
@@ -52,9 +52,10 @@ def flattened(program: Program, name: str, specialization: Specialization) -> Fl
     shorten(writer.graph)
     keep_narrow(writer.graph, exactly=True)
     writer.graph.eliminate_dead_code(is_impure_node=_stays)
+    writer.note_computed(specialization.guards, "")
     found = Call(AsFound(writer.opened_modules(), len(own_children(owner))), (SELF,))
     mode = Guard(Attribute(SELF, "training"), Is(key_of(owner.training)), _CHANGED)
-    own = [guard for guard in specialization.guards if not _counts_children(guard, owner)]
+    own = [guard for guard in specialization.guards if not (_counts_children(guard, owner) or asks_as_found(guard))]
     guards = (*own, mode, *writer.guards, Guard(found, Is(key_of(True)), _CHANGED))
     reads = dict.fromkeys(guards)
     arguments = {new.name: specialization.argument(old) for old, new in zip(placeholders, inputs, strict=True)}
@@ -85,6 +86,7 @@ class _Writer:
         self.guards: list[Guard] = []
         self.calls, self.closed = 0, dict[str, str]()
         self._opened: dict[str, Opened] = {}
+        self._computed: dict[str, Opened] = {}
         self._sources: dict[fx.Node, Source] = {}
         self._has_written = False
         self._required, self._shapes = set[Size](), dict[fx.Node, fx.Node]()
@@ -102,8 +104,14 @@ class _Writer:
 
     def opened_modules(self) -> list[Opened]:
         """Return the modules that were opened, and those on the way there, each behind the one that holds it."""
-        paths = dict.fromkeys(part for path in self._opened for part in _ways(path))
-        return [self._opened.get(path) or self._on_the_way(path) for path in sorted(paths, key=lambda p: p.count("."))]
+        known = {**self._computed, **self._opened}
+        paths = dict.fromkeys(part for path in known for part in _ways(path))
+        return [known.get(path) or self._on_the_way(path) for path in sorted(paths, key=lambda p: p.count("."))]
+
+    def note_computed(self, guards: Iterable[Guard], path: str) -> None:
+        """Ask, with all others, for the modules that a graph of the module at `path` computes itself."""
+        opened = (each.inside(path) for guard in guards if asks_as_found(guard) for each in opened_by(guard))
+        self._computed |= {each.path: each for each in opened}
 
     def _on_the_way(self, path: str) -> Opened:
         return Opened.leaf(path, self.owner.get_submodule(path), ())
@@ -210,7 +218,7 @@ class _Writer:
             return None
         inputs = _received(fitting[0], given)
         result = fitting[0].graph.output_node().args[0]
-        lasting = lasting_guards(module, fitting[0], given)
+        lasting = [guard for guard in lasting_guards(module, fitting[0], given) if not asks_as_found(guard)]
         asked = {guard: self._of_owner(guard, path, given) for guard in lasting}
         sizes = {size_asked(guard, given): guard.reason for guard, over in asked.items() if over is None}
         if inputs is None or None in sizes or not isinstance(result, (fx.Node, tuple)):
@@ -220,6 +228,7 @@ class _Writer:
         for size, reason in sizes.items():
             self._require(size, reason)
         self.guards += [guard for guard in asked.values() if guard is not None]
+        self.note_computed(fitting[0].guards, path)
         self._opened[path] = Opened.captured(path, module, sorted(fitting[0].reads))
         return fitting[0].graph, inputs
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from ...compat import padding_around
 from ...errors import MatchFailure
 from ...layers.masked import gone_attribute, gone_of
-from ...layers.members import seal, written_out
+from ...layers.written_out import hold_written_out
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
@@ -236,6 +236,4 @@ def _call(layer: Layer, x: fx.Node, weight: fx.Node, bias: fx.Node, before: fx.N
 def _seal(call: Call, edit: Edit) -> None:
     """Let the settings that the graph now holds, and the way to the two modules, be what they are."""
     modules = [str(node.target) for node in (call.layer, call.norm) if node.op == "call_module"]
-    for path, names in written_out(edit.owner, modules).items():
-        module = edit.owner.get_submodule(path)
-        edit.on_undo(seal(module, names), module)
+    hold_written_out(edit, modules)

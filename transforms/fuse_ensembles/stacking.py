@@ -12,10 +12,10 @@ from torch import fx, nn
 
 from ...compat import own_children, own_tensor, submodule
 from ...errors import MatchFailure
-from ...layers.members import FusedMembers, attach_member, settings_of, ways_to
+from ...layers.members import FusedMembers, attach_member, settings_of, vector_size, ways_to
 from ...passes.rewriting import Edit
 from ...passes.sites import Site
-from ...passes.state import Holder, Stack
+from ...passes.state import Holder, Stack, merge
 from ...tracing.graphs import capture_of, required_capture
 from ...tracing.program import Program
 from .inlining import Case, Operation
@@ -116,7 +116,9 @@ def _of_site(unit: Unit, site: Site, edit: Edit) -> Unit:
 
 def _task(place: Place, names: Mapping[tuple[str, ...], str], edit: Edit) -> Task:
     name = f"vectorized_{common_name(place.ensemble, edit.holder)}".replace(".", "_")
-    return Task(place.ensemble, names, lambda module: edit.add_module(module, name=name), place.inlined.may_restart)
+    vectors = {stacked: size for stacked in names.values() if (size := vector_size(edit.owner, stacked))}
+    may_restart = place.inlined.may_restart
+    return Task(place.ensemble, names, vectors, lambda module: edit.add_module(module, name=name), may_restart)
 
 
 def _located(site: Site, edit: Edit) -> _Located:
@@ -171,7 +173,9 @@ def _stack_parameters(
     store = FusedMembers(parameters, {place: members[place][0].requires_grad for place in parameters}, buffers)
     child = edit.add_owned(store, name=f"fused_{common_name(ensemble, edit.holder)}".replace(".", "_"))
     for operand in ensemble.parameters:
-        edit.record_state(Stack(operand.names, f"{child}.{stored[operand.names]}"))
+        place, example = stored[operand.names], members[stored[operand.names]][0]
+        step = merge(operand.names, f"{child}.{place}", example) if place in parameters else None
+        edit.record_state(step or Stack(operand.names, f"{child}.{place}"))
     return store, stored, {names: f"{child}.{place}" for names, place in stored.items()}
 
 
@@ -195,7 +199,7 @@ def _views(places: dict[tuple[str, ...], str], store: FusedMembers) -> _Views:
     for names, place in places.items():
         for index, name in enumerate(names):
             path, _, last = name.rpartition(".")
-            views.setdefault(path, {})[last] = (store, place, index)
+            views.setdefault(path, {})[last] = (*store.holder(place), index)
     return views
 
 
@@ -238,23 +242,22 @@ def _settings(module: nn.Module) -> Iterable[str]:
 
 
 def _store_names(ensemble: Ensemble) -> dict[tuple[str, ...], str]:
-    """Name each stacked parameter after its place within a member: `heads.*.0.weight` becomes `weight_0`."""
+    """Name each stacked parameter after its place within a member: `heads.*.0.weight` becomes `0.weight`."""
     operands = list(ensemble.parameters)
     shared = len(_common_prefix([name.split(".") for operand in operands for name in operand.names]))
     names: dict[tuple[str, ...], str] = {}
     for operand in operands:
         columns = list(zip(*(name.split(".") for name in operand.names), strict=False))[shared:-1]
         place = [column[0] for column in columns if len(set(column)) == 1]
-        name = "_".join([operand.names[0].rpartition(".")[2], *place])
-        taken = set(names.values())
-        names[operand.names] = next(n for n in _numbered(name) if n not in taken)
+        last = operand.names[0].rpartition(".")[2]
+        names[operand.names] = next(n for n in _numbered(place, last) if n not in names.values())
     return names
 
 
-def _numbered(name: str) -> Iterator[str]:
-    yield name
+def _numbered(place: Sequence[str], last: str) -> Iterator[str]:
+    yield ".".join([*place, last])
     for number in itertools.count(1):
-        yield f"{name}_{number}"
+        yield ".".join([*place, f"other_{number}", last])
 
 
 def common_name(ensemble: Ensemble, holder: Holder) -> str:

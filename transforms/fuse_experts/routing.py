@@ -100,11 +100,11 @@ class _Search:
         self.before = _ancestors(loop)
 
     def find(self) -> RoutedBy:
-        hidden = self._hidden()
         weighted = self.pairs.is_weighted
         for node, kind, tokens, experts in self._choices():
             if not self.pairs.are(tokens.flatten(), experts.flatten(), None):
                 continue
+            hidden = self._hidden(node)
             if not weighted:
                 return RoutedBy(hidden, node, None, kind, self._spare(node, kind))
             for weights, of_all, given in self._weights(kind, tokens, experts):
@@ -117,11 +117,14 @@ class _Search:
             raise MatchFailure("every token goes to every expert; fuse_ensembles computes that")
         raise MatchFailure("no tensor in its forward says which experts each token goes to, and with which weight")
 
-    def _hidden(self) -> fx.Node:
-        """Return the node that has the inputs of all tokens, of which the rounds take theirs."""
-        rounds = self.loop.rounds
+    def _hidden(self, chosen: fx.Node) -> fx.Node:
+        """Return the node that has the inputs of all tokens, of which the rounds take theirs.
+
+        What is picked by the choices has other rows with others, also where an expert has all tokens of the example.
+        """
+        rounds, picked = self.loop.rounds, _made_from(chosen)
         for node in _upwards(rounds[0].rows):
-            if all(self._has_rows(node, each) for each in rounds):
+            if node not in picked and all(self._has_rows(node, each) for each in rounds):
                 return node
         raise MatchFailure("its experts' inputs are not rows of one tensor")
 
@@ -184,6 +187,15 @@ def _ancestors(loop: Loop) -> list[fx.Node]:
             found.add(node)
             pending += node.all_input_nodes
     return [node for node in graph.nodes if node in found]
+
+
+def _made_from(node: fx.Node) -> set[fx.Node]:
+    """Return what depends on a node, the node too."""
+    found, pending = {node}, [node]
+    for one in pending:
+        pending += [user for user in one.users if user not in found]
+        found.update(one.users)
+    return found
 
 
 def _upwards(node: fx.Node) -> Iterator[fx.Node]:

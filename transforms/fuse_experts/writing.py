@@ -9,11 +9,12 @@ import torch
 from torch import fx, nn
 
 from ...compat import modules_by_name
-from ...layers.members import FusedMembers, attach_member, settings_of, ways_to
+from ...layers.ensemble import split_vectors
+from ...layers.members import FusedMembers, attach_member, settings_of, vector_size, ways_to
 from ...layers.moe import FusedExperts, Lowering, added_to
 from ...operators import canonical_name, mutates
 from ...passes.rewriting import Edit
-from ...passes.state import StackOfSome
+from ...passes.state import merge
 from ...tracing.graphs import copy_graph
 from ...tracing.guards import require
 from .members import Items, Source, operands
@@ -49,7 +50,7 @@ def write(mixture: Mixture, lowering: Lowering, edit: Edit, *, always: bool) -> 
         ),
         name="mixture",
     )  # fmt: skip
-    _Rewrite(mixture, graph, new).run(child, _stacked(mixture, edit))
+    _Rewrite(mixture, graph, new, edit.owner).run(child, _stacked(mixture, edit))
     edit.set_specializations([dataclasses.replace(mixture.unrolled.specialization, graph=graph)], [0])
     if mixture.template.idle:
         edit.hold_in_evaluation(sorted({dropping_module(node) or "" for node in mixture.template.idle}))
@@ -69,8 +70,8 @@ def _adds_to_inputs(mixture: Mixture) -> bool:
 
 
 class _Rewrite:
-    def __init__(self, mixture: Mixture, graph: fx.Graph, new: dict[fx.Node, fx.Node]) -> None:
-        self.mixture, self.graph, self.new = mixture, graph, new
+    def __init__(self, mixture: Mixture, graph: fx.Graph, new: dict[fx.Node, fx.Node], owner: nn.Module) -> None:
+        self.mixture, self.graph, self.new, self.owner = mixture, graph, new, owner
         self.target, self.result = new[mixture.loop.target], new[mixture.loop.result]
         self.last = new[mixture.loop.writes[-1]]
 
@@ -101,7 +102,11 @@ class _Rewrite:
         known = stacks[source]
         if isinstance(known, fx.Node):
             return self.new[known]
-        return self.graph.get_attr(known)
+        stack, size = self.graph.get_attr(known), vector_size(self.owner, known)
+        if size is None or not isinstance(source, Items):
+            return stack
+        with self.graph.inserting_after(stack):
+            return self.graph.call_function(split_vectors, (stack, source.count, size))
 
     def _is_alike(self) -> bool:
         """Say whether the tensor that the loop added to is zeros like the inputs, so that the results are all."""
@@ -172,15 +177,15 @@ def _stacked(mixture: Mixture, edit: Edit) -> dict[Source, str | fx.Node]:
         return found
     owner, names = edit.owner, dict[Items, str]()
     for source in families:
-        name = source.inside.replace(".", "_") or "weight"
-        names[source] = name if name not in names.values() else f"{source.container}_{name}".replace(".", "_")
+        name = source.inside or "weight"
+        names[source] = name if name not in names.values() else f"{source.container.replace('.', '_')}.{name}"
     old = {source: [owner.get_parameter(name) for name in tensor_names(source)] for source in families}
     tensors = {names[s]: torch.stack([p.detach() for p in parameters]) for s, parameters in old.items()}
     trained = {names[source]: parameters[0].requires_grad for source, parameters in old.items()}
     store = FusedMembers(tensors, trained)
     child = edit.add_owned(store, name="stacked_experts")
     for source in families:
-        edit.record_state(StackOfSome(tuple(tensor_names(source)), f"{child}.{names[source]}"))
+        edit.record_state(merge(tensor_names(source), f"{child}.{names[source]}", old[source][0], some=True))
     _leave_views(families, names, store, edit)
     return found | {source: f"{child}.{names[source]}" for source in families}
 
@@ -190,7 +195,7 @@ def _leave_views(families: Sequence[Items], names: dict[Items, str], store: Fuse
     for source in families:
         for number, path in enumerate(tensor_names(source)):
             holder, _, last = path.rpartition(".")
-            views.setdefault(holder, {})[last] = (store, names[source], number)
+            views.setdefault(holder, {})[last] = (*store.holder(names[source]), number)
     undo: list[Callable[[], None]] = []
     containers = {source.container for source in families} - {""}
     roots = {Items(s.container, s.names).path(number) for s in families for number in range(s.count)}

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import fx, nn
 
-from ...layers.members import seal, settings_of, written_out
+from ...layers.members import settings_of
 from ...layers.packed import keep_narrow
+from ...layers.written_out import hold_written_out
 from ...passes.rewriting import Edit, Place
 from ...passes.sites import Site
 from ...tracing.guards import Guard, Truth, attribute_at
@@ -120,7 +121,4 @@ def seal_modules(modules: Sequence[str], edit: Edit) -> None:
 
     Those of dropouts are free: where they count, the graph does not hold.
     """
-    for path, names in written_out(edit.owner, modules).items():
-        module = edit.owner.get_submodule(path)
-        free = settings_of(module) if isinstance(module, nn.Dropout) else ()
-        edit.on_undo(seal(module, names.difference(free)), module)
+    hold_written_out(edit, modules, lambda module: settings_of(module) if isinstance(module, nn.Dropout) else ())

@@ -14,7 +14,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from ...cuda_ops import Kernel
 from ...errors import UsageError
-from ...layers.members import seal, written_out
+from ...layers.written_out import hold_written_out
 from ...passes.rewriting import Edit, Found, Held
 from ...tracing.graphs import Specialization, required_capture
 from ...tracing.guards import Guard, Method, Truth
@@ -87,9 +87,7 @@ class Occurrence:
         self._ask_operands(edit)
         edit.hold_where(list(self._guards(required_capture(edit.owner).specializations[edit.site.specialization])))
         calls = [str(node.target) for node in self.covered if node.op == "call_module"]
-        for path, names in written_out(edit.owner, calls).items():
-            module = edit.owner.get_submodule(path)
-            edit.on_undo(seal(module, names), module)
+        hold_written_out(edit, calls)
         replaced = [*zip(self._results, new, strict=True)]
         for node, proxy in reversed(replaced):  # what only the first result reads is gone once that is replaced
             if node is self.result or not self.covered.issuperset(node.users):

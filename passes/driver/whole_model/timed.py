@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -33,15 +33,26 @@ class WholeModel:
         tuner: has rewritten it.
         history: what was rewritten.
         baseline: a twin of the model as it was; its modules are inactive, to run as the user's model does.
+        settled: rewrites that the baseline has, too.
     """
 
-    def __init__(self, tuner: Tuner, history: History, baseline: nn.Module) -> None:
-        self._tuner, self._history, self._baseline = tuner, history, baseline
+    def __init__(self, tuner: Tuner, history: History, baseline: nn.Module, settled: Collection[Rewrite] = ()) -> None:
+        self._tuner, self._history, self._baseline, self._settled = tuner, history, baseline, settled
         deactivate(all_modules(baseline))
+
+    def timed(self) -> dict[str, float]:
+        """Return the model's timings as it stands."""
+        deactivate(self._tuner.program.names.distinct)
+        return _as_timings(timing.timing_figures(self._raced(self._runs())))
+
+    @property
+    def _judged(self) -> list[Rewrite]:
+        """Return the rewrites that make the difference to the baseline."""
+        return [rewrite for rewrite in self._history.rewrites if rewrite not in self._settled]
 
     def never_slower(self) -> dict[str, float] | None:
         """Return the model's timings; while it is slower, take back the rewrites that are least certain to pay."""
-        rewrites = self._history.rewrites
+        rewrites = self._judged
         if len(rewrites) == 1 and not rewrites[0].owner and "speedup" in rewrites[0].decision.figures:
             return _as_timings(rewrites[0].decision.figures)  # the group was the whole model
         while doubtful := self._doubtful():
@@ -71,7 +82,7 @@ class WholeModel:
 
     def _promised(self) -> float:
         """Return the microseconds that the rewrites save, each as it was timed at its site or at an equal one."""
-        figures = (rewrite.decision.figures for rewrite in self._history.rewrites)
+        figures = (rewrite.decision.figures for rewrite in self._judged)
         return sum(each["before_us"] - each["after_us"] for each in figures if "after_us" in each)
 
     def _take_back_all(self, speed: float) -> None:
@@ -84,7 +95,7 @@ class WholeModel:
         """Return the rewrites that only the whole model speaks for: untimed, and with no fewer operations."""
         return [
             each
-            for each in self._history.rewrites
+            for each in self._judged
             if _is_optional(each) and "untimed" in each.decision.figures and not each.edit.leaves_fewer_operations
         ]
 
@@ -94,9 +105,9 @@ class WholeModel:
         First come clean-ups, which nobody timed, in modules that only they keep from running the original forward; then
         the speed rewrites for which there was no time; then the least certain. Equal blocks share one timing.
         """
-        fast = [each for each in self._history.rewrites if each.pass_.goal is Goal.SPEED]
+        fast = [each for each in self._judged if each.pass_.goal is Goal.SPEED]
         owners = {each.owner for each in fast}
-        clean_ups = [each for each in self._history.rewrites if each.pass_.clean_up and each.owner not in owners]
+        clean_ups = [each for each in self._judged if each.pass_.clean_up and each.owner not in owners]
         optional = [each for each in fast if _is_optional(each)]
         if clean_ups or not optional:
             return clean_ups

@@ -17,6 +17,7 @@ from .derived import (
 )
 from .noise import jittered, perturbed_inputs, perturbed_state
 from .served import Asked, ServedCall, served_calls
+from .unlike import nothing, uneven
 
 __all__ = [
     "Asked",
@@ -28,6 +29,7 @@ __all__ = [
     "longer",
     "many_rows",
     "not_finite",
+    "nothing",
     "one_row",
     "other_rows",
     "other_strides",
@@ -35,5 +37,6 @@ __all__ = [
     "perturbed_state",
     "served_calls",
     "smaller",
+    "uneven",
     "zeros",
 ]

@@ -8,18 +8,26 @@ import torch
 from torch import Tensor
 
 from ....tracing.values import Arguments, TensorFunction, flatten, map_tensors
+from ..float64 import Table
+from .drawn import Drawn
 from .noise import perturbed_inputs, stands_for_infinity
 
 __all__ = [
+    "another_size",
     "are_same",
     "few_rows",
+    "is_ordinary",
     "larger",
+    "leaves_of",
     "longer",
     "many_rows",
     "not_finite",
+    "one_for_another",
     "one_row",
     "other_rows",
     "other_strides",
+    "resized",
+    "rows_of",
     "smaller",
     "zeros",
 ]
@@ -44,12 +52,18 @@ _NODES = 64
 _OFTEN_HALVED = 32
 """Images are halved five times in most networks; those that join the halves again take multiples of this."""
 
+_MANY = 131
+"""So many rows are more than a part of 128, and no multiple of anything."""
+
+_LIGHT = 200_000_000
+"""A module takes about as many operations for a number of a call as it holds: so many cost a hundredth of a second."""
+
 _SMALL = 1 << 14
 """A call of so many numbers costs next to nothing."""
 
 
 def other_rows(
-    arguments: Arguments, tables: Mapping[str, int], seed: int, *, more: bool = False
+    arguments: Arguments, tables: Mapping[str, Table], seed: int, *, more: bool = False
 ) -> Iterator[Arguments]:
     """Yield calls with another number of rows, large and negative, identifiers from whole tables, masks changed.
 
@@ -62,20 +76,22 @@ def other_rows(
         seed: of identifiers and masks.
         more: with one row more; else with three, which is cheaper, or one more than there are.
     """
-    rows = _rows(arguments)
+    rows = rows_of(arguments)
     if not rows:
         return
-    drawn, count = _Drawn(arguments, tables, seed), rows + 1 if more else min(_ODD, rows + 1)
+    drawn, count = Drawn(_tables(arguments, tables), seed), rows + 1 if more else min(_ODD, rows + 1)
     if count == rows:
         count += 1
     # Numbers that pick from no table are scaled, too; the sign is kept where the original is not defined below zero.
     for factors, integers in ((_FACTORS, True), (_FACTORS, False), ((100.0, 0.5), False), ((1.0,), False)):
         change = _scaled(count, factors, integers)
-        yield drawn.over(_resized(arguments, {0: {rows: count}}), change, exchanged=integers)
+        yield drawn.over(resized(arguments, {0: {rows: count}}), change, exchanged=integers)
     yield drawn.over(arguments, _scaled(rows, _FACTORS, integers=False))
 
 
-def many_rows(arguments: Arguments, example: Arguments, seed: int, *, numbers: bool = True) -> Arguments | None:
+def many_rows(
+    arguments: Arguments, example: Arguments, seed: int, *, numbers: bool = True, weight: int = 0
+) -> Arguments | None:
     """Return the call with at least twice the rows and the numbers of an example; of a small one, with four times.
 
     Args:
@@ -83,13 +99,17 @@ def many_rows(arguments: Arguments, example: Arguments, seed: int, *, numbers: b
         example: the call as it was recorded.
         seed: of the noise.
         numbers: have more numbers, too; else more rows alone.
+        weight: how many numbers the module holds. A light one takes a call of so many rows that ways of computing
+            which cut a batch into parts show what they do with the rest.
     """
-    rows, least = _rows(arguments), _rows(example)
+    rows, least = rows_of(arguments), rows_of(example)
     size, wanted = _size(arguments), _size(example)
     if not rows or not size:
         return None
     times = 4 if wanted <= _SMALL else 2
     count = max(times * least, -(-times * wanted * rows // size) if numbers else 0)
+    if weight and weight * size * _MANY <= _LIGHT * rows:
+        count = max(count, _MANY)
     return _repeated(arguments, {0: {rows: count}}, seed)
 
 
@@ -101,7 +121,7 @@ def larger(arguments: Arguments, example: Arguments, seed: int) -> Iterator[Argu
         example: the call as it was recorded.
         seed: of the noise.
     """
-    rows, least = _rows(arguments), _rows(example)
+    rows, least = rows_of(arguments), rows_of(example)
     if not rows:
         return
     for inner in _inner_sizes(example):
@@ -126,7 +146,7 @@ def longer(arguments: Arguments, example: Arguments, seed: int, *, barely: bool 
     if not known:
         return None
     sizes = {old: 1 + (old + old // 4 if barely else 2 * old) for old in known}
-    return _repeated(example, {0: {_rows(example): 1 if barely else 2}, **dict.fromkeys(range(1, 6), sizes)}, seed)
+    return _repeated(example, {0: {rows_of(example): 1 if barely else 2}, **dict.fromkeys(range(1, 6), sizes)}, seed)
 
 
 def not_finite(arguments: Arguments) -> Iterator[Arguments]:
@@ -134,16 +154,17 @@ def not_finite(arguments: Arguments) -> Iterator[Arguments]:
 
     Those are spoilt that hold ordinary floats.
     """
-    rows = _rows(arguments)
-    made = _resized(arguments, {0: {rows: max(rows, _ODD)}}) if rows else arguments
-    for chosen in _leaves(made):
-        if _is_ordinary(chosen) and chosen.dim() and len(chosen) == max(rows, _ODD):
+    rows = rows_of(arguments)
+    made = resized(arguments, {0: {rows: max(rows, _ODD)}}) if rows else arguments
+    for chosen in leaves_of(made):
+        if is_ordinary(chosen) and chosen.dim() and len(chosen) == max(rows, _ODD):
             spoilt = chosen.detach().clone()
-            spoilt[-1], spoilt[-2] = torch.nan, torch.inf
-            yield map_tensors(_put(spoilt, chosen), made)
+            spoilt[-1].flatten()[:1], spoilt[-2] = torch.nan, torch.inf
+            yield map_tensors(one_for_another(spoilt, chosen), made)
 
 
-def _put(new: Tensor, old: Tensor) -> TensorFunction:
+def one_for_another(new: Tensor, old: Tensor) -> TensorFunction:
+    """Return what puts a tensor in the place of another."""
     return lambda tensor: new if tensor is old else tensor
 
 
@@ -166,9 +187,9 @@ def _repeated(arguments: Arguments, sizes: Mapping[int, Mapping[int, int]], seed
     What there is repeats, so that all integers are values that the call has. Numbers that ascend, as those of the
     graphs of a batch, do so still.
     """
-    order = iter([_ascends(tensor) for tensor in _leaves(arguments)])
-    resized = map_tensors(lambda x: x.sort()[0] if next(order) else x, _resized(arguments, sizes))
-    return perturbed_inputs(resized, seed)
+    order = iter([_ascends(tensor) for tensor in leaves_of(arguments)])
+    ascending = map_tensors(lambda x: x.sort()[0] if next(order) else x, resized(arguments, sizes))
+    return perturbed_inputs(ascending, seed)
 
 
 def _ascends(tensor: Tensor) -> bool:
@@ -176,23 +197,25 @@ def _ascends(tensor: Tensor) -> bool:
     return is_plain and bool((tensor[1:] >= tensor[:-1]).all())
 
 
-def one_row(arguments: Arguments, tables: Mapping[str, int], seed: int) -> Iterator[Arguments]:
+def one_row(arguments: Arguments, tables: Mapping[str, Table], seed: int) -> Iterator[Arguments]:
     """Yield calls with the first row alone, nothing masked; at first with an inner size that is odd and smaller."""
-    rows = _rows(arguments)
+    rows = rows_of(arguments)
     if not rows:
         return
-    drawn = _Drawn(arguments, tables, seed, masks=False)
-    first = _resized(arguments, {0: {rows: 1}})
+    drawn = Drawn(_tables(arguments, tables), seed, masks=False)
+    first = resized(arguments, {0: {rows: 1}})
     for inner in _inner_sizes(arguments):
-        yield drawn.over(_resized(first, {dim: {size: _another(size) for size in inner} for dim in range(1, 6)}), _kept)
+        yield drawn.over(
+            resized(first, {dim: {size: another_size(size) for size in inner} for dim in range(1, 6)}), _kept
+        )
     yield drawn.over(first, _kept)
     yield first
 
 
 def few_rows(arguments: Arguments, count: int = _FEW) -> Arguments:
     """Return the call with its first rows alone."""
-    rows = _rows(arguments)
-    return _resized(arguments, {0: {rows: count}}) if rows > count else arguments
+    rows = rows_of(arguments)
+    return resized(arguments, {0: {rows: count}}) if rows > count else arguments
 
 
 def smaller(arguments: Arguments) -> Iterator[Arguments]:
@@ -209,7 +232,7 @@ def smaller(arguments: Arguments) -> Iterator[Arguments]:
         for reduced in (_quarter, _halved_often):
             sizes = {size: reduced(size) for size in inner}
             if any(size != less for size, less in sizes.items()):
-                yield _resized(few, dict.fromkeys(range(1, 6), sizes))
+                yield resized(few, dict.fromkeys(range(1, 6), sizes))
     yield few
 
 
@@ -218,8 +241,8 @@ def _few_nodes(arguments: Arguments) -> Arguments | None:
 
     Edges are pairs of integers [2, E] that name rows; what has E rows belongs to them.
     """
-    rows = _rows(arguments)
-    edges = next((each for each in _leaves(arguments) if _is_of_edges(each, rows)), None)
+    rows = rows_of(arguments)
+    edges = next((each for each in leaves_of(arguments) if _is_of_edges(each, rows)), None)
     if edges is None or rows <= _NODES:
         return None
     count = edges.shape[1]
@@ -260,14 +283,14 @@ def other_strides(arguments: Arguments) -> Arguments:
     return map_tensors(lay_out, arguments)
 
 
-def _another(size: int) -> int:
+def another_size(size: int) -> int:
     """Return an odd size of about a quarter; one more where there is little."""
     return size + 1 if size <= _SHORT else size // 4 // 2 * 2 + 3
 
 
 def zeros(arguments: Arguments) -> Arguments:
     """Return the call with zeros in the place of all floats, save what stands for infinity."""
-    return map_tensors(lambda x: torch.zeros_like(x) if _is_ordinary(x) else x, arguments)
+    return map_tensors(lambda x: torch.zeros_like(x) if is_ordinary(x) else x, arguments)
 
 
 def _tensors(arguments: Arguments) -> dict[str, Tensor]:
@@ -275,7 +298,7 @@ def _tensors(arguments: Arguments) -> dict[str, Tensor]:
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
-def _rows(arguments: Arguments) -> int:
+def rows_of(arguments: Arguments) -> int:
     """Return the size of the batch: that of the first tensor which has more than a value."""
     return next((len(tensor) for tensor in _tensors(arguments).values() if tensor.dim()), 0)
 
@@ -293,7 +316,7 @@ def _inner_sizes(arguments: Arguments) -> Iterator[tuple[int, ...]]:
         yield tuple(widest.shape[2:])
 
 
-def _resized(arguments: Arguments, sizes: Mapping[int, Mapping[int, int]]) -> Arguments:
+def resized(arguments: Arguments, sizes: Mapping[int, Mapping[int, int]]) -> Arguments:
     """Return a call in which dimensions of some sizes have others: what there is repeats, or ends earlier.
 
     Args:
@@ -323,7 +346,7 @@ def _scaled(rows: int, factors: tuple[float, ...], integers: bool) -> TensorFunc
 
     def change(tensor: Tensor) -> Tensor:
         counts = tensor.dtype in (torch.int64, torch.int32)
-        if not (_is_ordinary(tensor) or (counts and integers)) or not tensor.dim() or len(tensor) != rows:
+        if not (is_ordinary(tensor) or (counts and integers)) or not tensor.dim() or len(tensor) != rows:
             return tensor
         column = torch.tensor([factors[row % len(factors)] for row in range(rows)], dtype=torch.float64)
         shape = (-1, *(1 for _ in tensor.shape[1:]))
@@ -333,55 +356,20 @@ def _scaled(rows: int, factors: tuple[float, ...], integers: bool) -> TensorFunc
     return change
 
 
-def _is_ordinary(tensor: Tensor) -> bool:
+def is_ordinary(tensor: Tensor) -> bool:
     """Say whether a tensor is of floats, and none of these stands for infinity."""
     is_float = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.layout is torch.strided
     return is_float and tensor.numel() > 0 and not stands_for_infinity(tensor)
 
 
-class _Drawn:
-    """Draw identifiers from the whole of their tables, and masks anew; exchange those of which only some are known."""
-
-    def __init__(self, arguments: Arguments, tables: Mapping[str, int], seed: int, *, masks: bool = True) -> None:
-        names = {id(tensor): name for name, tensor in _tensors(arguments).items()}
-        order = [id(tensor) for tensor in _leaves(arguments)]
-        self._lengths = [tables.get(names.get(key, "")) for key in order]
-        self._seed, self._masks = seed, masks
-
-    def over(self, arguments: Arguments, change: TensorFunction, *, exchanged: bool = False) -> Arguments:
-        """Return a call with identifiers and masks drawn, and all other tensors changed by `change`.
-
-        Identifiers of which only some values are known are exchanged, or stay.
-        """
-        lengths = iter(self._lengths)
-        generator = torch.Generator().manual_seed(self._seed)
-
-        def draw(tensor: Tensor) -> Tensor:
-            length = next(lengths)
-            if length is not None and length > 0:
-                return _identifiers(tensor, length, generator)
-            if length is not None:
-                return self._exchanged(tensor, generator) if exchanged else tensor
-            return self._mask(tensor, generator) if tensor.dtype is torch.bool else change(tensor)
-
-        return map_tensors(draw, arguments)
-
-    def _exchanged(self, numbers: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a mask of zeros and ones changed; other identifiers in another order of their rows."""
-        if numbers.dim() > 1 and numbers.numel() and bool(((numbers == 0) | (numbers == 1)).all()):
-            return self._mask(numbers.bool(), generator).to(numbers.dtype)
-        return numbers.roll(1, 0) if numbers.dim() else numbers
-
-    def _mask(self, mask: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a mask with about a third of its places the other way, or with none."""
-        if not self._masks or not mask.dim():
-            return ~mask if self._masks else torch.ones_like(mask)
-        other = (torch.rand(mask.shape, generator=generator) < 1 / 3).to(mask.device)
-        other[..., :1] = False
-        return mask ^ other
+def _tables(arguments: Arguments, tables: Mapping[str, Table]) -> list[Table | None]:
+    """Return the table that each tensor of a call picks from, in the order in which calls are mapped."""
+    names = {id(tensor): name for name, tensor in _tensors(arguments).items()}
+    return [tables.get(names.get(id(tensor), "")) for tensor in leaves_of(arguments)]
 
 
-def _leaves(arguments: Arguments) -> list[Tensor]:
+def leaves_of(arguments: Arguments) -> list[Tensor]:
+    """Return the tensors of a call, in the order in which calls are mapped."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
@@ -390,11 +378,3 @@ def _leaves(arguments: Arguments) -> list[Tensor]:
 
     map_tensors(note, arguments)
     return found
-
-
-def _identifiers(like: Tensor, length: int, generator: torch.Generator) -> Tensor:
-    """Return identifiers over a whole table; the first and the last are among them, where there is room."""
-    drawn = torch.randint(0, length, like.shape, generator=generator)
-    flat = drawn.view(-1)
-    flat[:2] = torch.tensor([length - 1, 0])[: flat.numel()]
-    return drawn.to(device=like.device, dtype=like.dtype)

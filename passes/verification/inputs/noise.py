@@ -20,6 +20,9 @@ _STRENGTH = 0.25
 _PERIOD = 65537
 """After so many elements noise repeats: a prime, so that no two rows, columns or members get the same."""
 
+_DECIDES = 4.0
+"""Numbers so far apart outweigh what layers with weights as they are drawn mostly give."""
+
 _HUGE = 1e4
 """Values that stand for infinity (masks of -1e4, -1e9 or finfo.min) are kept as they are."""
 
@@ -27,15 +30,16 @@ _HUGE = 1e4
 def perturbed_state(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Return `state` with noise on every float, in the same types; tied tensors stay tied.
 
-    Parameters move by normal noise of their scale (0.25 where they are all zero). Buffers keep their sign and their
-    zeros, for they may be variances or masks, except that a buffer of nothing but zeros moves up.
+    Parameters move by normal noise of their scale (0.25 where they are all zero). Vectors of unlike numbers are turned
+    round: a bias that sends all rows of the example one way, to one expert of a mixture, sends them another. Buffers
+    keep their sign and their zeros, for they may be variances or masks, except that a buffer of nothing but zeros moves
+    up.
     """
     generator = torch.Generator().manual_seed(seed)
     done: dict[int, Tensor] = {}
     for tensor in state.values():
         if id(tensor) not in done:
-            move = _moved_parameter if isinstance(tensor, nn.Parameter) else _moved_buffer
-            done[id(tensor)] = move(tensor, generator) if _can_move(tensor) else tensor
+            done[id(tensor)] = _moved(tensor, generator) if _can_move(tensor) else tensor
     return {name: done[id(tensor)] for name, tensor in state.items()}
 
 
@@ -83,6 +87,19 @@ def _noise(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if count > _PERIOD:
         noise = noise.repeat(-(-count // _PERIOD))[:count]
     return noise.view(tensor.shape).to(device=tensor.device)
+
+
+def _moved(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return _moved_buffer(tensor, generator)
+    return _moved_parameter(tensor.detach().flip(0) if _decides(tensor) else tensor, generator)
+
+
+def _decides(tensor: Tensor) -> bool:
+    """Say whether a parameter may be a bias that outweighs whatever it is added to."""
+    if tensor.ndim != 1 or tensor.is_complex():
+        return False
+    return _DECIDES < float(tensor.detach().max() - tensor.detach().min()) < _HUGE
 
 
 def _moved_parameter(tensor: Tensor, generator: torch.Generator) -> Tensor:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ....tracing.values import Arguments
+from ..float64 import Table
 from .derived import longer, many_rows, not_finite, other_rows
 from .noise import perturbed_inputs
+from .unlike import elsewhere, far_from_zero, halves, no_rows, small
 
 __all__ = ["Asked", "ServedCall", "served_calls"]
 
@@ -24,6 +26,7 @@ class Asked(enum.Enum):
     SAME = "the same values"
     BITS = "the same bits, where the rewrite promises them"
     FINITE = "nothing overflows"
+    EXACTLY = "the same values, whatever rounding of the arguments might do"
     NOT_FINITE = "what is not finite stays so"
 
 
@@ -36,12 +39,14 @@ class ServedCall:
 
 
 def served_calls(
-    arguments: Arguments, example: Arguments, tables: Mapping[str, int], seed: int, *, large: Asked | None
-) -> Iterator[ServedCall]:
+    arguments: Arguments, example: Arguments, tables: Mapping[str, Table], seed: int, *, large: Asked | None,
+    training: bool = False, weight: int = 0,
+) -> Iterator[ServedCall]:  # fmt: skip
     """Yield calls to make one after another.
 
-    First as recorded, then of the same sizes with noise, then with many more rows than the example, which some ways of
-    computing are made for, and longer; then with a row more, large and negative, and with NaN and infinity.
+    First as recorded, then of the same sizes with noise, of halves, near zero and far from it, without rows, then with
+    many more rows than the example, which some ways of computing are made for, and longer; then with a row more, large
+    and negative, and with NaN and infinity.
 
     Args:
         arguments: of the call: the example, or a smaller one made of it.
@@ -50,12 +55,18 @@ def served_calls(
         seed: of all noise.
         large: what is asked of calls that are larger than the example; None makes none. Where it is the same bits, they
             are as small as calls can be that are larger: the model is a slow one.
+        training: whether the module is in training.
+        weight: how many numbers it holds.
     """
     yield ServedCall(arguments)
-    yield ServedCall(perturbed_inputs(arguments, seed + 1))
+    yield ServedCall(elsewhere(perturbed_inputs(arguments, seed + 1)))
+    found = [(halves(arguments), Asked.EXACTLY), (small(arguments), Asked.SAME)]
+    if not training:  # what is far off would stay in running statistics, and those of no rows are undefined
+        found += [(far_from_zero(arguments), Asked.SAME), (no_rows(arguments), Asked.SAME)]
+    yield from (ServedCall(call, asked) for call, asked in found if call is not None)
     if large is not None:
         few = longer(arguments, example, seed + 1, barely=large is Asked.BITS)
-        made = (many_rows(arguments, example, seed + 1), few)
+        made = (many_rows(arguments, example, seed + 1, weight=weight), few)
         yield from (ServedCall(call, large) for call in made if call is not None)
     for call in islice(other_rows(arguments, tables, seed, more=True), 1):
         yield ServedCall(call, Asked.FINITE)

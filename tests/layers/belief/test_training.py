@@ -19,6 +19,7 @@ import fxopt
 from fxopt.layers import RBM
 from fxopt.layers.belief.training import ContrastiveDivergence, Options
 from fxopt.layers.belief.units import KINDS
+from fxopt.layers.replica import Replica
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -331,3 +332,11 @@ def test_narrow_dtypes_are_trained_with_draws_of_float32(dtype):
 def test_a_generator_of_batches_is_over_after_one_epoch():
     with pytest.raises(fxopt.InputError, match="iterated over only once"):
         RBM(6, 4).fit((batch for batch in patterns().split(10)), 2)
+
+
+def test_what_ddp_replicated_is_not_trained_by_each_process_alone() -> None:
+    rbm = RBM(6, 4)
+    replica = Replica(rbm.named_parameters())
+    with pytest.raises(fxopt.UsageError, match="weight is one of a replica of ddp"):
+        rbm.fit(torch.ones(8, 6), epochs=1, progress=False)
+    assert replica.syncs

@@ -166,7 +166,7 @@ def test_what_errs_only_above_its_examples_rows_is_found() -> None:
     def wrong(m: Any, x: Tensor) -> Tensor:
         return x @ m.weight if x.numel() // 4 <= 64 else torch.cat([x[:64] @ m.weight, x[64:]])
 
-    assert "call 3" in judged(lambda m, x: x @ m.weight, wrong, rows(20)).reason
+    assert "without gradients, call" in judged(lambda m, x: x @ m.weight, wrong, rows(20)).reason
     assert judged(lambda m, x: x @ m.weight, lambda m, x: (m.weight.T @ x.T).T, rows(20)).ok
 
 
@@ -240,7 +240,7 @@ def test_longer_calls_in_own_types_are_made_of_large_examples() -> None:
     def wrong(m: Any, x: Tensor) -> Tensor:
         return x @ m.weight * (1.1 if x.dim() > 2 and x.shape[1] > 1200 else 1.0)
 
-    assert "call 4" in judged(lambda m, x: x @ m.weight, wrong, torch.randn(8, 1200, 4)).reason
+    assert "without gradients, call" in judged(lambda m, x: x @ m.weight, wrong, torch.randn(8, 1200, 4)).reason
 
 
 ORDINARY = {
@@ -274,7 +274,8 @@ def test_an_original_that_stops_at_nan_is_compared_on_all_other_calls() -> None:
         return x @ m.weight
 
     taken = reference(Model(checked), [Inputs(rows())])
-    assert [call.asked for call in taken.served] == [Asked.SAME] * 3 + [Asked.FINITE]
+    asked = {call.asked for call in taken.served}
+    assert Asked.FINITE in asked and Asked.NOT_FINITE not in asked
     assert judged(checked, lambda m, x: x.nan_to_num() @ m.weight, rows()).ok
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
+import fxopt
 from fxopt.passes.verification import jittered, perturbed_inputs, perturbed_state
 
 
@@ -69,3 +71,31 @@ def test_jitter_is_as_small_as_asked(wide: torch.dtype | None) -> None:
     moved = jittered([x], 1e-3, wide, 0)[0]
     assert moved.dtype is (wide or torch.float32)
     assert float((moved / x - 1).abs().mean()) == pytest.approx(0.8e-3, rel=0.1)
+
+
+class Routed(nn.Module):
+    """Sends each row to one of three linears; its bias sends all to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 3), nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+        with torch.no_grad():
+            self.gate.bias.copy_(torch.tensor([1e3, 0, 0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = F.one_hot(self.gate(x).argmax(-1), 3).to(x.dtype)
+        return (shares.unsqueeze(-1) * torch.stack([expert(x) for expert in self.experts], 1)).sum(1)
+
+
+def takes_the_first(module: fx.GraphModule) -> fx.GraphModule:
+    stacked = next((node for node in module.graph.nodes if node.target is torch.stack), None)
+    if stacked is not None:
+        with module.graph.inserting_after(stacked):
+            module.graph.output_node().args = (module.graph.call_method("select", (stacked, 1, 0)),)
+        module.graph.eliminate_dead_code()
+    return module
+
+
+def test_a_rewrite_that_holds_for_one_routing_is_undone():
+    fast = fxopt.optimize(Routed(), [takes_the_first], example_inputs=torch.randn(5, 4), measure=False)
+    assert [decision.status for decision in fxopt.plan(fast).decisions] == ["undone"]

@@ -361,8 +361,8 @@ def test_errors_are_told_of_good_and_bad_rewrites() -> None:
     x = normal(8, 32)
     good = judge(before, rewritten(before, lambda m, x: (m.w.T @ x.tanh().T).T), x)
     bad = judge(before, rewritten(before, lambda m, x: x.tanh() @ m.w * 1.001), x)
-    assert 0 < good.meaning_error < 1e-14
-    assert 0 < good.precision_error < 1e-5
+    assert 0 <= good.meaning_error < 1e-14  # 0 where a CPU adds up in the same order
+    assert 0 <= good.precision_error < 1e-5
     assert bad.meaning_error == pytest.approx(1e-3, rel=1e-6)
     assert bad.checked_in == "float64"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import fxopt
 from fxopt.compat import all_modules
-from fxopt.tracing.graphs import capture_of
+from fxopt.tracing.graphs import capture_of, recompile, with_graph
 from fxopt.tracing.program import deactivate
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -44,6 +45,17 @@ class Both(nn.Module):
 
 def forward_of(module: nn.Module) -> object:
     return type(module).forward
+
+
+def test_a_module_that_gets_another_graph_is_active_again():
+    program = fxopt.capture(Plain(), (X,))
+    deactivate(program.names.distinct)
+    graph = copy.deepcopy(program.graphs[""])
+    (scaled,) = (node for node in graph.nodes if node.target is operator.mul)
+    scaled.args = scaled.args[0], 3.0
+    with_graph(program.model, 0, graph)
+    recompile(program.model)
+    torch.testing.assert_close(program.model(X), program.model.linear(X) * 3.0)
 
 
 @pytest.fixture

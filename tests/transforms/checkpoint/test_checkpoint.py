@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,10 +17,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxopt
-from fxopt.compat import DispatchMode
-from fxopt.errors import BudgetError, UsageError
+from fxopt.compat import DispatchMode, all_modules
+from fxopt.errors import BudgetError, MatchFailure, UsageError
+from fxopt.passes import timing
+from fxopt.passes.contract import Pass
 from fxopt.passes.pipeline import parse
-from fxopt.passes.timing import LiveBytes, memory_use
+from fxopt.passes.rewriting import Edit, operation
+from fxopt.passes.sites import Goal, Numerics, Site
+from fxopt.passes.timing import LiveBytes, Timings, memory_use
+from fxopt.tracing.graphs import WrappedRegion
+from fxopt.tracing.program import Program
 from fxopt.tracing.values import normalize_inputs
 from fxopt.transforms.checkpoint import Checkpoint, forward, recomputation
 from fxopt.transforms.checkpoint.choices import Choices, choices
@@ -68,7 +75,7 @@ def test_memory_is_what_was_expected_and_less_for_less(made: Made) -> None:
     assert memory_use(made[0], calls).live == found.problem.saved
     peaks: list[int] = []
     for budget in (1.0, 0.7, 0):
-        expected = Checkpoint(budget)._chosen(found).schedule
+        expected = Checkpoint(budget)._chosen(found, found.problem.saved).schedule
         used = memory_use(checkpointed(made, budget, verify=False), calls)
         assert used.live == pytest.approx(expected.live, rel=0.1)
         assert expected.live <= expected.peak <= found.problem.saved
@@ -332,6 +339,64 @@ def test_a_budget_that_cannot_be_met_says_what_can(transformer: Made) -> None:
         checkpointed(transformer, "1KiB")
 
 
+def held(model: nn.Module) -> float:
+    memory = fxopt.report(model).to_json()["memory"]
+    return memory["live_after"] / memory["live_before"]
+
+
+@pytest.mark.parametrize("passes", ["checkpoint{budget=0.5}", "autocast,checkpoint{budget=0.5}"])
+def test_a_budget_is_met_however_little_time_there_is(passes: str, made: Made) -> None:
+    fast = fxopt.optimize(made[0], passes, example_inputs=(made[1],), time_budget=0.001, measure=False)
+    assert {status for status, _ in decisions(fast) if "autocast" not in passes} <= {"applied"}
+    assert held(fast) <= 0.5  # of what the model holds that was given, in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Add(Pass):
+    """Write `a + b` as a call of torch.add, for speed."""
+
+    goal: ClassVar[Goal] = Goal.SPEED
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+
+    def find(self, program: Program) -> Iterator[Site]:
+        yield from (match.site() for match in program.matches(operation("add", name="add")))
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        node = edit.graph_node("add")
+        edit.replace(node, edit.call(torch.add, *node.args))
+
+
+def test_what_memory_costs_in_time_does_not_speak_against_other_passes(
+    transformer: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timed(candidates: Any, **_: Any) -> Timings:
+        costs = [candidates[name].module for name in candidates if name == "after"]
+        slower = costs and any(isinstance(each, WrappedRegion) for each in all_modules(costs[0]))
+        return Timings([{name: 2.0 if name == "before" else 3.0 if slower else 1.0 for name in candidates}] * 9)
+
+    monkeypatch.setattr(timing, "time_candidates", timed)
+    fast = fxopt.optimize(transformer[0], [Add(), Checkpoint(0.5)], example_inputs=(transformer[1],))
+    assert {status for status, _ in decisions(fast)} == {"applied"}
+    assert held(fast) <= 0.5  # of modules, too, that were timed without a change
+    assert fxopt.report(fast).to_json()["timings"]["speedup"] < 1
+
+
+def test_a_budget_that_is_missed_raises(transformer: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewrite = Checkpoint.rewrite
+
+    def in_first_block(self: Checkpoint, site: Site, edit: Edit) -> None:
+        if not site.owner.startswith("blocks.0"):
+            raise MatchFailure("it cannot be run again")
+        rewrite(self, site, edit)
+
+    monkeypatch.setattr(Checkpoint, "rewrite", in_first_block)
+    with pytest.raises(
+        BudgetError,
+        match=r"budget=0.4 allows .* least that was reached .* places were left, as .* cannot be run again",
+    ):
+        checkpointed(transformer, 0.4)
+
+
 @pytest.mark.parametrize("budget", [1, "2GB"])
 def test_a_budget_that_is_met_already_says_so(budget: float | str, transformer: Made) -> None:
     ((status, reason),) = decisions(checkpointed(transformer, budget))
@@ -347,8 +412,8 @@ def test_a_budget_is_a_share_or_bytes(budget: object) -> None:
 
 def test_bytes_and_shares_mean_the_same(transformer: Made) -> None:
     found = looked_up(transformer)
-    share = Checkpoint(0.5)._chosen(found)
-    assert Checkpoint(f"{found.problem.saved / 2048:.3f}KiB")._chosen(found) == share
+    share = Checkpoint(0.5)._chosen(found, found.problem.saved)
+    assert Checkpoint(f"{found.problem.saved / 2048:.3f}KiB")._chosen(found, found.problem.saved) == share
 
 
 # -- afterwards --------------------------------------------------------------------------------------------------------

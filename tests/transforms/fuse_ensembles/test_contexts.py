@@ -120,7 +120,7 @@ def test_the_graph_under_the_context() -> None:
     fast = fused(made("no_grad"))
     graph = fxopt.graphs(fast)["no_grad_0"]
     assert [str(node.target) for node in graph.find_nodes(op="get_attr")] == [
-        "fused_heads.weight_0", "fused_heads.bias_0", "fused_heads.weight_2", "fused_heads.bias_2",
+        "fused_heads.0.weight", "fused_heads.0.bias", "fused_heads.2.weight", "fused_heads.2.bias",
     ]  # fmt: skip
     assert not graph.find_nodes(op="call_module")
     assert fast.no_grad_0.fused_heads is fast.fused_heads

@@ -173,12 +173,12 @@ def test_the_graph_before_and_after() -> None:
     ]
     assert after == [
         ("placeholder", "x"),
-        ("get_attr", "fused_heads.weight_0"),
-        ("get_attr", "fused_heads.bias_0"),
+        ("get_attr", "fused_heads.0.weight"),
+        ("get_attr", "fused_heads.0.bias"),
         ("call_function", "wide_linear"),
         ("call_function", "tanh"),
-        ("get_attr", "fused_heads.weight_2"),
-        ("get_attr", "fused_heads.bias_2"),
+        ("get_attr", "fused_heads.2.weight"),
+        ("get_attr", "fused_heads.2.bias"),
         ("call_function", "batched_linear"),
         ("call_function", "concatenate_members"),
         ("output", "output"),

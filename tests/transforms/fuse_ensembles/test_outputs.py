@@ -145,9 +145,9 @@ def test_a_parametrized_store_and_tensors_of_others_are_read() -> None:
     zeros = {name: torch.zeros_like(value) for name, value in fast.named_parameters()}
     assert torch.equal(torch.func.functional_call(fast, zeros, (X,)), torch.zeros(5, 6))
     before = fast(X)
-    parametrize.register_parametrization(fast.fused_heads, "weight_2", Negated())
-    parametrize.register_parametrization(fast.fused_heads, "bias_2", Negated())
-    assert "fused_heads.weight_2" in names
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(fast.fused_heads.get_submodule("2"), name, Negated())
+    assert "fused_heads.2.weight" in names
     torch.testing.assert_close(fast(X), -before)
 
 

@@ -96,3 +96,16 @@ def test_what_was_measured_is_for_about_as_many_tokens(monkeypatch: pytest.Monke
         for shape in ((4, 16), (2, 16), (8, 16), (1, 1), (9, 16)):
             fast(x_of(*shape))
     assert taken[:3] == ["padded"] * 3 and taken[3] == "gathered" and taken[4] != "padded"
+
+
+def test_an_expert_that_had_all_tokens_of_the_example_has_others_later() -> None:
+    model = made(Where).eval()
+    model.gate = nn.Linear(16, 4)
+    with torch.no_grad():
+        model.gate.bias.copy_(torch.tensor([8.0, 0, 0, 0]))
+    fast = fused(model, "grouped")
+    for favourite in range(4):
+        for each in (model, fast):
+            with torch.no_grad():
+                each.gate.bias.copy_(torch.zeros(4).index_fill(0, torch.tensor(favourite), 60.0))
+        torch.testing.assert_close(only(fast(x_of(2, 7))), only(model(x_of(2, 7))))

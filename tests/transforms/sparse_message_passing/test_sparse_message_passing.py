@@ -329,3 +329,14 @@ def test_a_layer_whose_edges_are_always_new_gives_up_beside_one_whose_are_the_sa
 
 def test_its_text_is_read_back():
     assert parse(str(SparseMessagePassing())) == (SparseMessagePassing(),)
+
+
+def test_hooks_on_what_aggregates_run():
+    model, inputs = Network(), graph()
+    fast, called = optimized(model, inputs=inputs), []
+    used(fast, inputs)
+    expected = model(*inputs)
+    for conv in fast.convs:
+        conv.aggr_module.register_forward_hook(lambda *_: called.append("called"))
+    torch.testing.assert_close(fast(*inputs), expected)
+    assert called == ["called"] * len(fast.convs)

@@ -42,8 +42,11 @@ def keys_of(operand: Operand) -> Sequence[Any]:
             return []
 
 
-def stacked(operand: Operand, count: int, task: Task, writer: Writer) -> fx.Node:
-    """Write an operand with the members along dimension 0 (a shared one as it is)."""
+def stacked(operand: Operand, count: int, task: Task, writer: Writer, *, flat: bool = False) -> fx.Node:
+    """Write an operand with the members along dimension 0 (a shared one as it is).
+
+    Vectors that are parameters may stay behind one another, `flat`, for what takes them so.
+    """
     graph = writer.graph
     match operand:
         case Pack() | Shared():
@@ -53,7 +56,8 @@ def stacked(operand: Operand, count: int, task: Task, writer: Writer) -> fx.Node
         case Parameters():
             node = graph.get_attr(task.names[operand.names])
             node.meta["parameter"] = True
-            return node
+            size = task.vectors.get(str(node.target))
+            return node if flat or size is None else graph.call_function(batched.split_vectors, (node, count, size))
         case Selected():
             return graph.call_function(batched.select_members, (writer.values[operand.source], operand.dim, count))
         case Gathered():

@@ -46,7 +46,9 @@ class Packwise:
 
     def _unit(self, pack: Pack, before: Collection[Pack], task: Task) -> Unit:
         def emit(writer: Writer) -> None:
-            values = [stacked(operand, pack.size, task, writer) for operand in pack.operands]
+            flat = pack.operator == "linear" and not isinstance(pack.operands[1], Shared)
+            operands = enumerate(pack.operands)  # linears take their biases flat
+            values = [stacked(each, pack.size, task, writer, flat=flat and slot == 2) for slot, each in operands]
             node = self._written(pack, values, task, writer)
             node.meta["origin"] = writer.origin_of(pack.members)
             writer.values[pack] = node

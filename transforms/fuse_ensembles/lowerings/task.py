@@ -21,12 +21,14 @@ class Task:
     Attributes:
         ensemble: what to write.
         names: the parameters of each position -> the name of the stacked tensor that holds them.
+        vectors: name of a stacked tensor in which vectors lie behind one another -> their length.
         add_module: registers a module in the owner and returns its name.
         may_restart: whether the owner may run its original forward after having begun with its graph.
     """
 
     ensemble: Ensemble
     names: Mapping[tuple[str, ...], str]
+    vectors: Mapping[str, int]
     add_module: Callable[[nn.Module], str]
     may_restart: bool
 

@@ -283,3 +283,21 @@ def test_groups_that_cut_one_dimension_are_one_site(residual: Any):
     fast = fxopt.optimize(residual.model(), structured(scope="layer"), example_inputs=(residual.x,))
     (decision,) = fxopt.plan(fast).decisions
     assert decision.detail == "removes 4 of 8 channels of a and of 1 more layers" and decision.status == "undone"
+
+
+@pytest.mark.filterwarnings("ignore:the state dict has original shapes")
+def test_gemma_2_differs_from_zeros_in_its_norms_alone_and_says_so() -> None:
+    import transformers
+
+    config = transformers.Gemma2Config(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=4, vocab_size=20, use_cache=False, attn_implementation="eager",
+    )  # fmt: skip
+    zeros, ids = transformers.Gemma2ForCausalLM(config).eval(), torch.arange(10).view(2, 5)
+    said = "norms run over what is kept, not over zeros"
+    for kinds, is_equal in ((("heads",), True), (("channels", "heads", "hidden"), False)):
+        model = transformers.Gemma2ForCausalLM(config).eval()
+        fast = fxopt.optimize(model, structured(scope="layer", kinds=kinds), example_inputs=ids, measure=False)
+        zeros.load_state_dict(fast.state_dict())
+        assert torch.allclose(fast(ids).logits, zeros(ids).logits, atol=1e-5) is is_equal
+        assert (said not in str(fxopt.report(fast))) is is_equal

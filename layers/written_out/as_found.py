@@ -1,4 +1,4 @@
-"""Whether the modules whose calls were written out are still what they were, asked at each call of what is around."""
+"""Whether modules that something else computes are still what they were, asked at each call of what is around."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Opened:
         has_graph: its graph was written out; it knows of further attributes what they were.
         reads: the names of all these attributes.
         without: the names of its parameters and buffers that are None.
-        children: how many it has.
+        children: how many it has; None where that does not count.
     """
 
     path: str
@@ -41,12 +41,21 @@ class Opened:
     has_graph: bool
     reads: tuple[str, ...]
     without: tuple[str, ...]
-    children: int
+    children: int | None
 
     @classmethod
     def leaf(cls, path: str, module: nn.Module, settings: tuple[tuple[str, Any], ...]) -> Opened:
         """Return what a layer is now, of which settings were written out; of what is only on the way none."""
         return cls(path, user_class(type(module)), settings, False, _names(settings), _without(module), _count(module))
+
+    @classmethod
+    def computed(cls, path: str, module: nn.Module, settings: Iterable[str]) -> Opened:
+        """Return what a layer is now that is computed by something else.
+
+        Its settings are asked for where it is another module, or of another class: it refuses other ones itself.
+        """
+        kept = tuple((name, _kept(vars(module)[name])) for name in settings if name in vars(module))
+        return cls(path, user_class(type(module)), kept, False, (), _without(module), None)
 
     @classmethod
     def captured(cls, path: str, module: nn.Module, reads: Iterable[str]) -> Opened:
@@ -57,6 +66,10 @@ class Opened:
         )
         settings = tuple((name, _kept(value)) for name, value in plain)
         return cls(path, user_class(type(module)), settings, True, reads, _without(module), _count(module))
+
+    def inside(self, path: str) -> Opened:
+        """Return it as it is called where the module around it is called `path`."""
+        return replace(self, path=f"{path}.{self.path}" if path else self.path)
 
     def with_setting(self, name: str, value: Any) -> Opened:
         """Return it with one more attribute whose value was written out."""
@@ -108,20 +121,21 @@ class AsFound:
     What is asked at each call are a few comparisons of lists; copies and pickles look at their modules anew.
 
     Args:
-        opened: the modules inside.
-        children: how many it has itself.
+        opened: the modules inside, each behind the one that holds it.
+        children: how many it has itself; None where that does not count.
+        compiled: what to say while `torch.compile` reads the code: it cannot ask this.
     """
 
     __name__ = "calls_as_found"
 
-    def __init__(self, opened: Sequence[Opened], children: int) -> None:
-        self.opened, self.children = tuple(opened), children
+    def __init__(self, opened: Sequence[Opened], children: int | None, *, compiled: bool = False) -> None:
+        self.opened, self.children, self.compiled = tuple(opened), children, compiled
         self._known: dict[int, tuple[Any, ...]] = {}
         """By the identity of the module, for copies of a model may share a graph."""
 
     def __call__(self, module: nn.Module) -> bool:
-        if torch.compiler.is_compiling():
-            return False  # compilers see the modules
+        if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and not self.compiled):
+            return self.compiled
         known = self._known.get(id(module))
         if known is not None:
             hooks, places, names, values, types, registries, sizes, modules, kinds, is_right, _ = known
@@ -155,7 +169,7 @@ class AsFound:
         places: list[dict[str, Any]] = []
         names: list[str] = []
         modules: list[nn.Module] = []
-        by_path, is_right = {"": module}, len(own_children(module)) == self.children
+        by_path, is_right = {"": module}, self.children in (None, _count(module))
         for each in self.opened:
             parent, _, last = each.path.rpartition(".")
             places.append(cast("dict[str, Any]", own_children(by_path[parent])))
@@ -177,7 +191,7 @@ class AsFound:
         )  # fmt: skip
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, AsFound) and (self.opened, self.children) == (other.opened, other.children)
+        return isinstance(other, AsFound) and self._settings == other._settings
 
     def __hash__(self) -> int:
         return hash(tuple(each.path for each in self.opened))
@@ -186,14 +200,22 @@ class AsFound:
         return f"AsFound({len(self.opened)} modules)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AsFound:
-        return AsFound(self.opened, self.children)
+        return _as_found(*self._settings)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return AsFound, (self.opened, self.children)
+        return _as_found, self._settings
+
+    @property
+    def _settings(self) -> tuple[tuple[Opened, ...], int | None, bool]:
+        return self.opened, self.children, self.compiled
+
+
+def _as_found(opened: Sequence[Opened], children: int | None, compiled: bool) -> AsFound:
+    return AsFound(opened, children, compiled=compiled)
 
 
 def _is_as_found(module: nn.Module, opened: Opened) -> bool:
-    if len(own_children(module)) != opened.children:
+    if opened.children not in (None, _count(module)):
         return False
     if user_class(type(module)) is not opened.kind or "forward" in vars(module) or has_hooks(module):
         return False

@@ -1,0 +1,61 @@
+"""What was asked for and changed nothing is said: in a warning, in the report, on standard error."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.reporting.idle import in_one_line
+
+X = torch.randn(4, 8)
+
+
+def net(*, training: bool = False) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU()).train(training)
+
+
+def warned(passes: Any, *, training: bool = False, **options: Any) -> tuple[list[str], nn.Module]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fast = fxopt.optimize(net(training=training), passes, example_inputs=(X,), measure=False, **options)
+    return [str(each.message) for each in caught if each.category is fxopt.NothingDoneWarning], fast
+
+
+def test_each_pass_that_was_named_and_changed_nothing_says_why() -> None:
+    (said,), fast = warned("fold_batchnorm,release")
+    assert "fold_batchnorm changed nothing: it found no place for it in this model" in said
+    assert "release changed nothing: " in said
+    assert fxopt.report(fast).notes == ("fold_batchnorm changed nothing: it found no place for it in this model",)
+    assert "refused      release at " in str(fxopt.report(fast))
+    assert warned(iter(["prune{amount=0.5}"]))[0] == []  # what did something, from an iterator
+
+
+def test_a_refusal_is_the_reason() -> None:
+    (said,), _ = warned("checkpoint{budget=0.5}")
+    assert said.startswith("checkpoint changed nothing: it is for training, and the model is in evaluation")
+
+
+def test_members_of_presets_are_not_named_and_a_whole_preset_is() -> None:
+    (said,), _ = warned("training", training=True)
+    assert said.startswith("training changed nothing: ")
+    assert not warned(["prune{amount=0.5}"])[0]
+    assert not warned([])[0]
+
+
+def test_training_of_a_model_in_evaluation_is_said() -> None:
+    (said,), _ = warned("training")
+    assert said.startswith("nothing was done for training: the model is in evaluation")
+    assert not any("for training" in each for each in warned("training", phase="train")[0])
+
+
+def test_on_standard_error_it_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with in_one_line():
+            warnings.warn("prune changed nothing: so", fxopt.NothingDoneWarning, stacklevel=1)
+    assert capsys.readouterr().err == "warning: prune changed nothing: so\n"
