@@ -18,6 +18,8 @@ import fxopt
 
 pytest.importorskip("torch_geometric")
 
+MODELS, PARTS = 300, 3
+
 
 @pytest.mark.parametrize("name", PASSES)
 def test_samples_have_sites_and_are_the_same_each_time(name: str):
@@ -65,3 +67,11 @@ def test_a_run_of_many_models_tries_all_pairs():
     tried = Counter((name, use) for name, _, uses in fuzz.plan(len(PASSES) * len(USES), 3, 1) for use in uses)
     assert set(tried) == {(name, use) for name in PASSES for use in USES}
     assert set(tried.values()) == {1}
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_random_models_do_what_they_did_before(part: int):
+    hit: Counter[str] = Counter()
+    trials = list(fuzz.run(MODELS // PARTS, 1000 * part, 2, hit, slow=False))
+    assert [name for name in PASSES if not hit[name]] == []
+    assert "\n".join(str(each) for each in findings(trials, limits())) == ""

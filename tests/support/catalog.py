@@ -31,6 +31,7 @@ def network(pipelines: tuple[str, ...], kinds: str, training: bool | None, near:
         near=near,
         zeros=pipeline.startswith("prune"),
         adds=pipeline == "qat",
+        serves=pipeline.endswith("release") or pipeline.startswith("quantize"),
     )
 
 

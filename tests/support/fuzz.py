@@ -30,14 +30,16 @@ def _turned(names: list[str], number: int) -> list[str]:
     return names[start:] + names[:start]
 
 
-def run(models: int, seed: int, uses: int, hit: Counter[str], done: Collection[Trial] = ()) -> Iterator[Trial]:
+def run(
+    models: int, seed: int, uses: int, hit: Counter[str], done: Collection[Trial] = (), *, slow: bool = True
+) -> Iterator[Trial]:
     """Yield trials that are not done yet; count the sites that each pass rewrites."""
     known = {(each.kind, each.seed, each.use) for each in done}
     for name, own, chosen in plan(models, seed, uses):
         rewritten = sites(sample(name, own))
         hit[name] += rewritten
         for use in chosen:
-            if (name, own, use) in known:
+            if (name, own, use) in known or (USES[use].slow and not slow):
                 continue
             yield trial(name, own, use) if rewritten else Trial(name, use, own, "untouched")
 

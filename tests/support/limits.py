@@ -29,23 +29,19 @@ class Limit:
 
 
 def limits(text: str | None = None) -> list[Limit]:
-    """Read the table.
+    """Read the tables.
 
     Raises:
         ValueError: a row names a pass or a use that there is not.
     """
     lines = (DOCS / "limits.md").read_text(encoding="utf-8").splitlines() if text is None else text.splitlines()
-    start = lines.index(HEADER) + 2
-    rows = []
-    for line in lines[start:]:
-        if not line.startswith("|"):
-            break
-        rows.append(_row([cell.strip() for cell in line.strip("|").split("|")]))
-    return rows
+    tables = [line for line in lines if line.startswith("|") and line != HEADER and not line.startswith("|---")]
+    return [_row([cell.strip() for cell in line.strip("|").split("|")]) for line in tables]
 
 
 def _row(cells: list[str]) -> Limit:
-    passes, uses = ({name.strip(" `") for name in cell.split(",")} for cell in cells[:2])
+    passes, named = ({name.strip(" `") for name in cell.split(",")} for cell in cells[:2])
+    uses = {use for name in named for use in ([each.name for each in BY_KIND[name]] if name in BY_KIND else [name])}
     unknown = passes - {*PASSES, "*"} | uses - {*USES, "*"}
     if unknown or len(cells) != 4:
         raise ValueError(f"docs/limits.md: a row of {len(cells)} cells, not 4, or unknown names: {sorted(unknown)}")

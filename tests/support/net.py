@@ -71,9 +71,9 @@ def _outcome(differences: list[Difference]) -> str:
 
 def _differences(made: Sample, chosen: Use, verify: bool) -> list[Difference]:
     near = made.near * (5 if chosen.writes else 1)  # steps carry what a lossy pass loses from one to the next
-    observes = made.last == "qat"
+    observes = made.last == "qat" or "int8_static" in made.pipeline
     form = made.form or (chosen.writes and (made.zeros or observes)) or (chosen.ranges and observes)
-    judge = Judge(max(near, chosen.tolerance), form, adds=made.adds)
+    judge = Judge(max(near, chosen.tolerance), form, adds=made.adds, serves=made.serves)
     plain = _used(chosen, Subject(made, fast=False))
     fast = _used(chosen, Subject(made, fast=True, verify=verify))
     found = judge.compare(plain, fast)

@@ -18,7 +18,21 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 5e-5, torch.float16: 2e-2, torch
 """How far results may be apart, of the largest number in them."""
 
 FOLLOWING = ("gradient", "input", "state", "count", "after", "frozen", "last", "slow", "result of half")
-"""How labels begin of what only follows from the pieces before."""
+"""How labels begin of what only follows from the pieces before, and says nothing where one of these raised."""
+DOING = ("load", "write", "change", "hook", "tie", "meta", "conversion", "half", "set", "frozen", "shared")
+"""How labels begin of what changes the model: where it is refused, the pieces behind it are about another model."""
+OF_GRADIENTS = (
+    "backward",
+    "step",
+    "after a step",
+    "gradient",
+    "input",
+    "loss",
+    "state of no",
+    "resume",
+    "result of step",
+)
+"""How labels begin of what needs gradients."""
 
 Outcome = Mapping[str, Any]
 
@@ -58,14 +72,22 @@ class Judge:
     adds: bool = False
     """What the plain model has is asked of state dicts, and nothing of what else is in them."""
 
+    serves: bool = False
+    """The model is for inference only: gradients are not compared."""
+
     def compare(self, plain: Outcome, fast: Outcome, noise: Outcome | None = None) -> list[Difference]:
         """Return how the second outcome differs; `noise`: that of the plain model a few units in the last place off."""
         found: list[Difference] = []
         scale = max([_scale(value) for value in plain.values()], default=0.0)
+        undone: set[str] = set()
         raised = {_prefix(label) for label in plain if _one_raises(plain[label], fast.get(label))}
         for label in [*plain, *(label for label in fast if label not in plain)]:
-            if _prefix(label) in raised and (label not in fast or _follows(label)):
+            if _prefix(label) in undone or (self.serves and _tail(label).startswith(OF_GRADIENTS)):
                 continue
+            if _prefix(label) in raised and (label not in fast or _tail(label).startswith(FOLLOWING)):
+                continue
+            if _tail(label).startswith(DOING) and _one_raises(plain.get(label), fast.get(label)):
+                undone.add(_prefix(label))
             if label not in plain or label not in fast:
                 found.append(Difference(label, False, "is there on one side only"))
                 continue
@@ -133,9 +155,8 @@ def _one_raises(plain: Any, fast: Any) -> bool:
     return isinstance(fast, Raised) is not isinstance(plain, Raised)
 
 
-def _follows(label: str) -> bool:
-    """Return whether a piece depends on what was done before, and says nothing where that raised."""
-    return label.rpartition("': ")[2].startswith(FOLLOWING)
+def _tail(label: str) -> str:
+    return label.rpartition("': ")[2]
 
 
 def _other_error(label: str, plain: Raised, fast: Any) -> str:

@@ -38,6 +38,8 @@ class Sample:
     """The pass sets weights to zero: compared with the plain model that has these zeros, while nothing trains it."""
     adds: bool = False
     """The pass adds tensors to state dicts."""
+    serves: bool = False
+    """The pass is for inference: what it makes has no parameters to train."""
     gate: str = ""
     """The weight that routes tokens, one row for each expert."""
     seed: int = 0
