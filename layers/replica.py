@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, distributed, nn
@@ -50,7 +52,9 @@ class Replica:
         self._arrived: dict[nn.Parameter, None] = {}
         self._reduces = self._waits = self._tries = False
         self._reducer: DistributedDataParallel | None = None
-        self._handles = {p: p.register_post_accumulate_grad_hook(self._on_gradient) for p in self._names}
+        # torch's collector does not look into such hooks: one that held the replica would keep its parameters for good.
+        on_gradient = partial(_told, WeakMethod(self._on_gradient))
+        self._handles = {p: p.register_post_accumulate_grad_hook(on_gradient) for p in self._names}
 
     def __deepcopy__(self, memo: Any) -> Replica:
         return Replica()
@@ -137,6 +141,13 @@ def replicate(model: nn.Module, replica: Replica) -> None:
     vars(model)[REPLICA] = replica
     model.register_forward_pre_hook(replica.before, with_kwargs=True)
     model.register_forward_hook(replica.after)
+
+
+def _told(listener: WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
+    """Tell a replica, while there is one, that a gradient has come."""
+    on_gradient = listener()
+    if on_gradient is not None:
+        on_gradient(parameter)
 
 
 def _average(parameter: nn.Parameter) -> None:

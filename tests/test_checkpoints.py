@@ -442,3 +442,21 @@ def test_trainer_saves_and_resumes(tmp_path: Path) -> None:
     assert_same(type(plain).from_pretrained(tmp_path / "checkpoint-4").state_dict(), fast.state_dict())
     resumed = trained(optimized_pretrained(pretrained()), resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same(resumed.state_dict(), fast.state_dict())
+
+
+class _Formatted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.contiguous(memory_format=torch.channels_last)).relu()
+
+
+def test_memory_formats_in_a_forward_are_pickled() -> None:
+    x, file = torch.randn(2, 3, 6, 6), io.BytesIO()
+    torch.save(fxopt.optimize(_Formatted().eval(), "eliminate_dead_code", example_inputs=(x,), measure=False), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert loaded(x).is_contiguous(memory_format=torch.channels_last)
+    assert "channels_last" in str(fxopt.graphs(loaded)[""])

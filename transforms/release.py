@@ -39,8 +39,10 @@ class Release(Pass):
         called = sorted({"", *(call.module for call in program.inputs)})
         graphs = _graphs(program.model, called)
         owners, names, readers = program.analyses[TensorOwners], list[str](), _readers(program.model, graphs)
+        parameters = dict(program.model.named_parameters(remove_duplicate=False))
         for name, nodes in readers.items():
-            reason = _why_kept([each for each in owners.names(name) if each != name], nodes)
+            tied = [each for each in owners.names(name) if each != name]
+            reason = _why_kept(tied, nodes) if name in parameters else "it is a buffer, and stays"
             if reason:
                 yield Refusal(reason, name)
             else:

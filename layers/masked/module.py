@@ -66,11 +66,15 @@ class Masked(Remade):
         super().__delattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        masked = name.rpartition("_")[0]
-        if masked in gone_of(cast("nn.Module", self)):  # weight_orig, weight_g: the weight is to be made of these
+        masked, _, part = name.rpartition("_")
+        if part in _PARTS and masked in gone_of(cast("nn.Module", self)):  # the weight is to be made of these
             _put_back(cast("nn.Module", self), masked)
             raise _refusal(self, masked)
         cast("Any", super()).register_parameter(name, param)
+
+
+_PARTS = ("orig", "g", "v")
+"""What torch's pruning, spectral norm and weight norm add to a parameter's name; `_reverse` is of a name itself."""
 
 
 def _put_back(module: nn.Module, name: str) -> None:

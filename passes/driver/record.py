@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ReferenceType, ref
 
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
+from ...compat import storage_id
 from ..pipeline import Plan
 from ..state import RECORD_KEY, StateMap
 
@@ -30,6 +31,50 @@ class PassTrace:
     seconds: float
     decided: int
     applied: int
+
+
+_Place = tuple[int, int, tuple[int, ...]]
+"""Which memory a tensor is in, where it begins there, and its shape."""
+
+
+@dataclass(frozen=True)
+class _Original:
+    """The parameters of a model, known without weak references to them, which torch's `swap_tensors` forbids.
+
+    Attributes:
+        model: while it lives and is not rewritten in place it is asked, whatever it was converted to.
+        places: name -> memory and place of each parameter, which an optimizer may hold when the model is gone.
+    """
+
+    model: ReferenceType[nn.Module]
+    places: Mapping[str, tuple[ReferenceType[UntypedStorage], _Place]]
+
+    @staticmethod
+    def of(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> _Original:
+        found = ((name, parameter, _place(parameter)) for name, parameter in parameters.items())
+        return _Original(
+            ref(model),
+            {name: (ref(tensor.untyped_storage()), place) for name, tensor, place in found if place is not None},
+        )
+
+    def names_of(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, str]]:
+        """Yield id and name of those of some tensors that are parameters of the model."""
+        model = self.model()
+        asked = {} if model is None or record_of(model) is not None else {id(p): n for n, p in model.named_parameters()}
+        placed = {place: name for name, (memory, place) in self.places.items() if memory() is not None}
+        for tensor in tensors:
+            place = _place(tensor)
+            name = asked.get(id(tensor)) or (placed.get(place) if place is not None else None)
+            if name is not None:
+                yield id(tensor), name
+
+
+def _place(tensor: Tensor) -> _Place | None:
+    """Return where a tensor is; a sparse one is nowhere, nor is one that has no shape yet."""
+    try:
+        return storage_id(tensor), int(tensor.storage_offset()), tuple(tensor.shape)
+    except (NotImplementedError, ValueError, RuntimeError):
+        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,34 +132,29 @@ class Record:
     lost_hooks: list[str] = field(default_factory=list[str])
     idle: list[str] = field(default_factory=list[str])
     earlier_passes: int = 0
-    _originals: dict[str, ReferenceType[Tensor]] = field(
-        default_factory=dict[str, "ReferenceType[Tensor]"], init=False, repr=False
-    )
+    _originals: list[_Original] = field(default_factory=list["_Original"], init=False, repr=False)
 
     def remember(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         """Note the parameters of the model that was optimized, so that an optimizer over them can be translated.
 
-        They are held weakly. A model that was itself an optimized one passes on what it remembers.
+        Neither they nor the model are kept alive. A model that was itself an optimized one passes on what it remembers.
 
         Args:
             model: what was optimized.
             parameters: its own, each under its first name.
         """
         earlier = record_of(model)
-        if earlier is not None:
-            self._originals.update(earlier._originals)
-        else:
-            self._originals.update((name, ref(parameter)) for name, parameter in parameters.items())
+        self._originals.extend([_Original.of(model, parameters)] if earlier is None else earlier._originals)
 
-    def original_names(self) -> dict[int, str]:
-        """Return id -> original name for the original's parameters that are still alive in this process."""
-        alive = ((name, held()) for name, held in self._originals.items())
-        return {id(parameter): name for name, parameter in alive if parameter is not None}
+    def original_names(self, tensors: Iterable[Tensor]) -> dict[int, str]:
+        """Return id -> original name for those of some tensors that are parameters of the original."""
+        given = list(tensors)
+        return {number: name for original in self._originals for number, name in original.names_of(given)}
 
     def changed(self, plan: Plan, state_map: StateMap | None = None, **others: Any) -> Record:
         """Return the record of the same model with other decisions, and what else is to be other."""
         new = replace(self, plan=plan, state_map=self.state_map if state_map is None else state_map, **others)
-        new._originals.update(self._originals)
+        new._originals.extend(self._originals)
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Record:
@@ -124,7 +164,7 @@ class Record:
         return {key: value for key, value in self.__dict__.items() if key != "_originals"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _originals={})
+        self.__dict__.update(state, _originals=[])
 
 
 def record_of(model: nn.Module) -> Record | None:

@@ -301,6 +301,8 @@ class GraphEdit:
 
     def move_users_behind(self, nodes: Sequence[fx.Node]) -> None:
         """Restore execution order after `nodes` took the place of earlier ones: what reads them comes behind them."""
+        if not nodes:
+            return
         graph = self.graph
         place = {node: number for number, node in enumerate(graph.nodes)}
         last = max(nodes, key=place.__getitem__)

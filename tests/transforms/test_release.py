@@ -305,3 +305,19 @@ def test_layers_of_parameters_compute_as_torch_does_and_stay() -> None:
     fast = released(LearnedQueries().eval())
     assert fast.of_rows.weight.is_meta and not fast.of_queries.weight.is_meta
     assert any("computes it of a parameter" in reason for reason in reasons(fast))
+
+
+def test_a_packed_buffer_stays():
+    class Projected(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("projection", torch.randn(64, 64))
+
+        def forward(self, x):
+            return torch.nn.functional.linear(x, self.projection).relu()
+
+    x, model = torch.randn(8, 64), Projected().eval()
+    fast = fxopt.optimize(model, "pack,release", example_inputs=(x,), measure=False)
+    torch.testing.assert_close(fast(x), model(x))
+    reasons = [each.reason for each in fxopt.plan(fast).decisions if each.pass_name == "release"]
+    assert reasons == ["it is a buffer, and stays"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import fx
-from torch.fx.node import map_aggregate, map_arg
+from torch.fx.node import map_aggregate
 
 from ...compat import is_registered_operator
 
@@ -27,12 +27,12 @@ class _Reference:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """Stand for a function that a module holds under a name."""
+    """Stand for a function, or a memory format, that a module holds under a name."""
 
     module: str
     name: str
 
-    def find(self) -> Callable[..., Any]:
+    def find(self) -> Any:
         found: Any = importlib.import_module(self.module)
         for part in self.name.split("."):
             found = getattr(found, part)
@@ -55,15 +55,17 @@ class PortableGraph:
     def __init__(self, graph: fx.Graph) -> None:
         index = {node: position for position, node in enumerate(graph.nodes)}
 
-        def refer(node: fx.Node) -> Any:
-            return _Reference(index[node])
+        def refer(value: Any) -> Any:
+            if isinstance(value, torch.memory_format):  # torch pickles it as a name that has its module in it
+                return _Function("torch", str(value).rpartition(".")[2])
+            return _Reference(index[value]) if isinstance(value, fx.Node) else value
 
         self._nodes = [
             _Node(
                 node.op,
                 _named(node.target),
-                cast("tuple[Any, ...]", map_arg(node.args, refer)),
-                cast("dict[str, Any]", map_arg(node.kwargs, refer)),
+                cast("tuple[Any, ...]", map_aggregate(node.args, refer)),
+                cast("dict[str, Any]", map_aggregate(node.kwargs, refer)),
                 node.name,
                 dict(node.meta),
             )
@@ -76,6 +78,8 @@ class PortableGraph:
         made: list[fx.Node] = []
 
         def resolve(value: Any) -> Any:
+            if isinstance(value, _Function):
+                return value.find()
             return made[value.index] if isinstance(value, _Reference) else value
 
         for node in self._nodes:

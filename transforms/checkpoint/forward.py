@@ -182,6 +182,7 @@ class _Run:
         self._free: set[int] = set()
         self._counters: set[int] = set()
         self._learned: dict[int, int] = {}
+        self._saving = False
 
     def of(self, call: Inputs) -> Forward:
         """Make a call."""
@@ -266,12 +267,17 @@ class _Run:
         self.forward.touched.append(frozenset(step.touched))
 
     def _save(self, tensor: Tensor) -> Tensor:
+        """Note what autograd saves, and return it without its history: a node that holds its result is never freed."""
         number = self.memory.number(tensor)
         if number is not None and number not in self._free:
             self._allocated(number, tensor)
             self._open.saves.add(number)
             self._open.until_saved, self._open.light_until_saved = self._open.operations, self._open.light
-        return tensor
+        self._saving = True
+        try:
+            return tensor.detach()
+        finally:
+            self._saving = False
 
     def _allocated(self, number: int, tensor: Tensor) -> None:
         if number not in self.forward.sizes:
@@ -279,7 +285,9 @@ class _Run:
             self._open.makes.add(number)
 
     def ran(self, operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note an operator that has run."""
+        """Note an operator that has run, of the model's own."""
+        if self._saving:
+            return
         given = self.memory.numbers((args, dict(kwargs)))
         self._open.touched.update(given)
         view_of = given[0] if given and is_view_operator(operator) else None

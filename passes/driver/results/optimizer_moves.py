@@ -69,7 +69,7 @@ def move_forward(optimizer: Optimizer, model: nn.Module, fast: nn.Module, record
     Raises:
         StateError: it cannot be moved; nothing is changed then.
     """
-    earlier, names, states = record_of(model), record.original_names(), dict[str, dict[str, Any]]()
+    earlier, names, states = record_of(model), record.original_names(_held_by(optimizer)), dict[str, dict[str, Any]]()
     with all_or_nothing(optimizer):
         if earlier is not None:  # the optimizer knows what was made of the original parameters
             original = rebuilt(model, earlier)
@@ -86,7 +86,7 @@ def move_optimizer(optimizer: SomeOptimizer, fast: nn.Module, record: Record) ->
     Raises:
         StateError: it cannot be moved; nothing is changed then.
     """
-    names, parameters = record.original_names(), dict(fast.named_parameters())
+    names, parameters = record.original_names(_held_by(optimizer)), dict(fast.named_parameters())
     return adopt_added(translate_optimizer(optimizer, names, record.state_map, parameters), fast)
 
 

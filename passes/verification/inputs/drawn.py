@@ -50,8 +50,8 @@ class Drawn:
 
     def _mask(self, mask: Tensor, generator: torch.Generator) -> Tensor:
         """Return a mask with about a third of its places the other way, or with none."""
-        if not self._masks:
-            return torch.ones_like(mask)
+        if not self._masks or not mask.dim():
+            return ~mask if self._masks else torch.ones_like(mask)
         other = (torch.rand(mask.shape, generator=generator) < 1 / 3).to(mask.device)
         other[..., :1] = False
         return mask ^ other

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fxopt
 from fxopt.passes.verification import Data, Verdict, reference, smaller, verify
 from fxopt.passes.verification.inputs import Asked
 from fxopt.tracing.values import Inputs
@@ -298,3 +299,18 @@ def test_pairs_of_numbers_that_name_no_rows_are_no_edges() -> None:
 def test_of_images_there_is_a_smaller_call_that_can_be_halved_often() -> None:
     sizes = [image.shape[2:] for (image,), _ in smaller(((torch.randn(1, 3, 256, 224),), {}))]
     assert sizes == [(65, 57), (64, 32), (256, 224)]
+
+
+def test_a_mask_of_one_place_is_turned():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, flag):
+            return torch.where(flag, self.linear(x), x)
+
+    x, model = torch.randn(3, 4), Gated()
+    fast = fxopt.optimize(model, "eliminate_dead_code", example_inputs=(x, torch.tensor(True)), measure=False)
+    for flag in (torch.tensor(True), torch.tensor(False)):
+        assert torch.equal(fast(x, flag), model(x, flag))

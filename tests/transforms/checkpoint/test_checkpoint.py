@@ -533,3 +533,18 @@ def test_bert() -> None:
     torch.testing.assert_close(calls["fast"], calls["plain"], rtol=0, atol=0)
     before, after = (memory_use(each, normalize_inputs((tokens,))).live for each in (model, fast))
     assert after <= 0.6 * before
+
+
+def test_a_region_whose_results_nobody_reads():
+    class Unread(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                self.linear(x)
+            return self.linear(x)
+
+    x, model = torch.randn(3, 4), Unread()
+    assert torch.equal(fxopt.optimize(model, "checkpoint", example_inputs=(x,), measure=False)(x), model(x))

@@ -376,3 +376,12 @@ def test_another_weight_at_the_same_place_in_memory_gets_its_zeros():
         memory[:] = 1
         fast[0]._parameters["weight"] = nn.Parameter(torch.from_numpy(memory))
         assert int(fast[0].weight.sum()) == 8
+
+
+def test_a_masked_bidirectional_lstm_takes_assigned_weights():
+    model = nn.LSTM(4, 4, bidirectional=True, batch_first=True).eval()
+    x = torch.randn(2, 3, 4)
+    fast = fxopt.optimize(model, "prune{amount=0.5}", example_inputs=(x,), measure=False)
+    before = fast(x)[0]
+    fast.load_state_dict({name: tensor.clone() for name, tensor in fast.state_dict().items()}, assign=True)
+    assert torch.equal(fast(x)[0], before)
