@@ -18,7 +18,8 @@ from ..errors import ArchiveError, InputError, StateError, UsageError, one_line
 from ..passes.driver import Record
 from ..passes.pipeline import Plan, parse
 from ..passes.state import StateMap
-from ..tracing.values import Inputs, calls_of_forms, map_tensors
+from ..tracing.program import calls_of_forms
+from ..tracing.values import Inputs, map_tensors
 from ..version import VERSION
 from .container import read_container, read_json, read_manifest, write_container
 from .factory import build_model, find_factory, is_trusted, module_of, name_class, owner_of

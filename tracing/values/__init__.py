@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .autograd_functions import FunctionCall
-from .call_forms import call_forms, calls_of_forms
 from .class_cache import cached_by_class
 from .dynamic import Quiet, Remade, class_recipe, empty_module, in_class, same_kind, subclass, user_class
 from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
@@ -60,9 +59,7 @@ __all__ = [
     "announce_changes",
     "are_plain",
     "cached_by_class",
-    "call_forms",
     "call_of_batch",
-    "calls_of_forms",
     "changed_paths",
     "check_whole",
     "class_recipe",

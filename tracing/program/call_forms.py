@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .inputs import Generating, Inputs
+from ..values import Generating, Inputs
 
 __all__ = ["call_forms", "calls_of_forms"]
 
