@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ReferenceType, ref
@@ -109,6 +109,8 @@ class Record:
         lost_hooks: the parameters whose hooks could not be registered on the result.
         idle: what was asked for in the last call and changed nothing, a line each.
         earlier_passes: how many passes of the plan ran in earlier calls.
+        calls: the forms of the example calls, without their data; empty where there were none, or JSON has no form for
+            them.
     """
 
     plan: Plan
@@ -134,6 +136,7 @@ class Record:
     lost_hooks: list[str] = field(default_factory=list[str])
     idle: list[str] = field(default_factory=list[str])
     earlier_passes: int = 0
+    calls: Sequence[Mapping[str, Any]] = ()
     _originals: list[_Original] = field(default_factory=list["_Original"], init=False, repr=False)
 
     def remember(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
