@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..compat import tensor_hooks
 from ..compat_distributed import after_backward, after_forward, before_forward, broadcast_together
 from ..errors import StateError
 from ..tracing.recording import is_rank_local, is_trial_step
 
-__all__ = ["REPLICA", "Replica", "replicate"]
+__all__ = ["REPLICA", "Replica", "is_replicated", "replicate"]
 
 REPLICA = "_fxopt_replica"
 """The entry of a model's `__dict__` that holds its replica."""
@@ -141,6 +142,11 @@ def replicate(model: nn.Module, replica: Replica) -> None:
     vars(model)[REPLICA] = replica
     model.register_forward_pre_hook(replica.before, with_kwargs=True)
     model.register_forward_hook(replica.after)
+
+
+def is_replicated(parameter: Tensor) -> bool:
+    """Say whether a replica averages the gradient of a parameter over all processes."""
+    return any(getattr(hook, "func", None) is _told for _, hook in tensor_hooks(parameter))
 
 
 def _told(listener: WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ...compat import tensor_hooks
 from ...errors import UsageError, expect, positive_integer
-from ..replica import Replica
+from ..replica import is_replicated
 from .checks import non_negative
 from .units import VisibleUnits
 
@@ -65,7 +64,7 @@ def trainable(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
         if name not in parameters:
             computed = f"{name} is computed from other parameters (a parametrization, or pruning)"
             raise UsageError(f"{computed}, which fit cannot train; use contrastive_loss and an optimizer")
-        if any(isinstance(getattr(hook, "__self__", None), Replica) for _, hook in tensor_hooks(parameters[name])):
+        if is_replicated(parameters[name]):
             alone = f"{name} is one of a replica of ddp, and fit would train each process's by itself"
             raise UsageError(f"{alone}; call fit before ddp, or use contrastive_loss and an optimizer")
     if not any(parameters[name].requires_grad for name in names):

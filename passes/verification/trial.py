@@ -173,6 +173,7 @@ class Trial:
             for name, tensor in after.items():
                 if not torch.equal(tensor, state[name]):
                     stand_ins[name].copy_(tensor)
+            torch.clear_autocast_cache()  # autocast around the module would go on with casts of what was there
             if self.tape is not None:
                 self.tape.rewind()
             return self._run(leaves, stand_ins, as_is=True)

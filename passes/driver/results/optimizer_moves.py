@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ....errors import StateError, UsageError
+from ....errors import StateError, UsageError, expect
 from ...optimizers import reset_form
 from ...state import (
     Holding,
@@ -67,6 +67,7 @@ def move_forward(optimizer: Optimizer, model: nn.Module, fast: nn.Module, record
     """Let an optimizer of a model train the one that was made of it.
 
     Raises:
+        UsageError: it is no optimizer.
         StateError: it cannot be moved; nothing is changed then.
     """
     earlier, names, states = record_of(model), record.original_names(_held_by(optimizer)), dict[str, dict[str, Any]]()
@@ -86,6 +87,7 @@ def move_optimizer(optimizer: SomeOptimizer, fast: nn.Module, record: Record) ->
     Raises:
         StateError: it cannot be moved; nothing is changed then.
     """
+    expect(optimizer, Optimizer, "optimizer", "a torch.optim.Optimizer")
     names, parameters = record.original_names(_held_by(optimizer)), dict(fast.named_parameters())
     return adopt_added(translate_optimizer(optimizer, names, record.state_map, parameters), fast)
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from ....errors import GuardError
+from ....errors import FxoptError
+from ....tracing.values import flatten
 from ..compare import Tolerance, deviation, scale_of
 from ..demands import check_form, check_same_quantities, check_structure, largest_gap
 from ..reference import Reference
@@ -21,6 +22,8 @@ __all__ = ["check_no_new_draws", "check_uses"]
 _DOUBLE = 1e-9
 _SAFETY = 64.0
 """Converted to float64, a module may err by so much of the scale, and by so many times what the original does."""
+_ROUNDING = 1e-12
+"""What is left in float64 where numbers as large as the arguments cancel out, as in a norm of equal values."""
 
 Alike = Callable[[Arguments, Quantities, Quantities, Tolerances, str], None]
 """Compares two runs in the module's own types, of which each may err."""
@@ -52,7 +55,7 @@ def _run(used: Used, runs: ReferenceRuns, translation: Translation) -> Run | Non
     actual = translation.after.state
     try:
         return run_in_use(runs, used.use, used.calls, actual, translation.stand_ins(used.state))
-    except GuardError:
+    except FxoptError:  # refused, in a line of its own
         return None
     except Exception as error:
         raise Objection(f"the rewritten module raises {type(error).__name__}: {error} ({used.use.value})") from error
@@ -73,7 +76,7 @@ def _compare(used: Used, after: Run, translation: Translation, tolerances: Toler
     else:
         exact = translation.quantities(used.exact, used.state)
         exact = {label: value for label, value in exact.items() if label in before and not is_gradient(label)}
-        largest_gap(exact, found, _doubled(exact, before), where, fewer_infinities=True)
+        largest_gap(exact, found, _doubled(exact, before, used.calls[0]), where, fewer_infinities=True)
 
 
 def _are_narrower(before: Quantities, found: Quantities) -> bool:
@@ -84,11 +87,13 @@ def _are_narrower(before: Quantities, found: Quantities) -> bool:
     return any(not isinstance(new, Tensor) or new.dtype.itemsize < old.dtype.itemsize for old, new in pairs)
 
 
-def _doubled(exact: Quantities, before: Quantities) -> Mapping[str, Tolerance]:
+def _doubled(exact: Quantities, before: Quantities, arguments: Arguments) -> Mapping[str, Tolerance]:
     """Return what a module that was converted to float64 may err by, of which the original's error is known."""
+    given = [leaf for leaf in flatten(arguments).values() if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    rounding = _ROUNDING * max(map(scale_of, given), default=0.0)
     tensors = {label: value for label, value in exact.items() if isinstance(value, Tensor)}
     return {
-        label: Tolerance(0.0, _DOUBLE * scale_of(value) + _SAFETY * deviation(value, before[label]))
+        label: Tolerance(0.0, _DOUBLE * scale_of(value) + _SAFETY * deviation(value, before[label]) + rounding)
         if value.is_floating_point() or value.is_complex()
         else Tolerance(0.0, 0.0, places=int((value != before[label]).sum()))
         for label, value in tensors.items()

@@ -16,4 +16,5 @@ def _warnings_are_errors() -> Iterator[None]:
         warnings.simplefilter("error", UserWarning)
         warnings.simplefilter("ignore", fxopt.GuardWarning)
         warnings.simplefilter("ignore", fxopt.UnverifiedWarning)
+        warnings.simplefilter("ignore", fxopt.NothingDoneWarning)
         yield
