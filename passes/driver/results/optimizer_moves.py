@@ -55,8 +55,7 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
             "give one of several, and move the others with fxopt.translate_optimizer(other, fast)"
         )
     check_type(optimizer)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held.isdisjoint(map(id, model.parameters())):
+    if set(map(id, _held_by(optimizer))).isdisjoint(map(id, model.parameters())):
         raise StateError(
             f"this {type(optimizer).__name__} holds none of the model's parameters; build it on the model that you "
             "give: Adam(model.parameters())"

@@ -15,7 +15,7 @@ from ....errors import StateError
 from ....tracing.values import INTERNAL
 from ...state import Holding, StateMap
 
-__all__ = ["Change", "Successors", "moved_holdings", "refuse_averages"]
+__all__ = ["ADVICE", "Change", "Successors", "moved_holdings", "refuse_averages"]
 
 Names = frozenset[str]
 Translation = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -105,7 +105,7 @@ def refuse_averages(model: nn.Module, fast: nn.Module) -> None:
             if name in rewritten and _forms(rewritten[name]) != _forms(rewritten[inside]):
                 raise StateError(
                     f"the model's '{path}' averages its '{name}' by the places of the parameters, and some of these "
-                    f"are one tensor now. {_ADVICE}"
+                    f"are one tensor now. {ADVICE}"
                 )
 
 
@@ -184,7 +184,7 @@ class _Move:
         if absent:
             raise StateError(
                 f"the model's '{self.holding.path}' holds '{self._name(held)}' but not '{absent[0]}', and they are "
-                f"now one tensor '{target}'. {_ADVICE}"
+                f"now one tensor '{target}'. {ADVICE}"
             )
 
     def _check_free_of_places(self, length: int) -> None:
@@ -195,7 +195,7 @@ class _Move:
                 if len(items) == length and not all(id(_meant(item)) in self.successors.names for item in items):
                     raise StateError(
                         f"the model's '{self.holding.path}' holds parameters of which some are one tensor now, and "
-                        f"something beside it has as many items, so that places may count. {_ADVICE}"
+                        f"something beside it has as many items, so that places may count. {ADVICE}"
                     )
 
     def refuse_copies_in_order(self) -> None:
@@ -207,7 +207,7 @@ class _Move:
         if [tuple(value.shape) for value in values] == [*self.successors.shapes.values()] != now:
             raise StateError(
                 f"the model's '{self.holding.path}' holds a tensor for each parameter, in their order, and some of "
-                f"the parameters are one tensor now. {_ADVICE}"
+                f"the parameters are one tensor now. {ADVICE}"
             )
 
     # -- dictionaries and objects ----------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class _Move:
                 (target, *_) = self._targets(meant)
                 raise StateError(
                     f"the model's '{self.holding.path}' holds '{self._name(meant)}' as {key!r}, and it is a part of "
-                    f"'{target}' now. {_ADVICE}"
+                    f"'{target}' now. {ADVICE}"
                 )
             places.append((key, _Successor(self._targets(meant)[0], isinstance(value, weakref.ref))))
         other: Any = self.holding.other
@@ -249,9 +249,9 @@ class _Move:
         try:
             moved = self.successors.translate({name: value.detach() for name, value in named.items()})
         except StateError as error:
-            raise StateError(f"the model's '{self.holding.path}' cannot move: {error}. {_ADVICE}") from error
+            raise StateError(f"the model's '{self.holding.path}' cannot move: {error}. {ADVICE}") from error
         if not all(name.startswith(self._prefix()) for name in moved):
-            raise StateError(f"the model's '{self.holding.path}' has tensors by names that are gone. {_ADVICE}")
+            raise StateError(f"the model's '{self.holding.path}' has tensors by names that are gone. {ADVICE}")
         places = {name.removeprefix(self._prefix()): self._named(name, tensor, named) for name, tensor in moved.items()}
 
         def change(final: Callable[[nn.Parameter], nn.Parameter]) -> None:
@@ -279,7 +279,7 @@ class _Move:
         if not targets:
             raise StateError(
                 f"the model's '{self.holding.path}' holds '{self._name(held)}', which is no parameter any more. "
-                f"{_ADVICE}"
+                f"{ADVICE}"
             )
         return targets
 
@@ -301,7 +301,9 @@ class _Successor:
     is_weak: bool = False
 
 
-_ADVICE = "Take it away before (del model.NAME), and make it anew on the result; or leave out the pass that merges them"
+ADVICE = (
+    "Delete it before (del model.NAME) and build it anew on the result, or leave out the pass that merges parameters"
+)
 
 
 def _meant(value: Any) -> Any:
