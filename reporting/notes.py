@@ -20,7 +20,7 @@ from ..tracing.values import all_tensors, is_sharded
 if TYPE_CHECKING:
     from ..passes.driver import Record
 
-__all__ = ["notes", "unverified"]
+__all__ = ["in_fewer_bits", "notes", "unverified"]
 
 _NEXT = {
     "no example inputs": "give example_inputs, so that each rewrite is compared with the original",
@@ -44,9 +44,9 @@ def notes(record: Record, model: nn.Module) -> list[str]:
     sizes = _bytes(record, model), _left_for_speed(record)
     said = (
         unverified(record),
-        *(() if _in_bfloat16(record) else record.idle),
+        *(() if in_fewer_bits(record) else record.idle),
         record.remark,
-        _in_bfloat16(record),
+        in_fewer_bits(record),
         *_costs(record),
         *sizes,
         *_holds_for(record),
@@ -70,7 +70,7 @@ def unverified(record: Record) -> str:
     return ""
 
 
-def _in_bfloat16(record: Record) -> str:
+def in_fewer_bits(record: Record) -> str:
     """Say that nothing is computed in bfloat16 where that was asked for, nor in int8 where that was too, and why."""
     steps = {step: text for step, text in enumerate(record.plan.pipeline) if _asks_for_fewer_bits(text)}
     tried = [d for d in record.plan.decisions if d.step in steps]

@@ -171,7 +171,7 @@ def _stack_parameters(
     parameters = {place: tensor for place, tensor in stacked.items() if isinstance(members[place][0], nn.Parameter)}
     buffers = {place: tensor for place, tensor in stacked.items() if place not in parameters}
     store = FusedMembers(parameters, {place: members[place][0].requires_grad for place in parameters}, buffers)
-    child = edit.add_owned(store, name=f"fused_{common_name(ensemble, edit.holder)}".replace(".", "_"))
+    child = edit.add_owned(store, name=f"{common_name(ensemble, edit.holder)}_fused".replace(".", "_"))
     for operand in ensemble.parameters:
         place, example = stored[operand.names], members[stored[operand.names]][0]
         step = merge(operand.names, f"{child}.{place}", example) if place in parameters else None

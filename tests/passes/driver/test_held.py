@@ -170,7 +170,7 @@ def groups_apart(model: Any) -> None:
 
 REFUSED = {
     part: "'part' holds 'heads.0.0.weight' but not 'heads.2.0.weight'",
-    under_keys: "'last' holds 'heads.2.0.weight' as 'last', and it is a part of 'fused_heads",
+    under_keys: "'last' holds 'heads.2.0.weight' as 'last', and it is a part of 'heads_fused",
     beside_names: "'weights' holds parameters .* so that places may count",
     in_order: "'shadow' holds a tensor for each parameter, in their order",
     referred: "'reference' holds 'heads.0.0.weight' as 'parameter'",
