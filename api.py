@@ -11,19 +11,19 @@ from typing import Any, Literal, TypeVar, cast
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
-from .compat import all_modules, modules_by_name
+from .compat import all_modules
 from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
 from .errors import StateError, StateWarning, expect
 from .passes.driver import (
-    Record,
     Request,
     check_kind,
     check_optimizer,
     copied,
     hand_over,
     move_optimizer,
+    needed_record,
     record_of,
     restored,
     run_session,
@@ -151,7 +151,7 @@ def optimize(
     with progress_line() as show:
         fast = run_session(model, dataclasses.replace(request, on_progress=show))
     if request.plan is None:
-        warn_of(_record(fast), asked_for(passes))
+        warn_of(needed_record(fast), asked_for(passes))
     return cast(M, hand_over(model, fast, request, optimizer, inplace=inplace))
 
 
@@ -186,7 +186,7 @@ def report(model: nn.Module) -> Report:
     Raises:
         StateError: the model was not optimized.
     """
-    record = _record(model)
+    record = needed_record(model)
     return Report(record, misses_in(all_modules(model)), notes(record, model))
 
 
@@ -196,7 +196,7 @@ def graphs(model: nn.Module) -> dict[str, fx.Graph]:
     Raises:
         StateError: the model was not optimized.
     """
-    _record(model)
+    needed_record(model)
     return Program(model).graphs
 
 
@@ -206,7 +206,7 @@ def plan(model: nn.Module) -> Plan:
     Raises:
         StateError: the model was not optimized.
     """
-    return _record(model).plan
+    return needed_record(model).plan
 
 
 def state_dict(model: nn.Module, *, gather: bool = True) -> dict[str, Tensor]:
@@ -253,7 +253,7 @@ def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Modul
     Raises:
         StateError: the model was not optimized, or is sharded; or the optimizer cannot move, and is left as it was.
     """
-    record = _record(model)
+    record = needed_record(model)
     refuse_sharded(
         model, "restoring needs whole tensors", "load fxopt.state_dict(model) into the original model instead"
     )
@@ -279,7 +279,7 @@ def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
             f"this {type(model).__name__} was not optimized by fxopt; to go back to the original model, give the "
             "optimizer to fxopt.restore(fast, optimizer=optimizer)"
         )
-    return move_optimizer(optimizer, model, _record(model))
+    return move_optimizer(optimizer, model, needed_record(model))
 
 
 def translate_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -294,7 +294,7 @@ def translate_state(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, 
         StateError: the model was not optimized, or is sharded; a name that it does not have, or a wrong shape.
     """
     expect(state, Mapping, "state", "a state dict, or a part of one")
-    return functional_state(state, _record(model).state_map, model)
+    return functional_state(state, needed_record(model).state_map, model)
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None = None) -> None:
@@ -318,7 +318,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None 
     expect(factory, (str, type(None)), "factory", "'package.module:function', or leave it out")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StateWarning)  # the archive keeps the tensors as they are now
-        record, state = _record(model), state_dict(model)
+        record, state = needed_record(model), state_dict(model)
     if writes_files(model):
         archive.save(model, target, record=record, state=state, factory=factory)
 
@@ -387,22 +387,5 @@ def list_passes() -> dict[str, PassInfo]:
     return available()
 
 
-def _record(model: nn.Module) -> Record:
-    record = record_of(model)
-    if record is None:
-        raise StateError(f"this {type(model).__name__} was not optimized by fxopt; {_what_to_give(model)}")
-    return record
-
-
-def _what_to_give(model: nn.Module) -> str:
-    """Say where the optimized model is: inside a wrapper, perhaps."""
-    modules = modules_by_name(model) if isinstance(model, nn.Module) else {}
-    inside = (name for name, module in modules.items() if record_of(module) is not None)
-    name = next(inside, None)
-    if name is None:
-        return "give the whole model that fxopt.optimize returned"
-    return f"the model that fxopt.optimize returned is its '{name}': give that one"
-
-
 def _state_map(model: nn.Module) -> StateMap:
-    return state_map_of(model) or _record(model).state_map
+    return state_map_of(model) or needed_record(model).state_map

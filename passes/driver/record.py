@@ -9,7 +9,8 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor, UntypedStorage, nn
 
-from ...compat import storage_id
+from ...compat import modules_by_name, storage_id
+from ...errors import StateError
 from ..pipeline import Plan
 from ..state import RECORD_KEY, StateMap
 
@@ -171,6 +172,28 @@ class Record:
 def record_of(model: nn.Module) -> Record | None:
     """Return the record of an optimized model, or None if it is not one (a part of one is not)."""
     return getattr(model, "__dict__", {}).get(RECORD_KEY)
+
+
+def needed_record(model: nn.Module) -> Record:
+    """Return the record of an optimized model.
+
+    Raises:
+        StateError: it is not one; the message says where one is, if it is inside.
+    """
+    record = record_of(model)
+    if record is None:
+        raise StateError(f"this {type(model).__name__} was not optimized by fxopt; {_what_to_give(model)}")
+    return record
+
+
+def _what_to_give(model: nn.Module) -> str:
+    """Say where the optimized model is: inside a wrapper, perhaps."""
+    modules = modules_by_name(model) if isinstance(model, nn.Module) else {}
+    inside = (name for name, module in modules.items() if record_of(module) is not None)
+    name = next(inside, None)
+    if name is None:
+        return "give the whole model that fxopt.optimize returned"
+    return f"the model that fxopt.optimize returned is its '{name}': give that one"
 
 
 def state_map_of(model: nn.Module) -> StateMap | None:

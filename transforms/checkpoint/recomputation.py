@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts  # pyright: ignore[reportUnknownVariableType]
 
-from ...compat import DispatchMode, all_modules, is_transformed, own_buffers
+from ...compat import REGISTERS, DispatchMode, all_modules, is_transformed, own_buffers
 from ...compat_checkpoint import checkpoint
 from ...layers.sync_batch_norm import BATCH_NORMS
 from ...tracing.values import map_tensors
@@ -68,7 +68,7 @@ class Recomputation:
         kept: _Kept = defaultdict(list)
         keep = _Keep(kept) if self.selective else nullcontext()
         reuse = _Reuse(kept) if self.selective else nullcontext()
-        return keep, _InItsMode(region, _Again(region, reuse) if self.counting else reuse)
+        return keep, _AsItWas(region, _Again(region, reuse) if self.counting else reuse)
 
     def __str__(self) -> str:
         return "recomputation of all but matrix products" if self.selective else "recomputation"
@@ -87,25 +87,38 @@ def counts(module: nn.Module) -> bool:
     return isinstance(module, _NORMS) and bool(module.track_running_stats)
 
 
-class _InItsMode:
-    """Let a region run again in the mode in which it ran: the model may have been set to evaluation since."""
+class _AsItWas:
+    """Let a region run again in the mode and with the tensors with which it ran.
+
+    The model may have been set to evaluation since, and `torch.func.functional_call` puts the model's own tensors back.
+    """
 
     def __init__(self, region: nn.Module, inside: AbstractContextManager[Any]) -> None:
-        self._inside = inside
-        self._modes = [(module, module.training) for module in all_modules(region)]
-        self._changed: list[nn.Module] = []
+        self._inside, modules = inside, all_modules(region)
+        self._modes = [(module, module.training) for module in modules]
+        registers = (cast("dict[str, Any]", vars(module)[name]) for module in modules for name in REGISTERS)
+        self._held = [(register, dict(register)) for register in registers if register]
+        self._flipped: list[nn.Module] = []
+        self._replaced: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> None:
-        self._changed = [module for module, training in self._modes if module.training is not training]
+        self._flipped = [module for module, training in self._modes if module.training is not training]
         self._flip()
+        for register, held in self._held:
+            now = {name: register[name] for name in held if name in register and register[name] is not held[name]}
+            self._replaced.append((register, now))
+            register.update({name: held[name] for name in now})
         self._inside.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._inside.__exit__(*exception)
+        for register, now in self._replaced:
+            register.update(now)
+        self._replaced.clear()
         self._flip()
 
     def _flip(self) -> None:
-        for module in self._changed:
+        for module in self._flipped:
             module.training = not module.training
 
 

@@ -25,7 +25,7 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager], bool, bool]] = {
     "function mode": (TorchFunctionMode, False, False),
     "dispatch mode": (TorchDispatchMode, False, False),
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), True, False),
-    "tangents": (forward_ad.dual_level, True, False),
+    "tangents": (forward_ad.dual_level, False, False),
 }
 
 

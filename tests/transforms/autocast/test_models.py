@@ -90,7 +90,7 @@ def test_equal_layers_are_decided_once() -> None:
 def test_steps_of_a_generation_without_a_graph_run_in_float32_and_are_counted() -> None:
     torch.manual_seed(0)
     model, inputs = llama()
-    fast = optimized(model.eval(), inputs)
+    fast = optimized(model.eval(), {**inputs, "use_cache": False})
     settings = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(inputs["input_ids"])}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fxopt.GuardWarning)

@@ -208,6 +208,20 @@ def test_a_region_runs_again_in_its_mode(name: str, request: pytest.FixtureReque
         assert torch.equal(expected.grad, found.grad)
 
 
+def test_a_region_runs_again_with_the_tensors_that_it_was_given(residual_network: Made) -> None:
+    def gradients(model: nn.Module) -> list[Tensor]:
+        given = {name: 2 * parameter for name, parameter in model.named_parameters()}
+        loss = torch.func.functional_call(model, given, (residual_network[1],)).square().sum()
+        own = [*map(id, (*model.parameters(), *model.buffers()))]
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        assert own == [*map(id, (*model.parameters(), *model.buffers()))]
+        return [*found, *model.buffers()]
+
+    fast = checkpointed(residual_network, budget=0)
+    for found, expected in zip(gradients(fast), gradients(copy.deepcopy(residual_network[0])), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_the_same_autocast_holds_when_a_region_runs_again(transformer: Made) -> None:
     fast = checkpointed(transformer, 0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
