@@ -15,7 +15,7 @@ from ..tuner import Tuner
 
 __all__ = ["with_other_sizes"]
 
-_SECONDS = 0.05
+_SECONDS = 0.02
 """A race of other sizes samples for so long: it is to show clear losses, not to choose."""
 
 _FEWEST_ROUNDS, _SURE_ROUNDS = 3, 6
