@@ -137,8 +137,8 @@ def _whole_model(record: Record) -> str:
         verb = "is" if len(others) == 1 else "are"
         return f"not timed: {', '.join(others)} {verb} not for speed" if aimed_elsewhere else "not timed"
     before, after = timings["before_ms"] / 1e3, timings["after_ms"] / 1e3
-    said = f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x in {phase}{_how_timed(timings)}"
-    return said + _where_faster(record)
+    speed = f"{timings['speedup']:.3g}x in {phase}{_of_kinds(timings)}"
+    return f"{duration(before)} -> {duration(after)}, {speed}{_how_timed(timings)}{_where_faster(record)}"
 
 
 def _where_faster(record: Record) -> str:
@@ -170,6 +170,12 @@ def slower_sizes(record: Record) -> dict[str, float]:
         for label, figures in sizes.items()
         if figures["speedup_high"] < 1.0 and figures["speedup"] < _LOSES
     }
+
+
+def _of_kinds(timings: Mapping[str, Any]) -> str:
+    """Return the speed of each kind of calls that has a label."""
+    kinds = [f"{label} {each['speedup']:.3g}x" for label, each in timings.get("calls", {}).items()]
+    return f" ({', '.join(kinds)})" if kinds else ""
 
 
 def _memory(memory: Mapping[str, int]) -> str:

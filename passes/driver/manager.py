@@ -139,8 +139,7 @@ class Manager:
         for number, pass_ in enumerate(rewriting(passes)):
             wanted = {d.key: d for d in plan.decisions if d.step == number and d.status == "applied"}
             self._observe(pass_, lambda pass_=pass_, wanted=wanted: self._replay_pass(pass_, wanted))
-            if wanted:
-                missing = next(iter(wanted.values()))
+            if missing := next(iter(wanted.values()), None):
                 lost = self.program.opaque.get(missing.key.partition(":")[0].replace("(root)", ""))
                 why = f": no graph of its module: {lost.reason}" if lost else ""
                 why += _GIVE_INPUTS if lost or not self.program.inputs else ""
