@@ -365,16 +365,18 @@ def load(
         model: of an archive: the unoptimized model to use instead of importing the archive's factory.
         trust: packages (or one) from which an archive's factory may be imported and run. True trusts the file
             altogether: any factory, and pickles (`torch.save(model, path)`), which run any code.
-        example_inputs: as for `optimize`, where capture needs them; by default `example_inputs()` beside the factory.
+        example_inputs: as for `optimize`, where capture needs them; by default `example_inputs()` beside the factory,
+            or inputs drawn in the form of those that the model was optimized on.
 
     Raises:
         ArchiveError: unreadable, corrupt, too new, or it would run code that is not trusted.
         UsageError: `model` is given for a file that holds the whole model.
     """
 
-    def replay(original: nn.Module, plan: Plan, phase: str, inputs: object) -> nn.Module:
+    def replay(original: nn.Module, plan: Plan, phase: str, inputs: object, *, drawn: bool = False) -> nn.Module:
+        verify = False if drawn else None
         with in_phase(original, phase == "train"):
-            return optimize(original, plan=unfinished(plan), phase=phase, example_inputs=inputs)
+            return optimize(original, plan=unfinished(plan), phase=phase, example_inputs=inputs, verify=verify)
 
     expect(model, (nn.Module, type(None)), "model", "the unoptimized torch.nn.Module, or leave it out")
     expect(trust, (bool, str, Iterable), "trust", "names of packages, or True")

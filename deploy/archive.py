@@ -6,6 +6,7 @@ import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import modules_by_name
-from ..errors import ArchiveError, StateError, UsageError, one_line
+from ..errors import ArchiveError, InputError, StateError, UsageError, one_line
 from ..passes.driver import Record
 from ..passes.pipeline import Plan, parse
 from ..passes.state import StateMap
+from ..tracing.program import calls_of_forms
+from ..tracing.values import Inputs, map_tensors
 from ..version import VERSION
 from .container import read_container, read_json, read_manifest, write_container
 from .factory import build_model, find_factory, is_trusted, module_of, name_class, owner_of
@@ -31,9 +34,14 @@ PLAN = "plan.json"
 
 
 class Replay(Protocol):
-    """Repeat a plan's rewrites on the original model; `api.py` passes this in, since it lives above this folder."""
+    """Repeat a plan's rewrites on the original model; `api.py` passes this in, since it lives above this folder.
 
-    def __call__(self, original: nn.Module, plan: Plan, phase: str, inputs: object) -> nn.Module: ...
+    Inputs that were drawn say what calls look like, and are no measure of results: nothing is compared on them.
+    """
+
+    def __call__(
+        self, original: nn.Module, plan: Plan, phase: str, inputs: object, *, drawn: bool = False
+    ) -> nn.Module: ...
 
 
 def save(
@@ -75,6 +83,7 @@ def save(
         "frozen": [name for name, p in record.skeleton.named_parameters() if not p.requires_grad],
         "aliases": aliases,
         "added": sorted(set(state) - set(record.skeleton.state_dict())),
+        "calls": list(record.calls),
         **shape,
     }
     write_container(path, manifest, {PLAN: _json_bytes(record.plan), WEIGHTS: weights_bytes(stored)})
@@ -95,7 +104,8 @@ def load(
         replay: applies the plan.
         model: the original model to use instead of the archive's factory; it is copied, not changed.
         trust: packages whose factories may be imported and called; True stands for any.
-        inputs: example inputs to capture the model on; by default those beside the factory.
+        inputs: example inputs to capture the model on; by default those beside the factory, or drawn ones of the form
+            that the archive notes.
 
     Raises:
         ArchiveError: unreadable, damaged, too new, of another model, or its factory is not trusted.
@@ -115,7 +125,7 @@ def load(
     known = {name: tensor for name, tensor in state.items() if name not in added}
     _load_weights(where, original, known, description.names("frozen"))
     try:
-        fast = replay(original, plan, "train" if description.training else "eval", inputs)
+        fast = _replayed(replay, original, plan, inputs, description)
     except UsageError as error:  # the passes that it names are unknown here, or in no possible order
         raise ArchiveError(f"{where}: its plan cannot be repeated: {one_line(error)}") from error
     if added:
@@ -178,6 +188,14 @@ class _Description:
         return [str(name) for name in self._of_type(key, list)]
 
     @property
+    def calls(self) -> list[Inputs]:
+        """Return calls of the form of the example's; none where the archive does not tell."""
+        try:
+            return calls_of_forms(self.manifest.get("calls", []))
+        except ValueError as error:
+            raise ArchiveError(f"{self.where} is damaged: in its manifest, {error}") from error
+
+    @property
     def added(self) -> frozenset[str]:
         """Return the names of the tensors that the original has not, and passes gave it."""
         return frozenset(self.names("added")) if "added" in self.manifest else frozenset()
@@ -205,6 +223,21 @@ class _Description:
         if type(value) is not kind:
             raise ArchiveError(f"{self.where} is damaged: in its manifest {key!r} is missing or wrong")
         return value
+
+
+def _replayed(replay: Replay, original: nn.Module, plan: Plan, inputs: object, description: _Description) -> nn.Module:
+    """Repeat a plan on the inputs that there are, on drawn ones, or where the model refuses these, on none."""
+    phase, calls = "train" if description.training else "eval", description.calls
+    if inputs is None and calls:
+        device = next((parameter.device for parameter in original.parameters()), torch.device("cpu"))
+        with suppress(InputError):  # a model may take some numbers only
+            return replay(original, plan, phase, [_moved(call, device) for call in calls], drawn=True)
+    return replay(original, plan, phase, inputs)
+
+
+def _moved(call: Inputs, device: torch.device) -> Inputs:
+    call.args, call.kwargs = map_tensors(lambda tensor: tensor.to(device), tuple(call))
+    return call
 
 
 def _is_compact(state_map: StateMap) -> bool:

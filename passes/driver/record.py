@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ReferenceType, ref
@@ -88,7 +88,8 @@ class Record:
         graphs_before, graphs_after: the text of each graph by its module's qualified name ("" is the root).
         coverage: in words, how much of the model was captured.
         parameters_before, parameters_after: numbers of parameter tensors, tied ones counted once.
-        timings: the whole model on the example inputs, if timed: "before_ms", "after_ms" and their ratio, "speedup".
+        timings: the whole model on the example inputs, if timed: "before_ms", "after_ms" and their ratio, "speedup";
+            under "calls" the same of a "prompt" and a "step", where it generates.
         memory: what a training step takes, if measured, in bytes: "live_before" and "live_after" after the forward,
             "peak_before" and "peak_after" at the worst moment.
         spent: what checks and timing took, if anything was run: "seconds" of "budget_s", and "forward_ms", which is
@@ -108,6 +109,8 @@ class Record:
         lost_hooks: the parameters whose hooks could not be registered on the result.
         idle: what was asked for in the last call and changed nothing, a line each.
         earlier_passes: how many passes of the plan ran in earlier calls.
+        calls: the forms of the example calls, without their data; empty where there were none, or JSON has no form for
+            them.
     """
 
     plan: Plan
@@ -117,7 +120,7 @@ class Record:
     coverage: str
     parameters_before: int
     parameters_after: int
-    timings: Mapping[str, float] | None = None
+    timings: Mapping[str, Any] | None = None
     memory: Mapping[str, int] | None = None
     spent: Mapping[str, float] | None = None
     checked: str = "not at all"
@@ -133,6 +136,7 @@ class Record:
     lost_hooks: list[str] = field(default_factory=list[str])
     idle: list[str] = field(default_factory=list[str])
     earlier_passes: int = 0
+    calls: Sequence[Mapping[str, Any]] = ()
     _originals: list[_Original] = field(default_factory=list["_Original"], init=False, repr=False)
 
     def remember(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from ...errors import InputError, PassError, UsageError
 from ...settings import Measure, Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
-from ...tracing.program import Program, captured_on, deactivate
+from ...tracing.program import Program, call_forms, captured_on, deactivate
 from ...tracing.recording import alone, eagerly, hold, plain_registries, rank_local, release
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass, check_option_types
@@ -394,5 +394,6 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         skeleton=earlier.skeleton,
         opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),
         remark=remark,
+        calls=call_forms(request.inputs) or earlier.calls,
         attributes=earlier.attributes.union(*(rewrite.edit.attributes for rewrite in manager.rewrites)),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..trace import BY_DATA
+from .call_forms import call_forms, calls_of_forms
 from .called import is_called
 from .capturing import Opaque
 from .example_calls import captured_on
@@ -22,6 +23,8 @@ __all__ = [
     "Program",
     "Unrolled",
     "Unroller",
+    "call_forms",
+    "calls_of_forms",
     "capture_program",
     "captured_on",
     "changed_metas",

@@ -217,7 +217,7 @@ def _close(views: _Views, inlined: Iterable[str], edit: Edit, store: FusedMember
     try:
         for path in dict.fromkeys((*views, *seals, *inlined)):
             module, sealed = _module(holder.module, path), seals.get(path, _NOTHING)
-            names = frozenset((*sealed, *_settings(module), "forward") if path in inlined else sealed)
+            names = frozenset((*sealed, *_settings(module), "forward", "__class__") if path in inlined else sealed)
             undo.append(attach_member(module, views.get(path, {}), alike.setdefault(names, names)))
     finally:
         edit.on_undo(lambda: [undo.pop()() for _ in range(len(undo))])

@@ -1,0 +1,185 @@
+"""The form of example calls as plain JSON values, and calls of that form drawn anew: what an archive keeps of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..values import Generating, Inputs
+
+__all__ = ["call_forms", "calls_of_forms"]
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    )
+}  # fmt: skip
+_MOST_ELEMENTS = 2**24
+"""So many elements of all tensors are drawn: what a reader holds stays small, whatever a file asks for."""
+_DEEPEST = 20
+_LARGEST = 2**53
+_SEED = 0
+
+
+class _NoForm(Exception):
+    """A value that JSON cannot describe."""
+
+
+def call_forms(calls: Sequence[Inputs]) -> list[dict[str, Any]]:
+    """Return what calls look like, or nothing where one has other arguments than tensors, numbers, text and containers.
+
+    Of a tensor these are shape, dtype, smallest and largest number, and whether the numbers of a vector ascend.
+    """
+    try:
+        forms: list[dict[str, Any]] = [
+            {
+                "module": call.module,
+                "generating": isinstance(call, Generating),
+                "args": _form(call.args),
+                "kwargs": _form(call.kwargs),
+            }
+            for call in calls
+        ]
+        calls_of_forms(forms, draw=False)
+    except (_NoForm, ValueError):
+        return []
+    return forms
+
+
+def calls_of_forms(forms: object, *, draw: bool = True) -> list[Inputs]:
+    """Return calls of these forms; equal forms give equal calls.
+
+    Args:
+        forms: what `call_forms` gave.
+        draw: fill the tensors; otherwise they are on the meta device.
+
+    Raises:
+        ValueError: they are none, or ask for more elements than are drawn.
+    """
+    reader = _Reader(draw)
+    if not isinstance(forms, list):
+        raise ValueError("the forms of calls are not a list")
+    return [reader.call(form) for form in cast("list[object]", forms)]
+
+
+def _form(value: object, depth: int = 0) -> Any:
+    if depth > _DEEPEST:
+        raise _NoForm
+    if value is None or isinstance(value, (bool, str, int, float)):
+        return _plain(value)
+    if type(value) is Tensor and value.layout == torch.strided and not value.is_meta:
+        return _tensor_form(value)
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [_form(item, depth + 1) for item in cast("Sequence[Any]", value)]}
+    if type(value) is dict and all(type(key) is str for key in cast("dict[Any, Any]", value)):
+        return {"dict": {key: _form(item, depth + 1) for key, item in cast("dict[str, Any]", value).items()}}
+    raise _NoForm
+
+
+def _plain(value: str | float | None) -> str | float | None:
+    if type(value) in (bool, str, type(None)):
+        return value
+    if (type(value) is int and abs(value) <= _LARGEST) or (type(value) is float and math.isfinite(value)):
+        return value
+    raise _NoForm
+
+
+def _tensor_form(tensor: Tensor) -> dict[str, Any]:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise _NoForm
+    values = tensor.detach()
+    if values.dtype is torch.bool:
+        values = values.byte()
+    finite = values[values.isfinite()] if values.is_floating_point() else values
+    low, high = (each.item() for each in torch.aminmax(finite)) if finite.numel() else (0, 0)
+    ascending = values.dim() == 1 and not values.is_floating_point() and bool((values.diff() >= 0).all())
+    return {"tensor": name, "shape": list(tensor.shape), "low": low, "high": high, "ascending": ascending}
+
+
+class _Reader:
+    """Make calls of their forms, checking each entry as it is read."""
+
+    def __init__(self, draw: bool) -> None:
+        self._draw = draw
+        self._left = _MOST_ELEMENTS
+        self._random = torch.Generator().manual_seed(_SEED)
+
+    def call(self, form: object) -> Inputs:
+        fields = _object(form)
+        module, generating = fields.get("module"), fields.get("generating")
+        args, kwargs = self._value(fields.get("args")), self._value(fields.get("kwargs"))
+        if type(module) is not str or type(generating) is not bool or type(args) is not tuple:
+            raise ValueError("the form of a call is malformed")
+        if type(kwargs) is not dict:
+            raise ValueError("the form of a call has no keyword arguments")
+        named = cast("dict[str, Any]", kwargs)
+        return Generating(*args, **named) if generating else Inputs.of_part(module, *args, **named)
+
+    def _value(self, form: object, depth: int = 0) -> Any:
+        if depth > _DEEPEST:
+            raise ValueError("the form of a call is too deep")
+        if form is None or isinstance(form, (bool, int, float, str)):
+            return form
+        fields = _object(form)
+        if "tensor" in fields:
+            return self._tensor(fields)
+        kind, items = next(iter(fields.items()), ("", None))
+        if kind in ("tuple", "list") and isinstance(items, list):
+            values = [self._value(item, depth + 1) for item in cast("list[object]", items)]
+            return tuple(values) if kind == "tuple" else values
+        if kind == "dict" and isinstance(items, dict):
+            return {key: self._value(item, depth + 1) for key, item in cast("dict[str, object]", items).items()}
+        raise ValueError("the form of an argument is malformed")
+
+    def _tensor(self, fields: Mapping[str, Any]) -> Tensor:
+        name = fields["tensor"]
+        shape = _shape(fields.get("shape"))
+        self._left -= math.prod(shape)
+        if self._left < 0:
+            raise ValueError(f"the form of a call has more than {_MOST_ELEMENTS:,} elements")
+        dtype = _DTYPES.get(name) if type(name) is str else None
+        low, high = _number(fields.get("low")), _number(fields.get("high"))
+        if dtype is None or low > high:
+            raise ValueError("the form of a tensor is malformed")
+        if not self._draw:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return self._filled(shape, dtype, low, high, ascending=fields.get("ascending") is True)
+
+    def _filled(self, shape: list[int], dtype: torch.dtype, low: float, high: float, *, ascending: bool) -> Tensor:
+        count = math.prod(shape)
+        if dtype.is_floating_point:
+            return (low + (high - low) * torch.rand(shape, generator=self._random)).to(dtype)
+        first, last = int(low), int(high)
+        if ascending:
+            return (first + torch.arange(count) * (last - first + 1) // max(count, 1)).reshape(shape).to(dtype)
+        drawn = torch.randint(first, last + 1, (count,), generator=self._random)
+        drawn[:1], drawn[1:2] = last, first  # what a model reads from the range stays as it is
+        return drawn.reshape(shape).to(dtype)
+
+
+def _object(form: object) -> dict[str, Any]:
+    if not isinstance(form, dict):
+        raise ValueError("the form of a call is malformed")
+    return cast("dict[str, Any]", form)
+
+
+def _shape(sizes: object) -> list[int]:
+    whole = cast("list[Any]", sizes) if isinstance(sizes, list) else None
+    if whole is None or not all(type(size) is int and 0 <= size <= _LARGEST for size in whole):
+        raise ValueError("the form of a tensor has no shape")
+    return whole
+
+
+def _number(value: object) -> float:
+    if type(value) is float and math.isfinite(value):
+        return value
+    if type(value) is int and abs(value) <= _LARGEST:
+        return value
+    raise ValueError("the form of a tensor has no numbers")
