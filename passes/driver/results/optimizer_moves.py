@@ -175,16 +175,21 @@ class HeldOptimizer:
         self.own.state.clear()
         self.own.state.update(state)
 
-    def replace(self, optimizer: Optimizer) -> None:
-        """Put another optimizer in its places.
+    def check_replaceable(self) -> None:
+        """Refuse places where nothing else can be put.
 
         Raises:
-            StateError: one of them is in a tuple.
+            StateError: one of them is in a tuple, say.
         """
         for place in self.places:
             if place.put is None:
                 raise StateError(f"the model holds its optimizer in '{place.path}', where nothing can be replaced")
-            place.put(optimizer)
+
+    def replace(self, optimizer: Optimizer) -> None:
+        """Put another optimizer in its places."""
+        for place in self.places:
+            if place.put is not None:
+                place.put(optimizer)
 
 
 def held_optimizers(holdings: Iterable[Holding], model: nn.Module) -> list[HeldOptimizer]:
