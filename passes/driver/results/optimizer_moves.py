@@ -83,8 +83,11 @@ def move_optimizer(optimizer: SomeOptimizer, fast: nn.Module, record: Record) ->
     """Let an optimizer of the original model train the optimized one: the public `translate_optimizer`.
 
     Raises:
+        UsageError: it is no optimizer.
         StateError: it cannot be moved; nothing is changed then.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"optimizer is of type {type(optimizer).__name__}; give a torch.optim.Optimizer")
     names, parameters = record.original_names(_held_by(optimizer)), dict(fast.named_parameters())
     return adopt_added(translate_optimizer(optimizer, names, record.state_map, parameters), fast)
 
