@@ -132,7 +132,14 @@ def _whole_model(record: Record) -> str:
         verb = "is" if len(others) == 1 else "are"
         return f"not timed: {', '.join(others)} {verb} not for speed" if aimed_elsewhere else "not timed"
     before, after = timings["before_ms"] / 1e3, timings["after_ms"] / 1e3
-    return f"{duration(before)} -> {duration(after)}, {timings['speedup']:.3g}x in {phase}{_how_timed(timings)}"
+    speed = f"{timings['speedup']:.3g}x in {phase}{_of_kinds(timings)}"
+    return f"{duration(before)} -> {duration(after)}, {speed}{_how_timed(timings)}"
+
+
+def _of_kinds(timings: Mapping[str, Any]) -> str:
+    """Return the speed of each kind of calls that has a label."""
+    kinds = [f"{label} {each['speedup']:.3g}x" for label, each in timings.get("calls", {}).items()]
+    return f" ({', '.join(kinds)})" if kinds else ""
 
 
 def _memory(memory: Mapping[str, int]) -> str:

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -70,7 +71,7 @@ class Manager:
     on_progress: Callable[[Progress], None] = unheard
     history: History = field(default_factory=History)
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
-    timings: Mapping[str, float] | None = None
+    timings: Mapping[str, Any] | None = None
     memory: Mapping[str, int] | None = None
     _stale: list[Site] = field(default_factory=list["Site"], init=False)
     _equal: EqualBlocks = field(default_factory=EqualBlocks, init=False)
@@ -137,8 +138,7 @@ class Manager:
         for number, pass_ in enumerate(rewriting(passes)):
             wanted = {d.key: d for d in plan.decisions if d.step == number and d.status == "applied"}
             self._observe(pass_, lambda pass_=pass_, wanted=wanted: self._replay_pass(pass_, wanted))
-            if wanted:
-                missing = next(iter(wanted.values()))
+            if missing := next(iter(wanted.values()), None):
                 lost = self.program.opaque.get(missing.key.partition(":")[0].replace("(root)", ""))
                 why = f": no graph of its module: {lost.reason}" if lost else ""
                 why += _GIVE_INPUTS if lost or not self.program.inputs else ""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.tracing.recording import copy_inputs, misses_in
+from fxopt.tracing.recording import calls_by_kind, copy_inputs, misses_in
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -99,6 +99,17 @@ def test_plain_identifiers_are_enough_to_generate_from_graphs(make: Callable[[],
     assert fxopt.report(fast).notes == ()
     for way in ("static cache", "prompt lookup") if make is llama else ():
         assert torch.equal(_ways(fast, ids, way), _ways(model, ids, way)), way
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, t5, mamba])
+def test_the_calls_of_generate_are_a_prompt_and_a_step(make: Callable[[], nn.Module]):
+    model: Any = make().eval()
+    for way in ("greedy", "static cache") if make is llama else ("greedy",):
+        with fxopt.recording(model) as calls:
+            _ways(model, torch.randint(3, 99, (1, 7)), way)
+        kinds = calls_by_kind([call for call in calls if not call.module])
+        assert list(kinds) == ["prompt", "step"] and kinds["prompt"] == [c for c in calls if not c.module][:1]
+    assert list(calls_by_kind(kinds["prompt"])) == [""]
 
 
 def test_a_step_does_not_begin_in_the_graph_of_the_prompt():

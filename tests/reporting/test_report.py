@@ -131,6 +131,14 @@ def test_what_was_timed_in_one_thread_says_so():
     assert "in one thread" not in str(report(APPLIED))
 
 
+def test_the_speed_of_a_prompt_and_of_a_step_is_shown():
+    timings = {"before_ms": 4.0, "after_ms": 2.0, "speedup": 2.0}
+    kinds = {"prompt": timings, "step": timings | {"speedup": 1.125}}
+    shown = report(APPLIED, timings=timings | {"calls": kinds})
+    assert "2x in inference (prompt 2x, step 1.12x)" in str(shown)
+    assert shown.to_json()["timings"]["calls"]["step"]["speedup"] == 1.125
+
+
 @pytest.mark.parametrize("width", [30, 60, 99])
 def test_a_narrow_terminal_gets_lines_that_fit(width: int):
     lines = report(APPLIED).table().plain(width).splitlines()
