@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..compat import REGISTERS, own_children, own_parameters, own_tensor
 from ..errors import FusedMemberError
 from ..passes.state import VIEWS
-from ..tracing.graphs import MEMBERS, Capture, by_member, capture_of, install, own_class, share_children
+from ..tracing.graphs import MEMBERS, Capture, by_member, capture_of, install, own_class, regions_of, share_children
 from ..tracing.values import INTERNAL
 from .parts import FUSED_FROM, FusedPart, fused_class
 from .register import Children, Register
@@ -148,17 +148,16 @@ def _hold_children(module: nn.Module, names: Collection[str]) -> Callable[[], No
     """Refuse other children under some names, past attributes too; return how to go back."""
     before = own_children(module)
     known = before.held if isinstance(before, Children) else frozenset[str]()
-    if known.issuperset(names):
+    if known.issuperset(names) or regions_of(module):  # regions call what is in the register that they borrowed
         return lambda: None
     vars(module)["_modules"] = Children(before, known.union(names))
-    share_children(module)
 
     def release() -> None:
         now = dict(own_children(module))
         before.clear()
         before.update(now)
         vars(module)["_modules"] = before
-        share_children(module)
+        share_children(module)  # of regions that came since
 
     return release
 
