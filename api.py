@@ -271,6 +271,7 @@ def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
         model: the optimized model.
 
     Raises:
+        UsageError: it is no optimizer.
         StateError: an optimizer that does not work element by element, or members in different groups or at unequal
             steps; nothing is changed then.
     """

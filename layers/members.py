@@ -159,7 +159,8 @@ def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
 
     Args:
         parent: any module.
-        names: of children or plain attributes; with "forward" among them it refuses hooks, too.
+        names: of children or plain attributes; with "forward" among them it refuses hooks, too, with "__class__"
+            another class.
 
     Returns:
         A function that takes the seal off again.

@@ -93,6 +93,8 @@ class FusedPart(SavesSlices):
             self._fxopt_write(name, view, value)
             return
         sealed = sealed_names(self)
+        if name == "__class__" and name in sealed:
+            raise _refusal(self, "its class cannot be replaced")
         if name in sealed and self._modules.get(name, self.__dict__.get(name)) is not value:
             raise _refusal(self, f"'{name}' cannot be replaced")
         if sealed and name not in sealed and isinstance(value, nn.Module) and isinstance(self, _CONTAINERS):

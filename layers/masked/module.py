@@ -27,6 +27,9 @@ _GONE = "_fxopt_gone"
 _SETTLED = "_fxopt_settled"
 """Likewise -> what knows whether zeros were put there since it was last written to; it is no change of the module."""
 
+_REPLICATED = "_fxopt_replicated"
+"""In that of a replica of one: name of a parameter -> what the replica computes with."""
+
 
 class Masked(Remade):
     """A module of its own class, whose masked parameters read as zero where their masks say so.
@@ -115,7 +118,7 @@ def masked_module(module: nn.Module, gone: Mapping[str, Tensor]) -> nn.Module:
     """
     new = in_class(module, type(module))
     uninstall(new)
-    new.__class__ = _masked_class(user_class(type(module)), tuple(gone))
+    object.__setattr__(new, "__class__", _masked_class(user_class(type(module)), tuple(gone)))
     set_gone(new, gone)
     return new
 
@@ -175,7 +178,14 @@ def _remade(
 
 
 def _reading(name: str) -> property:
-    return property(lambda module: _read(module, name))
+    return property(lambda module: _read(module, name), lambda module, value: _replicate(module, name, value))
+
+
+def _replicate(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a replica, as `DataParallel` makes one for each device, a copy of a parameter, which is a plain tensor."""
+    if not vars(module).get("_is_replica"):
+        raise _refusal(module, name)
+    vars(module)[_REPLICATED] = {**vars(module).get(_REPLICATED, {}), name: value}
 
 
 def _reading_gone(name: str) -> property:
@@ -190,7 +200,10 @@ def _read(module: nn.Module, name: str) -> Tensor | None:
     """Return a parameter with its zeros in place."""
     registered = cast("Mapping[str, Tensor | None]", vars(module)["_parameters"])
     if name not in registered:
-        raise AttributeError(name)  # nn.Module looks elsewhere, and says what is missing
+        replicated: Tensor | None = vars(module).get(_REPLICATED, {}).get(name)
+        if replicated is None:
+            raise AttributeError(name)  # nn.Module looks elsewhere, and says what is missing
+        return replicated.masked_fill(_beside(module, name, replicated), 0)
     parameter = registered[name]
     if parameter is None:
         return None

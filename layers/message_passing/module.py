@@ -93,7 +93,7 @@ def compressed(module: nn.Module, beside: nn.Module, *, trains: bool) -> nn.Modu
     """
     new = in_class(module, type(module))
     uninstall(new)
-    new.__class__ = _compressed_class(user_class(type(module)))
+    object.__setattr__(new, "__class__", _compressed_class(user_class(type(module))))
     shared = next((vars(each)[_KEPT] for each in beside.modules() if _KEPT in vars(each)), None)
     vars(new)[_KEPT], vars(new)[_TRAINS] = KeptGraphs() if shared is None else shared, trains
     vars(new)[_UNOBSERVED] = 0

@@ -80,7 +80,7 @@ class ReleasedWeight(nn.Parameter):
         own = next((each for each in given if isinstance(each, ReleasedWeight)), None)
         if own is None:
             raise _refusal("a weight", _wanted(func, what))
-        if what in _MOVES and own._stays(func, args[1:], kwargs or {}):
+        if what in _MOVES and own is args[0] and own._stays(func, args[1:], kwargs or {}):
             return own
         if len(args) == 2 and args[0] is args[1] and what in _SETTING:
             return _SETTING[what]

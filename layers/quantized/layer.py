@@ -31,6 +31,15 @@ class QuantizedLayer(nn.Module):
         super().__init__()
         self.packing = Packing()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        made = getattr(type(self), name, None)
+        if isinstance(made, property) and made.fset is None:
+            raise UsageError(
+                f"'{name}' of this {type(self).__name__} is made of small numbers and cannot be replaced; change the "
+                "plain model (fxopt.restore gives it back), then quantize it again"
+            )
+        super().__setattr__(name, value)
+
     def train(self, mode: bool = True) -> Any:
         """Set the mode; the packed form is made anew, for fused optimizers write what torch does not count."""
         self.packing.forget()

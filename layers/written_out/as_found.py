@@ -217,7 +217,7 @@ def _as_found(opened: Sequence[Opened], children: int | None, compiled: bool) ->
 def _is_as_found(module: nn.Module, opened: Opened) -> bool:
     if opened.children not in (None, _count(module)):
         return False
-    if user_class(type(module)) is not opened.kind or "forward" in vars(module) or has_hooks(module):
+    if _kind(module) is not opened.kind or "forward" in vars(module) or has_hooks(module):
         return False
     if any(vars(module)[register].get(name) is not None for register in REGISTERS for name in opened.without):
         return False
@@ -225,6 +225,12 @@ def _is_as_found(module: nn.Module, opened: Opened) -> bool:
     if opened.has_graph and (capture is None or not capture.is_whole):
         return False
     return all(_is_same(vars(module).get(name, Absent), value) for name, value in opened.settings)
+
+
+def _kind(module: nn.Module) -> type[nn.Module]:
+    """Return the user's class of a module; a class that was derived of a dynamic one is one of its own."""
+    kind = type(module)
+    return user_class(kind) if "_fxopt_base" in vars(kind) else kind
 
 
 def _is_same(now: Any, then: Any) -> bool:

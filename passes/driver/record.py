@@ -88,7 +88,9 @@ class Record:
         graphs_before, graphs_after: the text of each graph by its module's qualified name ("" is the root).
         coverage: in words, how much of the model was captured.
         parameters_before, parameters_after: numbers of parameter tensors, tied ones counted once.
-        timings: the whole model on the example inputs, if timed: "before_ms", "after_ms" and their ratio, "speedup".
+        timings: the whole model on the example inputs, if timed: "before_ms", "after_ms" and their ratio, "speedup";
+            under "calls" the same of a "prompt" and a "step", where it generates; "sizes" are the ratios on other sizes
+            and layouts, by what is other, and "untimed_sizes" why some were not timed.
         memory: what a training step takes, if measured, in bytes: "live_before" and "live_after" after the forward,
             "peak_before" and "peak_after" at the worst moment.
         spent: what checks and timing took, if anything was run: "seconds" of "budget_s", and "forward_ms", which is
@@ -119,7 +121,7 @@ class Record:
     coverage: str
     parameters_before: int
     parameters_after: int
-    timings: Mapping[str, float] | None = None
+    timings: Mapping[str, Any] | None = None
     memory: Mapping[str, int] | None = None
     spent: Mapping[str, float] | None = None
     checked: str = "not at all"

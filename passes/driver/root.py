@@ -38,7 +38,7 @@ def _keep_original_names(module: nn.Module, state_map: StateMap) -> None:
     capture = capture_of(module)
     uninstall(module, keep_regions=True)
     if not isinstance(module, KeepsOriginalNames):
-        module.__class__ = checkpointing_class(type(module))
+        object.__setattr__(module, "__class__", checkpointing_class(type(module)))
     install(module, capture or Capture(type(module), []))
     module.__dict__[STATE_MAP] = state_map
 

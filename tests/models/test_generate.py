@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.tracing.recording import copy_inputs, misses_in
+from fxopt.tracing.recording import calls_by_kind, copy_inputs, misses_in
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -101,6 +101,17 @@ def test_plain_identifiers_are_enough_to_generate_from_graphs(make: Callable[[],
         assert torch.equal(_ways(fast, ids, way), _ways(model, ids, way)), way
 
 
+@pytest.mark.parametrize("make", [gpt2, llama, t5, mamba])
+def test_the_calls_of_generate_are_a_prompt_and_a_step(make: Callable[[], nn.Module]):
+    model: Any = make().eval()
+    for way in ("greedy", "static cache") if make is llama else ("greedy",):
+        with fxopt.recording(model) as calls:
+            _ways(model, torch.randint(3, 99, (1, 7)), way)
+        kinds = calls_by_kind([call for call in calls if not call.module])
+        assert list(kinds) == ["prompt", "step"] and kinds["prompt"] == [c for c in calls if not c.module][:1]
+    assert list(calls_by_kind(kinds["prompt"])) == [""]
+
+
 def test_a_step_does_not_begin_in_the_graph_of_the_prompt():
     """Both graphs of an attention check their lengths on the way only, after the first projection."""
     model: Any = gpt2().eval()
@@ -130,6 +141,17 @@ def test_how_to_generate_is_said_by_inputs(make: Callable[[], nn.Module], way: s
 def _ways(model: Any, ids: torch.Tensor, way: str) -> torch.Tensor:
     torch.manual_seed(3)
     return model.generate(ids, max_new_tokens=9, min_new_tokens=9, **WAYS[way])
+
+
+def test_a_cache_of_another_kind_is_told_of_in_plain_words():
+    model: Any = gpt2().eval()
+    ids = torch.randint(3, 99, (1, 7))
+    fast: Any = fxopt.optimize(model, example_inputs=ids, measure=False)
+    with pytest.warns(fxopt.GuardWarning) as warned:
+        _ways(fast, ids, "static cache")
+    said = [str(each.message) for each in warned if isinstance(each.message, fxopt.GuardWarning)]
+    assert len(said) == 1 and "__qualname__" not in said[0]
+    assert "called with a cache that no example had" in said[0] and "Inputs.generating(ids, ...)" in said[0]
 
 
 def test_what_is_not_recorded_is_said():

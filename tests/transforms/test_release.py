@@ -277,6 +277,7 @@ def test_moves_that_change_nothing_do_nothing_and_weights_print() -> None:
         (lambda m: m[0].weight.data, "'.data'"),
         (lambda m: m.half(), "'half'"),
         (with_gradients, "'linear'"),
+        (lambda m: ROWS.to(m[0].weight), "'to'"),
     ],
 )
 def test_messages_name_what_the_user_did(wants: Callable[[Any], object], named: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from mixtures import WIDTH, Block
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -59,8 +60,15 @@ def by_register(model: nn.Module, path: str) -> None:
 
 
 def by_class(model: nn.Module, path: str) -> None:
-    """Change the class, as parametrizations do."""
+    """Change the class."""
     cast("Any", model.get_submodule(path)).__class__ = PLACES[path]
+
+
+def by_derived_class(model: nn.Module, path: str) -> None:
+    """Derive a class from the one that the module has, as parametrizations do."""
+    module = model.get_submodule(path)
+    old = type(module)
+    cast("Any", module).__class__ = type("Half", (old,), {"forward": lambda self, x: old.forward(self, x) * 0.5})
 
 
 def by_forward(model: nn.Module, path: str) -> None:
@@ -91,7 +99,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Net, Net]:
     return model, fast
 
 
-@pytest.mark.parametrize("replace", [by_register, by_class, by_forward, by_settings])
+@pytest.mark.parametrize("replace", [by_register, by_class, by_derived_class, by_forward, by_settings])
 def test_the_new_child_answers(pair: tuple[Net, Net], replace: Callable[[nn.Module, str], None]) -> None:
     for path in PLACES:
         model, fast = map(copy.deepcopy, pair)
@@ -103,6 +111,22 @@ def test_the_new_child_answers(pair: tuple[Net, Net], replace: Callable[[nn.Modu
             warnings.simplefilter("ignore", fxopt.GuardWarning)
             torch.testing.assert_close(fast(X), model(X))
         assert not torch.allclose(model(X), before)
+
+
+def test_the_activation_of_stacked_experts() -> None:
+    model, x = Block().eval(), torch.randn(6, WIDTH)
+    fast = fxopt.optimize(model, "fuse_experts", example_inputs=x, measure=False)
+    assert [each.status for each in fxopt.plan(fast).decisions] == ["applied"]
+    for refused in (
+        lambda: setattr(fast.experts, "act_fn", nn.ReLU()),
+        lambda: fast.experts.act_fn.register_forward_hook(print),
+    ):
+        with pytest.raises(fxopt.FusedMemberError):
+            refused()
+    for each in (model, fast):
+        each.experts._modules["act_fn"] = nn.ReLU()
+    with pytest.warns(fxopt.GuardWarning, match="was replaced"):
+        torch.testing.assert_close(fast(x), model(x))
 
 
 def test_hooks_on_all_modules_run(pair: tuple[Net, Net]) -> None:

@@ -264,7 +264,7 @@ def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
         keep_regions: leave the regions for graphs that will be installed again.
     """
     if "_fxopt_capture" in module.__dict__:
-        module.__class__ = own_class(module)
+        object.__setattr__(module, "__class__", own_class(module))
         del module.__dict__["_fxopt_capture"]
         module.__dict__.pop(FOUND, None)
         if not keep_regions:

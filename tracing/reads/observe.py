@@ -50,12 +50,13 @@ class Observers:
         """Collect which attributes of `module` are read inside; what is given back is filled in on leaving."""
         cls, previous, found = type(module), self._seen, Seen(set(), set(), set())
         self._seen = found.names
-        lent = module.__class__ = self._class(cls)
+        lent = self._class(cls)
+        object.__setattr__(module, "__class__", lent)
         own = _set_on(lent)  # by its metaclass: abc.ABCMeta does
         try:
             yield found
         finally:
-            module.__class__ = cls
+            object.__setattr__(module, "__class__", cls)
             found.plain.update(name for name in found.names if _is_plain(module, name))
             found.set_on_class.update(_taken_off(lent, own))
             self._seen = previous

@@ -7,7 +7,7 @@ from .changes import Change, Changes, Watch, is_repeatable
 from .compiled import compiles, eagerly, is_in_compiled
 from .example_calls import recording
 from .fallback import fallback_of, hold, misses_in, release
-from .generating import NO_STEP, calls_of_generate, generated_calls
+from .generating import NO_STEP, calls_by_kind, calls_of_generate, generated_calls
 from .held_tensors import change_count, plain_tensors
 from .likeness import Alike, Cache, Described, Factors, Likeness
 from .output_check import disagreeing, expectations
@@ -42,6 +42,7 @@ __all__ = [
     "Recording",
     "Watch",
     "alone",
+    "calls_by_kind",
     "calls_intercepted",
     "calls_of_generate",
     "change_count",

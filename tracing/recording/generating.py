@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError, UsageError, one_line
-from ..values import Generating, Inputs, is_meta
+from ..values import Generating, Inputs, flatten, is_meta
 from .example_calls import recording
 from .preserve import in_phase, preserved
 
-__all__ = ["NO_STEP", "calls_of_generate", "generated_calls"]
+__all__ = ["CACHES", "NO_STEP", "calls_by_kind", "calls_of_generate", "generated_calls"]
+
+CACHES = ("past_key_values", "cache_params")
+"""By these names a forward takes what earlier steps have computed."""
 
 NO_STEP = "the steps of generate have no graphs"
 
@@ -66,6 +69,19 @@ def calls_of_generate(model: nn.Module, calls: Sequence[Inputs]) -> tuple[list[I
         return [], f"{NO_STEP}: {error}; give fxopt.Inputs.generating(ids, ...) to say how"
     parts, own = [each for each in found if each.module], [each for each in found if not each.module]
     return [*parts, own[0], *own[1:][-1:]], ""  # between them are steps of caches that are being filled
+
+
+def calls_by_kind(calls: Sequence[Inputs]) -> dict[str, list[Inputs]]:
+    """Return calls of a model under "prompt" and "step", where it generates; else all of them under ""."""
+    steps = [call for call in calls if _is_step(call)]
+    prompts = [call for call in calls if call not in steps]
+    return {"prompt": prompts, "step": steps} if steps and prompts else {"": list(calls)}
+
+
+def _is_step(call: Inputs) -> bool:
+    """Say whether a call is given a cache that earlier ones have filled; a static one holds zeros before."""
+    caches = flatten([call.kwargs.get(name) for name in CACHES])
+    return any(isinstance(part, Tensor) and bool(part.any()) for part in caches.values())
 
 
 def _generates(model: nn.Module) -> bool:

@@ -171,7 +171,7 @@ def _stack_parameters(
     parameters = {place: tensor for place, tensor in stacked.items() if isinstance(members[place][0], nn.Parameter)}
     buffers = {place: tensor for place, tensor in stacked.items() if place not in parameters}
     store = FusedMembers(parameters, {place: members[place][0].requires_grad for place in parameters}, buffers)
-    child = edit.add_owned(store, name=f"fused_{common_name(ensemble, edit.holder)}".replace(".", "_"))
+    child = edit.add_owned(store, name=f"{common_name(ensemble, edit.holder)}_fused".replace(".", "_"))
     for operand in ensemble.parameters:
         place, example = stored[operand.names], members[stored[operand.names]][0]
         step = merge(operand.names, f"{child}.{place}", example) if place in parameters else None
@@ -217,7 +217,7 @@ def _close(views: _Views, inlined: Iterable[str], edit: Edit, store: FusedMember
     try:
         for path in dict.fromkeys((*views, *seals, *inlined)):
             module, sealed = _module(holder.module, path), seals.get(path, _NOTHING)
-            names = frozenset((*sealed, *_settings(module), "forward") if path in inlined else sealed)
+            names = frozenset((*sealed, *_settings(module), "forward", "__class__") if path in inlined else sealed)
             undo.append(attach_member(module, views.get(path, {}), alike.setdefault(names, names)))
     finally:
         edit.on_undo(lambda: [undo.pop()() for _ in range(len(undo))])

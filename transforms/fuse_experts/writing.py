@@ -12,6 +12,7 @@ from ...compat import modules_by_name
 from ...layers.ensemble import split_vectors
 from ...layers.members import FusedMembers, attach_member, settings_of, vector_size, ways_to
 from ...layers.moe import FusedExperts, Lowering, added_to
+from ...layers.written_out import hold_written_out
 from ...operators import canonical_name, mutates
 from ...passes.rewriting import Edit
 from ...passes.state import merge
@@ -52,8 +53,14 @@ def write(mixture: Mixture, lowering: Lowering, edit: Edit, *, always: bool) -> 
     )  # fmt: skip
     _Rewrite(mixture, graph, new, edit.owner).run(child, _stacked(mixture, edit))
     edit.set_specializations([dataclasses.replace(mixture.unrolled.specialization, graph=graph)], [0])
+    if mixture.is_stacked:
+        hold_written_out(edit, sorted(_called(mixture.unrolled.graph) - _called(graph)))
     if mixture.template.idle:
         edit.hold_in_evaluation(sorted({dropping_module(node) or "" for node in mixture.template.idle}))
+
+
+def _called(graph: fx.Graph) -> set[str]:
+    return {str(node.target) for node in graph.find_nodes(op="call_module")}
 
 
 def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -206,7 +213,7 @@ def _leave_views(families: Sequence[Items], names: dict[Items, str], store: Fuse
     try:
         for path in dict.fromkeys((*views, *members, *seals)):
             module = edit.owner.get_submodule(path)
-            own = {*settings_of(module), "forward"} if path in (views.keys() | members) else set[str]()
+            own = {*settings_of(module), "forward", "__class__"} if path in (views.keys() | members) else set[str]()
             own |= {"forward"} if path in containers else set[str]()
             sealed = seals.get(path, set[str]()) | own
             undo.append(attach_member(module, views.get(path, {}), frozenset(sealed)))

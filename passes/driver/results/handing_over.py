@@ -89,6 +89,9 @@ class _Held:
         Raises:
             StateError: one cannot move.
         """
+        for each in self.optimizers:
+            if each.original is given and each.is_copy:
+                each.check_replaceable()
         others = [each for each in self.optimizers if each.original is not given]
         with ExitStack() as around:
             for each in others:

@@ -84,8 +84,11 @@ def move_optimizer(optimizer: SomeOptimizer, fast: nn.Module, record: Record) ->
     """Let an optimizer of the original model train the optimized one: the public `translate_optimizer`.
 
     Raises:
+        UsageError: it is no optimizer.
         StateError: it cannot be moved; nothing is changed then.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"optimizer is of type {type(optimizer).__name__}; give a torch.optim.Optimizer")
     names, parameters = record.original_names(_held_by(optimizer)), dict(fast.named_parameters())
     return adopt_added(translate_optimizer(optimizer, names, record.state_map, parameters), fast)
 
@@ -176,16 +179,21 @@ class HeldOptimizer:
         self.own.state.clear()
         self.own.state.update(state)
 
-    def replace(self, optimizer: Optimizer) -> None:
-        """Put another optimizer in its places.
+    def check_replaceable(self) -> None:
+        """Refuse places where nothing else can be put.
 
         Raises:
-            StateError: one of them is in a tuple.
+            StateError: one of them is in a tuple, say.
         """
         for place in self.places:
             if place.put is None:
                 raise StateError(f"the model holds its optimizer in '{place.path}', where nothing can be replaced")
-            place.put(optimizer)
+
+    def replace(self, optimizer: Optimizer) -> None:
+        """Put another optimizer in its places."""
+        for place in self.places:
+            if place.put is not None:
+                place.put(optimizer)
 
 
 def held_optimizers(holdings: Iterable[Holding], model: nn.Module) -> list[HeldOptimizer]:

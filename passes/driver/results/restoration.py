@@ -160,7 +160,7 @@ def transplanted(model: nn.Module, fast: nn.Module) -> nn.Module:
             or name in (*_REGISTERS, *changed[id(module)], *vars(module).get(REGIONS, ()))
             or _is_ours(name)
         }
-        target.__class__ = type(module)
+        object.__setattr__(target, "__class__", type(module))
         ours = [*filter(_is_ours, vars(target)), *vars(target).get(REGIONS, ())]
         for name in (name for name in ours if name not in new):
             del vars(target)[name]

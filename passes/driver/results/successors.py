@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from ....compat import modules_by_name
 from ....errors import StateError
 from ....tracing.values import INTERNAL
-from ...state import Holding, StateMap
+from ...state import Holding, StateMap, parts_of
 
 __all__ = ["Change", "Successors", "moved_holdings", "refuse_averages"]
 
@@ -126,10 +128,12 @@ def moved_holdings(holdings: Iterable[Holding], successors: Successors) -> list[
     changes: list[Change] = []
     for holding in holdings:
         move = _Move(holding, successors)
-        if isinstance(holding.one, dict) and move.is_by_name():
+        if isinstance(holding.one, MutableMapping) and move.has_them_as_keys():
+            changes.append(move.by_key())
+        elif isinstance(holding.one, dict) and move.is_by_name():
             changes.append(move.by_name())
         elif next(move.held(), None) is not None:
-            changes.append(move.in_sequence() if isinstance(holding.one, (list, tuple, set)) else move.one_by_one())
+            changes.append(move.in_sequence() if isinstance(holding.one, _SEQUENCES) else move.one_by_one())
         elif isinstance(holding.one, (list, tuple)):
             move.refuse_copies_in_order()
     return changes
@@ -169,15 +173,16 @@ class _Move:
 
     def _refill(self, items: list[Any]) -> None:
         other = self.holding.other
-        if isinstance(other, list):
-            cast("list[Any]", other)[:] = items
+        if isinstance(other, (list, deque)):
+            cast("list[Any]", other).clear()
+            cast("list[Any]", other).extend(items)
         elif isinstance(other, set):
             cast("set[Any]", other).clear()
             cast("set[Any]", other).update(items)
         elif len(items) != len(other) or any(one is not two for one, two in zip(items, other, strict=True)):
-            if self.holding.put is None or type(other) is not tuple:
+            if self.holding.put is None or type(other) not in (tuple, frozenset):
                 raise StateError(f"the model holds parameters in '{self.holding.path}', which cannot be changed")
-            self.holding.put(tuple(items))
+            self.holding.put(type(other)(items))
 
     def _check_whole(self, held: Tensor, target: str, covered: Names) -> None:
         absent = sorted(self.successors.whole[target] - covered)
@@ -214,22 +219,49 @@ class _Move:
 
     def one_by_one(self) -> Change:
         """Return the change of a dictionary or an object that has parameters under keys of its own."""
-        places: list[tuple[Any, _Successor]] = []
-        for key, value in _items(self.holding.one):
-            meant = _meant(value)
-            if id(meant) not in self.successors.names:
-                continue
-            now = self.successors.only_one(meant)
-            if now is None:
-                (target, *_) = self._targets(meant)
-                raise StateError(
-                    f"the model's '{self.holding.path}' holds '{self._name(meant)}' as {key!r}, and it is a part of "
-                    f"'{target}' now. {_ADVICE}"
-                )
-            places.append((key, _Successor(self._targets(meant)[0], isinstance(value, weakref.ref))))
+        kept = [(key, value) for key, value in _items(self.holding.one) if id(_meant(value)) in self.successors.names]
+        places = [(key, self._alone(value, repr(key))) for key, value in kept]
         other: Any = self.holding.other
-        register = cast("dict[Any, Any]", other if isinstance(other, dict) else vars(other))
-        return lambda final: register.update({key: self._final(item, final) for key, item in places})
+        is_mapping = isinstance(other, MutableMapping)
+        put: Any = cast("Any", other).__setitem__ if is_mapping else partial(object.__setattr__, other)
+
+        def change(final: Callable[[nn.Parameter], nn.Parameter]) -> None:
+            for key, item in places:
+                put(key, self._final(item, final))
+
+        return change
+
+    def has_them_as_keys(self) -> bool:
+        return any(id(key) in self.successors.names for key in cast("Mapping[Any, Any]", self.holding.one))
+
+    def by_key(self) -> Change:
+        """Return the change of a dictionary whose keys are parameters: what it says of each, it says of one still."""
+        one, other = self.holding.one, cast("MutableMapping[Any, Any]", self.holding.other)
+        pairs: list[tuple[Any, Any]] = []
+        for mine, theirs in zip(one.items(), other.items(), strict=True):
+            are_held = (id(_meant(each)) in self.successors.names for each in mine)
+            moved = zip(mine, theirs, are_held, ("a key", "a value"), strict=True)
+            key, value = (self._alone(m, role) if is_held else t for m, t, is_held, role in moved)
+            pairs.append((key, value))
+
+        def change(final: Callable[[nn.Parameter], nn.Parameter]) -> None:
+            now = [(self._final(key, final), self._final(value, final)) for key, value in pairs]
+            other.clear()
+            for key, value in now:
+                other[key] = value
+
+        return change
+
+    def _alone(self, value: Any, role: str) -> _Successor:
+        """Return what stands for a parameter's only successor."""
+        meant = _meant(value)
+        target = self._targets(meant)[0]
+        if self.successors.only_one(meant) is None:
+            raise StateError(
+                f"the model's '{self.holding.path}' holds '{self._name(meant)}' as {role}, and it is a part of "
+                f"'{target}' now. {_ADVICE}"
+            )
+        return _Successor(target, isinstance(value, weakref.ref))
 
     def is_by_name(self) -> bool:
         """Say whether a dictionary has tensors under the names of parameters, and some have other names now."""
@@ -301,6 +333,7 @@ class _Successor:
     is_weak: bool = False
 
 
+_SEQUENCES = (list, tuple, deque, set, frozenset)
 _ADVICE = "Take it away before (del model.NAME), and make it anew on the result; or leave out the pass that merges them"
 
 
@@ -313,9 +346,9 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     """Return what is in a container or an object itself, by key or name."""
     if isinstance(value, Mapping):
         return cast("Mapping[Any, Any]", value).items()
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return enumerate(cast("list[Any]", value))
-    return list(vars(cast("object", value)).items()) if hasattr(value, "__dict__") else ()
+    if isinstance(value, (set, frozenset)):
+        return enumerate(cast("set[Any]", value))
+    return parts_of(value)
 
 
 def _values(value: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,11 +10,14 @@ from torch import nn
 from ....compat import all_modules
 from ....errors import PassError
 from ....tracing.program import deactivate
+from ....tracing.recording import calls_by_kind
+from ....tracing.values import Inputs
 from ... import timing
 from ...sites import Goal
 from ..groups import Candidate
 from ..history import History, Rewrite
 from ..tuner import Tuner
+from .races import Race, all_slower, as_timings, together
 
 __all__ = ["WholeModel"]
 
@@ -40,56 +42,62 @@ class WholeModel:
         self._tuner, self._history, self._baseline, self._settled = tuner, history, baseline, settled
         deactivate(all_modules(baseline))
 
-    def timed(self) -> dict[str, float]:
+    def timed(self) -> dict[str, Any]:
         """Return the model's timings as it stands."""
         deactivate(self._tuner.program.names.distinct)
-        return _as_timings(timing.timing_figures(self._raced(self._runs())))
+        return self._raced(self._runs()).figures()
 
     @property
     def _judged(self) -> list[Rewrite]:
         """Return the rewrites that make the difference to the baseline."""
         return [rewrite for rewrite in self._history.rewrites if rewrite not in self._settled]
 
-    def never_slower(self) -> dict[str, float] | None:
-        """Return the model's timings; while it is slower, take back the rewrites that are least certain to pay."""
+    def never_slower(self) -> dict[str, Any] | None:
+        """Return the model's timings; while it is slower, take back the rewrites that are least certain to pay.
+
+        Where it generates, neither a prompt nor a step may be: what one of them gains does not speak for the other.
+        """
         rewrites = self._judged
-        if len(rewrites) == 1 and not rewrites[0].owner and "speedup" in rewrites[0].decision.figures:
-            return _as_timings(rewrites[0].decision.figures)  # the group was the whole model
+        is_whole = len(rewrites) == 1 and not rewrites[0].owner and "speedup" in rewrites[0].decision.figures
+        if is_whole and len(self._kinds) == 1:
+            return as_timings(rewrites[0].decision.figures)  # the group was the whole model
         while doubtful := self._doubtful():
             deactivate(self._tuner.program.names.distinct)
-            races, runs = list[timing.Timings](), self._runs()
+            races, runs = list[Race](), self._runs()
             while not races or (self._unwanted(races, doubtful) and len(races) < self._races_before(races[0])):
                 races.append(self._raced(runs))
             unwanted = self._unwanted(races, doubtful)
-            timings = _together(races)
             if not unwanted:
-                return _as_timings(timing.timing_figures(timings))
-            speed = timings.ratio("before", "after").mid
-            self._take_back(unwanted, f"the whole model was slower with it ({speed:.3g}x)")
+                return together(races).figures()
+            slower = _slower(races)
+            self._take_back(unwanted, slower.format(" with it"))
             if unwanted is doubtful and not self._tuner.budget.left:
-                self._take_back_all(speed)
+                self._take_back_all(slower.format(""))
         return None
 
-    def _unwanted(self, races: Sequence[timing.Timings], doubtful: Sequence[Rewrite]) -> Sequence[Rewrite]:
-        """Return what every race says is to be taken back, or all together of what nothing else speaks for."""
-        if all(race.ratio("before", "after").high < 1.0 for race in races):
-            return doubtful
-        return self._unproven() if _together(races).ratio("before", "after").mid < 1.0 else []
+    @property
+    def _kinds(self) -> dict[str, list[Inputs]]:
+        return calls_by_kind(self._tuner.program.whole_calls)
 
-    def _races_before(self, first: timing.Timings) -> int:
+    def _unwanted(self, races: Sequence[Race], doubtful: Sequence[Rewrite]) -> Sequence[Rewrite]:
+        """Return what every race says is to be taken back, or all together of what nothing else speaks for."""
+        if all_slower(races) is not None:
+            return doubtful
+        return self._unproven() if together(races).speed.mid < 1.0 else []
+
+    def _races_before(self, first: Race) -> int:
         """Return how many races must agree before anything is taken back: one more where its sites say otherwise."""
-        return _RACES + (self._promised() > _WORTH * first.microseconds("before"))
+        return _RACES + (self._promised() > _WORTH * first.whole.microseconds("before"))
 
     def _promised(self) -> float:
         """Return the microseconds that the rewrites save, each as it was timed at its site or at an equal one."""
         figures = (rewrite.decision.figures for rewrite in self._judged)
         return sum(each["before_us"] - each["after_us"] for each in figures if "after_us" in each)
 
-    def _take_back_all(self, speed: float) -> None:
+    def _take_back_all(self, slower: str) -> None:
         """Take back whatever could make the model slower: there is no time to learn what does."""
         while doubtful := self._doubtful():
-            reason = f"the whole model was slower ({speed:.3g}x), and {self._tuner.budget} was spent"
-            self._take_back(doubtful, reason)
+            self._take_back(doubtful, f"{slower}, and {self._tuner.budget} was spent")
 
     def _unproven(self) -> list[Rewrite]:
         """Return the rewrites that only the whole model speaks for: untimed, and with no fewer operations."""
@@ -117,18 +125,23 @@ class WholeModel:
         worst = min(optional, key=lambda each: each.decision.figures.get("speedup_low") or 0.0)
         return [each for each in optional if each.evidence is worst.evidence]
 
-    def _runs(self) -> Mapping[str, timing.Runner]:
+    def _runs(self) -> dict[str, Mapping[str, timing.Runner]]:
+        """Return what to race, by the label of a kind of calls."""
         program, training = self._tuner.program, self._tuner.program.training
+        models = {"before": self._baseline, "after": program.model}
         with self._tuner.budget.spending():
             return {
-                "before": timing.runner(self._baseline, program.whole_calls, training=training),
-                "after": timing.runner(program.model, program.whole_calls, training=training),
+                label: {name: timing.runner(model, calls, training=training) for name, model in models.items()}
+                for label, calls in self._kinds.items()
             }
 
-    def _raced(self, runs: Mapping[str, timing.Runner]) -> timing.Timings:
+    def _raced(self, runs: Mapping[str, Mapping[str, timing.Runner]]) -> Race:
         budget, cold = self._tuner.budget, self._tuner.program.measuring.is_cold
+        limit = budget.for_the_whole / len(runs)
         with budget.spending():
-            return timing.time_candidates(runs, limit=budget.for_the_whole, cold=cold, clear=1.0)
+            return Race(
+                {label: timing.time_candidates(pair, limit=limit, cold=cold, clear=1.0) for label, pair in runs.items()}
+            )
 
     def _take_back(self, unwanted: Sequence[Rewrite], reason: str) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""
@@ -167,17 +180,12 @@ class WholeModel:
         self._history.rewrites.append(rewrite)
 
 
-def _together(races: Sequence[timing.Timings]) -> timing.Timings:
-    """Return the rounds of all races as one."""
-    return dataclasses.replace(races[-1], rounds=[each for race in races for each in race.rounds])
+def _slower(races: Sequence[Race]) -> str:
+    """Say what was slower, with a place left for what it was slower with."""
+    label = all_slower(races) or ""
+    speed = together(races).speed_of(label).mid
+    return f"{f'the {label} of the model' if label else 'the whole model'} was slower{{}} ({speed:.3g}x)"
 
 
 def _is_optional(rewrite: Rewrite) -> bool:
     return rewrite.pass_.goal is Goal.SPEED and not rewrite.group.required
-
-
-def _as_timings(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return what the report says of the whole model."""
-    named = ("speedup", "speedup_low", "speedup_high", "threads", "cold")
-    speeds = {name: figures[name] for name in named if name in figures}
-    return {"before_ms": figures["before_us"] / 1e3, "after_ms": figures["after_us"] / 1e3, **speeds}

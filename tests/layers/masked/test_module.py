@@ -35,3 +35,16 @@ def test_parameters_with_masks_can_be_swapped():
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert fast(x.double()).dtype is torch.float64 and (fast[0].weight == 0).any()
+
+
+def test_replicas_compute_with_masked_copies():
+    x = torch.randn(8, 16)
+    fast = fxopt.optimize(nn.Sequential(nn.Linear(16, 8)), "prune{scope=layer}", example_inputs=x, measure=False)
+    replica: Any = fast[0]._replicate_for_data_parallel()
+    copied = torch.ones_like(fast[0].weight).requires_grad_()
+    replica.weight, replica.bias = copied, fast[0].bias
+    replica(x).sum().backward()
+    gone = fast[0].weight == 0
+    expected = x.sum(0).expand(8, 16).masked_fill(gone, 0)
+    torch.testing.assert_close(copied.grad, expected)
+    torch.testing.assert_close(replica.weight, torch.ones(8, 16).masked_fill(gone, 0))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from fxopt.errors import UsageError
 from fxopt.layers.quantized import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
 from fxopt.passes.state import quantized
 
@@ -31,6 +32,14 @@ def test_kernels_take_every_width_and_layout(kind: type[QuantizedLinear], inputs
             scale = float(torch.nn.functional.linear(x.abs().float(), layer.weight.abs()).sum())
             assert found.shape == expected.shape
             assert torch.allclose(found.float(), expected.float(), atol=0.02 * (1 + scale), rtol=0)
+
+
+def test_a_weight_is_not_replaced():
+    layer = layer_of(Int8WeightLinear, 16, 8)
+    for value in (nn.Parameter(torch.ones(8, 16)), torch.ones(8, 16)):
+        with pytest.raises(UsageError, match="'weight' of this Int8WeightLinear is made of small numbers"):
+            layer.weight = value
+    layer.bias = nn.Parameter(torch.ones(8))
 
 
 @pytest.mark.parametrize("grad", [False, True])

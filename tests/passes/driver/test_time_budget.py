@@ -19,7 +19,7 @@ from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Numerics, Phase, Site
 from fxopt.passes.timing import TimeBudget, Timings
-from fxopt.tracing.program import Program
+from fxopt.tracing.program import Program, capture_program
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
@@ -123,7 +123,7 @@ def test_a_pass_that_takes_all_the_time_leaves_those_behind_their_part(races: li
     assert [(d.step, d.status) for d in manager.decisions] == [(step, "applied") for step in (0, 0, 0, 1, 1, 1)]
     hurried = "its part of the time budget of 100 s was spent: results of one call alone were compared"
     assert [d.figures.get("hurried") for d in manager.decisions] == [None, hurried, hurried, None, None, None]
-    assert len(races) == 4  # three sites and the whole model
+    assert len(races) == 3 + 1 + 1  # three sites and the whole model, this on a smaller batch, too
 
 
 class Wrong(Slow):
@@ -151,7 +151,7 @@ def test_without_time_for_timing_one_lowering_is_applied_and_the_whole_model_jud
     assert {d.figures["untimed"] for d in manager.decisions} == {
         "its share of the time budget of 100 s is too short to tell; give a larger time_budget"
     }
-    assert races == [["after", "before"]]
+    assert races == [["after", "before"]] * 2  # on a smaller batch, too
 
 
 def test_without_time_for_timing_several_lowerings_are_left(races: list[list[str]]) -> None:
@@ -183,6 +183,38 @@ def test_one_slow_reading_of_the_whole_model_takes_nothing_back(monkeypatch: pyt
     assert outcomes(manager) == [("applied", "")] * 3
     assert manager.timings is not None
     assert manager.timings["speedup"] == 1.0  # of both races, half of the rounds say 0.5 and half 1.5
+
+
+class Decoder(nn.Module):
+    def forward(self, x: Tensor, past_key_values: tuple[Tensor, ...] = ()) -> Tensor:
+        return x - 1.0
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_neither_a_prompt_nor_a_step_may_be_slower(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    """What the other gains does not speak for it."""
+    seen, slower = list[int](), [slow, slow]
+
+    def timed(candidates: Any, **_: Any) -> Timings:
+        seen.append(len(seen) % 2)
+        before = 1.0 if seen[-1] in slower else 9.0
+        return Timings([{name: before if name == "before" else 2.0 for name in candidates}] * 9)
+
+    monkeypatch.setattr(timing, "time_candidates", timed)
+    calls = [fxopt.Inputs(X), fxopt.Inputs(X[:1], past_key_values=(X,))]
+
+    def run() -> Manager:
+        manager = Manager(capture_program(Decoder().eval(), calls), time=True, budget=TimeBudget(100.0, timing=80.0))
+        manager.run([Subtract()])
+        return manager
+
+    label = ("prompt", "step")[slow]
+    assert set(outcomes(run())) == {("undone", f"the {label} of the model was slower with it (0.5x)")}
+    seen.clear()
+    slower.clear()
+    timings = run().timings
+    assert timings is not None and timings["before_ms"] == 18000.0
+    assert {name: each["speedup"] for name, each in timings["calls"].items()} == {"prompt": 4.5, "step": 4.5}
 
 
 @pytest.mark.parametrize(("at_sites", "races"), [(3.0, 3), (2.005, 2)])

@@ -19,7 +19,8 @@ def under_mode(module: nn.Module, mode: TorchFunctionMode) -> None:
     vars(module)[_MODES] = (*known, mode)
     if not known:
         base = type(module)
-        module.__class__ = type(base.__name__, (base,), {"__call__": _call, "__module__": base.__module__})
+        watched = type(base.__name__, (base,), {"__call__": _call, "__module__": base.__module__})
+        object.__setattr__(module, "__class__", watched)
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
