@@ -403,7 +403,7 @@ def test_a_damaged_file_is_told_by_the_checksum_beside_it(tmp_path: Path):
     assert beside.read_text() == f"{hashlib.sha256(whole).hexdigest()}  m.pt2\n"
     middle = len(whole) // 2
     path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-    with pytest.raises(ArchiveError, match="is damaged: it does not have the checksum in m.pt2.sha256"):
+    with pytest.raises(ArchiveError, match="is damaged: it does not have the checksum"):
         fxopt.load(path)
     beside.write_text("something else\n")
     with pytest.raises(ArchiveError, match="is not a checksum as sha256sum writes it"):
