@@ -271,6 +271,7 @@ def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:
         model: the optimized model.
 
     Raises:
+        UsageError: it is no optimizer.
         StateError: an optimizer that does not work element by element, or members in different groups or at unequal
             steps; nothing is changed then.
     """
@@ -332,6 +333,7 @@ def export(
 ) -> None:
     """Write what a model computes in evaluation mode as a `.pt2` file, which runs without the user's code.
 
+    `NAME.sha256` beside it has its checksum, which torch's format lacks; `fxopt.load` compares it where it is there.
     The file is read back and compared with the model before it takes its place: on every example call, and on the first
     one with other numbers of rows. Outputs come as tuples, lists and dictionaries: a dataclass as its fields by name.
 

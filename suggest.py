@@ -7,6 +7,9 @@ from collections.abc import Iterable
 
 __all__ = ["did_you_mean"]
 
+_MOST = 24
+"""How many candidates are listed: all options of any pass."""
+
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" with the candidate nearest to `name`, else the candidates, else nothing."""
@@ -17,7 +20,7 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
         return f"; did you mean {folded[near[0]]!r}?"
     if not known:
         return ""
-    shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    shown = ", ".join(known[:_MOST]) + (", ..." if len(known) > _MOST else "")
     return f"; there is {shown}" if len(known) == 1 else f"; there are {shown}"
 
 

@@ -29,6 +29,7 @@ from ..tracing.graphs import outside_inference_mode
 from ..tracing.reads import raised_at
 from ..tracing.recording import ModelState, copy_inputs, in_phase, preserved, restoring
 from ..tracing.values import Inputs, check_whole, flatten, map_tensors, plain, structure, tensors_in
+from .checksum import drop_checksum, sha256_of, write_checksum
 from .exported import load_exported
 
 __all__ = ["export_model"]
@@ -43,7 +44,7 @@ _SUFFIX = ".pt2"
 def export_model(
     model: nn.Module, path: str | os.PathLike[str], calls: Sequence[Inputs], *, dynamic_batch: bool
 ) -> None:
-    """Write a model to `path`, whole, read back and compared, or not at all.
+    """Write a model to `path`, whole, read back and compared, or not at all; and its checksum beside it.
 
     Args:
         model: any module; it is left as it is.
@@ -77,6 +78,9 @@ def export_model(
         torch.export.save(program, file)
         file.flush()
         comparison.check(_read_back(Path(file.name), Path(path)))
+        digest = sha256_of(Path(file.name))
+        drop_checksum(Path(path))
+    write_checksum(Path(path), digest)
 
 
 def _exported(model: nn.Module, call: Inputs, sizes: _FreeSizes) -> torch.export.ExportedProgram:

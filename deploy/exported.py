@@ -23,6 +23,7 @@ from ..compat_export import load_exported_program
 from ..errors import ArchiveError, one_line
 from ..settings import weights_only
 from ..tracing.values import Inputs
+from .checksum import check_checksum
 from .container import UNREADABLE, checked_entries, read_json, regular_file
 from .exported_text import check_program
 
@@ -55,9 +56,11 @@ def load_exported(path: Path) -> tuple[nn.Module, Inputs | None]:
     """Return the module that a `.pt2` file describes, and the example inputs if it has any.
 
     Raises:
-        ArchiveError: it cannot be read, or holds anything but torch's own operators and plain tensors.
+        ArchiveError: it cannot be read, does not have the checksum beside it, or
+            holds anything but torch's own operators and plain tensors.
     """
     regular_file(path)
+    check_checksum(path)
     try:
         with zipfile.ZipFile(path) as archive:
             checked = _checked(path, archive)

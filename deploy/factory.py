@@ -45,7 +45,7 @@ def find_factory(spec: str) -> Callable[[], object]:
         if found is None:
             public = [name for name in dir(owner) if not name.startswith("_")]
             raise UsageError(f"{spec!r}: {module_name} has no {attribute!r}{did_you_mean(attribute, public)}")
-    if not callable(found):
+    if isinstance(found, nn.Module) or not callable(found):
         raise UsageError(f"{spec!r} is of type {type(found).__name__}, not a function or class that builds a model")
     missing = _required_parameters(found)
     if missing:

@@ -30,7 +30,7 @@ def make_independent(copied: nn.Module) -> None:
         for name in [name for name in vars(module) if name.startswith("_fxopt")]:
             del vars(module)[name]
         object.__setattr__(module, "__class__", user_class(type(module)))
-        for register in REGISTERS:
+        for register in (*REGISTERS, "_modules"):
             vars(module)[register] = dict(vars(module)[register])
         for name, view in views.items():
             tensor = tensors.setdefault(view, _own(view))

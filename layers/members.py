@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..compat import REGISTERS, own_children, own_parameters, own_tensor
 from ..errors import FusedMemberError
 from ..passes.state import VIEWS
-from ..tracing.graphs import MEMBERS, Capture, by_member, capture_of, install, own_class
+from ..tracing.graphs import MEMBERS, Capture, by_member, capture_of, install, own_class, regions_of, share_children
 from ..tracing.values import INTERNAL
 from .parts import FUSED_FROM, FusedPart, fused_class
-from .register import Register
+from .register import Children, Register
 from .saving import SavesWhatMembersDoNot, count_slices
 from .slices import View
 from .steps import watch_steps
@@ -123,8 +123,9 @@ def attach_member(
     Raises:
         FusedMemberError: if the module has no such parameter, or one of another shape than the slice.
     """
+    held = own_children(module).keys() & sealed
     if not views:
-        return seal(module, sealed)
+        return partial(_in_turn, seal(module, sealed), _hold_children(module, held))
     slices = {name: View(*view) for name, view in views.items()}
     for name, view in slices.items():
         _check_slice(module, name, view)
@@ -134,7 +135,31 @@ def attach_member(
     listed = module.__dict__.pop("_flat_weights", None)  # a recurrent layer's second list of its parameters
     for key, register in taken:
         module.__dict__[key] = Register(register, slices)
-    return partial(_give_back, module, undo, slices, taken, listed)
+    give_back = partial(_give_back, module, undo, slices, taken, listed)
+    return partial(_in_turn, give_back, _hold_children(module, held))
+
+
+def _in_turn(*steps: Callable[[], None]) -> None:
+    for step in steps:
+        step()
+
+
+def _hold_children(module: nn.Module, names: Collection[str]) -> Callable[[], None]:
+    """Refuse other children under some names, past attributes too; return how to go back."""
+    before = own_children(module)
+    known = before.held if isinstance(before, Children) else frozenset[str]()
+    if known.issuperset(names) or regions_of(module):  # regions call what is in the register that they borrowed
+        return lambda: None
+    vars(module)["_modules"] = Children(before, known.union(names))
+
+    def release() -> None:
+        now = dict(own_children(module))
+        before.clear()
+        before.update(now)
+        vars(module)["_modules"] = before
+        share_children(module)  # of regions that came since
+
+    return release
 
 
 def _give_back(

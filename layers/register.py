@@ -1,4 +1,4 @@
-"""Where torch registers the parameters or buffers of a fused member: the names are there, the tensors elsewhere."""
+"""Where torch registers what a fused member has: names of tensors that are elsewhere, and children that must stay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import FusedMemberError
 
-__all__ = ["Register"]
+__all__ = ["Children", "Register"]
 
 
 class Register(dict[str, Any]):
@@ -40,3 +40,29 @@ class Register(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Register, (dict(self), self.slices)
+
+
+class Children(dict[str, Any]):
+    """Keep children that a graph computes with, without calling them, and refuse others in their places.
+
+    `update` asks nothing: passes put other children there by it.
+
+    Args:
+        register: the children of a module, by name.
+        held: the names of those that must stay.
+    """
+
+    def __init__(self, register: Mapping[str, Any], held: Collection[str]) -> None:
+        super().__init__(register)
+        self.held = frozenset(held)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self.held and self.get(name) is not value:
+            raise FusedMemberError(
+                f"'{name}' is computed together with other members, and another module in its place would not be "
+                "called. fxopt.restore(model) gives the original structure back, with the current weights"
+            )
+        super().__setitem__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Children, (dict(self), self.held)

@@ -29,10 +29,11 @@ def warn_of(record: Record, asked: Iterable[tuple[str, Sequence[str]]]) -> None:
         record: of the optimized model.
         asked: each name that the user gave, and the passes that it stands for, as texts.
     """
-    from .notes import unverified
+    from .notes import in_fewer_bits, unverified
 
     said = list(dict.fromkeys(filter(None, (_said(record, name, texts) for name, texts in asked))))
-    for kind, text in ((UnverifiedWarning, unverified(record)), (NothingDoneWarning, "; ".join(said))):
+    idle = "; ".join(said) or in_fewer_bits(record)
+    for kind, text in ((UnverifiedWarning, unverified(record)), (NothingDoneWarning, idle)):
         if text:
             warnings.warn(text, kind, stacklevel=3)
     record.idle[:] = [each for each in said if each.endswith(_NO_PLACE) or "nothing was done" in each]

@@ -16,11 +16,12 @@ from ..passes.state import lost_hooks_text
 from ..storage import byte_text
 from ..tracing.graphs import capture_of
 from ..tracing.values import all_tensors, is_sharded
+from .wording import slower_sizes
 
 if TYPE_CHECKING:
     from ..passes.driver import Record
 
-__all__ = ["notes", "unverified"]
+__all__ = ["in_fewer_bits", "notes", "unverified"]
 
 _NEXT = {
     "no example inputs": "give example_inputs, so that each rewrite is compared with the original",
@@ -44,12 +45,13 @@ def notes(record: Record, model: nn.Module) -> list[str]:
     sizes = _bytes(record, model), _left_for_speed(record)
     said = (
         unverified(record),
-        *(() if _in_bfloat16(record) else record.idle),
+        *(() if in_fewer_bits(record) else record.idle),
         record.remark,
-        _in_bfloat16(record),
+        in_fewer_bits(record),
         *_costs(record),
         *sizes,
         *_holds_for(record),
+        _for_sizes(record),
         _of_optimizer(record),
         _for_training(record),
         _sharded(model),
@@ -70,7 +72,7 @@ def unverified(record: Record) -> str:
     return ""
 
 
-def _in_bfloat16(record: Record) -> str:
+def in_fewer_bits(record: Record) -> str:
     """Say that nothing is computed in bfloat16 where that was asked for, nor in int8 where that was too, and why."""
     steps = {step: text for step, text in enumerate(record.plan.pipeline) if _asks_for_fewer_bits(text)}
     tried = [d for d in record.plan.decisions if d.step in steps]
@@ -90,6 +92,17 @@ def _holds_for(record: Record) -> Iterator[str]:
     """Say for which calls figures hold that are not those of all calls."""
     standing = {decision.pass_name for decision in record.plan.decisions if decision.status == "applied"}
     yield from (f"{name}: {text}" for name, text in _HOLDS_FOR.items() if name in standing)
+
+
+def _for_sizes(record: Record) -> str:
+    """Say that the model is slower than before on other sizes than the example's, and what to do."""
+    slower = [f"{label} ({speed:.3g}x)" for label, speed in slower_sizes(record).items()]
+    if not slower:
+        return ""
+    return (
+        f"slower than before with {', '.join(slower)}: the rewrites were chosen for the size of the example; "
+        "give as example_inputs calls of the sizes that are used"
+    )
 
 
 def _of_optimizer(record: Record) -> str:

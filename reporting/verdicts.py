@@ -57,7 +57,7 @@ class Comparison:
                 "equal": verdict.ok,
                 "reason": verdict.reason,
                 "meaning_error": _finite(verdict.meaning_error) if self.tolerance is None else None,
-                "precision_error": _finite(verdict.precision_error),
+                "precision_error": _finite(verdict.precision_error) if _was_reached(verdict) else None,
                 "checked": verdict.checked_in if self.tolerance is None else "its own types",
             }
             for verdict in self.verdicts
@@ -96,7 +96,13 @@ class Comparison:
         is_compared = verdict.ok or meaning or precision
         if self.tolerance is not None:
             return f"{precision:.1e}" if is_compared else "-", f"{self.tolerance:g}"
-        return *((f"{meaning:.1e}", f"{precision:.1e}") if is_compared else ("-", "-")), verdict.checked_in
+        own_types = f"{precision:.1e}" if _was_reached(verdict) else "-"
+        return f"{meaning:.1e}" if is_compared else "-", own_types, verdict.checked_in
+
+
+def _was_reached(verdict: Verdict) -> bool:
+    """Say whether models were compared in their own types: not where they differed in float64 before."""
+    return verdict.ok or verdict.precision_error > 0
 
 
 def compare_models(

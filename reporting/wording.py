@@ -26,6 +26,7 @@ __all__ = [
     "located",
     "phase_of",
     "printable",
+    "slower_sizes",
     "summary",
     "turned_away",
 ]
@@ -35,6 +36,9 @@ _PHASES = {"eval": "inference", "train": "training"}
 _SPECIALIZATION = re.compile(r"#\d+(?=:|$)")
 _NUMBER = re.compile(r"\d+")
 _FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+_LOSES = 0.98
+"""What is less than so many times as fast is slower: less is noise."""
+
 _LINE_BREAK = re.compile(r"\s*[\r\n]\s*")
 
 
@@ -96,6 +100,7 @@ def summary(record: Record) -> dict[str, str]:
     """Return the whole model's figures, each under its title."""
     lines = {
         "whole model": _whole_model(record),
+        **_other_sizes(record),
         "parameter tensors": f"{record.parameters_before:,} -> {record.parameters_after:,}",
         "captured": printable(record.coverage.partition("\n")[0]),
     }
@@ -133,7 +138,38 @@ def _whole_model(record: Record) -> str:
         return f"not timed: {', '.join(others)} {verb} not for speed" if aimed_elsewhere else "not timed"
     before, after = timings["before_ms"] / 1e3, timings["after_ms"] / 1e3
     speed = f"{timings['speedup']:.3g}x in {phase}{_of_kinds(timings)}"
-    return f"{duration(before)} -> {duration(after)}, {speed}{_how_timed(timings)}"
+    return f"{duration(before)} -> {duration(after)}, {speed}{_how_timed(timings)}{_where_faster(record)}"
+
+
+def _where_faster(record: Record) -> str:
+    """Say that the model gains on this size alone, or not on all others."""
+    others, slower = (record.timings or {}).get("sizes", {}), slower_sizes(record)
+    if not slower:
+        return ""
+    is_only_here = all(figures["speedup_low"] <= 1.0 for figures in others.values())
+    return ", faster for this size only" if is_only_here else ", not faster for all sizes"
+
+
+def _other_sizes(record: Record) -> dict[str, str]:
+    """Say what the model gains on other sizes and layouts, where it is slower, and which were not timed."""
+    timings = record.timings or {}
+    sizes, slower = timings.get("sizes", {}), slower_sizes(record)
+    said = [
+        f"{label}: {figures['speedup']:.3g}x" + (" (slower)" if label in slower else "")
+        for label, figures in sizes.items()
+    ]
+    said += [f"{label}: not timed ({printable(reason)})" for label, reason in timings.get("untimed_sizes", {}).items()]
+    return {"other sizes": "; ".join(said)} if said else {}
+
+
+def slower_sizes(record: Record) -> dict[str, float]:
+    """Return the sizes and layouts on which the model is clearly slower than before, with the ratios."""
+    sizes: Mapping[str, Mapping[str, float]] = (record.timings or {}).get("sizes", {})
+    return {
+        label: figures["speedup"]
+        for label, figures in sizes.items()
+        if figures["speedup_high"] < 1.0 and figures["speedup"] < _LOSES
+    }
 
 
 def _of_kinds(timings: Mapping[str, Any]) -> str:

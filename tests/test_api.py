@@ -224,9 +224,9 @@ def test_in_place_everything_that_survives_keeps_its_identity() -> None:
     assert (model.layers, model.config, model.scale) == attributes and model.layers[0] is modules["last"]
     assert model.last._forward_hooks is hooks
     assert sorted(set(dict(model.named_parameters())) - set(parameters)) == [
-        "fused_heads.inner.bias", "fused_heads.inner.weight", "fused_heads.outer.bias", "fused_heads.outer.weight",
+        "heads_fused.inner.bias", "heads_fused.inner.weight", "heads_fused.outer.bias", "heads_fused.outer.weight",
     ]  # fmt: skip
-    assert model.heads[1].inner.weight.data_ptr() == model.fused_heads.inner.weight[1].data_ptr()
+    assert model.heads[1].inner.weight.data_ptr() == model.heads_fused.inner.weight[1].data_ptr()
     assert_close(model, reference)
 
 
@@ -235,7 +235,7 @@ def test_hooks_still_take_their_turn_after_optimizing_in_place() -> None:
     order: list[str] = []
     model.last.register_forward_hook(lambda *_: order.append("last"))
     model.last.register_forward_hook(lambda *_: order.append("first"), prepend=True)
-    model.fused_heads.register_forward_pre_hook(lambda *_: None, prepend=True)
+    model.heads_fused.register_forward_pre_hook(lambda *_: None, prepend=True)
     model(X)
     assert order == ["first", "last"]
 
@@ -371,9 +371,9 @@ def test_optimizing_again_adds_up() -> None:
 
 def test_optimizing_again_in_place_keeps_what_is_fused() -> None:
     model = optimized(Model(), inplace=True)
-    store = model.fused_heads
+    store = model.heads_fused
     again = optimized(model, "eliminate_dead_code", inplace=True)
-    assert again is model and model.fused_heads is store
+    assert again is model and model.heads_fused is store
     assert len(fxopt.plan(model).pipeline) == 2
     original = fxopt.restore(model)
     assert_close(model, original)
@@ -422,7 +422,7 @@ def test_restoring_takes_the_present_state() -> None:
     fast.config["sizes"].append(3)
     fast.scale = torch.full((3,), 3.0)
     fast.frozen.requires_grad_(True)
-    fast.fused_heads.requires_grad_(False)
+    fast.heads_fused.requires_grad_(False)
     fast.loss = fast(X).sum()
     fast.heads[2].comment = "mine"
     fast.norm.eval()
@@ -473,7 +473,7 @@ def test_copies_keep_plan_report_and_state(duplicate: Callable[[nn.Module], nn.M
     assert list(fxopt.state_dict(twin)) == list(fxopt.state_dict(fast))
     with torch.no_grad():
         twin.heads[0].inner.weight.fill_(7)
-    assert twin.fused_heads.inner.weight[0].eq(7).all() and not fast.fused_heads.inner.weight[0].eq(7).any()
+    assert twin.heads_fused.inner.weight[0].eq(7).all() and not fast.heads_fused.inner.weight[0].eq(7).any()
     assert fxopt.restore(twin).heads[0].inner.weight.eq(7).all()
     twin.load_state_dict(Model().state_dict())
 
@@ -516,7 +516,7 @@ def test_casting_reaches_everything(cast: Callable[[nn.Module], nn.Module]) -> N
     model = Model().eval()
     model.scale = 2.0
     fast = cast(optimized(model))
-    dtype = fast.fused_heads.inner.weight.dtype
+    dtype = fast.heads_fused.inner.weight.dtype
     assert {parameter.dtype for parameter in fast.parameters()} == {dtype} != {torch.float32}
     given, expected = fast(X.to(dtype)), cast(model)(X.to(dtype))
     torch.testing.assert_close(given, expected, atol=3e-2, rtol=3e-2)

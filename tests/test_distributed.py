@@ -323,7 +323,7 @@ def test_a_sharded_model(of_ranks: list[dict[str, Any]]) -> None:
     for each in of_ranks:
         found = each["sharded"]
         assert found["names"][:3] == ["shift", "trunk.weight", "trunk.bias"]
-        assert all(name.startswith("fused_heads.") for name in found["names"][3:])
+        assert all(name.startswith("heads_fused.") for name in found["names"][3:])
         assert found["gathered"] and found["kept"] and found["saved"]
         assert found["loaded"] == ([True, True], True, True)
         assert found["after a forward"] == [True] * 4

@@ -28,7 +28,7 @@ from .history import History, Rewrite
 from .progress import Progress, announced, unheard
 from .record import PassTrace
 from .tuner import Tuner
-from .whole_model import HandedOver, Together, WholeModel
+from .whole_model import HandedOver, Together, WholeModel, with_other_sizes
 
 __all__ = ["Manager"]
 
@@ -117,6 +117,7 @@ class Manager:
                 self._settled, self._baseline = tuple(self.rewrites), twin(self.program.model)
         self._tuner.snapshot.put_back()  # what the last pass did beside its sites; of others it has gone back before
         self._time_whole()
+        self.timings = with_other_sizes(self._tuner, self._original, self.timings)
 
     def _time_whole(self) -> bool:
         """Time the model as it stands, where passes for speed have run; return whether rewrites were taken back."""
@@ -285,8 +286,7 @@ class Manager:
     def _planned(self, pass_: Pass, wanted: Mapping[str, Decision]) -> list[Site]:
         """Return the next of the planned sites that can be rewritten as the program is now."""
         sites: dict[str, Site] | None = None
-        items: list[Site | Refusal] = []
-        planned: list[Site] = []
+        items, planned = list[Site | Refusal](), list[Site]()
         for key, decision in wanted.items():
             if decision.site is not None:
                 site = Site.from_json(self.program, decision.site)
@@ -396,5 +396,4 @@ class Manager:
 
     def plan(self, passes: Sequence[Pass]) -> Plan:
         """Return the decisions as a value that `replay` repeats."""
-        phase = "train" if self.program.training else "eval"
-        return Plan(tuple(str(pass_) for pass_ in passes), phase, tuple(self.decisions))
+        return Plan(tuple(map(str, passes)), "train" if self.program.training else "eval", tuple(self.decisions))

@@ -89,7 +89,8 @@ class Record:
         coverage: in words, how much of the model was captured.
         parameters_before, parameters_after: numbers of parameter tensors, tied ones counted once.
         timings: the whole model on the example inputs, if timed: "before_ms", "after_ms" and their ratio, "speedup";
-            under "calls" the same of a "prompt" and a "step", where it generates.
+            under "calls" the same of a "prompt" and a "step", where it generates; "sizes" are the ratios on other sizes
+            and layouts, by what is other, and "untimed_sizes" why some were not timed.
         memory: what a training step takes, if measured, in bytes: "live_before" and "live_after" after the forward,
             "peak_before" and "peak_after" at the worst moment.
         spent: what checks and timing took, if anything was run: "seconds" of "budget_s", and "forward_ms", which is

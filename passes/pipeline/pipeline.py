@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from ...errors import PipelineError, UsageError
 from ...known_passes import PRESET_OPTIONS, PRESETS, members_of
@@ -91,7 +91,7 @@ class _Parser:
     def option(self, owner: str, wanted: dict[str, Any], read: dict[str, Any]) -> None:
         key = self.take("word", "the name of an option")
         if key.text not in wanted:
-            hint = did_you_mean(key.text, wanted) if wanted else "; it has none"
+            hint = _as_a_value(key.text, wanted) or did_you_mean(key.text, wanted) if wanted else "; it has none"
             raise self.error(f"{owner!r} has no option {key.text!r}{hint}", key.start, key.end)
         if key.text in read:
             raise self.error(f"option {key.text!r} is given twice", key.start, key.end)
@@ -169,3 +169,8 @@ class _Parser:
 
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _as_a_value(word: str, wanted: dict[str, Any]) -> str:
+    """Return how a value is written that stands where an option should, else nothing."""
+    return next((f"; write {name}={word}" for name, kind in wanted.items() if word in get_args(kind)), "")

@@ -142,7 +142,7 @@ class TreeEdit(GraphEdit):
         module.train(old.training)
         for holder, last in self._places_of_module(old, name):
             with self._journal.changing(holder):
-                own_children(holder)[last] = module
+                own_children(holder).update({last: module})  # fused members refuse items
         self._others.append(module)
         for known in (self._owners, self._holders):
             known.clear()

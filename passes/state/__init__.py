@@ -16,7 +16,7 @@ from .checkpoints import (
 )
 from .copying import copied_module, skeleton_of, twin
 from .functional import functional_state
-from .held import Holding, held_in
+from .held import Holding, held_in, parts_of
 from .holders import Holder, add_child, holder_of
 from .in_parts import InParts, all_parameters, leave_to_other_ranks, whole_state
 from .optimizer_state import (
@@ -75,6 +75,7 @@ __all__ = [
     "lost_hooks_text",
     "merge",
     "packed",
+    "parts_of",
     "quantized",
     "refuse_sharded",
     "release_added",

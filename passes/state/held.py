@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import functools
 import types
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +17,10 @@ from torch.optim import Optimizer
 from ...compat import modules_by_name
 from ...tracing.values import INTERNAL
 
-__all__ = ["Holding", "held_in"]
+__all__ = ["Holding", "held_in", "parts_of"]
 
 _ATOMS = (
-    type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum, nn.Module,
+    type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, enum.Enum, nn.Module,
     Tensor, torch.Generator, str, bytes, int, float, complex, bool, type(None),
 )  # fmt: skip
 _OF_RECURRENT_LAYERS = frozenset({"_flat_weights", "_flat_weight_refs"})
@@ -75,26 +77,56 @@ def _within(holding: Holding, seen: set[int]) -> Generator[Holding]:
     if isinstance(one, Optimizer):  # wherever it is: schedulers have it, too
         return
     seen.add(id(one))
-    theirs = dict(_parts(other))
-    for key, part in _parts(one):
+    theirs = dict(parts_of(other))
+    for key, part in parts_of(one):
         if key in theirs:
-            at = f"{holding.path}[{key!r}]" if isinstance(one, (Mapping, tuple, list)) else f"{holding.path}.{key}"
+            is_container = isinstance(one, (Mapping, tuple, list, deque))
+            at = f"{holding.path}[{key!r}]" if is_container else f"{holding.path}.{key}"
             yield from _within(Holding(at, holding.owner, one, part, theirs[key], _putter(other, key)), seen)
 
 
-def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+class _Nth(NamedTuple):
+    """Stands for a key that is a tensor: the copy of a dictionary has another tensor in the same place."""
+
+    place: int
+
+    def __repr__(self) -> str:
+        return f"parameter {self.place}"
+
+
+def parts_of(value: Any) -> list[tuple[Any, Any]]:
     """Return what a container or an object holds, by key, place or name."""
     if isinstance(value, Mapping):
-        return list(cast("Mapping[Any, Any]", value).items())
-    if isinstance(value, (tuple, list)):
+        items = enumerate(cast("Mapping[Any, Any]", value).items())
+        return [(_Nth(place) if isinstance(key, Tensor) else key, part) for place, (key, part) in items]
+    if isinstance(value, (tuple, list, deque)):
         return list(enumerate(cast("list[Any]", value)))
-    return list(vars(cast("object", value)).items()) if hasattr(value, "__dict__") else []
+    if isinstance(value, types.MethodType):
+        return [("__self__", value.__self__)]
+    if isinstance(value, functools.partial):
+        whole = cast("functools.partial[Any]", value)
+        return [("func", whole.func), ("args", whole.args), ("keywords", whole.keywords)]
+    return [*_in_slots(value), *(vars(value).items() if hasattr(value, "__dict__") else ())]
+
+
+def _in_slots(value: Any) -> list[tuple[Any, Any]]:
+    names = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
+    return [(name, getattr(value, name)) for name in names if not name.startswith("__")]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots: Any = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _putter(container: Any, key: Any) -> Callable[[Any], None] | None:
-    if isinstance(container, (dict, list)):
-        return lambda value: cast("dict[Any, Any]", container).__setitem__(key, value)
-    if isinstance(container, (tuple, Mapping)) or not hasattr(cast("object", container), "__dict__"):
+    if isinstance(key, _Nth) or isinstance(container, (tuple, types.MethodType, functools.partial)):
         return None
-    attributes: dict[Any, Any] = vars(cast("object", container))
-    return lambda value: attributes.__setitem__(key, value)
+    if isinstance(container, (dict, list, deque)):
+        return lambda value: cast("dict[Any, Any]", container).__setitem__(key, value)
+    if isinstance(container, Mapping):
+        return None
+    attributes: dict[Any, Any] = getattr(cast("object", container), "__dict__", {})
+    if key in attributes:
+        return lambda value: attributes.__setitem__(key, value)
+    return lambda value: object.__setattr__(cast("object", container), key, value)  # a slot, of what is frozen, too

@@ -14,7 +14,7 @@ __all__ = ["Holder", "add_child", "holder_of"]
 
 @dataclass(frozen=True)
 class Holder:
-    """The module that owns the children which the graph of a owner calls.
+    """The module that owns the children which the graph of an owner calls.
 
     Attributes:
         name: the holder's qualified name; the owner's own, if that is no context region.
@@ -28,13 +28,9 @@ class Holder:
     regions: tuple[ContextRegion, ...]
     names: tuple[str, ...]
 
-    def path(self, name: str) -> str:
-        """Return what the holder calls a module or tensor that is called `name` in the owner."""
-        return name
-
     def qualified(self, name: str) -> str:
-        """Return what the model calls a module or tensor that is called `name` in the owner."""
-        return self.inside + self.path(name)
+        """Return what the model calls a module or tensor that is called `name` in the owner, and so in the holder."""
+        return self.inside + name
 
     @property
     def inside(self) -> str:

@@ -6,7 +6,7 @@ from .analyses import CallSites, TensorOwners, TensorReads, found_in_graphs, is_
 from .compare import Tolerance, distance, form_problem, half_the_digits, rounding, scale_of
 from .demands import Verdict
 from .float64 import Float64Mode, double_defaults, narrow, widened
-from .inputs import jittered, perturbed_inputs, perturbed_state, smaller
+from .inputs import Neighbour, jittered, neighbours, perturbed_inputs, perturbed_state, smaller
 from .modes import depends_on_mode, modes_to_check
 from .reference import Data, Reference, Sizes, reference
 from .tape import Tape
@@ -20,6 +20,7 @@ __all__ = [
     "Data",
     "Float64Mode",
     "MapState",
+    "Neighbour",
     "Original",
     "Reference",
     "Simulation",
@@ -40,6 +41,7 @@ __all__ = [
     "jittered",
     "modes_to_check",
     "narrow",
+    "neighbours",
     "perturbed_inputs",
     "perturbed_state",
     "reference",

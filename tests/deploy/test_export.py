@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -140,7 +141,7 @@ def test_the_file_gives_what_the_model_gives_at_any_batch_size(name: str, passes
     assert set(loaded.state_dict()) <= names
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
-    assert [path.name for path in tmp_path.iterdir()] == ["m.pt2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt2", "m.pt2.sha256"]
     for rows in (1, 2, 9) if name in ("heads", "residual", "one row", "tied") else ():
         call = with_rows(inputs, rows)
         torch.testing.assert_close(run(loaded, call), run(model, call))
@@ -393,3 +394,21 @@ def test_a_model_that_draws_random_numbers_is_exported_with_a_warning(tmp_path: 
         fxopt.export(Noisy(), tmp_path / "noisy.pt2", (torch.randn(2, 3),))
     assert "\n" not in str(warned[0].message)
     assert warned[0].filename == __file__
+
+
+def test_a_damaged_file_is_told_by_the_checksum_beside_it(tmp_path: Path):
+    path, beside = tmp_path / "m.pt2", tmp_path / "m.pt2.sha256"
+    fxopt.export(Heads().eval(), path, torch.randn(3, 4))
+    whole = path.read_bytes()
+    assert beside.read_text() == f"{hashlib.sha256(whole).hexdigest()}  m.pt2\n"
+    middle = len(whole) // 2
+    path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    with pytest.raises(ArchiveError, match="is damaged: it does not have the checksum"):
+        fxopt.load(path)
+    beside.write_text("something else\n")
+    with pytest.raises(ArchiveError, match="is not a checksum as sha256sum writes it"):
+        fxopt.load(path)
+    fxopt.export(Heads().eval(), path, torch.randn(3, 4))
+    fxopt.load(path)
+    beside.unlink()
+    fxopt.load(path)

@@ -28,6 +28,8 @@ class Net(nn.Linear):
 def build():
     return Net()
 
+MODEL = build()
+
 def build_sized(size, *, depth, width=3, **more):
     return Net()
 
@@ -78,6 +80,7 @@ def test_builds_a_model(spec: str):
         ("zoo.models:biuld", UsageError, "zoo.models has no 'biuld'; did you mean 'build'?"),
         ("zoo.models:Net.mkae", UsageError, "has no 'mkae'; did you mean 'make'?"),
         ("zoo.models:LIMIT", UsageError, "is of type int, not a function or class that builds a model"),
+        ("zoo.models:MODEL", UsageError, "is of type Net, not a function or class that builds a model"),
         ("zoo.models:build_sized", UsageError, "needs arguments (size, depth); name a function that needs none"),
         ("zoo.models:build_number", InputError, "returned int, expected a torch.nn.Module"),
         ("zoo.models:build_badly", InputError, "raised RuntimeError: no disk"),

@@ -39,7 +39,7 @@ def models() -> tuple[Ensemble, Ensemble]:
     fast = fxopt.optimize(
         model, "fuse_ensembles{lowering=bmm}", example_inputs=(inputs(),), verify=False, measure=False
     )
-    assert isinstance(fast.get_submodule("fused_heads"), nn.Module)
+    assert isinstance(fast.get_submodule("heads_fused"), nn.Module)
     return model, fast
 
 
@@ -224,7 +224,7 @@ def test_what_one_member_cannot_have(
 def test_all_members_together_can_be_frozen_and_converted(models: tuple[Ensemble, Ensemble]):
     _, fast = models
     fast.heads.requires_grad_(False)
-    assert not any(parameter.requires_grad for parameter in fast.get_submodule("fused_heads").parameters())
+    assert not any(parameter.requires_grad for parameter in fast.get_submodule("heads_fused").parameters())
     fast.heads.double()
     fast.heads[1].to("cpu", torch.float64)  # as it is
     assert linear_of(fast).weight.dtype is torch.float64

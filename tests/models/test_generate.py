@@ -143,6 +143,17 @@ def _ways(model: Any, ids: torch.Tensor, way: str) -> torch.Tensor:
     return model.generate(ids, max_new_tokens=9, min_new_tokens=9, **WAYS[way])
 
 
+def test_a_cache_of_another_kind_is_told_of_in_plain_words():
+    model: Any = gpt2().eval()
+    ids = torch.randint(3, 99, (1, 7))
+    fast: Any = fxopt.optimize(model, example_inputs=ids, measure=False)
+    with pytest.warns(fxopt.GuardWarning) as warned:
+        _ways(fast, ids, "static cache")
+    said = [str(each.message) for each in warned if isinstance(each.message, fxopt.GuardWarning)]
+    assert len(said) == 1 and "__qualname__" not in said[0]
+    assert "called with a cache that no example had" in said[0] and "Inputs.generating(ids, ...)" in said[0]
+
+
 def test_what_is_not_recorded_is_said():
     model: Any = gpt2().eval()
     ids = torch.randint(3, 99, (1, 7))

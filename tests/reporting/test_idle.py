@@ -53,6 +53,21 @@ def test_training_of_a_model_in_evaluation_is_said() -> None:
     assert not any("for training" in each for each in warned("training", phase="train")[0])
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(8, 4), nn.Tanh()) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([head(x) for head in self.heads], dim=1)
+
+
+def test_fewer_bits_that_a_preset_was_asked_for_in_vain_are_said() -> None:
+    with pytest.warns(fxopt.NothingDoneWarning, match="^nothing is computed in bfloat16: "):
+        fast = fxopt.optimize(Heads().train(), "inference{dtype=bfloat16}", example_inputs=(X,), measure=False)
+    assert any(decision.status == "applied" for decision in fxopt.plan(fast).decisions)
+
+
 def test_on_standard_error_it_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("always")

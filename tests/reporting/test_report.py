@@ -131,6 +131,19 @@ def test_what_was_timed_in_one_thread_says_so():
     assert "in one thread" not in str(report(APPLIED))
 
 
+def test_a_size_that_loses_is_named_beside_the_whole_model():
+    def sizes(**speeds: float) -> dict[str, Any]:
+        bounds = {"speedup": 1.0, "speedup_low": 0.97, "speedup_high": 1.02}
+        found = {label: {name: s * bound for name, bound in bounds.items()} for label, s in speeds.items()}
+        return {"before_ms": 2.0, "after_ms": 1.0, "speedup": 2.0, "sizes": found, "untimed_sizes": {"64 x 64": "why"}}
+
+    text = str(report(APPLIED, timings=sizes(small=1.2, large=0.82, near=0.99)))
+    assert "2x in inference, not faster for all sizes\n" in text
+    assert "other sizes       small: 1.2x; large: 0.82x (slower); near: 0.99x; 64 x 64: not timed (why)\n" in text
+    assert "2x in inference, faster for this size only\n" in str(report(APPLIED, timings=sizes(large=0.82)))
+    assert "2x in inference\n" in str(report(APPLIED, timings=sizes(large=1.1)))
+
+
 def test_the_speed_of_a_prompt_and_of_a_step_is_shown():
     timings = {"before_ms": 4.0, "after_ms": 2.0, "speedup": 2.0}
     kinds = {"prompt": timings, "step": timings | {"speedup": 1.125}}

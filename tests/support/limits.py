@@ -94,7 +94,7 @@ all that comes out is compared: results, gradients, buffers, state, errors.
 - `=`: the same, within rounding or the budget of a lossy pass. Where the plain model raises, no result is asked.
 - `r`: the same, or refused in one line that says why, for some models at least.
 - `L`: something else, for some models at least: a row of [Limits](limits.md) says what.
-- empty: it means nothing for this pass.
+- empty: not tried for this pass, or it means nothing there.
 
 Passes that make another function by design (`graph_pooling`; `prune` and `qat` while they are trained) are compared in
 form: what raises, shapes and types. `prune` is compared with the plain model that has its zeros otherwise.

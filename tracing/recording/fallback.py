@@ -26,16 +26,23 @@ from ..graphs import (
     uninstall,
 )
 from ..guards import Tally, require
-from ..values import ModelNames, map_leaves
+from ..values import ModelNames, has_attributes, map_leaves
+from .generating import CACHES
 
 __all__ = ["Fallback", "fallback_of", "hold", "misses_in", "release"]
 
 _ADD = "Add this call to example_inputs, or record it with fxopt.recording"
 _ADD_INNER = "Add a call of the model that leads to this one to example_inputs, or record it with fxopt.recording"
 _AGAIN = "Set it before fxopt.optimize or fxopt.capture"
+_GENERATING = (
+    "Give fxopt.Inputs.generating(ids, ...) as example_inputs, with all that generate is given, "
+    "such as cache_implementation='static'"
+)
+_OF_CACHE = "it was called with a cache that no example had"
 _MEANS = "The result is right, but the module gains nothing there. fxopt.report lists all such modules"
 _OF_MODULE = re.compile(r"(not |'\w+' not in )?(\w+\()*self\b|not _has_any_global_hook")
 """How conditions begin that ask for nothing that is given in a call."""
+_CACHE = re.compile(rf"\b({'|'.join(CACHES)})\b")
 _DROPPED = "most calls had tensor data that the graph does not fit, so it was dropped"
 
 
@@ -46,10 +53,12 @@ class Fallback:
     Attributes:
         name: the module's qualified name.
         warned: the guards that a warning told of; the modules of a model share them, for one call misses in many.
+        generates: the model calls itself while it generates.
     """
 
     name: str
     warned: set[str]
+    generates: bool = False
 
     # Most modules never need any of these: they are made on first use.
 
@@ -89,6 +98,12 @@ class Fallback:
             if graphs and not any(graph.runs_in_mode(module) for graph in graphs):
                 return
             self.warned.add(reason)
+            if self.generates and graphs and _is_of_cache(reason, (*args, *kwargs.values())):
+                if _OF_CACHE not in self.warned:  # inside of the model it has many names
+                    self.warned.add(_OF_CACHE)
+                    told = f"{self._which(module)} used its original forward: {_OF_CACHE}. {_MEANS}. {_GENERATING}"
+                    warnings.warn(told, GuardWarning, 7)
+                return
             settles = graphs and not _OF_MODULE.match(reason)  # what a module holds comes with no call
             advice = f"{_ADD_INNER if self.name else _ADD}: {_described(args, kwargs)}" if settles else _AGAIN
             why = f"its graphs are for calls in which {reason}" if graphs else reason
@@ -113,6 +128,11 @@ class Fallback:
             yield Miss(self.name, guard, calls, note=self.notes.get(guard, ""))
         for guard, calls in self.refused.items():
             yield Miss(self.name, guard, calls, refused=True)
+
+
+def _is_of_cache(reason: str, given: Sequence[Any]) -> bool:
+    """Say whether a call is given a cache, and was turned away for it."""
+    return bool(_CACHE.search(reason)) and any(map(has_attributes, given))
 
 
 def _checks(specialization: Specialization, reason: str) -> bool:
@@ -155,9 +175,10 @@ def release(names: ModelNames) -> None:
         names: of the model, captured, and rewritten as far as it will be.
     """
     warned: set[str] = set()
+    generates = callable(getattr(names.modules[""], "generate", None))
     for name, module in names.modules.items():
         if capture_of(module) is not None and names.name(module) == name:
-            module.__dict__[HANDLER] = Fallback(name, warned)
+            module.__dict__[HANDLER] = Fallback(name, warned, generates)
 
 
 def hold(model: nn.Module) -> None:

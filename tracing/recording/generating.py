@@ -16,7 +16,10 @@ from ..values import Generating, Inputs, flatten, is_meta
 from .example_calls import recording
 from .preserve import in_phase, preserved
 
-__all__ = ["NO_STEP", "calls_by_kind", "calls_of_generate", "generated_calls"]
+__all__ = ["CACHES", "NO_STEP", "calls_by_kind", "calls_of_generate", "generated_calls"]
+
+CACHES = ("past_key_values", "cache_params")
+"""By these names a forward takes what earlier steps have computed."""
 
 NO_STEP = "the steps of generate have no graphs"
 
@@ -26,7 +29,6 @@ _STEPS = 2
 _LENGTHS = ("max_new_tokens", "max_length", "generation_config", "max_time", "stop_strings", "stopping_criteria")
 _TAKEN = ("attention_mask", "token_type_ids")
 """What `generate` takes as the forward does, besides its main input."""
-_CACHES = ("past_key_values", "cache_params")
 _PASSED_OVER = ("decoder_input_ids", "decoder_attention_mask", "position_ids", "use_cache", "return_dict")
 """What `generate` makes by itself."""
 
@@ -78,7 +80,7 @@ def calls_by_kind(calls: Sequence[Inputs]) -> dict[str, list[Inputs]]:
 
 def _is_step(call: Inputs) -> bool:
     """Say whether a call is given a cache that earlier ones have filled; a static one holds zeros before."""
-    caches = flatten([call.kwargs.get(name) for name in _CACHES])
+    caches = flatten([call.kwargs.get(name) for name in CACHES])
     return any(isinstance(part, Tensor) and bool(part.any()) for part in caches.values())
 
 

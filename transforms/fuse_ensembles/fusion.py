@@ -96,7 +96,7 @@ class FuseEnsembles(Pass):
 
     def _examine(self, ensemble: Ensemble, case: Case, program: Program, owner: str) -> Site | Refusal:
         holder = holder_of(program.model, owner)
-        at = qualified(owner, _named(ensemble, holder))
+        at = qualified(owner, _named(ensemble))
         try:
             places = places_of(ensemble, case, program, owner)
         except MatchFailure as unlike:
@@ -142,11 +142,11 @@ def _kernels_compute_on(device: torch.device) -> bool:
     return kernels_compute_on(device)
 
 
-def _named(ensemble: Ensemble, holder: Holder) -> str:
+def _named(ensemble: Ensemble) -> str:
     """Return what people call an ensemble: the container of its members or, without one, the modules that they use."""
-    modules = dict.fromkeys(holder.path(n).rpartition(".")[0] for each in ensemble.parameters for n in each.names)
+    modules = dict.fromkeys(n.rpartition(".")[0] for each in ensemble.parameters for n in each.names)
     if len({name.split(".")[0] for name in modules}) == 1 or "" in modules:
-        return common_name(ensemble, holder)
+        return common_name(ensemble)
     shown = list(modules)
     return ", ".join(shown) if len(shown) <= _MOST_NAMED else f"{shown[0]} ... {shown[-1]}"
 

@@ -15,7 +15,7 @@ from ...errors import MatchFailure
 from ...layers.members import FusedMembers, attach_member, settings_of, vector_size, ways_to
 from ...passes.rewriting import Edit
 from ...passes.sites import Site
-from ...passes.state import Holder, Stack, merge
+from ...passes.state import Stack, merge
 from ...tracing.graphs import capture_of, required_capture
 from ...tracing.program import Program
 from .inlining import Case, Operation
@@ -115,7 +115,7 @@ def _of_site(unit: Unit, site: Site, edit: Edit) -> Unit:
 
 
 def _task(place: Place, names: Mapping[tuple[str, ...], str], edit: Edit) -> Task:
-    name = f"vectorized_{common_name(place.ensemble, edit.holder)}".replace(".", "_")
+    name = f"vectorized_{common_name(place.ensemble)}".replace(".", "_")
     vectors = {stacked: size for stacked in names.values() if (size := vector_size(edit.owner, stacked))}
     may_restart = place.inlined.may_restart
     return Task(place.ensemble, names, vectors, lambda module: edit.add_module(module, name=name), may_restart)
@@ -171,7 +171,7 @@ def _stack_parameters(
     parameters = {place: tensor for place, tensor in stacked.items() if isinstance(members[place][0], nn.Parameter)}
     buffers = {place: tensor for place, tensor in stacked.items() if place not in parameters}
     store = FusedMembers(parameters, {place: members[place][0].requires_grad for place in parameters}, buffers)
-    child = edit.add_owned(store, name=f"fused_{common_name(ensemble, edit.holder)}".replace(".", "_"))
+    child = edit.add_owned(store, name=f"{common_name(ensemble)}_fused".replace(".", "_"))
     for operand in ensemble.parameters:
         place, example = stored[operand.names], members[stored[operand.names]][0]
         step = merge(operand.names, f"{child}.{place}", example) if place in parameters else None
@@ -206,8 +206,7 @@ def _views(places: dict[tuple[str, ...], str], store: FusedMembers) -> _Views:
 def _close(views: _Views, inlined: Iterable[str], edit: Edit, store: FusedMembers) -> None:
     """Leave views of what was stacked, and refuse changes to members and inlined modules that would have no effect."""
     holder = edit.holder
-    views = {holder.path(path): slices for path, slices in views.items()}
-    seals, inlined = ways_to(views), dict.fromkeys(map(holder.path, inlined))
+    seals, inlined = ways_to(views), dict.fromkeys(inlined)
     if holder.regions:  # they would go on with the store that they borrowed
         seals.setdefault("", set()).update(
             name for name, child in own_children(holder.module).items() if child is store
@@ -260,9 +259,9 @@ def _numbered(place: Sequence[str], last: str) -> Iterator[str]:
         yield ".".join([*place, f"other_{number}", last])
 
 
-def common_name(ensemble: Ensemble, holder: Holder) -> str:
-    """Return the container that the members have in common, as their holder calls it, or `members`."""
-    names = (holder.path(name) for operand in ensemble.parameters for name in operand.names)
+def common_name(ensemble: Ensemble) -> str:
+    """Return the container that the members have in common, or `members`."""
+    names = (name for operand in ensemble.parameters for name in operand.names)
     prefix = _common_prefix([name.split(".")[:-1] for name in names])
     return ".".join(prefix) or "members"
 

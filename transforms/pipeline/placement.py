@@ -110,7 +110,7 @@ class Placement:
                         registry[name] = None
             for name, child in own_children(module).items():
                 if child is not None and needed.get(child) and not self._is_own(needed[child]):
-                    own_children(module)[name] = Elsewhere(min(needed[child]))
+                    own_children(module).update({name: Elsewhere(min(needed[child]))})
         for module in needed:
             if STATE_MAP in vars(module):
                 vars(module)[STATE_MAP] = _of_this_rank(module, vars(module)[STATE_MAP])

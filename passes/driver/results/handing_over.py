@@ -27,7 +27,7 @@ from .optimizer_moves import (
     names_of,
 )
 from .restoration import carry_hooks, rebuilt, transplanted
-from .successors import Change, Successors, moved_holdings, refuse_averages
+from .successors import ADVICE, Change, Successors, moved_holdings, refuse_averages
 
 __all__ = ["hand_over", "restored"]
 
@@ -89,6 +89,9 @@ class _Held:
         Raises:
             StateError: one cannot move.
         """
+        for each in self.optimizers:
+            if each.original is given and each.is_copy:
+                each.check_replaceable()
         others = [each for each in self.optimizers if each.original is not given]
         with ExitStack() as around:
             for each in others:
@@ -104,13 +107,13 @@ class _Held:
             if fits:
                 held.hold_successors(self.successors)
         elif not self.is_inplace:
-            raise StateError(f"the model's '{held.path}' is not copied with it: give it as optimizer=. {_ADVICE}")
+            raise StateError(f"the model's '{held.path}' is not copied with it: give it as optimizer=. {ADVICE}")
         if fits:
             return
         try:
             move(held.own)
         except StateError as error:
-            raise StateError(f"the model's '{held.path}' cannot move: {error}. {_ADVICE}") from error
+            raise StateError(f"the model's '{held.path}' cannot move: {error}. {ADVICE}") from error
 
     def settle(self, result: nn.Module, given: Optimizer | None) -> None:
         """Put the given optimizer and all parameters in their places, in the result that has its final parameters."""
@@ -121,11 +124,6 @@ class _Held:
         for each in self.optimizers:
             if given is not None and each.original is given and each.is_copy:
                 each.replace(given)
-
-
-_ADVICE = (
-    "Delete it before (del model.NAME) and build it anew on the result, or leave out the pass that merges parameters"
-)
 
 
 def hand_over(

@@ -55,8 +55,7 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
             "give one of several, and move the others with fxopt.translate_optimizer(other, fast)"
         )
     check_type(optimizer)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held.isdisjoint(map(id, model.parameters())):
+    if set(map(id, _held_by(optimizer))).isdisjoint(map(id, model.parameters())):
         raise StateError(
             f"this {type(optimizer).__name__} holds none of the model's parameters; build it on the model that you "
             "give: Adam(model.parameters())"
@@ -85,6 +84,7 @@ def move_optimizer(optimizer: SomeOptimizer, fast: nn.Module, record: Record) ->
     """Let an optimizer of the original model train the optimized one: the public `translate_optimizer`.
 
     Raises:
+        UsageError: it is no optimizer.
         StateError: it cannot be moved; nothing is changed then.
     """
     expect(optimizer, Optimizer, "optimizer", "a torch.optim.Optimizer")
@@ -178,16 +178,21 @@ class HeldOptimizer:
         self.own.state.clear()
         self.own.state.update(state)
 
-    def replace(self, optimizer: Optimizer) -> None:
-        """Put another optimizer in its places.
+    def check_replaceable(self) -> None:
+        """Refuse places where nothing else can be put.
 
         Raises:
-            StateError: one of them is in a tuple.
+            StateError: one of them is in a tuple, say.
         """
         for place in self.places:
             if place.put is None:
                 raise StateError(f"the model holds its optimizer in '{place.path}', where nothing can be replaced")
-            place.put(optimizer)
+
+    def replace(self, optimizer: Optimizer) -> None:
+        """Put another optimizer in its places."""
+        for place in self.places:
+            if place.put is not None:
+                place.put(optimizer)
 
 
 def held_optimizers(holdings: Iterable[Holding], model: nn.Module) -> list[HeldOptimizer]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -13,9 +15,9 @@ from torch.optim.swa_utils import AveragedModel
 from ....compat import modules_by_name
 from ....errors import StateError
 from ....tracing.values import INTERNAL
-from ...state import Holding, StateMap
+from ...state import Holding, StateMap, parts_of
 
-__all__ = ["Change", "Successors", "moved_holdings", "refuse_averages"]
+__all__ = ["ADVICE", "Change", "Successors", "moved_holdings", "refuse_averages"]
 
 Names = frozenset[str]
 Translation = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
@@ -105,7 +107,7 @@ def refuse_averages(model: nn.Module, fast: nn.Module) -> None:
             if name in rewritten and _forms(rewritten[name]) != _forms(rewritten[inside]):
                 raise StateError(
                     f"the model's '{path}' averages its '{name}' by the places of the parameters, and some of these "
-                    f"are one tensor now. {_ADVICE}"
+                    f"are one tensor now. {ADVICE}"
                 )
 
 
@@ -126,10 +128,12 @@ def moved_holdings(holdings: Iterable[Holding], successors: Successors) -> list[
     changes: list[Change] = []
     for holding in holdings:
         move = _Move(holding, successors)
-        if isinstance(holding.one, dict) and move.is_by_name():
+        if isinstance(holding.one, MutableMapping) and move.has_them_as_keys():
+            changes.append(move.by_key())
+        elif isinstance(holding.one, dict) and move.is_by_name():
             changes.append(move.by_name())
         elif next(move.held(), None) is not None:
-            changes.append(move.in_sequence() if isinstance(holding.one, (list, tuple, set)) else move.one_by_one())
+            changes.append(move.in_sequence() if isinstance(holding.one, _SEQUENCES) else move.one_by_one())
         elif isinstance(holding.one, (list, tuple)):
             move.refuse_copies_in_order()
     return changes
@@ -169,22 +173,23 @@ class _Move:
 
     def _refill(self, items: list[Any]) -> None:
         other = self.holding.other
-        if isinstance(other, list):
-            cast("list[Any]", other)[:] = items
+        if isinstance(other, (list, deque)):
+            cast("list[Any]", other).clear()
+            cast("list[Any]", other).extend(items)
         elif isinstance(other, set):
             cast("set[Any]", other).clear()
             cast("set[Any]", other).update(items)
         elif len(items) != len(other) or any(one is not two for one, two in zip(items, other, strict=True)):
-            if self.holding.put is None or type(other) is not tuple:
+            if self.holding.put is None or type(other) not in (tuple, frozenset):
                 raise StateError(f"the model holds parameters in '{self.holding.path}', which cannot be changed")
-            self.holding.put(tuple(items))
+            self.holding.put(type(other)(items))
 
     def _check_whole(self, held: Tensor, target: str, covered: Names) -> None:
         absent = sorted(self.successors.whole[target] - covered)
         if absent:
             raise StateError(
                 f"the model's '{self.holding.path}' holds '{self._name(held)}' but not '{absent[0]}', and they are "
-                f"now one tensor '{target}'. {_ADVICE}"
+                f"now one tensor '{target}'. {ADVICE}"
             )
 
     def _check_free_of_places(self, length: int) -> None:
@@ -195,7 +200,7 @@ class _Move:
                 if len(items) == length and not all(id(_meant(item)) in self.successors.names for item in items):
                     raise StateError(
                         f"the model's '{self.holding.path}' holds parameters of which some are one tensor now, and "
-                        f"something beside it has as many items, so that places may count. {_ADVICE}"
+                        f"something beside it has as many items, so that places may count. {ADVICE}"
                     )
 
     def refuse_copies_in_order(self) -> None:
@@ -207,29 +212,56 @@ class _Move:
         if [tuple(value.shape) for value in values] == [*self.successors.shapes.values()] != now:
             raise StateError(
                 f"the model's '{self.holding.path}' holds a tensor for each parameter, in their order, and some of "
-                f"the parameters are one tensor now. {_ADVICE}"
+                f"the parameters are one tensor now. {ADVICE}"
             )
 
     # -- dictionaries and objects ----------------------------------------------------------------------------------
 
     def one_by_one(self) -> Change:
         """Return the change of a dictionary or an object that has parameters under keys of its own."""
-        places: list[tuple[Any, _Successor]] = []
-        for key, value in _items(self.holding.one):
-            meant = _meant(value)
-            if id(meant) not in self.successors.names:
-                continue
-            now = self.successors.only_one(meant)
-            if now is None:
-                (target, *_) = self._targets(meant)
-                raise StateError(
-                    f"the model's '{self.holding.path}' holds '{self._name(meant)}' as {key!r}, and it is a part of "
-                    f"'{target}' now. {_ADVICE}"
-                )
-            places.append((key, _Successor(self._targets(meant)[0], isinstance(value, weakref.ref))))
+        kept = [(key, value) for key, value in _items(self.holding.one) if id(_meant(value)) in self.successors.names]
+        places = [(key, self._alone(value, repr(key))) for key, value in kept]
         other: Any = self.holding.other
-        register = cast("dict[Any, Any]", other if isinstance(other, dict) else vars(other))
-        return lambda final: register.update({key: self._final(item, final) for key, item in places})
+        is_mapping = isinstance(other, MutableMapping)
+        put: Any = cast("Any", other).__setitem__ if is_mapping else partial(object.__setattr__, other)
+
+        def change(final: Callable[[nn.Parameter], nn.Parameter]) -> None:
+            for key, item in places:
+                put(key, self._final(item, final))
+
+        return change
+
+    def has_them_as_keys(self) -> bool:
+        return any(id(key) in self.successors.names for key in cast("Mapping[Any, Any]", self.holding.one))
+
+    def by_key(self) -> Change:
+        """Return the change of a dictionary whose keys are parameters: what it says of each, it says of one still."""
+        one, other = self.holding.one, cast("MutableMapping[Any, Any]", self.holding.other)
+        pairs: list[tuple[Any, Any]] = []
+        for mine, theirs in zip(one.items(), other.items(), strict=True):
+            are_held = (id(_meant(each)) in self.successors.names for each in mine)
+            moved = zip(mine, theirs, are_held, ("a key", "a value"), strict=True)
+            key, value = (self._alone(m, role) if is_held else t for m, t, is_held, role in moved)
+            pairs.append((key, value))
+
+        def change(final: Callable[[nn.Parameter], nn.Parameter]) -> None:
+            now = [(self._final(key, final), self._final(value, final)) for key, value in pairs]
+            other.clear()
+            for key, value in now:
+                other[key] = value
+
+        return change
+
+    def _alone(self, value: Any, role: str) -> _Successor:
+        """Return what stands for a parameter's only successor."""
+        meant = _meant(value)
+        target = self._targets(meant)[0]
+        if self.successors.only_one(meant) is None:
+            raise StateError(
+                f"the model's '{self.holding.path}' holds '{self._name(meant)}' as {role}, and it is a part of "
+                f"'{target}' now. {ADVICE}"
+            )
+        return _Successor(target, isinstance(value, weakref.ref))
 
     def is_by_name(self) -> bool:
         """Say whether a dictionary has tensors under the names of parameters, and some have other names now."""
@@ -249,9 +281,9 @@ class _Move:
         try:
             moved = self.successors.translate({name: value.detach() for name, value in named.items()})
         except StateError as error:
-            raise StateError(f"the model's '{self.holding.path}' cannot move: {error}. {_ADVICE}") from error
+            raise StateError(f"the model's '{self.holding.path}' cannot move: {error}. {ADVICE}") from error
         if not all(name.startswith(self._prefix()) for name in moved):
-            raise StateError(f"the model's '{self.holding.path}' has tensors by names that are gone. {_ADVICE}")
+            raise StateError(f"the model's '{self.holding.path}' has tensors by names that are gone. {ADVICE}")
         places = {name.removeprefix(self._prefix()): self._named(name, tensor, named) for name, tensor in moved.items()}
 
         def change(final: Callable[[nn.Parameter], nn.Parameter]) -> None:
@@ -279,7 +311,7 @@ class _Move:
         if not targets:
             raise StateError(
                 f"the model's '{self.holding.path}' holds '{self._name(held)}', which is no parameter any more. "
-                f"{_ADVICE}"
+                f"{ADVICE}"
             )
         return targets
 
@@ -301,7 +333,10 @@ class _Successor:
     is_weak: bool = False
 
 
-_ADVICE = "Take it away before (del model.NAME), and make it anew on the result; or leave out the pass that merges them"
+_SEQUENCES = (list, tuple, deque, set, frozenset)
+ADVICE = (
+    "Delete it before (del model.NAME) and build it anew on the result, or leave out the pass that merges parameters"
+)
 
 
 def _meant(value: Any) -> Any:
@@ -313,9 +348,9 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     """Return what is in a container or an object itself, by key or name."""
     if isinstance(value, Mapping):
         return cast("Mapping[Any, Any]", value).items()
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return enumerate(cast("list[Any]", value))
-    return list(vars(cast("object", value)).items()) if hasattr(value, "__dict__") else ()
+    if isinstance(value, (set, frozenset)):
+        return enumerate(cast("set[Any]", value))
+    return parts_of(value)
 
 
 def _values(value: Any) -> list[Any]:

@@ -39,5 +39,5 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
     path, _, last = name.rpartition(".")
     if not name:
         return module
-    own_children(model.get_submodule(path))[last] = module
+    own_children(model.get_submodule(path)).update({last: module})  # fused members refuse items
     return model

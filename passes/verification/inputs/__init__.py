@@ -15,12 +15,14 @@ from .derived import (
     smaller,
     zeros,
 )
+from .neighbours import Neighbour, neighbours
 from .noise import jittered, perturbed_inputs, perturbed_state
 from .served import Asked, ServedCall, served_calls
 from .unlike import nothing, uneven
 
 __all__ = [
     "Asked",
+    "Neighbour",
     "ServedCall",
     "are_same",
     "few_rows",
@@ -28,6 +30,7 @@ __all__ = [
     "larger",
     "longer",
     "many_rows",
+    "neighbours",
     "not_finite",
     "nothing",
     "one_row",

@@ -16,6 +16,8 @@ __all__ = [
     "another_size",
     "are_same",
     "few_rows",
+    "inner_sizes",
+    "is_of_edges",
     "is_ordinary",
     "larger",
     "leaves_of",
@@ -124,7 +126,7 @@ def larger(arguments: Arguments, example: Arguments, seed: int) -> Iterator[Argu
     rows, least = rows_of(arguments), rows_of(example)
     if not rows:
         return
-    for inner in _inner_sizes(example):
+    for inner in inner_sizes(example):
         sizes = {dim: {size: 2 * size + 1 for size in inner} for dim in range(1, 6)}
         if _size(example) * 2 * 2 ** len(inner) <= _SMALL:
             yield _repeated(example, {0: {least: 2 * least + 1}, **sizes}, seed)
@@ -204,7 +206,7 @@ def one_row(arguments: Arguments, tables: Mapping[str, Table], seed: int) -> Ite
         return
     drawn = Drawn(_tables(arguments, tables), seed, masks=False)
     first = resized(arguments, {0: {rows: 1}})
-    for inner in _inner_sizes(arguments):
+    for inner in inner_sizes(arguments):
         yield drawn.over(
             resized(first, {dim: {size: another_size(size) for size in inner} for dim in range(1, 6)}), _kept
         )
@@ -228,7 +230,7 @@ def smaller(arguments: Arguments) -> Iterator[Arguments]:
     if graph is not None:
         yield graph
     few = few_rows(arguments)
-    for inner in _inner_sizes(few):
+    for inner in inner_sizes(few):
         for reduced in (_quarter, _halved_often):
             sizes = {size: reduced(size) for size in inner}
             if any(size != less for size, less in sizes.items()):
@@ -242,7 +244,7 @@ def _few_nodes(arguments: Arguments) -> Arguments | None:
     Edges are pairs of integers [2, E] that name rows; what has E rows belongs to them.
     """
     rows = rows_of(arguments)
-    edges = next((each for each in leaves_of(arguments) if _is_of_edges(each, rows)), None)
+    edges = next((each for each in leaves_of(arguments) if is_of_edges(each, rows)), None)
     if edges is None or rows <= _NODES:
         return None
     count = edges.shape[1]
@@ -256,7 +258,8 @@ def _few_nodes(arguments: Arguments) -> Arguments | None:
     return map_tensors(cut, arguments)
 
 
-def _is_of_edges(tensor: Tensor, rows: int) -> bool:
+def is_of_edges(tensor: Tensor, rows: int) -> bool:
+    """Say whether a tensor is like the edges of a graph: pairs of integers [2, E] that name rows."""
     if tensor.dtype is not torch.int64 or tensor.layout is not torch.strided or tensor.dim() != 2 or len(tensor) != 2:
         return False
     return tensor.shape[1] > 0 and int(tensor.min()) >= 0 and int(tensor.max()) < rows
@@ -303,7 +306,7 @@ def rows_of(arguments: Arguments) -> int:
     return next((len(tensor) for tensor in _tensors(arguments).values() if tensor.dim()), 0)
 
 
-def _inner_sizes(arguments: Arguments) -> Iterator[tuple[int, ...]]:
+def inner_sizes(arguments: Arguments) -> Iterator[tuple[int, ...]]:
     """Yield sizes that may be lengths: of a sequence in the middle, or of what lies behind channels."""
     widest = max(_tensors(arguments).values(), key=Tensor.dim, default=None)
     if widest is None:

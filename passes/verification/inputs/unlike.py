@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ....operators import CHANNELS_LAST
 from ....tracing.values import Arguments, TensorFunction, map_tensors
 from .derived import another_size, is_ordinary, leaves_of, one_for_another, resized, rows_of
 
@@ -82,8 +83,8 @@ def elsewhere(arguments: Arguments) -> Arguments:
     def lay_out(tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided or not tensor.numel() or type(tensor) is not Tensor:
             return tensor
-        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-        strides = tensor.detach().contiguous(memory_format=formats.get(tensor.dim(), torch.contiguous_format)).stride()
+        layout = CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format)
+        strides = tensor.detach().contiguous(memory_format=layout).stride()
         place = tensor.new_empty(tensor.numel() + 1).as_strided(tensor.shape, strides, 1)
         return place.copy_(tensor.detach())
 

@@ -72,7 +72,7 @@ def made(*, training: bool = True) -> tuple[Model, Tensor]:
 def test_units_are_found_at_the_end_and_named_in_the_plan() -> None:
     model, x = made()
     fast = fxopt.optimize(model, ["fuse_ensembles", Tag()], example_inputs=x, measure=False)
-    assert "fused_heads" in fast.trunk.tag and not hasattr(model.trunk, "tag")
+    assert "heads_fused" in fast.trunk.tag and not hasattr(model.trunk, "tag")
     assert next(d.key for d in fxopt.plan(fast).decisions if (d.pass_name, d.status) == ("tag", "applied")) == "trunk"
     assert "a norm is no linear layer" in str(fxopt.report(fast))
     assert isinstance(fast, Model) and fast.training

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,6 +159,10 @@ def referred(model: Any) -> None:
     model.reference = SimpleNamespace(parameter=weakref.ref(model.heads[0][0].weight))
 
 
+def as_keys(model: Any) -> None:
+    model.steps = {parameter: optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+
 def averaged(model: Any) -> None:
     model.average = AveragedModel(model.heads)
 
@@ -170,10 +177,11 @@ def groups_apart(model: Any) -> None:
 
 REFUSED = {
     part: "'part' holds 'heads.0.0.weight' but not 'heads.2.0.weight'",
-    under_keys: "'last' holds 'heads.2.0.weight' as 'last', and it is a part of 'fused_heads",
+    under_keys: "'last' holds 'heads.2.0.weight' as 'last', and it is a part of 'heads_fused",
     beside_names: "'weights' holds parameters .* so that places may count",
     in_order: "'shadow' holds a tensor for each parameter, in their order",
     referred: "'reference' holds 'heads.0.0.weight' as 'parameter'",
+    as_keys: "'steps' holds 'heads.0.0.weight' as a key",
     averaged: "'average' averages its 'heads' by the places",
     whole_tensors: "'optimizer' cannot move: Adafactor is not known to update each element",
     groups_apart: "'optimizer' cannot move: 'heads.0.0.weight' and 'heads.1.0.weight' are in different parameter",
@@ -193,16 +201,56 @@ def test_what_cannot_go_along_is_refused(hold: Callable[[Any], None]):
 
 def test_what_keeps_its_form_goes_along_wherever_it_is():
     model = made(Ensemble)
-    for hold in (part, under_keys, beside_names, in_order, referred, averaged, whole_tensors):
+    for hold in (part, under_keys, beside_names, in_order, referred, as_keys, averaged, whole_tensors):
         hold(model)
     fast = fused(model, "eliminate_dead_code")
     weights = [head[0].weight for head in fast.heads]
     assert all(mine is its_own for mine, its_own in zip(fast.part, weights[:2], strict=True))
+    assert {*fast.steps} == {*fast.trunk.parameters(), *fast.heads.parameters()}
+    assert all(each.param_groups[0]["params"][0] is parameter for parameter, each in fast.steps.items())
     assert fast.last["last"] is weights[-1] and fast.reference.parameter() is weights[0]
     before = weights[0].detach().clone()
     (fast(inputs()) - 1).square().mean().backward()
     fast.optimizer.step()
     assert not torch.equal(before, weights[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    weight: nn.Parameter
+    optimizer: optim.Optimizer
+
+
+HOLDERS: dict[str, tuple[Callable[[optim.Optimizer], Any], Callable[[Any], optim.Optimizer]]] = {
+    "deque": (lambda optimizer: deque([optimizer]), lambda held: held[0]),
+    "method": (lambda optimizer: optimizer.step, lambda held: held.__self__),
+    "partial": (lambda optimizer: partial(print, optimizer), lambda held: held.args[0]),
+    "value": (lambda optimizer: {nn.Parameter(torch.ones(1)): optimizer}, lambda held: next(iter(held.values()))),
+}
+
+
+def test_optimizers_go_along_wherever_they_are():
+    model = made(Ensemble)
+    for name, (put, _) in HOLDERS.items():
+        setattr(model, name, put(optim.SGD(model.parameters(), lr=0.1)))
+    model.slots = Slots(model.trunk.weight, optim.SGD(model.parameters(), lr=0.1))
+    model.queue, model.frozen = deque(model.parameters()), frozenset(model.parameters())
+    model.rates = dict.fromkeys(model.trunk.parameters(), 0.1)
+    fast = fused(model)
+    now = {*fast.parameters()}
+    held = [*(get(getattr(fast, name)) for name, (_, get) in HOLDERS.items()), fast.slots.optimizer]
+    assert all({*optimizer.param_groups[0]["params"]} == now for optimizer in held)
+    assert {*fast.queue} == fast.frozen == now and fast.slots.weight is fast.trunk.weight
+    assert [*fast.rates] == [*fast.trunk.parameters()] and model.slots.weight is model.trunk.weight
+
+
+def test_nothing_is_changed_where_the_given_optimizer_has_a_place_that_cannot_change():
+    model = made(Ensemble)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    model.optimizers = (optimizer,)
+    with pytest.raises(StateError, match=r"'optimizers\[0\]', where nothing can be replaced"):
+        fused(model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["params"] == [*model.parameters()]
 
 
 class Shared(optim.SGD):

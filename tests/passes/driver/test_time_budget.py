@@ -123,7 +123,7 @@ def test_a_pass_that_takes_all_the_time_leaves_those_behind_their_part(races: li
     assert [(d.step, d.status) for d in manager.decisions] == [(step, "applied") for step in (0, 0, 0, 1, 1, 1)]
     hurried = "its part of the time budget of 100 s was spent: results of one call alone were compared"
     assert [d.figures.get("hurried") for d in manager.decisions] == [None, hurried, hurried, None, None, None]
-    assert len(races) == 4  # three sites and the whole model
+    assert len(races) == 3 + 1 + 1  # three sites and the whole model, this on a smaller batch, too
 
 
 class Wrong(Slow):
@@ -151,7 +151,7 @@ def test_without_time_for_timing_one_lowering_is_applied_and_the_whole_model_jud
     assert {d.figures["untimed"] for d in manager.decisions} == {
         "its share of the time budget of 100 s is too short to tell; give a larger time_budget"
     }
-    assert races == [["after", "before"]]
+    assert races == [["after", "before"]] * 2  # on a smaller batch, too
 
 
 def test_without_time_for_timing_several_lowerings_are_left(races: list[list[str]]) -> None:

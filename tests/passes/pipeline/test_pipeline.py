@@ -135,6 +135,7 @@ def test_reads(text: str, passes: tuple[Pass, ...]):
         ("fuse_ensembles{label=2 GB}", "2 GB", "a value has no spaces in it; write 2GB, or quote it"),
         ("autocast{dtype=float16", "", "expected ',' or '}', got the end"),
         ("autocast{dtypes=float16}", "dtypes", "'autocast' has no option 'dtypes'; did you mean 'dtype'?"),
+        ("autocast{fast}", "fast", "'autocast' has no option 'fast'; write mode=fast"),
         ("autocast{dtype=bfloat61}", "bfloat61", "expected a dtype, got bfloat61; did you mean 'bfloat16'?"),
         ("autocast{dtype=float16,dtype=float16}", "dtype", "option 'dtype' is given twice"),
         ("autocast{window=1}", "1", "expected a list like [a,b] or none, got 1"),

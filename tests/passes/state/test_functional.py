@@ -48,7 +48,7 @@ def adapted(model: nn.Module, weights: State) -> State:
     """Take two inner steps of MAML; a model that was optimized is called with translated states."""
 
     def translated(state: State) -> State:
-        return fxopt.translate_state(state, model) if "fused_heads" in dict(model.named_children()) else state
+        return fxopt.translate_state(state, model) if "heads_fused" in dict(model.named_children()) else state
 
     for _ in range(2):
         gradients = torch.autograd.grad(loss_of(model, translated(weights)), weights.values(), create_graph=True)
@@ -79,7 +79,7 @@ def test_some_names_and_buffers(models: tuple[Ensemble, Any]):
     }
     model, fast = models
     translated = fxopt.translate_state(state, fast)
-    assert set(translated) == {"fused_heads.0.weight", "norm.running_mean"}
+    assert set(translated) == {"heads_fused.0.weight", "norm.running_mean"}
     torch.testing.assert_close(loss_of(fast, translated), loss_of(model, state))
     weight = state["heads.1.0.weight"]
     gradients = [torch.autograd.grad(loss_of(m, s), weight)[0] for m, s in ((fast, translated), (model, state))]

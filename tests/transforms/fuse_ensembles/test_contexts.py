@@ -120,10 +120,10 @@ def test_the_graph_under_the_context() -> None:
     fast = fused(made("no_grad"))
     graph = fxopt.graphs(fast)["no_grad_0"]
     assert [str(node.target) for node in graph.find_nodes(op="get_attr")] == [
-        "fused_heads.0.weight", "fused_heads.0.bias", "fused_heads.2.weight", "fused_heads.2.bias",
+        "heads_fused.0.weight", "heads_fused.0.bias", "heads_fused.2.weight", "heads_fused.2.bias",
     ]  # fmt: skip
     assert not graph.find_nodes(op="call_module")
-    assert fast.no_grad_0.fused_heads is fast.fused_heads
+    assert fast.no_grad_0.heads_fused is fast.heads_fused
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -136,7 +136,7 @@ def test_fused_under_a_context_it_stays_the_same_model(kind: str, training: bool
     assert_same_output(fast, model, torch.randn(7, 6))
     names = [name for name, _ in fast.named_parameters()]
     assert not [name for name in names if any(region in name for region in REGIONS)]
-    assert sum("fused_heads" in name for name in names) == 4 * len(outcomes(fast))
+    assert sum("heads_fused" in name for name in names) == 4 * len(outcomes(fast))
     assert list(fxopt.state_dict(fast)) == list(before)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)
@@ -196,7 +196,7 @@ def test_members_are_views_and_what_would_cut_them_loose_is_refused() -> None:
     with pytest.raises(FusedMemberError):
         fast.blocks[0].heads[1] = nn.Linear(6, 3)
     with pytest.raises(FusedMemberError):
-        fast.blocks[0].fused_heads = nn.Linear(6, 3)
+        fast.blocks[0].heads_fused = nn.Linear(6, 3)
 
 
 def test_a_call_that_no_graph_fits_runs_the_forward() -> None:
@@ -290,6 +290,6 @@ def test_a_rewrite_that_is_refused_leaves_no_trace() -> None:
     model.heads[1][0].weight = model.heads[0][0].weight
     fast = optimized(model, "bmm")
     assert list(dict(fast.named_parameters())) == list(dict(model.named_parameters()))
-    assert not hasattr(fast, "fused_heads")
-    assert not hasattr(fast.autocast_0, "fused_heads")
+    assert not hasattr(fast, "heads_fused")
+    assert not hasattr(fast.autocast_0, "heads_fused")
     assert list(fast.autocast_0.borrowed) == [f"heads.{i}" for i in range(4)]

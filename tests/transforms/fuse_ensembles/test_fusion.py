@@ -163,6 +163,12 @@ def calls(model: nn.Module) -> int:
 # -- 1. it fires ---------------------------------------------------------------------------------------------------
 
 
+def test_the_names_of_stacked_parameters_hold_no_name_of_a_member() -> None:
+    """A filter by `"heads.0." in name` means one member, and must not find the stack of all."""
+    names = [name for name, _ in fused(Comprehension(3), "bmm").named_parameters()]
+    assert names and not any("heads." in name for name in names)
+
+
 def test_the_graph_before_and_after() -> None:
     model = Comprehension(3)
     before = str(fxopt.capture(model, (torch.randn(2, 5),)).graphs[""]).split()
@@ -173,12 +179,12 @@ def test_the_graph_before_and_after() -> None:
     ]
     assert after == [
         ("placeholder", "x"),
-        ("get_attr", "fused_heads.0.weight"),
-        ("get_attr", "fused_heads.0.bias"),
+        ("get_attr", "heads_fused.0.weight"),
+        ("get_attr", "heads_fused.0.bias"),
         ("call_function", "wide_linear"),
         ("call_function", "tanh"),
-        ("get_attr", "fused_heads.2.weight"),
-        ("get_attr", "fused_heads.2.bias"),
+        ("get_attr", "heads_fused.2.weight"),
+        ("get_attr", "heads_fused.2.bias"),
         ("call_function", "batched_linear"),
         ("call_function", "concatenate_members"),
         ("output", "output"),

@@ -177,7 +177,7 @@ def test_a_call_that_was_given_beforehand_runs_a_fused_graph() -> None:
         plain(X[:2], mask=MASK)
     assert len(calls) == 3
     fast = fxopt.optimize(plain, FuseEnsembles(Lowering.BMM), example_inputs=calls, measure=False)
-    assert "fused_heads.0.weight" in str(fxopt.graphs(fast)["#1"])
+    assert "heads_fused.0.weight" in str(fxopt.graphs(fast)["#1"])
     for call in ((X,), (X, MASK)):
         assert_same(fast, plain, *call)
     assert misses_in(fast.modules()) == []
@@ -251,7 +251,7 @@ def test_threads_share_no_call() -> None:
             if not torch.allclose(given, expected):
                 failures.append(f"{number} differs")
             if given.requires_grad:
-                tensor = fast.fused_heads.get_parameter("0.weight")
+                tensor = fast.heads_fused.get_parameter("0.weight")
                 (gradient,) = torch.autograd.grad(given.sum(), tensor)
                 expected = torch.autograd.grad(expected.sum(), [head[0].weight for head in plain.heads])
                 if not torch.allclose(gradient, torch.stack(expected)):
@@ -368,7 +368,7 @@ def test_autograd_gets_one_node_for_all_slices(one_by_one: tuple[nn.Module, nn.M
             seen.add(node)
             pending += [following for following, _ in node.next_functions]
     names = [type(node).__name__ for node in seen]
-    assert names.count("UnbindBackward0") == len(list(fast.fused_heads.parameters()))
+    assert names.count("UnbindBackward0") == len(list(fast.heads_fused.parameters()))
     assert "SelectBackward0" not in names
 
 
@@ -431,6 +431,6 @@ def test_copies_of_what_runs_one_by_one(one_by_one: tuple[nn.Module, nn.Module])
         assert any(vars(fallback_of(fast).slices).values())
         for clone in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
             assert not any(vars(fallback_of(clone).slices).values())
-            clone.fused_heads.get_parameter("0.weight").zero_()
+            clone.heads_fused.get_parameter("0.weight").zero_()
             assert not torch.equal(clone(X, MASK), fast(X, MASK))
     assert_same(fast, plain, X, MASK)

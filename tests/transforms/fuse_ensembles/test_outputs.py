@@ -146,8 +146,8 @@ def test_a_parametrized_store_and_tensors_of_others_are_read() -> None:
     assert torch.equal(torch.func.functional_call(fast, zeros, (X,)), torch.zeros(5, 6))
     before = fast(X)
     for name in ("weight", "bias"):
-        parametrize.register_parametrization(fast.fused_heads.get_submodule("2"), name, Negated())
-    assert "fused_heads.2.weight" in names
+        parametrize.register_parametrization(fast.heads_fused.get_submodule("2"), name, Negated())
+    assert "heads_fused.2.weight" in names
     torch.testing.assert_close(fast(X), -before)
 
 

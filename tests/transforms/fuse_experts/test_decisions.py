@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from typing import Any
@@ -224,6 +225,17 @@ def test_experts_are_sealed_whole() -> None:
             fast.get_submodule(path).register_forward_hook(lambda *_: None)
     with pytest.raises(fxopt.FusedMemberError):
         fast.experts[1][1].negative_slope = 5.0
+    for path, name in (("", "experts"), ("experts", "1"), ("experts.1", "1")):
+        with pytest.raises(fxopt.FusedMemberError, match="would not be called"):
+            fast.get_submodule(path)._modules[name] = nn.Identity()
+    with pytest.raises(fxopt.FusedMemberError, match="its class cannot be replaced"):
+        fast.experts[1][1].__class__ = nn.Tanh
+    restored = fxopt.restore(fast)
+    assert all(type(module._modules) is dict for module in restored.modules())
+    copied = copy.deepcopy(fast)
+    with pytest.raises(fxopt.FusedMemberError, match="would not be called"):
+        copied.experts._modules["1"] = nn.Identity()
+    torch.testing.assert_close(copied(x), model(x))
 
 
 def test_a_counter_that_nothing_reads_is_no_matter() -> None:
