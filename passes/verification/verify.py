@@ -171,9 +171,8 @@ class _Check:
             after = self._attempt("native", sample, self.after.state)
             check_structure(sample.native, after)
             if self.keeps_form:
-                check_form(
-                    results_in(translation.quantities(sample.native, sample.state)), results_in(_quantities(after))
-                )
+                before = translation.quantities(sample.native, sample.state)
+                check_form(results_in(before), results_in(_quantities(after)))
 
     def _sample(self, sample: Sample, before: Measured, translation: Translation, tolerances: Tolerances) -> None:
         state = translation.stand_ins(sample.state) if sample.data is Data.NOISY else self.after.state
@@ -213,15 +212,14 @@ class _Check:
     def _attempt(self, kind: str, sample: Sample, state: Mapping[str, Tensor]) -> Run:
         return self._tried(lambda: getattr(self.runs, kind)(sample.arguments, state), sample.data.value)
 
-    def _tried(self, run: Callable[[], T], where: str) -> T:
+    def _tried(self, run: Callable[[], T], where: str) -> T:  # unlike sizes may never come: an error is nothing wrong
         try:
             return run()
         except GuardError:
             raise
         except Exception as error:
-            if where == Data.UNEVEN.value:  # such sizes may never come together, and an error is no wrong result
-                raise NotAskedError from error
-            raise Objection(f"the rewritten module raises {type(error).__name__}: {error} ({where})") from error
+            raised = Objection(f"the rewritten module raises {type(error).__name__}: {error} ({where})")
+            raise (NotAskedError() if where == Data.UNEVEN.value else raised) from error
 
     def _meaning(
         self, sample: Sample, before: Measured, exact: Run, tolerances: Tolerances, state: Mapping[str, Tensor]

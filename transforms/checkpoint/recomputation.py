@@ -16,7 +16,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts  # pyrig
 from ...compat import REGISTERS, DispatchMode, all_modules, is_transformed, own_buffers
 from ...compat_checkpoint import checkpoint
 from ...layers.sync_batch_norm import BATCH_NORMS
-from ...tracing.values import map_tensors
+from ...tracing.values import is_sharded, map_tensors
 
 __all__ = ["PRODUCTS", "Recomputation", "counts"]
 
@@ -87,6 +87,11 @@ def counts(module: nn.Module) -> bool:
     return isinstance(module, _NORMS) and bool(module.track_running_stats)
 
 
+def is_another(held: object, now: object) -> bool:
+    """Say whether a tensor was put in the place of one; what FSDP gathers and shards again is its own affair."""
+    return held is not now and not (is_sharded(held) or is_sharded(now))
+
+
 class _AsItWas:
     """Let a region run again in the mode and with the tensors with which it ran.
 
@@ -105,7 +110,7 @@ class _AsItWas:
         self._flipped = [module for module, training in self._modes if module.training is not training]
         self._flip()
         for register, held in self._held:
-            now = {name: register[name] for name in held if name in register and register[name] is not held[name]}
+            now = {name: register[name] for name in held if name in register and is_another(held[name], register[name])}
             self._replaced.append((register, now))
             register.update({name: held[name] for name in now})
         self._inside.__enter__()
