@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 import fxopt
 from fxopt.compat_packed import why_no_packing
@@ -40,7 +41,8 @@ def in_memory() -> int:
     """Return the bytes of all tensors of this process that lie on the CPU, packed ones left out."""
     gc.collect()
     tensors = (each for each in gc.get_objects() if type(each) in (Tensor, nn.Parameter))
-    plain = (each for each in tensors if each.layout is torch.strided)
+    own = (each for each in tensors if not is_functorch_wrapped_tensor(each))
+    plain = (each for each in own if each.layout is torch.strided)
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain if t.is_cpu}.values())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any, TypeAlias, TypeGuard, cast
 
 from torch import Tensor, fx, nn
@@ -103,12 +103,15 @@ def _rebuild(function: Callable[[Any], Any], value: Any, change: Callable[[Any],
         return _rebuild_tuple(items, list(map(change, items)))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _rebuild_dataclass(cast("Any", value), change)
-    if isinstance(value, (list, MutableMapping)):
-        items = cast("Any", value)
+    if isinstance(value, MutableMapping):
+        items = cast("MutableMapping[Any, Any]", value)
         new = copy.copy(items)
-        for key in list(items) if isinstance(value, Mapping) else range(len(items)):
-            new[key] = change(items[key])
+        new.update({key: change(item) for key, item in items.items()})  # registers refuse others item by item
         return new
+    if isinstance(value, list):
+        copied = copy.copy(cast("list[Any]", value))
+        copied[:] = map(change, copied)
+        return copied
     return function(value)
 
 
