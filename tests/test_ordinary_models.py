@@ -259,9 +259,7 @@ def example_inputs():
 """
 
 
-def test_what_is_captured_on_example_inputs_only_loads_with_them_or_with_calls_of_their_form(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_what_is_captured_on_inputs_only_loads_with_them_or_such_as_they_are(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "zoo_of_one.py").write_text(BERT)
     monkeypatch.syspath_prepend(tmp_path)
     zoo = importlib.import_module("zoo_of_one")
