@@ -58,6 +58,7 @@ def assert_alike(checkpoint: Path, expected: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT + 60)
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes under /proc")
 def test_two_processes_of_which_one_is_killed(plain: tuple[list[str], Path], tmp_path: Path) -> None:
     """Both start again from the last checkpoint, and end where one process with the plain model does."""
