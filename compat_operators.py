@@ -12,7 +12,15 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._library import autograd as _library_autograd
 
-__all__ = ["answer_instead", "is_flash_on_cpu", "is_recorded", "numbers_of", "register_promotion", "written_arguments"]
+__all__ = [
+    "answer_instead",
+    "flash_on_cpu_arguments",
+    "is_flash_on_cpu",
+    "is_recorded",
+    "numbers_of",
+    "register_promotion",
+    "written_arguments",
+]
 
 _native: Any = cast("Any", torch)._C
 _AUTOGRAD = _native.DispatchKey.AutogradCPU
@@ -85,6 +93,13 @@ _FLASH = _native._SDPBackend.FLASH_ATTENTION
 def is_flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
     """Say whether torch computes attention on a CPU by its fast kernel, whose gradient has no gradient."""
     return _choice(query, key, value, mask, 0.0, is_causal) == _FLASH.value
+
+
+def flash_on_cpu_arguments() -> tuple[list[Tensor], Tensor | None, bool, float | None]:
+    """Return the queries, keys and values, mask, and settings of the attention whose gradient is being computed."""
+    node = _native._current_autograd_node()
+    given = [node._saved_query, node._saved_key, node._saved_value]
+    return given, node._saved_attn_mask, node._saved_is_causal, node._saved_scale
 
 
 def is_recorded() -> bool:

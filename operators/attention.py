@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from ..compat import autocast_dtype, is_autocast, is_transformed, wants_gradients
-from ..compat_operators import is_flash_on_cpu
+from ..compat_operators import flash_on_cpu_arguments, is_flash_on_cpu
 
 __all__ = ["hidden_scores", "hides_later", "scaled_dot_product_attention"]
 
@@ -51,7 +51,7 @@ def scaled_dot_product_attention(
             return _written_out(query, key, value, attn_mask, dropout_p, is_causal, scale)
         attn_mask = None if attn_mask is None else _fitting(attn_mask, query)
         if wants_gradients(query, key, value) and _has_own_gradient(query, key, value, attn_mask, dropout_p, is_causal):
-            return cast("Any", _Attention).apply(query, key, value, attn_mask, is_causal, scale)
+            return _with_second_gradients(query, key, value, attn_mask, is_causal, scale)
     if attn_mask is None and not _is_traced() and key.size(-2) < _FEW_KEYS and key.is_cpu:
         return _written_out(query, key, value, None, dropout_p, is_causal, scale)
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
@@ -131,31 +131,29 @@ def _written_out(
     return F.dropout(scores.softmax(-1), dropout_p).to(value.dtype) @ value
 
 
-class _Attention(Function):
+def _with_second_gradients(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
     """Attend by torch's kernel for CPUs; where gradients of its gradients are wanted, by what is written out."""
+    found: Tensor = _kernels._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
+    )[0]
+    if found.grad_fn is not None:
+        found.grad_fn.register_hook(_differentiable)
+    return found
 
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-    ) -> Tensor:
-        found, sums = _kernels._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
-        ctx.save_for_backward(query, key, value, mask, found, sums)
-        ctx.settings = is_causal, scale
-        return found
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        *given, mask, found, sums = ctx.saved_tensors
-        is_causal, scale = ctx.settings
-        if torch.is_grad_enabled():
-            apart = [each.view_as(each) for each in given]  # one tensor may have been given as several
-            again = _written_out(apart[0], apart[1], apart[2], mask, 0.0, is_causal, scale)
-            wanted = [each for each in apart if each.requires_grad]
-            of_wanted = iter(torch.autograd.grad(again, wanted, gradients[0], create_graph=True))
-            return (*(next(of_wanted) if each.requires_grad else None for each in apart), None, None, None)
-        of_given = _kernels._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradients[0], *given, found, sums, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
-        return (*of_given, None, None, None)
+def _differentiable(computed: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> Any:
+    """Return the kernel's gradients as operations that have gradients; None, which keeps them, if none are asked for.
+
+    The node says what it was called with: a function of its own for each call would keep tensors alive.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    given, mask, is_causal, scale = flash_on_cpu_arguments()
+    apart = [each.view_as(each) for each in given]  # one tensor may have been given as several
+    again = _written_out(apart[0], apart[1], apart[2], mask, 0.0, is_causal, scale)
+    wanted = [each for each in apart if each.requires_grad]
+    of_wanted = iter(torch.autograd.grad(again, wanted, gradients[0], create_graph=True))
+    found = [next(of_wanted) if each.requires_grad else None for each in apart]
+    return (*found, *(None for _ in computed[len(found) :]))

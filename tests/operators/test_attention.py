@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -68,3 +71,34 @@ def test_programs_of_any_length_are_exported_and_compiled():
         x = torch.randn(1, 2, length, 4)
         for other in (program, compiled, scripted):
             torch.testing.assert_close(other(x), model(x))
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_second_gradients_are_those_of_attention_that_is_written_out(is_masked: bool) -> None:
+    x = torch.randn(1, 2, 20, 8, dtype=torch.float64, requires_grad=True)
+    key = torch.randn(1, 2, 20, 8, dtype=torch.float64)
+    mask = torch.randn(20, 20, dtype=torch.float64) if is_masked else None
+
+    def second(attend: Callable[..., Tensor]) -> Tensor:
+        # One tensor is two arguments, another wants no gradient.
+        (first,) = torch.autograd.grad(attend(x, key, x).sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    def written(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = query @ key.mT * 8**-0.5
+        return (scores if mask is None else scores + mask).softmax(-1) @ value
+
+    own = second(lambda query, key, value: scaled_dot_product_attention(query, key, value, mask))
+    torch.testing.assert_close(own, second(written))
+
+
+def test_attention_in_training_keeps_no_tensors_that_hooks_cannot_see() -> None:
+    """A hook of each call would keep what checkpointing gives up."""
+    query, key, value = (torch.randn(1, 2, 20, 8, requires_grad=True) for _ in range(3))
+    products = query * 2, key * 2, value * 2
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: None):
+        found = scaled_dot_product_attention(*products)
+    gone = [weakref.ref(each) for each in products]
+    del products
+    gc.collect()
+    assert found.requires_grad and not any(each() is not None for each in gone)
