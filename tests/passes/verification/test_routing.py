@@ -1,4 +1,4 @@
-"""What is picked by data is picked anew in verification: experts are full, or empty, and tokens come in other orders."""
+"""What is picked by data is picked anew in verification: experts are full or empty, tokens in another order."""
 
 from __future__ import annotations
 
