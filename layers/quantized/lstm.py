@@ -36,7 +36,6 @@ class Int8DynamicLSTM(QuantizedLayer):
             if name not in weights:
                 self.register_parameter(name, bias)
         self.weights = tuple(weights)
-        self.dtype = next(iter(own_parameters(lstm).values())).dtype  # pyright: ignore[reportOptionalMemberAccess]
         self.__dict__["simulation"] = _without_data(lstm)  # no child: it has no tensors to save
 
     def forward(self, input: Any, hx: tuple[Tensor, Tensor] | None = None) -> Any:  # noqa: A002  as nn.LSTM calls it
@@ -64,8 +63,10 @@ class Int8DynamicLSTM(QuantizedLayer):
         """Compute what the kernel stands for in floating point."""
         buffers: Any = own_buffers(self)
         held = {name: (buffers[f"{name}_values"], buffers[f"{name}_scales"]) for name in self.weights}
-        weights = {name: dequantized(*pair, "int8", self.dtype) for name, pair in held.items()}
-        tensors: Any = {**weights, **own_parameters(self)}
+        biases = own_parameters(self)
+        dtype = next((bias.dtype for bias in biases.values() if bias is not None), input.data.dtype)  # after .double()
+        weights = {name: dequantized(*pair, "int8", dtype) for name, pair in held.items()}
+        tensors: Any = {**weights, **biases}
         return functional_call(self.__dict__["simulation"], tensors, (input, hx))
 
     def _packed(self, *_: Tensor) -> list[Any]:

@@ -17,12 +17,14 @@ from ...tracing.values import Arguments, Inputs
 from .inputs import (
     Asked,
     ServedCall,
+    alike,
     are_same,
     larger,
     nothing,
     one_row,
     other_rows,
     other_strides,
+    permuted,
     perturbed_inputs,
     perturbed_state,
     served_calls,
@@ -31,6 +33,7 @@ from .inputs import (
     zeros,
 )
 from .reference_runs import ReferenceRuns, coarsest_epsilon, raised_by
+from .routing import picks_by_data
 from .samples import Data, Sample, Sizes, Used, taken_uses
 from .stage import Stage
 from .trial import Run
@@ -289,7 +292,14 @@ class _Maker:
         padded = self._first_taken(Data.NOTHING, cleared, first, Run.is_finite_in_value)
         other = self._first_taken(Data.UNEVEN, uneven(self.few), first)
         found = (rows, one and self._second(one), zero, padded, other, self._first_taken(Data.LARGER, many, first))
-        return [sample for sample in found if sample is not None]
+        return [sample for sample in (*found, *self._routed(first)) if sample is not None]
+
+    def _routed(self, first: Sample) -> list[Sample | None]:
+        """Run what picks by data anew: all rows the same way, so that experts are full and empty, and turned round."""
+        if not picks_by_data(self.stage.module):
+            return []
+        calls = (*alike(self.few), permuted(first.arguments))
+        return [self._first_taken(Data.ALIKE, [call], first) for call in calls]
 
     def _first_taken(
         self, data: Data, derived: Iterable[Arguments], first: Sample, test: _Test = Run.is_finite

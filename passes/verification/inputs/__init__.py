@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .alike import alike, permuted
 from .derived import (
     are_same,
     few_rows,
@@ -24,6 +25,7 @@ __all__ = [
     "Asked",
     "Neighbour",
     "ServedCall",
+    "alike",
     "are_same",
     "few_rows",
     "jittered",
@@ -36,6 +38,7 @@ __all__ = [
     "one_row",
     "other_rows",
     "other_strides",
+    "permuted",
     "perturbed_inputs",
     "perturbed_state",
     "served_calls",

@@ -25,6 +25,7 @@ class Data(enum.Enum):
     NOTHING = "on integers of zero and masks that let nothing pass"
     UNEVEN = "on sizes that differ where the example's are equal"
     LARGER = "on more rows than the example's"
+    ALIKE = "on rows that all go the same way"
     NOISY = "on inputs and parameters with noise"
 
     @property

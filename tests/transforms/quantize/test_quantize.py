@@ -299,6 +299,11 @@ def test_lstms_are_quantized(options: dict[str, Any]):
         assert error(fxopt.restore(fast)(x)[0], expected) < 0.05
     fast(x.requires_grad_())[0].sum().backward()
     assert x.grad is not None and all(parameter.grad is not None for parameter in fast.parameters())
+    for dtype in (torch.bfloat16, torch.float64):
+        result = fast.to(dtype)(x.detach().to(dtype).requires_grad_())[0]  # with gradients, in floating point
+        assert result.dtype is dtype and error(result, model.to(dtype)(x.to(dtype))[0]) < 0.05
+        with torch.no_grad():
+            assert fast(x.to(dtype))[0].dtype is dtype
 
 
 def test_a_projected_lstm_is_refused():
