@@ -33,6 +33,19 @@ class Register(dict[str, Any]):
             )
         super().__setitem__(name, value)
 
+    def update(self, *given: Any, **named: Any) -> None:
+        for name, value in dict[str, Any](*given, **named).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> Register:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.update(other)
+        return self
+
+    def pop(self, name: str, *default: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if name in self.slices:
+            del self[name]
+        return super().pop(name, *default)
+
     def __delitem__(self, name: str) -> None:
         if name in self.slices:
             raise FusedMemberError(f"'{name}' is a slice of a stacked parameter and cannot be taken away")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import fxopt
-from fxopt.errors import StateError
+from fxopt.errors import FusedMemberError, StateError
 
 MEMBERS = 3
 
@@ -247,6 +247,18 @@ def test_every_module_loads_what_it_saves(fast: nn.Module, place: str) -> None:
             module.load_state_dict({**given, "gamma": torch.zeros(1)})
         with pytest.raises(RuntimeError, match=rf"size mismatch for {first}"):
             module.load_state_dict({**given, first: torch.zeros(9, 9)})
+
+
+def test_nothing_takes_the_place_of_a_slice_where_torch_registers_it(fast: nn.Module) -> None:
+    register, tensor = fast.encoder.heads[0].last._parameters, nn.Parameter(torch.zeros(1))
+    writes: list[Callable[[], Any]] = [
+        lambda: register.update(weight=tensor), lambda: register.update([("weight", tensor)]),
+        lambda: register.__ior__({"weight": tensor}), lambda: register.pop("weight"),
+    ]  # fmt: skip
+    for write in writes:
+        with pytest.raises(FusedMemberError, match="'weight' is a slice of a stacked parameter"):
+            write()
+    register.update(dict(register))
 
 
 def test_a_member_is_not_assigned_another_dtype_by_itself(fast: nn.Module) -> None:
