@@ -25,31 +25,39 @@ class Register(dict[str, Any]):
         self.slices = frozenset(slices)
 
     def __setitem__(self, name: str, value: Any) -> None:
+        self._check(name, value)
+        super().__setitem__(name, value)
+
+    def _check(self, name: str, value: Any) -> None:
         if value is not None and name in self.slices:
             raise FusedMemberError(
                 f"'{name}' is a slice of a stacked parameter, and nothing reads another tensor in its place. Give "
                 "torch.func.functional_call what fxopt.translate_state(state, model) makes of the state, or the names "
                 "that model.named_parameters() lists"
             )
-        super().__setitem__(name, value)
 
     def update(self, *given: Any, **named: Any) -> None:
-        for name, value in dict[str, Any](*given, **named).items():
-            self[name] = value
+        """Write all or nothing: a refused name leaves the others as they are."""
+        values = dict[str, Any](*given, **named)
+        for name, value in values.items():
+            self._check(name, value)
+        super().update(values)
 
     def __ior__(self, other: Any) -> Register:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.update(other)
         return self
 
     def pop(self, name: str, *default: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if name in self.slices:
-            del self[name]
+        self._check_stays(name)
         return super().pop(name, *default)
 
     def __delitem__(self, name: str) -> None:
+        self._check_stays(name)
+        super().__delitem__(name)
+
+    def _check_stays(self, name: str) -> None:
         if name in self.slices:
             raise FusedMemberError(f"'{name}' is a slice of a stacked parameter and cannot be taken away")
-        super().__delitem__(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Register, (dict(self), self.slices)

@@ -258,7 +258,7 @@ def test_nothing_takes_the_place_of_a_slice_where_torch_registers_it(fast: nn.Mo
     for write in writes:
         with pytest.raises(FusedMemberError, match="'weight' is a slice of a stacked parameter"):
             write()
-    register.update(dict(register))
+    register.update(dict(register))  # names of slices without a value, as checkpoint puts them back
 
 
 def test_a_member_is_not_assigned_another_dtype_by_itself(fast: nn.Module) -> None:
