@@ -46,8 +46,10 @@ class TransposedLinear(PackedLinear):
         is_row = len(shape) == 2 and x.dim() and x.shape[-1] == shape[self._inputs] == x.numel()
         if not is_row or not self.takes(x, weight, bias, other, shape[self._outputs]):
             return super().__call__(x, weight, bias, other)
+        if self.inputs_first and not can_be_packed(weight):
+            return self.plainly(x, weight, bias, other)
         transposed = weight if self.inputs_first else self.transposed(weight)
-        if (transposed is weight) is not (self.inputs_first and can_be_packed(weight)):
+        if transposed is weight and not self.inputs_first:  # it cannot be kept in another order
             return self.plainly(x, weight, bias, other)
         row = x.reshape(1, x.numel())
         result = torch.mm(row, transposed) if bias is None else torch.addmm(bias, row, transposed)
