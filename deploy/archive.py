@@ -207,7 +207,7 @@ class _Description:
             return state
         try:
             return StateMap.from_json(self.manifest["state_map"], trust).backward(state, warn=False)
-        except (StateError, RuntimeError, ValueError) as error:
+        except (StateError, RuntimeError, TypeError, ValueError) as error:
             raise ArchiveError(f"{self.where}: its weights have no original names: {one_line(error)}") from error
 
     def with_aliases(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from ..compat import REGISTERS, own_children, own_parameters, own_tensor
@@ -78,6 +79,9 @@ class FusedMembers(SavesWhatMembersDoNot):
         path, _, last = name.rpartition(".")
         return cast("FusedMembers", self.get_submodule(path)), last
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return cast("Any", super())._apply(partial(_applied, fn), recurse)
+
     def _place(self, name: str) -> tuple[FusedMembers, str]:
         *path, last = name.split(".")
         store = self
@@ -90,6 +94,16 @@ class FusedMembers(SavesWhatMembersDoNot):
     def extra_repr(self) -> str:
         tensors = (*self.named_parameters(recurse=False), *self.named_buffers(recurse=False))
         return ", ".join(f"{name}={list(tensor.shape)}" for name, tensor in tensors)
+
+
+def _applied(fn: Callable[[Tensor], Tensor], stacked: Tensor) -> Tensor:
+    """Apply a function to stacked weights, or to all members' behind one another: images have four dimensions."""
+    try:
+        return fn(stacked)
+    except RuntimeError:
+        if stacked.ndim != 5:
+            raise
+    return torch.unflatten(fn(stacked.flatten(0, 1)), 0, stacked.shape[:2])
 
 
 def vector_size(owner: nn.Module, name: str) -> int | None:

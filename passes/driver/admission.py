@@ -8,17 +8,18 @@ from typing import Any, Protocol
 from torch import nn
 
 from ...compat import submodule
-from ...errors import CaptureError, PassError, UsageError
+from ...errors import CaptureError, PassError, PlanError, UsageError
 from ...tracing.graphs import specializations_of
 from ...tracing.program import Program
 from ..contract import Pass
+from ..pipeline import Decision
 from ..rewriting import Snapshot, UnnotedChange, only_reading
 from ..sites import VOLATILE, Phase, Refusal, Site, is_volatile
 from ..state import holder_of
 from ..verification import depends_on_mode
 from .exact_type_checks import TypeCheckers
 
-__all__ = ["admitted", "found", "is_for_evaluation", "is_missing", "key_of"]
+__all__ = ["admitted", "described", "found", "is_for_evaluation", "is_missing", "key_of"]
 
 _IN_TRAINING = "it is for evaluation, and the model is in training; call model.eval() first"
 
@@ -140,6 +141,18 @@ def is_missing(site: Site) -> bool:
 def key_of(item: Site | Refusal) -> str:
     """Return what tells the findings of one pass apart."""
     return item.key if isinstance(item, Site) else f"{item.at}: {item.reason}"
+
+
+def described(program: Program, decision: Decision) -> Site:
+    """Return the site that a plan describes.
+
+    Raises:
+        PlanError: it is not the one that the decision is about.
+    """
+    site = Site.from_json(program, decision.site)
+    if site.key != decision.key:
+        raise PlanError(f"the plan's site {decision.key} of pass '{decision.pass_name}' is described as {site.key}")
+    return site
 
 
 def is_for_evaluation(item: Site | Refusal) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import MatchFailure, PassError, PlanError
+from ...errors import MatchFailure, PassError, PlanError, one_line
 from ...settings import Settings
 from ...tracing.program import Program
 from ..contract import Pass
@@ -21,7 +21,7 @@ from ..sites import Goal, Numerics, Refusal, Site, StaleSite
 from ..state import twin
 from ..timing import TimeBudget
 from ..verification import is_on_meta
-from .admission import admitted, found, is_for_evaluation, is_missing, key_of
+from .admission import admitted, described, found, is_for_evaluation, is_missing, key_of
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Candidate, Group, grouped, grouped_in_order, narrowed, rewriting, sharing
 from .history import History, Rewrite
@@ -243,9 +243,9 @@ class Manager:
                     edit = self._tuner.apply(pass_, group)
                 except StaleSite:
                     break  # it overlaps with one that has just been rewritten: look for it again
-                except MatchFailure as failure:
+                except (MatchFailure, PassError) as failure:
                     place = f"the plan's site {group.key} of pass '{pass_.name}'"
-                    why = f"{failure}{'' if self.program.inputs else _GIVE_INPUTS}"
+                    why = f"{one_line(failure)}{'' if self.program.inputs else _GIVE_INPUTS}"
                     raise PlanError(f"{place} cannot be rewritten: {why}") from failure
                 self.history.repeat(pass_, group, edit, [wanted.pop(site.key) for site in group.sites])
                 self._note_change(pass_)
@@ -289,7 +289,7 @@ class Manager:
         items, planned = list[Site | Refusal](), list[Site]()
         for key, decision in wanted.items():
             if decision.site is not None:
-                site = Site.from_json(self.program, decision.site)
+                site = described(self.program, decision)
                 item = None if is_missing(site) else self._admitted(pass_, site)
             else:
                 if sites is None:

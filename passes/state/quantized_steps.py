@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StateError
+from ...tracing.values import DTYPES
 from .state_steps import StateStep
 
 __all__ = ["FORMATS", "QuantizeTrained", "QuantizeWeight", "dequantized", "quantized"]
@@ -21,6 +22,12 @@ _TINY = 2.0**-100
 """A row that is smaller than this is zero."""
 
 _ROUNDS = 4
+
+
+def _check_dtypes(name: str, *words: str) -> None:
+    for word in words:
+        if word not in DTYPES:
+            raise StateError(f"'{name}' cannot be of the type {word!r}; there are {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,9 @@ class QuantizeWeight(StateStep):
     kind: ClassVar[str] = "quantize_weight"
     is_compact: ClassVar[bool] = True
     keeps_gradients: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_dtypes(self.old, self.dtype)
 
     @classmethod
     def of(cls, name: str, weight: Tensor, form: str, dim: int = 0, group: int = 0) -> QuantizeWeight:
@@ -74,7 +84,7 @@ class QuantizeWeight(StateStep):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
+        return DTYPES[self.dtype]
 
     def __str__(self) -> str:
         return f"quantize to {self.format}: {self.old} -> {self.new[0]}"
@@ -102,6 +112,9 @@ class QuantizeTrained(StateStep):
     is_compact: ClassVar[bool] = True
     keeps_gradients: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        _check_dtypes(self.olds[0], self.dtype, *self.kinds)
+
     @property
     def sources(self) -> tuple[str, ...]:
         return self.olds
@@ -120,7 +133,7 @@ class QuantizeTrained(StateStep):
     def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         device = tensors[0].device
         noted = [
-            torch.full((1,) if kind != "int64" else (), value, dtype=getattr(torch, kind), device=device)
+            torch.full((1,) if kind != "int64" else (), value, dtype=DTYPES[kind], device=device)
             for kind, value in zip(self.kinds, self.values, strict=True)
         ]
         return (*self._of_weight.backward(tensors), *noted)

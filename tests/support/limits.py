@@ -13,7 +13,7 @@ from support.net import Trial
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 HEADER = "| pass | use | what happens | what to do |"
-SIGNS = {"same": "=", "refused": "r", "different": "!", "limit": "L", "nothing": "", "untouched": ""}
+SIGNS = {"same": "=", "refused": "r", "different": "!", "limit": "L", "nothing": "-", "untouched": ""}
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def page(trials: Iterable[Trial], allowed: Iterable[Limit], hit: Mapping[str, in
     rows = list(allowed)
     worst: dict[tuple[str, str], str] = {}
     counted: Counter[str] = Counter()
-    order = ["", "=", "r", "L", "!"]
+    order = ["", "-", "=", "r", "L", "!"]
     for each in trials:
         limited = each.outcome == "different" and any(row.covers(each) for row in rows)
         sign = SIGNS["limit" if limited else each.outcome]
@@ -94,7 +94,9 @@ all that comes out is compared: results, gradients, buffers, state, errors.
 - `=`: the same, within rounding or the budget of a lossy pass. Where the plain model raises, no result is asked.
 - `r`: the same, or refused in one line that says why, for some models at least.
 - `L`: something else, for some models at least: a row of [Limits](limits.md) says what.
-- empty: not tried for this pass, or it means nothing there.
+- `!`: something else, and no row says so yet.
+- `-`: tried, and it means nothing there: no such child, no gradient, no router.
+- empty: not tried.
 
 Passes that make another function by design (`graph_pooling`; `prune` and `qat` while they are trained) are compared in
 form: what raises, shapes and types. `prune` is compared with the plain model that has its zeros otherwise.

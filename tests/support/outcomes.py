@@ -34,7 +34,12 @@ OF_GRADIENTS = (
 )
 """How labels begin of what needs gradients."""
 
+WHOLE = "use"
+"""The label of an error that ends a use."""
+
 Outcome = Mapping[str, Any]
+Bounds = tuple[float, int]
+"""The largest number of the whole outcome, and how often what noise moves is allowed."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,21 @@ class Judge:
     serves: bool = False
     """The model is for inference only: gradients are not compared."""
 
-    def compare(self, plain: Outcome, fast: Outcome, noise: Outcome | None = None) -> list[Difference]:
-        """Return how the second outcome differs; `noise`: that of the plain model a few units in the last place off."""
+    def compare(
+        self, plain: Outcome, fast: Outcome, noise: Outcome | None = None, *, slack: int = 64
+    ) -> list[Difference]:
+        """Return how the second outcome differs.
+
+        Args:
+            plain: what the plain model gave.
+            fast: what the rewritten one gave.
+            noise: what the plain model gave with a little noise on its weights and inputs.
+            slack: so many times what this noise moves is allowed.
+        """
+        if WHOLE in fast and WHOLE not in plain:
+            return [Difference(WHOLE, fast[WHOLE].refusal, f"raises {fast[WHOLE]}")]
+        if WHOLE in plain:
+            return []
         found: list[Difference] = []
         scale = max([_scale(value) for value in plain.values()], default=0.0)
         undone: set[str] = set()
@@ -91,13 +109,13 @@ class Judge:
             if label not in plain or label not in fast:
                 found.append(Difference(label, False, "is there on one side only"))
                 continue
-            text = self._piece(label, plain[label], fast[label], (noise or {}).get(label), scale)
+            text = self._piece(label, plain[label], fast[label], (noise or {}).get(label), (scale, slack))
             if text:
                 refused = isinstance(fast[label], Raised) and fast[label].refusal
                 found.append(Difference(label, refused, text))
         return found
 
-    def _piece(self, label: str, plain: Any, fast: Any, noise: Any, scale: float) -> str:
+    def _piece(self, label: str, plain: Any, fast: Any, noise: Any, bounds: Bounds) -> str:
         if isinstance(plain, Raised):
             return _other_error(label, plain, fast)
         if isinstance(fast, Raised):
@@ -108,10 +126,10 @@ class Judge:
             return f"another structure: {other_form}, not {form}"
         moved = pytree.tree_flatten(noise)[0] if noise is not None and not isinstance(noise, Raised) else []
         moved = moved if len(moved) == len(values) else values
-        pieces = (self._value(*each, scale) for each in zip(values, others, moved, strict=True))
+        pieces = (self._value(*each, bounds) for each in zip(values, others, moved, strict=True))
         return next((text for text in pieces if text), "")
 
-    def _value(self, plain: Any, fast: Any, moved: Any, scale: float) -> str:
+    def _value(self, plain: Any, fast: Any, moved: Any, bounds: Bounds) -> str:
         if isinstance(plain, float) and isinstance(fast, float):
             plain, fast, moved = (torch.tensor(each, dtype=torch.float32) for each in (plain, fast, moved))
         if not isinstance(plain, Tensor) or not isinstance(fast, Tensor):
@@ -122,19 +140,19 @@ class Judge:
             return ""
         if not plain.dtype.is_floating_point:
             return "" if self.near or torch.equal(plain, fast) else "other numbers"
-        return self._numbers(plain, fast, moved, scale)
+        return self._numbers(plain, fast, moved, bounds)
 
-    def _numbers(self, plain: Tensor, fast: Tensor, moved: Tensor, scale: float) -> str:
-        wide, other = plain.double(), fast.double()
+    def _numbers(self, plain: Tensor, fast: Tensor, moved: Tensor, bounds: Bounds) -> str:
+        (scale, slack), wide, other = bounds, plain.double(), fast.double()
         finite = wide.isfinite()
         if not torch.equal(finite, other.isfinite()):
             return f"{int((~other.isfinite()).sum())} numbers are not finite, not {int((~finite).sum())}"
         if not finite.any():
             return ""
         gap = float((wide - other)[finite].abs().max())
-        slack = _gap(wide, moved.double()) if moved.shape == plain.shape else 0.0
-        largest = max(float(wide[finite].abs().max()), 1e-3 * scale)
-        allowed = (ROUNDING[plain.dtype] + self.near) * largest + 64 * slack + 1e-30
+        moves = _gap(wide, moved.double()) if moved.shape == plain.shape else 0.0
+        largest = max(float(wide[finite].abs().max()), max(1e-3, self.near / 4) * scale)  # some are zero in theory
+        allowed = (ROUNDING[plain.dtype] + self.near) * largest + slack * moves + 1e-30
         return "" if gap <= allowed else f"off by {gap:.2e} where the largest is {largest:.2e}"
 
 

@@ -76,14 +76,14 @@ def floats_of(arguments: Arguments) -> list[Tensor]:
 class Subject:
     """One side of a comparison: makes the plain model of a sample, or the rewritten one, as often as a use asks."""
 
-    def __init__(self, sample: Sample, *, fast: bool, verify: bool = False, nudge: int = 0) -> None:
-        self.sample, self.fast, self.verify, self.nudge = sample, fast, verify, nudge
+    def __init__(self, sample: Sample, *, fast: bool, verify: bool = False, nudge: int = 0, noise: float = 0.0) -> None:
+        self.sample, self.fast, self.verify, self.nudge, self.noise = sample, fast, verify, nudge, noise
         self.random = random.Random(sample.seed)
         self.names = [name for name, _ in sample.build().named_parameters()]
         self.children = [name for name, _ in sample.build().named_modules() if name]
 
     def build(self, seed: int = 0) -> nn.Module:
-        """Return the plain model, with weights a few units in the last place off where this subject is nudged."""
+        """Return the plain model, with weights off by `noise`, or by a few units in the last place, where nudged."""
         model = self.sample.build()
         with torch.no_grad():
             if seed:
@@ -119,21 +119,22 @@ class Subject:
 
     def _noise(self, like: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(self.nudge)
-        return 4 * torch.finfo(like.dtype).eps * torch.randn(like.shape, generator=generator).to(like.dtype)
+        scale = max(4 * torch.finfo(like.dtype).eps, self.noise)
+        return scale * torch.randn(like.shape, generator=generator).to(like.dtype)
 
     def parameters(self, model: nn.Module) -> dict[str, Any]:
         """Return what stands under the original names of parameters, wherever their numbers lie now."""
         found: dict[str, Any] = {}
         for name in self.names:
             holder, _, last = name.rpartition(".")
-            found[name] = getattr(model.get_submodule(holder), last)
+            found[name] = getattr(model.get_submodule(holder), last, None)
         return found
 
     def gradients(self, model: nn.Module) -> dict[str, Tensor | None]:
         """Return the gradients under the original names; none where slices were cut off the parameters."""
         if self.sample.zeros:
             return {}
-        return {f"gradient of {name}": each.grad for name, each in self.parameters(model).items()}
+        return {f"gradient of {name}": getattr(each, "grad", None) for name, each in self.parameters(model).items()}
 
 
 def quiet() -> warnings.catch_warnings:

@@ -9,17 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..values import Generating, Inputs
+from ..values import DTYPES, Generating, Inputs
 
 __all__ = ["call_forms", "calls_of_forms"]
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float16, torch.bfloat16, torch.float32, torch.float64,
-        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    )
-}  # fmt: skip
 _MOST_ELEMENTS = 2**24
 """So many elements of all tensors are drawn: what a reader holds stays small, whatever a file asks for."""
 _DEEPEST = 20
@@ -92,7 +85,7 @@ def _plain(value: str | float | None) -> str | float | None:
 
 def _tensor_form(tensor: Tensor) -> dict[str, Any]:
     name = str(tensor.dtype).removeprefix("torch.")
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise _NoForm
     values = tensor.detach()
     if values.dtype is torch.bool:
@@ -144,7 +137,7 @@ class _Reader:
         self._left -= math.prod(shape)
         if self._left < 0:
             raise ValueError(f"the form of a call has more than {_MOST_ELEMENTS:,} elements")
-        dtype = _DTYPES.get(name) if type(name) is str else None
+        dtype = DTYPES.get(name) if type(name) is str else None
         low, high = _number(fields.get("low")), _number(fields.get("high"))
         if dtype is None or low > high:
             raise ValueError("the form of a tensor is malformed")

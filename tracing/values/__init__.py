@@ -23,7 +23,7 @@ from .objects import (
     tensors_in,
     tensors_within,
 )
-from .plain_types import PLAIN_TYPES, is_plain_structure
+from .plain_types import DTYPES, PLAIN_TYPES, is_plain_structure
 from .rollback import Kept, Path, announce_changes, changed_paths, contents, graft, keep
 from .signature import Absent, Signature, given, signature_of
 from .structure import Arguments, TensorFunction, aliased, are_plain, copied, map_leaves, map_tensors
@@ -33,6 +33,7 @@ from .untraceable import Untraceable
 __all__ = [
     "ANNOUNCES",
     "CONTAINERS",
+    "DTYPES",
     "INTERNAL",
     "LEAF_LIBRARY",
     "PLAIN_TYPES",

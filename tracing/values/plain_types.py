@@ -7,11 +7,19 @@ from typing import Any, cast
 
 import torch
 
-__all__ = ["PLAIN_TYPES", "is_plain_structure"]
+__all__ = ["DTYPES", "PLAIN_TYPES", "is_plain_structure"]
 
 PLAIN_TYPES: tuple[type, ...] = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    )
+}  # fmt: skip
+"""The types of numbers that files name, by their words."""
 
 
 def is_plain_structure(value: Any) -> bool:

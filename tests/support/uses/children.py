@@ -99,8 +99,8 @@ def _new_parameter(model: nn.Module, name: str) -> None:
 
 def _new_parameter_in_the_dictionary(model: nn.Module, name: str) -> None:
     child = model.get_submodule(name)
-    weight = child._parameters.get("weight")
-    if weight is None:
+    weight = getattr(child, "weight", None)
+    if not isinstance(weight, Tensor):
         raise NotForThis
     child._parameters["weight"] = nn.Parameter(2 * weight.detach().clone())
 

@@ -198,9 +198,9 @@ def averages(subject: Subject) -> Outcome:
     if not held:
         return {"made": made}
     slow = held[0]
-    optimizer = optim.SGD(model.parameters(), lr=0.05)
 
     def steps() -> Any:
+        optimizer = optim.SGD(model.parameters(), lr=0.05)
         for _ in range(4):
             _losses(model, optimizer, subject, 1)
             slow.update_parameters(model)
@@ -214,10 +214,9 @@ def averages(subject: Subject) -> Outcome:
 def clipped_gradients(subject: Subject) -> Outcome:
     """`clip_grad_norm_`, gradients of several backwards, gradients set to zero."""
     model = subject.new()
-    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def steps() -> Tensor:
-        norms = []
+        optimizer, norms = optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
         for turn in range(4):
             optimizer.zero_grad(set_to_none=turn % 2 == 0)
             for part in range(2):

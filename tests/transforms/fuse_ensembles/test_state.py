@@ -236,3 +236,10 @@ def test_names_below_other_modules(kind: str) -> None:
     fast.load_state_dict(old)
     torch.testing.assert_close(fast.eval()(x), model.eval()(x))
     assert_states_close(fxopt.restore(fast).state_dict(), old)
+
+
+def test_stacked_convolutions_are_laid_out_as_channels_last_as_their_members_are() -> None:
+    plain, x = made("convolution")
+    fast = fused(plain, x).to(memory_format=torch.channels_last)
+    assert fast.heads[1][0].weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(fast(x), plain(x), rtol=1e-9, atol=1e-9)
