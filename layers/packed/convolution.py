@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compat_packed import convolution_of, convolution_packed, is_packed
-from ...operators import CHANNELS_LAST
+from ...operators import CHANNELS_LAST, derived
 from .activations import NO_ACTIVATION, Activation
 from .weights import NOTHING, Packed, can_be_packed
 
@@ -28,7 +28,7 @@ class Geometry:
         stride, padding, dilation: of the convolution.
         groups: of its channels.
         output_padding: of a transposed one; None for others.
-        size: of the inputs, [N, C, ...], that the weight is packed for; others run as well. None: any.
+        size: of the inputs, [N, C, ...], that the weight is packed for; for others it is packed once more. None: any.
         padding_after: zeros behind the input; None for as many as before it, which is `padding`.
     """
 
@@ -83,7 +83,9 @@ class _Weight:
 class PackedConvolution(Packed):
     """Compute a convolution, and the activation behind it, on a packed weight; or as torch does where that cannot be.
 
-    Results of packed weights lie in memory channels last, whatever their input does.
+    Results of packed weights lie in memory channels last, whatever their input does. What suits one size of images may
+    be rearranged at each call for another, which takes far longer than the convolution: for all other sizes, a weight
+    is packed a second time, for any size, when such images first come.
 
     Args:
         geometry: of the convolution.
@@ -102,6 +104,8 @@ class PackedConvolution(Packed):
         self.geometry, self.dtype, self._dims = geometry, dtype, geometry.rank + 2
         self._given, self._gives, self._taken = given, gives, (torch.float32, given)
         self._is_even = geometry.padding_after is None
+        self._places = None if geometry.size is None else tuple(geometry.size[2:])
+        self._elsewhere = derived(_Weight(dataclasses.replace(geometry, size=None), dtype), 1)
 
     @property
     def is_narrow(self) -> bool:
@@ -112,8 +116,25 @@ class PackedConvolution(Packed):
         """Return the same, on the same packed weights, with an input or a result that may stay as it computes."""
         own = torch.float32, self.dtype
         same = PackedConvolution(self.geometry, self.activation, self.dtype, own[given], own[gives])
-        same.weights = self.weights
+        same.weights, same._elsewhere = self.weights, self._elsewhere
         return same
+
+    def _packed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the weight that is packed for images of this size; of one that was released, there is one alone."""
+        if self._places is None or x.shape[2:] == self._places or weight.is_meta:
+            return self.weights(weight)
+        return self._elsewhere(weight)
+
+    def plainly(self, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None = None) -> Tensor:
+        """Compute everything as torch does."""
+        if torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_dynamo_compiling():
+            self._elsewhere.forget(id(weight))
+        return super().plainly(x, weight, bias, other)
+
+    def forget_all(self) -> None:
+        """Let the packed weights be made anew."""
+        super().forget_all()
+        self._elsewhere.forget_all()
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
         """Return activation(conv(x, weight, bias) + other).
@@ -132,7 +153,7 @@ class PackedConvolution(Packed):
             inputs, outputs = outputs, inputs
         if x.size(1) != inputs or not self.takes(x, weight, bias, other, outputs, self._taken):
             return self.plainly(x, weight, bias, other)
-        packed = self.weights(weight)
+        packed = self._packed(x, weight)
         if not is_packed(packed):
             return self.plainly(x, weight, bias, other)
         kernel, gives = (self._fused, self._gives) if other is None else (self._alone, torch.float32)
