@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.compat_packed import why_no_packing
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 FUSE = "fuse_ensembles{lowering=bmm}"
@@ -161,6 +162,7 @@ def test_what_fewer_units_take_is_said_too():
     assert "parameters and buffers take 16.4 KiB, 32.5 KiB before (50%)" in fxopt.report(fast).notes
 
 
+@pytest.mark.skipif(bool(why_no_packing(torch.bfloat16)), reason=why_no_packing(torch.bfloat16))
 def test_the_report_says_where_nothing_is_computed_in_bfloat16() -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval(), torch.randn(2, 8)
     (note,) = fxopt.report(fxopt.optimize(model, "pack{dtype=bfloat16,budget=1e-9}", example_inputs=x)).notes

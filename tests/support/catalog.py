@@ -13,6 +13,8 @@ from support.models import attention, ensembles, forwards, graphs, layers
 from support.samples import Sample
 from torch import nn
 
+from fxopt.compat_quantized import why_no_static_int8
+
 Make = Callable[[Random], Sample]
 
 
@@ -58,7 +60,8 @@ PASSES: dict[str, Make] = {
     ),
     "qat": _of("qat", kinds="mlp blocks convolutions gated", training=True, near=0.5),
     "quantize": _of(
-        "quantize", "quantize{scheme=int8_weight,aim=size}", "quantize{scheme=int8_static,aim=size}",
+        "quantize", "quantize{scheme=int8_weight,aim=size}",
+        *(() if why_no_static_int8() else ("quantize{scheme=int8_static,aim=size}",)),
         kinds="mlp blocks gated recurrent", near=0.2,
     ),
     "release": _of("pack,release", kinds="mlp blocks gated convolutions"),
