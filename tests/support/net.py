@@ -103,6 +103,8 @@ def _used(chosen: Use, subject: Subject) -> Outcome:
     except NotForThis:
         raise
     except Exception as error:
+        if not subject.fast:
+            raise
         return {WHOLE: Raised(error)}
 
 

@@ -91,10 +91,8 @@ class Judge:
             noise: what the plain model gave with a little noise on its weights and inputs.
             slack: so many times what this noise moves is allowed.
         """
-        if WHOLE in fast and WHOLE not in plain:
+        if WHOLE in fast:
             return [Difference(WHOLE, fast[WHOLE].refusal, f"raises {fast[WHOLE]}")]
-        if WHOLE in plain:
-            return []
         found: list[Difference] = []
         scale = max([_scale(value) for value in plain.values()], default=0.0)
         undone: set[str] = set()
