@@ -18,15 +18,6 @@ from fxopt.known_passes import own_names
 from fxopt.tracing.values import cached_by_class
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _frozen() -> Iterator[None]:
-    """Leave what was there before this file out of its collections: 300,000 objects, which each would walk."""
-    collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def fresh_classes() -> tuple[type[nn.Module], type[nn.Module]]:
     class Head(nn.Module):
         def __init__(self) -> None:
@@ -150,6 +141,15 @@ def one_process() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def frozen() -> Iterator[None]:
+    """Leave what was there before out of collections: 300,000 objects, which each would walk."""
+    collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @contextmanager
 def nothing_stays() -> Iterator[None]:
     """Compare with what was there before, which the collector leaves out from then on."""
@@ -168,7 +168,7 @@ def optimize_once(name: str) -> None:
     assert not [each for each in (*model.parameters(), *model.buffers()) if weakref.getweakrefs(each)]
 
 
-@pytest.mark.usefixtures("one_process")
+@pytest.mark.usefixtures("one_process", "frozen")
 @pytest.mark.parametrize("name", own_names())
 def test_nothing_of_a_model_outlives_it(name: str) -> None:
     optimize_once(name)  # what torch and its neighbours load once

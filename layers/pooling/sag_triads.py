@@ -25,6 +25,8 @@ class SAGTriadPooling(RO3TriadPooling):
     def __init__(self, gnn: nn.Module, **options: Any) -> None:
         super().__init__(1, **options)
         self.gnn = gnn
+        for name in ("select", "reduce", "connect"):  # state dicts list the scorer first, as `SAGPooling` does
+            self.add_module(name, self._modules.pop(name))
 
     def forward(
         self,
