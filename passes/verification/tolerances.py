@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -117,6 +118,13 @@ class Tolerances:
     def native_is_coarser(self) -> bool:
         """Say whether runs in the module's own types tell anything that the exact ones do not."""
         return self.reference.native_epsilon > self.wide_epsilon
+
+    def apart(self) -> Tolerances:
+        """Return tolerances that know what these do; what they learn from now on is theirs alone."""
+        other = copy.copy(self)
+        other._exact, other._native = copy.deepcopy(self._exact), copy.deepcopy(self._native)
+        other._responses = dict(self._responses)
+        return other
 
     def learn_native(self, exact: Quantities, other: Quantities) -> None:
         """Note how far `other`, which rounding in the module's own types moved, is from `exact`."""

@@ -350,7 +350,7 @@ class _Check:
         where: str, *, of_inputs: bool = True,
     ) -> None:  # fmt: skip
         """Compare two runs in the module's own types; each may err, as rounding of the state or all moves them."""
-        sample = replace(first, arguments=arguments)
+        sample, tolerances = replace(first, arguments=arguments), tolerances.apart()
 
         def judge() -> float:
             allowed = tolerances.for_precision(Measured(before, before))
@@ -359,12 +359,12 @@ class _Check:
 
         def learn() -> Iterator[None]:
             exact = _quantities(self._exact(sample, self.after.state))
+            yield tolerances.learn_native(exact, before)
             step = _UNITS * self.reference.native_epsilon
             for run in self._jittered(sample, self.after.state, step, _PROBES, of_inputs=of_inputs):
                 yield tolerances.learn_native(exact, _quantities(run))
 
-        objection = judged(judge, learn)[1]
-        if objection is not None:
+        if (objection := judged(judge, learn)[1]) is not None:
             raise objection
 
     def _jittered(

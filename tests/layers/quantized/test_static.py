@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cpus import needs_static_int8
 from torch import Tensor, nn
 
-from fxopt.compat_quantized import why_no_static_int8
 from fxopt.errors import StateError
 from fxopt.layers.quantized import (
     Geometry,
@@ -23,7 +23,6 @@ from fxopt.layers.quantized import (
     to_numbers,
 )
 
-needs_kernels = pytest.mark.skipif(bool(why_no_static_int8()), reason=why_no_static_int8())
 OF_INPUT = Range(0.03, 120)
 CONVOLUTIONS = {
     "plain": nn.Conv2d(3, 8, 3),
@@ -67,7 +66,7 @@ def simulated(layer: StaticLayer, like: Any, x: Tensor) -> Tensor:
     return other(from_numbers(to_numbers(x, 0.03, 120), OF_INPUT, torch.float64))
 
 
-@needs_kernels
+@needs_static_int8
 @pytest.mark.parametrize("layer", [nn.Linear(16, 8), *CONVOLUTIONS.values()], ids=["linear", *CONVOLUTIONS])
 @pytest.mark.parametrize("count", [1, 8])
 def test_kernels_compute_what_they_stand_for(layer: Any, count: int):
@@ -110,7 +109,7 @@ def test_other_types_get_what_the_kernels_stand_for(kind: torch.dtype):
         assert (static(x.to(kind)) - expected).abs().max() < 0.05 * expected.abs().max()
 
 
-@needs_kernels
+@needs_static_int8
 def test_exporters_get_what_the_kernels_stand_for():
     layer = nn.Linear(16, 8)
     static, x = static_of(layer), inputs_of(layer)
@@ -143,7 +142,7 @@ def test_the_ends_of_a_range_have_slopes():
     assert x.grad is not None and x.grad.tolist() == [1, 1, 1, 1, 0, 0]
 
 
-@needs_kernels
+@needs_static_int8
 def test_gradients_of_gradients():
     layer = nn.Linear(16, 8)
     static, before = static_of(layer), inputs_of(layer).requires_grad_()

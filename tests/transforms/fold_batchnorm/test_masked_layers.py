@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cpus import needs_static_int8
 from torch import Tensor, nn
 
 import fxopt
@@ -145,6 +146,7 @@ def test_copies_pickles_archives_and_the_way_back(tmp_path: Path):
     assert type(original.first) is nn.Conv2d
 
 
+@needs_static_int8
 def test_norms_of_masked_layers_fold_into_what_is_quantized():
     fast = optimized("prune{amount=0.6},fold_batchnorm,quantize{scheme=int8_static,aim=size}")
     assert {status for _, status in statuses(fast)} == {"applied"}

@@ -190,7 +190,11 @@ def test_autocast_computes_as_ever() -> None:
     model = tagger()
     fast = packed(model)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(fast(X), model(X), rtol=0, atol=0)
+        try:
+            expected = model(X)
+        except RuntimeError as error:
+            pytest.skip(f"torch has no such LSTM for this CPU: {error}")
+        torch.testing.assert_close(fast(X), expected, rtol=0, atol=0)
 
 
 def test_export_sees_the_lstm_unpacked() -> None:

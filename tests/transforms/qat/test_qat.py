@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cpus import needs_static_int8
 from torch import Tensor, nn
 
 import fxopt
@@ -86,6 +87,7 @@ def test_weights_and_inputs_are_on_their_grids():
     assert (rows - rows.round()).abs().max() < 1e-3
 
 
+@needs_static_int8
 def test_a_batch_norm_takes_the_statistics_that_it_will_be_folded_with():
     """One scale for each output commutes with the fold: what is trained is what the folded layer computes."""
     fast = trained(prepared()).eval()
@@ -99,6 +101,7 @@ def test_a_batch_norm_takes_the_statistics_that_it_will_be_folded_with():
 
 
 @pytest.mark.parametrize("observer", OBSERVERS)
+@needs_static_int8
 def test_the_converted_model_is_what_was_trained_to_one_step(observer: str):
     fast = trained(prepared(observer=observer))
     static = converted(fast)
@@ -158,6 +161,7 @@ def test_state_is_the_users_and_what_was_observed(observer: str):
     assert type(restored.conv) is nn.Conv2d and torch.equal(restored.conv.weight, fast.conv.weight)
 
 
+@needs_static_int8
 def test_a_converted_model_keeps_the_state_of_training():
     fast = trained(prepared())
     static = converted(fast)
@@ -168,6 +172,7 @@ def test_a_converted_model_keeps_the_state_of_training():
     assert (run(static) - run(fast)).abs().max() < 1 / 127 * run(fast).abs().max()
 
 
+@needs_static_int8
 def test_copies_pickles_plans_and_archives(tmp_path: Path):
     fast = trained(prepared()).eval()
     assert torch.equal(run(copy.deepcopy(fast)), run(fast))

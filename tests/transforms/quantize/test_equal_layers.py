@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cpus import needs_static_int8
 from torch import Tensor, nn
 
 import fxopt
@@ -54,6 +55,7 @@ def decisions(scheme: str, model: nn.Module) -> list[Any]:
     return list(fxopt.plan(fast).decisions)
 
 
+@needs_static_int8
 def test_equal_layers_are_raced_once(races: list[str]) -> None:
     made = decisions("int8_static", net(64, 64, 64, 64))
     assert races == ["Block", *WHOLE]  # of each chain one, and the whole model
@@ -62,6 +64,7 @@ def test_equal_layers_are_raced_once(races: list[str]) -> None:
     assert sum("as" in decision.figures for decision in made) == 3
 
 
+@needs_static_int8
 def test_layers_of_other_shapes_are_raced_too(races: list[str]) -> None:
     decisions("int8_static", net(64, 48, 64))
     assert len(races) == 2 + len(WHOLE)
@@ -150,6 +153,7 @@ class Gated(nn.Module):
         return x + torch.sigmoid(self.gate(x)) * self.value(x)
 
 
+@needs_static_int8
 def test_a_layer_beside_one_that_is_quantized_is_raced_once(races: list[str]) -> None:
     torch.manual_seed(0)
     made = decisions("int8_static", nn.Sequential(Gated(), Gated(), Gated()).eval())
@@ -157,6 +161,7 @@ def test_a_layer_beside_one_that_is_quantized_is_raced_once(races: list[str]) ->
     assert races == ["Gated", "Gated", *WHOLE]
 
 
+@needs_static_int8
 def test_ranges_are_each_layers_own() -> None:
     model = net(64, 64)
     with torch.no_grad():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cpus import needs_static_int8
 from torch import Tensor, nn
 
 import fxopt
@@ -15,7 +16,7 @@ from fxopt.errors import StateError, UsageError
 from fxopt.transforms.quantize import Quantize, kernels
 
 X = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
-SCHEMES = ["int8_dynamic", "int8_static", "int8_weight", "int4_weight", "float8"]
+SCHEMES = ["int8_dynamic", pytest.param("int8_static", marks=needs_static_int8), "int8_weight", "int4_weight", "float8"]
 
 
 class Asking(nn.Module):
@@ -85,6 +86,7 @@ def test_a_transposed_weight_keeps_its_shape():
     assert fast[0].weight.shape == layer.weight.shape == fast[0].weight.clone().shape == (32, 64)
 
 
+@needs_static_int8
 def test_a_quantized_convolution_keeps_its_settings():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cpus import needs_static_int8
 from torch import Tensor, nn
 
 import fxopt
@@ -322,6 +323,7 @@ class Convolving(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["linears", "convolutions"])
+@needs_static_int8
 def test_compress_makes_a_model_small_whatever_it_is_made_of(kind: str, tmp_path: Path):
     torch.manual_seed(0)
     model, x = (Net(), X) if kind == "linears" else (Convolving(), torch.randn(4, 3, 8, 8))

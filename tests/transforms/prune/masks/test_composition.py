@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from support.cpus import needs_static_int8
 from torch import distributed, nn
 
 import fxopt
@@ -64,6 +65,7 @@ def test_zeros_are_quantized_as_zeros():
         assert not bool(both.state_dict()[name][~flags].any())
 
 
+@needs_static_int8
 def test_convolutions_with_masks_are_calibrated():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4)).eval()

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cpus import needs_static_int8
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,6 +22,7 @@ from fxopt.transforms.calibration import ranges_of
 from fxopt.transforms.quantize import Quantize
 from fxopt.transforms.quantize.static.sensitivity import sensitivity
 
+pytestmark = needs_static_int8
 X = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
