@@ -346,9 +346,14 @@ class _Maker:
                 runs = self.runs.served([call.arguments for call in calls], self.state, untaken)
                 untaken |= set[int]() if untaken else _telling_nothing(calls, runs)
                 if not untaken:
-                    return tuple(calls), tuple(runs)
+                    return tuple(self._with_exact(call, first) for call in calls), tuple(runs)
             calls = [call for number, call in enumerate(calls) if number not in untaken]
         return (), ()
+
+    def _with_exact(self, call: ServedCall, first: Sample) -> ServedCall:
+        if call.asked is not Asked.NEAR_ZERO or self.runs.wide is None:
+            return call
+        return dataclasses.replace(call, exact=self._attempt(call.arguments, self.state, first.exact))
 
     def _attempt(
         self,

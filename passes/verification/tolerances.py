@@ -119,11 +119,12 @@ class Tolerances:
         """Say whether runs in the module's own types tell anything that the exact ones do not."""
         return self.reference.native_epsilon > self.wide_epsilon
 
-    def apart(self) -> Tolerances:
-        """Return tolerances that know what these do; what they learn from now on is theirs alone."""
+    def with_native(self, exact: Quantities, native: Quantities) -> Tolerances:
+        """Return others that know besides how far `native` is from `exact`; what they learn is theirs alone."""
         other = copy.copy(self)
         other._exact, other._native = copy.deepcopy(self._exact), copy.deepcopy(self._native)
         other._responses = dict(self._responses)
+        other.learn_native(exact, native)
         return other
 
     def learn_native(self, exact: Quantities, other: Quantities) -> None:

@@ -248,12 +248,7 @@ class _Check:
             raise objection
 
     def _precision(
-        self,
-        sample: Sample,
-        before: Measured,
-        exact: Run | None,
-        tolerances: Tolerances,
-        state: Mapping[str, Tensor],
+        self, sample: Sample, before: Measured, exact: Run | None, tolerances: Tolerances, state: Mapping[str, Tensor]
     ) -> None:
         native, found = before.native or {}, _quantities(self._native(sample, state))
         check_same_quantities(before.exact, found)
@@ -330,7 +325,10 @@ class _Check:
             before, found = translation.quantities(old, self.reference.state), _quantities(new)
             check_same_quantities(before, found)
             check_form(before, found)
-            self._as_asked(calls[number], first, before, found, tolerances, f"({where}, call {number + 1})")
+            near = tolerances
+            if (exact := calls[number].exact) is not None:
+                near = tolerances.with_native(translation.quantities(exact, self.reference.state), before)
+            self._as_asked(calls[number], first, before, found, near, f"({where}, call {number + 1})")
 
     def _as_asked(
         self, call: ServedCall, first: Sample, before: Quantities, found: Quantities, tolerances: Tolerances, where: str
@@ -350,7 +348,7 @@ class _Check:
         where: str, *, of_inputs: bool = True,
     ) -> None:  # fmt: skip
         """Compare two runs in the module's own types; each may err, as rounding of the state or all moves them."""
-        sample, tolerances = replace(first, arguments=arguments), tolerances.apart()
+        sample = replace(first, arguments=arguments)
 
         def judge() -> float:
             allowed = tolerances.for_precision(Measured(before, before))
@@ -359,12 +357,12 @@ class _Check:
 
         def learn() -> Iterator[None]:
             exact = _quantities(self._exact(sample, self.after.state))
-            yield tolerances.learn_native(exact, before)
             step = _UNITS * self.reference.native_epsilon
             for run in self._jittered(sample, self.after.state, step, _PROBES, of_inputs=of_inputs):
                 yield tolerances.learn_native(exact, _quantities(run))
 
-        if (objection := judged(judge, learn)[1]) is not None:
+        objection = judged(judge, learn)[1]
+        if objection is not None:
             raise objection
 
     def _jittered(

@@ -9,6 +9,7 @@ from itertools import islice
 
 from ....tracing.values import Arguments
 from ..float64 import Table
+from ..trial import Run
 from .derived import longer, many_rows, not_finite, other_rows
 from .noise import perturbed_inputs
 from .unlike import elsewhere, far_from_zero, halves, no_rows, small
@@ -27,15 +28,17 @@ class Asked(enum.Enum):
     BITS = "the same bits, where the rewrite promises them"
     FINITE = "nothing overflows"
     EXACTLY = "the same values, whatever rounding of the arguments might do"
+    NEAR_ZERO = "the same values, as far as sums with larger ones keep them"
     NOT_FINITE = "what is not finite stays so"
 
 
 @dataclass(frozen=True)
 class ServedCall:
-    """A call, and what is asked of it."""
+    """A call, what is asked of it, and the exact run of one that rounding may move far."""
 
     arguments: Arguments
     asked: Asked = Asked.SAME
+    exact: Run | None = None
 
 
 def served_calls(
@@ -60,7 +63,7 @@ def served_calls(
     """
     yield ServedCall(arguments)
     yield ServedCall(elsewhere(perturbed_inputs(arguments, seed + 1)))
-    found = [(halves(arguments), Asked.EXACTLY), (small(arguments), Asked.SAME)]
+    found = [(halves(arguments), Asked.EXACTLY), (small(arguments), Asked.NEAR_ZERO)]
     if not training:  # what is far off would stay in running statistics, and those of no rows are undefined
         found += [(far_from_zero(arguments), Asked.SAME), (no_rows(arguments), Asked.SAME)]
     yield from (ServedCall(call, asked) for call, asked in found if call is not None)
