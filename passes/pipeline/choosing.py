@@ -8,14 +8,14 @@ from typing import TypeGuard, cast
 
 from torch import fx, nn
 
-from ...errors import UsageError
+from ...errors import PipelineError, PlanError, UsageError
 from ...tracing.values import is_input
 from ..contract import FunctionPass, Pass
 from .order import beside_presets, check_order
 from .pipeline import parse, parse_groups
 from .plan import Plan
 
-__all__ = ["PassLike", "asked_for", "chosen_passes", "refuse_unfit", "unfinished"]
+__all__ = ["PassLike", "asked_for", "chosen_passes", "planned_passes", "refuse_unfit", "unfinished"]
 
 _OPTIONS = re.compile(r"""\{(?:[^{}"']|'[^']*'|"[^"]*")*\}""")
 
@@ -39,6 +39,23 @@ def chosen_passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
     found = beside_presets([group for item in _listed(passes) for group in _meant(item)])
     check_order(found)
     return tuple(found)
+
+
+def planned_passes(plan: Plan) -> tuple[Pass, ...]:
+    """Return the passes that a plan names.
+
+    Raises:
+        PlanError: one is unknown, or an option of it.
+        UsageError: they cannot run in this order.
+    """
+    return chosen_passes([pass_ for text in plan.pipeline for pass_ in _planned(text)])
+
+
+def _planned(text: str) -> tuple[Pass, ...]:
+    try:
+        return parse(text)
+    except PipelineError as error:
+        raise PlanError(f"the plan names {text!r}: {error.message}") from error
 
 
 def asked_for(passes: PassLike | Iterable[PassLike] | None) -> list[tuple[str, tuple[str, ...]]]:
@@ -80,9 +97,9 @@ def unfinished(plan: Plan) -> Plan:
     """Return a plan without what it did to the finished model, which needs other processes.
 
     Raises:
-        UsageError: a pass of the plan is unknown.
+        PlanError: a pass of the plan is unknown.
     """
-    return plan.without({step for step, text in enumerate(plan.pipeline) if any(p.finishes for p in parse(text))})
+    return plan.without({step for step, text in enumerate(plan.pipeline) if any(p.finishes for p in _planned(text))})
 
 
 def _meant(item: object) -> tuple[tuple[Pass, ...], ...]:
