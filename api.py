@@ -29,17 +29,7 @@ from .passes.driver import (
     run_session,
     state_map_of,
 )
-from .passes.pipeline import (
-    PassInfo,
-    PassLike,
-    Plan,
-    asked_for,
-    available,
-    chosen_passes,
-    planned_passes,
-    refuse_unfit,
-    unfinished,
-)
+from .passes.pipeline import PassInfo, PassLike, Plan, asked_for, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
 from .passes.state import (
     StateMap,
@@ -147,10 +137,7 @@ def optimize(
         check_optimizer(optimizer, model)
     decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan"))
     passes = list(cast("Iterator[PassLike]", passes)) if isinstance(passes, Iterator) else passes
-    if passes is None and decided is not None:
-        pipeline = planned_passes(decided)
-    else:
-        pipeline = chosen_passes("inference" if passes is None else passes)
+    pipeline = chosen_passes(passes, decided)
     refuse_unfit(pipeline, inplace=inplace, trains=optimizer is not None)
     settings = current()
     measuring = settings.measure if measure is None else Measure.of(measure)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .choosing import PassLike, asked_for, chosen_passes, planned_passes, refuse_unfit, unfinished
+from .choosing import PassLike, asked_for, chosen_passes, refuse_unfit, unfinished
 from .order import check_behind, check_order
 from .pipeline import parse
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
@@ -30,7 +30,6 @@ __all__ = [
     "on_all_ranks",
     "optimized_on_all",
     "parse",
-    "planned_passes",
     "ranks",
     "refuse_unfit",
     "supervised",

@@ -15,7 +15,7 @@ from .order import beside_presets, check_order
 from .pipeline import parse, parse_groups
 from .plan import Plan
 
-__all__ = ["PassLike", "asked_for", "chosen_passes", "planned_passes", "refuse_unfit", "unfinished"]
+__all__ = ["PassLike", "asked_for", "chosen_passes", "refuse_unfit", "unfinished"]
 
 _OPTIONS = re.compile(r"""\{(?:[^{}"']|'[^']*'|"[^"]*")*\}""")
 
@@ -23,14 +23,17 @@ PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
 """What one pass may be given as."""
 
 
-def chosen_passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
-    """Return the passes that a user means, checked for their order.
+def chosen_passes(passes: PassLike | Iterable[PassLike] | None, plan: Plan | None = None) -> tuple[Pass, ...]:
+    """Return the passes that a user means, checked for their order: without any, the plan's, or those of `inference`.
 
     What is listed beside a preset runs among the preset's passes, where the rules of all of them let it.
 
     Raises:
+        PlanError: a pass of the plan is unknown, or an option of it.
         UsageError: something is no pass, or the passes cannot run in this order.
     """
+    if passes is None:
+        passes = "inference" if plan is None else [pass_ for text in plan.pipeline for pass_ in _planned(text)]
     if is_input(passes):
         raise UsageError(
             f"passes is of type {type(passes).__name__}, which is an example input; give it by name: "
@@ -39,16 +42,6 @@ def chosen_passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
     found = beside_presets([group for item in _listed(passes) for group in _meant(item)])
     check_order(found)
     return tuple(found)
-
-
-def planned_passes(plan: Plan) -> tuple[Pass, ...]:
-    """Return the passes that a plan names.
-
-    Raises:
-        PlanError: one is unknown, or an option of it.
-        UsageError: they cannot run in this order.
-    """
-    return chosen_passes([pass_ for text in plan.pipeline for pass_ in _planned(text)])
 
 
 def _planned(text: str) -> tuple[Pass, ...]:

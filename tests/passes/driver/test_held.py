@@ -187,7 +187,7 @@ REFUSED = {
     referred: "'reference' holds 'heads.0.0.weight' as 'parameter'",
     as_keys: "'steps' holds 'heads.0.0.weight' as a key",
     averaged: "'average' averages its 'heads' by the places",
-    in_a_set: "several SGD in the set 'optimizers', where the copies cannot be told apart: hold them in a list",
+    in_a_set: "several SGD in the set 'optimizers'; the copies there cannot be told apart: hold them in a list",
     whole_tensors: "'optimizer' cannot move: Adafactor is not known to update each element",
     groups_apart: "'optimizer' cannot move: 'heads.0.0.weight' and 'heads.1.0.weight' are in different parameter",
 }
