@@ -137,7 +137,7 @@ def optimize(
         check_optimizer(optimizer, model)
     decided = plan if plan is None or isinstance(plan, Plan) else Plan.load(as_path(plan, "plan"))
     passes = list(cast("Iterator[PassLike]", passes)) if isinstance(passes, Iterator) else passes
-    pipeline = chosen_passes(("inference" if decided is None else decided.pipeline) if passes is None else passes)
+    pipeline = chosen_passes(passes, decided)
     refuse_unfit(pipeline, inplace=inplace, trains=optimizer is not None)
     settings = current()
     measuring = settings.measure if measure is None else Measure.of(measure)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Columns", "leave_groups", "reads_groups", "watch_groups"]
+__all__ = ["Columns", "carry_hooks_of_steps", "leave_groups", "reads_groups", "watch_groups"]
 
 Columns = Sequence[list[Tensor | None]]
 """What a step reads of a group: its parameters that have a gradient, these gradients, and one list for each moment."""
@@ -43,3 +44,28 @@ def watch_groups(optimizer: Optimizer, act: Callable[[Optimizer, dict[str, Any],
 def leave_groups(optimizer: Optimizer) -> None:
     """Undo `watch_groups`."""
     vars(optimizer).pop(_READ, None)
+
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+def carry_hooks_of_steps(source: Optimizer, copied: Optimizer, instead: Mapping[int, Any]) -> None:
+    """Give the copy of an optimizer the hooks that `copy.deepcopy` leaves behind.
+
+    Args:
+        source: the optimizer that was copied.
+        copied: its copy.
+        instead: id of an object -> the one whose methods the hooks are then; methods of others stay theirs.
+    """
+    for name in _HOOKS:
+        hooks: dict[int, Any] = getattr(copied, name)
+        hooks.update({key: _rebound(hook, instead) for key, hook in getattr(source, name).items()})
+
+
+def _rebound(hook: Any, instead: Mapping[int, Any]) -> Any:
+    if isinstance(hook, types.MethodType) and id(hook.__self__) in instead:
+        return types.MethodType(hook.__func__, instead[id(hook.__self__)])
+    return hook

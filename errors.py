@@ -47,16 +47,11 @@ class PipelineError(UsageError):
     def __init__(self, message: str, text: str, start: int, end: int) -> None:
         caret = " " * start + "^" * max(1, end - start)
         super().__init__(f"{message}\n  {text}\n  {caret}")
+        self.message = message
         self.text, self.start, self.end = text, start, end
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_pipeline_error, (str(self), self.text, self.start, self.end)
-
-
-def _rebuild_pipeline_error(message: str, text: str, start: int, end: int) -> PipelineError:
-    error = PipelineError.__new__(PipelineError, message)
-    error.args, error.text, error.start, error.end = (message,), text, start, end
-    return error
+        return PipelineError, (self.message, self.text, self.start, self.end)
 
 
 class OrderError(UsageError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -543,6 +544,14 @@ def test_plans_that_cannot_be_read(tmp_path: Path, change: Callable[[dict], None
     path.write_text(json.dumps(content))
     with pytest.raises(fxopt.PlanError):
         fxopt.optimize(Ensemble(), FUSE, plan=path)
+
+
+@pytest.mark.parametrize("text", ["fuse_ensemble", "fuse_ensembles{loweing=bmm}", "fuse_ensembles{lowering=bmn}"])
+def test_plans_of_unknown_passes_are_refused_in_one_line(text: str) -> None:
+    plan = fxopt.Plan(pipeline=(text,), phase="eval", decisions=())
+    with pytest.raises(fxopt.PlanError, match=f"the plan names '{re.escape(text)}': .*did you mean") as caught:
+        fxopt.optimize(Ensemble().eval(), plan=plan)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])

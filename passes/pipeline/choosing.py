@@ -8,7 +8,7 @@ from typing import TypeGuard, cast
 
 from torch import fx, nn
 
-from ...errors import UsageError
+from ...errors import PipelineError, PlanError, UsageError
 from ...tracing.values import is_input
 from ..contract import FunctionPass, Pass
 from .order import beside_presets, check_order
@@ -23,14 +23,17 @@ PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
 """What one pass may be given as."""
 
 
-def chosen_passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
-    """Return the passes that a user means, checked for their order.
+def chosen_passes(passes: PassLike | Iterable[PassLike] | None, plan: Plan | None = None) -> tuple[Pass, ...]:
+    """Return the passes that a user means, checked for their order: without any, the plan's, or those of `inference`.
 
     What is listed beside a preset runs among the preset's passes, where the rules of all of them let it.
 
     Raises:
+        PlanError: a pass of the plan is unknown, or an option of it.
         UsageError: something is no pass, or the passes cannot run in this order.
     """
+    if passes is None:
+        passes = "inference" if plan is None else [pass_ for text in plan.pipeline for pass_ in _planned(text)]
     if is_input(passes):
         raise UsageError(
             f"passes is of type {type(passes).__name__}, which is an example input; give it by name: "
@@ -39,6 +42,13 @@ def chosen_passes(passes: PassLike | Iterable[PassLike]) -> tuple[Pass, ...]:
     found = beside_presets([group for item in _listed(passes) for group in _meant(item)])
     check_order(found)
     return tuple(found)
+
+
+def _planned(text: str) -> tuple[Pass, ...]:
+    try:
+        return parse(text)
+    except PipelineError as error:
+        raise PlanError(f"the plan names {text!r}: {error.message}") from error
 
 
 def asked_for(passes: PassLike | Iterable[PassLike] | None) -> list[tuple[str, tuple[str, ...]]]:
@@ -80,9 +90,9 @@ def unfinished(plan: Plan) -> Plan:
     """Return a plan without what it did to the finished model, which needs other processes.
 
     Raises:
-        UsageError: a pass of the plan is unknown.
+        PlanError: a pass of the plan is unknown.
     """
-    return plan.without({step for step, text in enumerate(plan.pipeline) if any(p.finishes for p in parse(text))})
+    return plan.without({step for step, text in enumerate(plan.pipeline) if any(p.finishes for p in _planned(text))})
 
 
 def _meant(item: object) -> tuple[tuple[Pass, ...], ...]:

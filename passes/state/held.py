@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...compat import modules_by_name
+from ...errors import StateError
 from ...tracing.values import INTERNAL
 
 __all__ = ["Holding", "held_in", "parts_of"]
@@ -52,6 +53,9 @@ def held_in(model: nn.Module, other: nn.Module) -> list[Holding]:
 
     What a rewrite has put in another's place, and what is in one of the models only, is left out. The order is from
     outside inwards.
+
+    Raises:
+        StateError: a set holds several optimizers of one type, and so does its copy.
     """
     found: list[Holding] = []
     seen: set[int] = set()
@@ -77,12 +81,26 @@ def _within(holding: Holding, seen: set[int]) -> Generator[Holding]:
     if isinstance(one, Optimizer):  # wherever it is: schedulers have it, too
         return
     seen.add(id(one))
-    theirs = dict(parts_of(other))
+    theirs = dict(_in_set_like(holding) if isinstance(one, (set, frozenset)) else parts_of(other))
     for key, part in parts_of(one):
         if key in theirs:
-            is_container = isinstance(one, (Mapping, tuple, list, deque))
+            is_container = isinstance(one, (Mapping, tuple, list, deque, set, frozenset))
             at = f"{holding.path}[{key!r}]" if is_container else f"{holding.path}.{key}"
             yield from _within(Holding(at, holding.owner, one, part, theirs[key], _putter(other, key)), seen)
+
+
+def _in_set_like(holding: Holding) -> Generator[tuple[int, Any]]:
+    """Yield what the copy of a set has for each item, by the item's place: in the copy they come in any order."""
+    others: set[Any] = holding.other
+    for place, item in parts_of(holding.one):
+        alike = [item] if item in others else [each for each in others if type(each) is type(item)]
+        if len(alike) == 1:
+            yield place, alike[0]
+        elif isinstance(item, Optimizer):
+            raise StateError(
+                f"the model holds several {type(item).__name__} in the set '{holding.path}'; the copies there "
+                "cannot be told apart: hold them in a list"
+            )
 
 
 class _Nth(NamedTuple):
@@ -99,7 +117,7 @@ def parts_of(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         items = enumerate(cast("Mapping[Any, Any]", value).items())
         return [(_Nth(place) if isinstance(key, Tensor) else key, part) for place, (key, part) in items]
-    if isinstance(value, (tuple, list, deque)):
+    if isinstance(value, (tuple, list, deque, set, frozenset)):
         return list(enumerate(cast("list[Any]", value)))
     if isinstance(value, types.MethodType):
         return [("__self__", value.__self__)]
@@ -120,7 +138,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _putter(container: Any, key: Any) -> Callable[[Any], None] | None:
-    if isinstance(key, _Nth) or isinstance(container, (tuple, types.MethodType, functools.partial)):
+    if isinstance(key, _Nth) or isinstance(container, (tuple, set, frozenset, types.MethodType, functools.partial)):
         return None
     if isinstance(container, (dict, list, deque)):
         return lambda value: cast("dict[Any, Any]", container).__setitem__(key, value)

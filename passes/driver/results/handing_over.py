@@ -11,6 +11,7 @@ from typing import cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ....compat import modules_by_name
 from ....errors import StateError
 from ...optimizers import choose_form
 from ...pipeline import ranks
@@ -70,18 +71,23 @@ class _Held:
         optimizers: those that train something of it.
         changes: what is to be done to containers of parameters.
         successors: what has become of the parameters.
+        instead: id of each module of the model -> the one in its place.
         is_inplace: whether the model itself becomes the other one.
     """
 
     optimizers: Sequence[HeldOptimizer]
     changes: Sequence[Change]
     successors: Successors
+    instead: Mapping[int, nn.Module]
     is_inplace: bool
 
     @classmethod
     def of(cls, model: nn.Module, result: nn.Module, successors: Successors) -> _Held:
         holdings = held_in(model, result)
-        return cls(held_optimizers(holdings, model), moved_holdings(holdings, successors), successors, result is model)
+        others = modules_by_name(result)
+        instead = {id(each): others[name] for name, each in modules_by_name(model).items() if name in others}
+        optimizers, changes = held_optimizers(holdings, model), moved_holdings(holdings, successors)
+        return cls(optimizers, changes, successors, instead, result is model)
 
     def move(self, move: Callable[[Optimizer], None], given: Optimizer | None) -> None:
         """Move all optimizers, the given one included, or none.
@@ -124,6 +130,8 @@ class _Held:
         for each in self.optimizers:
             if given is not None and each.original is given and each.is_copy:
                 each.replace(given)
+            else:
+                each.carry_hooks(self.instead)
 
 
 def hand_over(

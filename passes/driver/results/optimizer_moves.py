@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ....compat_optimizers import carry_hooks_of_steps
 from ....errors import StateError, UsageError, expect
 from ...optimizers import reset_form
 from ...state import (
@@ -187,6 +188,11 @@ class HeldOptimizer:
         for place in self.places:
             if place.put is None:
                 raise StateError(f"the model holds its optimizer in '{place.path}', where nothing can be replaced")
+
+    def carry_hooks(self, instead: Mapping[int, Any]) -> None:
+        """Give a copy the hooks on steps and states; methods of what `instead` has by id become those of the other."""
+        if self.is_copy:
+            carry_hooks_of_steps(self.original, self.own, {**instead, id(self.original): self.own})
 
     def replace(self, optimizer: Optimizer) -> None:
         """Put another optimizer in its places."""

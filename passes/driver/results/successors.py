@@ -154,7 +154,7 @@ class _Move:
 
     def in_sequence(self) -> Change:
         """Return the change of a sequence: each parameter's successors, each once, the rest as it is."""
-        one, other = list(self.holding.one), list(self.holding.other)
+        one, other = self._in_order()
         covered = frozenset[str]().union(*(self.successors.originals[id(each)] for each in self.held()))
         items: list[Any] = []
         first: dict[str, int] = {}
@@ -170,6 +170,14 @@ class _Move:
         if len(items) < len(one):
             self._check_free_of_places(len(one))
         return lambda final: self._refill([self._final(item, final) for item in items])
+
+    def _in_order(self) -> tuple[list[Any], list[Any]]:
+        """Return what is in both, so that what is in one place of both is the same; sets have no order of their own."""
+        one, other = list(self.holding.one), list(self.holding.other)
+        if isinstance(self.holding.one, (set, frozenset)):
+            for items in (one, other):
+                items.sort(key=lambda item: not isinstance(_meant(item), nn.Parameter))
+        return one, other
 
     def _refill(self, items: list[Any]) -> None:
         other = self.holding.other
@@ -348,8 +356,6 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     """Return what is in a container or an object itself, by key or name."""
     if isinstance(value, Mapping):
         return cast("Mapping[Any, Any]", value).items()
-    if isinstance(value, (set, frozenset)):
-        return enumerate(cast("set[Any]", value))
     return parts_of(value)
 
 
