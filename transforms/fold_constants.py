@@ -9,7 +9,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import fx, nn
 
-from ..passes.contract import Pass
+from ..errors import UsageError
+from ..passes.contract import Pass, check_option_types
 from ..passes.rewriting import Edit, handed_out, has_effects, written_values
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..passes.verification import found_in_graphs
@@ -40,6 +41,11 @@ class FoldConstants(Pass):
     goal: ClassVar[Goal] = Goal.SIZE
     clean_up: ClassVar[bool] = True
     phase: ClassVar[Phase] = Phase.BOTH
+
+    def __post_init__(self) -> None:
+        check_option_types(self)
+        if self.limit < 0:
+            raise UsageError(f"pass 'fold_constants': limit={self.limit}; give a number of elements, 0 or more")
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         on_meta = is_meta(program.model)

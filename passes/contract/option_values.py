@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import enum
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal, Union, cast
+
+import torch
 
 from ...errors import UsageError
 from .base import Pass
@@ -63,7 +66,9 @@ def _fits(value: Any, wanted: Any) -> bool:
     if origin is Literal:
         return any(type(value) is type(member) and value == member for member in members)
     if origin in _COLLECTIONS:
-        return isinstance(value, (tuple, list))
+        is_list = isinstance(value, (tuple, list))
+        return is_list and all(_fits(item, members[0]) for item in cast("tuple[Any, ...]", value))
     if wanted in (int, float):
         return isinstance(value, (int, wanted)) and not isinstance(value, bool)
-    return isinstance(value, wanted) if wanted in (bool, str) else True
+    is_judged = isinstance(wanted, type) and issubclass(wanted, (bool, str, enum.Enum, torch.dtype))
+    return not is_judged or isinstance(value, wanted)

@@ -116,15 +116,22 @@ def parts_of(value: Any) -> list[tuple[Any, Any]]:
     """Return what a container or an object holds, by key, place or name."""
     if isinstance(value, Mapping):
         items = enumerate(cast("Mapping[Any, Any]", value).items())
-        return [(_Nth(place) if isinstance(key, Tensor) else key, part) for place, (key, part) in items]
+        keyed = ((_Nth(place) if isinstance(key, Tensor) else key, part) for place, (key, part) in items)
+        return [*keyed, *_beside_items(value)]
     if isinstance(value, (tuple, list, deque, set, frozenset)):
-        return list(enumerate(cast("list[Any]", value)))
+        return [*enumerate(cast("list[Any]", value)), *_beside_items(value)]
     if isinstance(value, types.MethodType):
         return [("__self__", value.__self__)]
     if isinstance(value, functools.partial):
         whole = cast("functools.partial[Any]", value)
         return [("func", whole.func), ("args", whole.args), ("keywords", whole.keywords)]
     return [*_in_slots(value), *(vars(value).items() if hasattr(value, "__dict__") else ())]
+
+
+def _beside_items(container: Any) -> list[tuple[Any, Any]]:
+    """Return the attributes of a container of a user's class, as one dictionary."""
+    attributes = getattr(container, "__dict__", None)
+    return [("__dict__", attributes)] if attributes and attributes is not container else []
 
 
 def _in_slots(value: Any) -> list[tuple[Any, Any]]:

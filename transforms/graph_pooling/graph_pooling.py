@@ -72,6 +72,8 @@ class GraphPooling(Pass):
         if isinstance(self.source, str):
             object.__setattr__(self, "source", (self.source,))
         check_option_types(self)
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"pass 'graph_pooling': seed={self.seed}; give a number from 0 to below 2**63")
         if self.to != "ro3":
             raise UsageError(f"pass 'graph_pooling': to={self.to!r} is unknown{did_you_mean(str(self.to), ('ro3',))}")
         for word in self.source:

@@ -62,7 +62,9 @@ class Prune(Settings, Pass):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
-        object.__setattr__(self, "kinds", (self.kinds,) if isinstance(self.kinds, str) else tuple(self.kinds))
+        kinds: object = self.kinds
+        if isinstance(kinds, (str, list)):
+            object.__setattr__(self, "kinds", (kinds,) if isinstance(kinds, str) else tuple(self.kinds))
         check_options(self)
 
     def check(self, model: nn.Module) -> None:

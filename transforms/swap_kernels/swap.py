@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...cuda_ops import Kernel
 from ...errors import MatchFailure
-from ...passes.contract import Pass
+from ...passes.contract import Pass, check_option_types
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
@@ -47,6 +47,7 @@ class SwapKernels(Pass):
             object.__setattr__(self, "_given", tuple(each for each in listed if isinstance(each, Kernel)))
             names = (each.name if isinstance(each, Kernel) else each for each in listed)
             object.__setattr__(self, "kernels", tuple(names))
+            check_option_types(self)
             kernels_named(self.kernels, self._given)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:

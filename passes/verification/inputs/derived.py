@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....tracing.values import Arguments, TensorFunction, flatten, map_tensors
 from ..float64 import Table
-from .drawn import Drawn
+from .drawn import Drawn, leaves_of
 from .noise import perturbed_inputs, stands_for_infinity
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "is_of_edges",
     "is_ordinary",
     "larger",
-    "leaves_of",
     "longer",
     "many_rows",
     "not_finite",
@@ -369,15 +368,3 @@ def _tables(arguments: Arguments, tables: Mapping[str, Table]) -> list[Table | N
     """Return the table that each tensor of a call picks from, in the order in which calls are mapped."""
     names = {id(tensor): name for name, tensor in _tensors(arguments).items()}
     return [tables.get(names.get(id(tensor), "")) for tensor in leaves_of(arguments)]
-
-
-def leaves_of(arguments: Arguments) -> list[Tensor]:
-    """Return the tensors of a call, in the order in which calls are mapped."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, arguments)
-    return found

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ....tracing.values import Arguments, Inputs, map_tensors
-from .derived import inner_sizes, is_of_edges, leaves_of, resized, rows_of
+from .derived import inner_sizes, is_of_edges, resized, rows_of
+from .drawn import leaves_of
 
 __all__ = ["Neighbour", "neighbours"]
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ....operators import CHANNELS_LAST
 from ....tracing.values import Arguments, TensorFunction, map_tensors
-from .derived import another_size, is_ordinary, leaves_of, one_for_another, resized, rows_of
+from .derived import another_size, is_ordinary, one_for_another, resized, rows_of
+from .drawn import leaves_of
 
 __all__ = ["elsewhere", "far_from_zero", "halves", "no_rows", "nothing", "small", "uneven"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -10,10 +12,26 @@ from torch import nn
 
 import fxopt
 from fxopt.errors import UsageError
+from fxopt.known_passes import pass_names
+from fxopt.passes.contract import check_option_types
+from fxopt.passes.pipeline import find_pass
 from fxopt.transforms.prune import Prune
 from fxopt.transforms.qat import Qat
 from fxopt.transforms.quantize import Quantize
 
+NO_VALUES: list[Any] = [
+    object(),
+    "none of these",
+    -1,
+    None,
+    math.nan,
+    [1],
+    {"a": 1},
+    torch.ones(2),
+    b"x",
+    (None,),
+    10**30,
+]
 WRONG: list[tuple[type[Any], str, Any]] = [
     (Quantize, "scheme", None),
     (Quantize, "scheme", ["int8_dynamic"]),
@@ -35,6 +53,25 @@ def test_a_wrong_type_is_named(kind: type[Any], name: str, value: Any):
     with pytest.raises(UsageError) as caught:
         fxopt.optimize(nn.Sequential(nn.Linear(4, 4)), kind(**{name: value}), example_inputs=(torch.ones(1, 4),))
     assert f"{name}={value!r}; give" in str(caught.value)
+
+
+@pytest.mark.parametrize("pass_type", [*map(find_pass, pass_names())], ids=lambda kind: kind.__name__)
+def test_nonsense_is_refused_in_one_line(pass_type: type[Any]):
+    for name in (field.name for field in dataclasses.fields(pass_type) if field.init):
+        found = [_refusal(pass_type, name, value) for value in NO_VALUES]
+        assert not any("\n" in each for each in found)
+        assert any(found) or name in ("calibration", "scores", "loss", "data")
+
+
+def _refusal(pass_type: type[Any], name: str, value: object) -> str:
+    try:
+        pass_ = pass_type(**{name: value})
+        check_option_types(pass_)
+        _ = pass_.error_budget
+        pass_.check(nn.Linear(4, 4))
+    except fxopt.FxoptError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("seed", WRONG_OF_RANDOM)

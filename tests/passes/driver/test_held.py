@@ -226,12 +226,21 @@ class Slots:
     optimizer: optim.Optimizer
 
 
+class Named(dict[str, Any]):
+    """A dictionary with attributes."""
+
+    def __init__(self, optimizer: optim.Optimizer) -> None:
+        super().__init__(optimizer=None)
+        self.optimizer = optimizer
+
+
 HOLDERS: dict[str, tuple[Callable[[optim.Optimizer], Any], Callable[[Any], optim.Optimizer]]] = {
     "deque": (lambda optimizer: deque([optimizer]), lambda held: held[0]),
     "method": (lambda optimizer: optimizer.step, lambda held: held.__self__),
     "partial": (lambda optimizer: partial(print, optimizer), lambda held: held.args[0]),
     "set": (lambda optimizer: {"name", optimizer}, lambda held: (held - {"name"}).pop()),
     "frozen": (lambda optimizer: (frozenset([optimizer]),), lambda held: next(iter(held[0]))),
+    "attribute": (Named, lambda held: held.optimizer),
     "value": (lambda optimizer: {nn.Parameter(torch.ones(1)): optimizer}, lambda held: next(iter(held.values()))),
 }
 

@@ -301,6 +301,16 @@ def test_of_images_there_is_a_smaller_call_that_can_be_halved_often() -> None:
     assert sizes == [(65, 57), (64, 32), (256, 224)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])
+@pytest.mark.parametrize("masked", [lambda mask: mask == 0, lambda mask: mask < 0.5, lambda mask: ~mask.bool()])
+def test_masks_of_numbers_are_changed(dtype: torch.dtype, masked: Function) -> None:
+    def before(m: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax(x.masked_fill(masked(mask), -1e9), -1)
+
+    assert not judged(before, lambda m, x, mask: torch.softmax(x, -1), rows(), torch.ones(4, 4, dtype=dtype)).ok
+    assert judged(before, before, rows(), torch.ones(4, 4, dtype=dtype)).ok
+
+
 def test_a_mask_of_one_place_is_turned():
     class Gated(nn.Module):
         def __init__(self):
