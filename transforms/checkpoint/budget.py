@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from ...errors import UsageError
@@ -28,7 +27,7 @@ def limit_of(budget: float | str, saved: int) -> float:
         unit = _UNITS.get(parts[2].lower()) if parts else None
         if parts is not None and unit is not None:
             return float(parts[1]) * unit
-    elif not isinstance(budget, bool) and 0 <= budget <= 1 and math.isfinite(budget):
+    elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0 <= budget <= 1:
         return budget * saved
     raise UsageError(
         f"pass 'checkpoint': budget={budget!r}; give a share of what the model saves, from 0 to 1, or bytes with a "

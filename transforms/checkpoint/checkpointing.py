@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ...compat import all_modules
 from ...errors import BudgetError
-from ...passes.contract import Pass, check_option_types
+from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...storage import byte_text
@@ -45,7 +45,6 @@ class Checkpoint(Pass):
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
 
     def __post_init__(self) -> None:
-        check_option_types(self)
         limit_of(self.budget, 0)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:

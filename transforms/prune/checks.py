@@ -55,7 +55,7 @@ def _check_numbers(options: Settings) -> None:
     if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 <= amount < 1:
         raise _wrong("amount", amount, "give the share to remove, from 0 to below 1, such as 0.5")
     kept_of(options.pattern)
-    if not options.kinds:
+    if options.kinds in ((), None):
         raise _wrong("kinds", (), f"give some of {', '.join(KINDS)}, or leave it out for all")
     round_to: object = options.round_to
     if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:

@@ -161,7 +161,7 @@ def test_a_kernel_that_is_not_listed_is_given_itself():
     again = fxopt.optimize(model, chosen, plan=plan, example_inputs=(x,))
     assert [(each.status, each.key) for each in fxopt.plan(again).decisions] == [("applied", plan.decisions[0].key)]
     assert torch.equal(again(x), fast(x))
-    with pytest.raises(fxopt.UsageError, match="half_of_sine_of_double"):  # a plan holds its name alone
+    with pytest.raises(fxopt.PlanError, match="half_of_sine_of_double"):  # a plan holds its name alone
         fxopt.optimize(model, plan=plan, example_inputs=(x,))
     with pytest.raises(fxopt.UsageError) as caught:
         SwapKernels(kernels=("zzz",))
