@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import torch
 from support.outcomes import Outcome, attempt, kept, loss
 from support.samples import Subject, quiet
 from support.using import use
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 import fxopt
@@ -157,6 +158,44 @@ def replicas_in_threads(subject: Subject) -> Outcome:
     return {"step": attempt(step), **kept(subject.gradients(model))}
 
 
+@contextlib.contextmanager
+def _alone_in_a_group() -> Iterator[None]:
+    """Be the only process of a group."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+@use(writes=True)
+def distributed_data_parallel(subject: Subject) -> Outcome:
+    """Two steps in `DistributedDataParallel`, the first of two batches, in a group of one process."""
+    model = subject.new()
+
+    def steps() -> list[Tensor]:
+        with _alone_in_a_group(), quiet():
+            losses = _parallel_steps(model, subject)  # what has a reducer is gone before its group is
+            gc.collect()
+        return losses
+
+    return {"steps": attempt(steps), "after": attempt(lambda: loss(model(*subject.arguments(seed=3))))}
+
+
+def _parallel_steps(model: nn.Module, subject: Subject) -> list[Tensor]:
+    parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.1), list[Tensor]()
+    for seeds in ((0, 1), (2,)):
+        for turn, seed in enumerate(seeds, start=1):
+            with parallel.no_sync() if turn < len(seeds) else contextlib.nullcontext():
+                value = loss(parallel(*subject.arguments(seed=seed)))
+                value.backward()
+            losses.append(value.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def _unkept(function: Any) -> Any:
     try:
         return function()
@@ -196,5 +235,5 @@ def threads(subject: Subject) -> Outcome:
 
 USES = (
     compiled_eagerly, compiled_ahead, exported, functional_calls, functional_calls_with_original_names,
-    stacked_models, replicas_in_threads, threads,
+    stacked_models, replicas_in_threads, distributed_data_parallel, threads,
 )  # fmt: skip
