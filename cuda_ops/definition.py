@@ -70,7 +70,7 @@ def define(
     call = cast("Function", getattr(getattr(torch.ops, NAMESPACE), name).default)
     made.register_autograd(backward or _without_gradient(name), setup_context=setup)
     if backward is not None:
-        # What `custom_op` makes drops tangents without a word, and the transforms of torch.func refuse it.
+        # What `custom_op` makes drops tangents silently, and the transforms of torch.func refuse it.
         answer_instead(made, _checked(check, plain or reference), is_transformed)
     if batching is not None:
         made.register_vmap(batching(call))

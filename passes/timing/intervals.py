@@ -13,7 +13,7 @@ FEWEST_ROUNDS = 3
 """Fewer rounds have no interval at all."""
 
 SURE_ROUNDS = 6
-"""Fewer rounds cannot give a 95% interval for a median without a word on the distribution: 2 * 0.5**6 = 0.03."""
+"""Fewer rounds cannot give a 95% interval for a median of any distribution: 2 * 0.5**6 = 0.03."""
 
 _HOPELESS = 1.5
 """What took half as long again as the fastest in each of the fewest rounds is not tried further, if others are left."""

@@ -49,7 +49,7 @@ def _row(cells: list[str]) -> Limit:
 
 
 def findings(trials: Iterable[Trial], allowed: Iterable[Limit]) -> list[Trial]:
-    """Return the trials that differ without a word, and that no row allows."""
+    """Return the trials that differ silently, and that no row allows."""
     rows = list(allowed)
     return [each for each in trials if each.outcome == "different" and not any(row.covers(each) for row in rows)]
 

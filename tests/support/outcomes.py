@@ -61,7 +61,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Difference:
-    """One piece of two outcomes that is not the same: refused in one line, or without a word."""
+    """One piece of two outcomes that is not the same: refused in one line, or silent."""
 
     label: str
     refused: bool

@@ -88,7 +88,7 @@ def _ask(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _patch_refused(session: TracingSession) -> None:
-    """Give up on what fx would drop or break open without a word."""
+    """Give up on what fx would drop or break open silently."""
     refusals = [
         (torch, "manual_seed", "it sets the random seed"),
         (torch, "set_rng_state", "it sets the random state"),
