@@ -57,6 +57,9 @@ def _check_numbers(options: Settings) -> None:
     kept_of(options.pattern)
     if options.kinds in ((), None):
         raise _wrong("kinds", (), f"give some of {', '.join(KINDS)}, or leave it out for all")
+    unknown = [kind for kind in options.kinds if kind not in KINDS] if isinstance(options.kinds, tuple) else []
+    if unknown:
+        raise _wrong("kinds", unknown[0], f"give some of {', '.join(KINDS)}")
     round_to: object = options.round_to
     if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:
         raise _wrong("round_to", round_to, "give a number of units, 1 or more")
