@@ -30,7 +30,10 @@ def obstacle_to_inlining(module: nn.Module) -> str | None:
 
 
 def obstacle_at(module: nn.Module) -> str | None:
-    """Return why a module must stay one call, whatever is inside it, or None."""
+    """Return why a module must stay one call, whatever is inside it, or None.
+
+    Everything that looks into modules asks this: whoever runs, writes out or costs a graph in the place of the call.
+    """
     if isinstance(module, WrappedRegion):
         return f"it opens {module.context}"
     if user_class(type(module)).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule):

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import fx, nn
 
-from ...compat import has_hooks
 from ...errors import MatchFailure, expect
 from ...tracing.graphs import (
     Capture,
@@ -30,7 +29,7 @@ from ...tracing.graphs import (
 )
 from ...tracing.guards import Argument, require
 from ...tracing.values import Signature, map_leaves
-from .inlining import unmet_guard
+from .inlining import obstacle_at, unmet_guard
 from .order import check_runs_as_one
 from .tree_edit import TreeEdit
 
@@ -208,10 +207,9 @@ def inline(edit: TreeEdit, call: fx.Node) -> list[fx.Node]:
 
 def _check_always_runs(module: nn.Module, capture: Capture, given: Mapping[str, Any], name: str) -> None:
     """Make sure that calling the module means running its graph, and that alone."""
-    if isinstance(module, WrappedRegion):
-        raise MatchFailure(f"'{name}' runs under {module.context}")
-    if has_hooks(module):
-        raise MatchFailure(f"'{name}' has hooks")
+    reason = obstacle_at(module)
+    if reason is not None:
+        raise MatchFailure(f"'{name}' must stay one call: {reason}")
     guard = unmet_guard(module, capture, given)
     if guard is not None:
         raise MatchFailure(f"the graph of '{name}' holds only where {guard} ({guard.reason})")

@@ -16,7 +16,6 @@ from ..recording import Recording, in_phase, misses_in, record
 from ..values import Inputs, ModelNames, qualified
 from .capturing import Opaque
 from .coverage import Coverage
-from .flat import FlatView
 from .model_capture import capture_model, inputs_for
 
 __all__ = ["Analyses", "Analysis", "Opaque", "Program", "capture_program"]
@@ -195,10 +194,6 @@ class Program:
     def matches(self, pattern: Searchable[_T]) -> Iterable[_T]:
         """Return the matches of a pattern."""
         return pattern.find(self)
-
-    def flat(self) -> FlatView:
-        """Return a read-only view of the whole dataflow, across module boundaries."""
-        return FlatView(self.model)
 
     def coverage(self) -> Coverage:
         """Return how much of the model runs from graphs, and why the rest does not."""

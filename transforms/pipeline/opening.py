@@ -9,14 +9,13 @@ from typing import Any, cast
 
 from torch import fx, nn
 from torch.fx.node import map_arg
-from torch.nn.utils import parametrize
 
-from ...compat import has_hooks, submodule
+from ...compat import submodule
 from ...errors import GuardError, MatchFailure
-from ...passes.rewriting import unmet_guards
-from ...tracing.graphs import Capture, Region, Specialization, WrappedRegion, capture_of, specializations_of
+from ...passes.rewriting import obstacle_at, unmet_guards
+from ...tracing.graphs import Capture, Specialization, capture_of, specializations_of
 from ...tracing.guards import NOT_HELD, SELF, Argument, Attribute, Constant, Guard, Item, Source, reader, require
-from ...tracing.values import keep, qualified, user_class
+from ...tracing.values import keep, qualified
 
 __all__ = ["Holds", "Opened", "depends_on_mode", "opened_graph", "why_closed"]
 
@@ -115,17 +114,7 @@ def opened_graph(model: nn.Module, chosen: Mapping[str, int], unpacked: Mapping[
 def why_closed(module: nn.Module) -> str | None:
     """Return why a module must stay one call, or None."""
     capture = capture_of(module)
-    if capture is None or not capture.specializations:
-        return "it has no graph"
-    if any(specialization.volatile for specialization in capture.specializations):
-        return "its attributes change while it runs"
-    if isinstance(module, WrappedRegion):
-        return f"it opens {module.context}"
-    if user_class(type(module)).__call__ is not nn.Module.__call__ and not isinstance(module, (fx.GraphModule, Region)):
-        return "it has a __call__ of its own"
-    if has_hooks(module):
-        return "it has hooks"
-    return "it has parametrizations" if parametrize.is_parametrized(module) else None
+    return "it has no graph" if capture is None or not capture.specializations else obstacle_at(module)
 
 
 def depends_on_mode(module: nn.Module) -> bool:

@@ -1,10 +1,9 @@
-"""What passes may ask a program, the flat view, and how call arguments are matched to graphs."""
+"""What passes may ask a program, and how call arguments are matched to graphs."""
 
 from __future__ import annotations
 
 import copy
 
-import networkx as nx
 import pytest
 import torch
 from torch import nn
@@ -168,30 +167,6 @@ def test_select_matches_arguments_to_placeholders(program):
     interpreted = torch.fx.Interpreter(block, graph=specialization.graph).run(*values)
     assert torch.equal(interpreted, block(X, X * 2, scale=2.0))
     assert select(block, (X,), {}) is None
-
-
-def test_flat_view_looks_through_modules(program):
-    flat = program.flat()
-    assert nx.is_directed_acyclic_graph(flat.graph)
-    leaves = [(n.owner, n.node.target) for n in flat if n.node.op == "call_module"]
-    assert sorted(leaves) == sorted(
-        [
-            *((f"blocks.{i}", "mix") for i in range(2)),
-            *((f"blocks.{i}.tail", name) for i in range(2) for name in "01"),
-            *[("shared", "0")] * 2,
-        ]
-    )
-    at = {(n.path, n.node.name): n for n in flat}
-    (x,) = [n for n in flat if n.path == () and n.node.op == "placeholder"]
-    (out,) = [n for n in flat if n.path == () and n.node.op == "output"]
-    skip = at[("blocks_1",), "skip"]
-    assert flat.inputs(skip) == [x]
-    mix = at[("blocks_1",), "mix"]
-    (before,) = flat.inputs(at[("blocks_1",), "x"])
-    assert before.path == ("blocks_0",)
-    assert before.node.op == "output"
-    assert nx.has_path(flat.graph, mix, out)
-    assert len([n for n in flat if n.owner == "shared" and n.node.op == "output"]) == 2
 
 
 def test_modules_called_in_several_ways_keep_a_graph_each():
