@@ -17,6 +17,7 @@ from fxopt.passes.pipeline import parse
 from fxopt.transforms.pipeline import Pipeline
 from fxopt.transforms.pipeline.cuts import BALANCE, Line, Stages
 from fxopt.transforms.pipeline.layout import Layout
+from fxopt.transforms.pipeline.opening import why_closed
 from fxopt.transforms.pipeline.rehearsal import rehearse
 from fxopt.transforms.pipeline.search import Found, find_stages
 
@@ -52,6 +53,13 @@ def test_the_best_of_all_divisions(seed: int):
     limit = max(slowest, sum(costs) / stages * (1 + BALANCE)) + 1e-6
     assert max(found.costs) <= limit
     assert found.crossing == min(division.crossing for division in divisions if max(division.costs) <= limit)
+
+
+def test_a_module_whose_forward_was_replaced_is_not_looked_into():
+    model = fxopt.capture(nn.Sequential(nn.Linear(4, 4)), (torch.ones(1, 4),)).model
+    assert why_closed(model) is None
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    assert why_closed(model) == "its forward was replaced"
 
 
 def found_for(model: nn.Module, inputs: object, stages: int) -> tuple[Found, nn.Module]:
