@@ -12,6 +12,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ...tracing.graphs import (
     Capture,
+    GraphRunner,
     Region,
     Specialization,
     capture_of,
@@ -78,29 +79,15 @@ class _Forward:
         finally:
             self.module.__dict__["_fxopt_capture"] = self.capture
         values = selected[1] if selected is not None else []
-        return _Interpreter(self.module, specialization.graph, self.tape).run(*values, enable_io_processing=False)
+        return _Runner(self.module, specialization.graph, self.tape).run(*values)
 
 
-class _Interpreter(fx.Interpreter):
+class _Runner(GraphRunner):
     """Tell the tape which node runs."""
 
     def __init__(self, module: nn.Module, graph: fx.Graph, tape: Tape | None) -> None:
-        super().__init__(module, graph=graph)
+        super().__init__(module, graph)
         self.tape = tape
-
-    def run(self, *args: Any, initial_env: dict[fx.Node, Any] | None = None, enable_io_processing: bool = False) -> Any:
-        """Run the graph; torch's own loop makes a progress bar, and the thread that watches it stays for good."""
-        graph = cast("fx.Graph", self.graph)
-        given: tuple[Any, ...] = graph.process_inputs(*args) if enable_io_processing else args
-        self.env, self.args_iter = dict(initial_env or {}), iter(given)
-        for node in graph.nodes:
-            if node not in self.env:
-                self.env[node] = self.run_node(node)
-            if node.op == "output":
-                return self.env[node]
-            for spent in self.user_to_last_uses.get(node, ()):
-                del self.env[spent]
-        return None
 
     def run_node(self, n: fx.Node) -> Any:
         if self.tape is not None:

@@ -39,6 +39,7 @@ from .regions import (
     remove_region,
     share_children,
 )
+from .running import GraphRunner, function_of_node
 from .selection import fitting, select
 from .shared_slices import MEMBERS, SharedSlices, by_member, sharing
 from .source import generate
@@ -53,6 +54,7 @@ __all__ = [
     "Captured",
     "Context",
     "ContextRegion",
+    "GraphRunner",
     "Miss",
     "Opening",
     "PortableGraph",
@@ -71,6 +73,7 @@ __all__ = [
     "deactivate_again",
     "drop_specializations",
     "fitting",
+    "function_of_node",
     "generate",
     "install",
     "note_added",

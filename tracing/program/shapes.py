@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Collection, Generator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.fx.node import map_arg
 
 from ...compat import all_modules, fake_tensors, own_buffers, own_parameters
-from ..graphs import capture_of, select
+from ..graphs import capture_of, function_of_node, select
 from ..recording import preserved
 from ..values import Meta, TensorMeta, is_leaf, meta_of
 
@@ -72,13 +72,8 @@ class _Run:
 
     def _result(self, owner: nn.Module, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), lambda operand: _value(operand, values))
-        if node.op == "get_attr":
-            return operator.attrgetter(str(node.target))(owner)
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        if node.op == "call_module":
-            return self._call(owner.get_submodule(str(node.target)), args, kwargs)
-        return cast("Any", node.target)(*args, **kwargs)
+        function = function_of_node(node, owner)
+        return self._call(function, args, kwargs) if isinstance(function, nn.Module) else function(*args, **kwargs)
 
     def _call(self, module: nn.Module, args: Collection[Any], kwargs: Mapping[str, Any]) -> Any:
         if is_leaf(module):

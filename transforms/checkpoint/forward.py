@@ -25,7 +25,7 @@ from ...compat import (
 )
 from ...compat_operators import written_arguments
 from ...operators import flops_of
-from ...tracing.graphs import Specialization, required_capture, select
+from ...tracing.graphs import GraphRunner, Specialization, required_capture, select
 from ...tracing.guards import require
 from ...tracing.program import Program
 from ...tracing.recording import in_phase, preserved
@@ -232,7 +232,7 @@ class _Run:
         specialization, values = selected
         known = required_capture(module).specializations
         number = next(number for number, each in enumerate(known) if each is specialization)
-        return _Interpreter(self, module, name, number, specialization).run(*values, enable_io_processing=False)
+        return _Runner(self, module, name, number, specialization).run(*values)
 
     def node(self, owner: str, specialization: int, node: fx.Node, given: Any, run: Callable[[], Any]) -> Any:
         """Run one node."""
@@ -330,11 +330,11 @@ class _Operators(DispatchMode):
         return result
 
 
-class _Interpreter(fx.Interpreter):
+class _Runner(GraphRunner):
     """Run the graph of one call, each node as a unit."""
 
     def __init__(self, run: _Run, module: nn.Module, name: str, number: int, specialization: Specialization) -> None:
-        super().__init__(module, graph=specialization.graph)
+        super().__init__(module, specialization.graph)
         self._run, self._name, self._number = run, name, number
 
     def run_node(self, n: fx.Node) -> Any:
@@ -343,7 +343,7 @@ class _Interpreter(fx.Interpreter):
         if n.target is require:
             return None  # a fake value cannot be looked at
         given = self.fetch_args_kwargs_from_env(n)
-        return self._run.node(self._name, self._number, n, given, lambda: super(_Interpreter, self).run_node(n))
+        return self._run.node(self._name, self._number, n, given, lambda: super(_Runner, self).run_node(n))
 
 
 def _operations(operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> float:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,29 +11,11 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from ...errors import GuardError
+from ...tracing.graphs import function_of_node
 from ...tracing.values import Inputs
 from .layout import Layout, Part
 
-__all__ = ["Feed", "StageModule", "Steps", "Ways", "function_of_node", "last_uses"]
-
-
-def function_of_node(node: fx.Node, model: nn.Module) -> Callable[..., Any]:
-    """Return what computes a node's value from its arguments."""
-    match node.op:
-        case "get_attr":
-            path, _, name = str(node.target).rpartition(".")
-            owner = model.get_submodule(path)
-            return lambda: getattr(owner, name)  # looked up at each call: it may have become another tensor
-        case "call_module":
-            return model.get_submodule(str(node.target))
-        case "call_method":
-            return partial(_call_method, str(node.target))
-        case _:
-            return node.target  # pyright: ignore[reportReturnType]
-
-
-def _call_method(name: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-    return getattr(value, name)(*args, **kwargs)
+__all__ = ["Feed", "StageModule", "Steps", "Ways", "last_uses"]
 
 
 def last_uses(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

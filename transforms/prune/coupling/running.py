@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from ....compat import all_modules, submodule
-from ....tracing.graphs import Capture, Region, Specialization, capture_of, select
+from ....compat import all_modules
+from ....tracing.graphs import Capture, Region, Specialization, capture_of, function_of_node, select
 from ....tracing.program import Program
 from ....tracing.recording import calls_intercepted, copy_inputs, in_phase, preserved
 from .following import Follower, Place
@@ -174,39 +174,21 @@ class _Runner:
                 results[node] = next(given)
             elif node.op == "output":
                 return _filled(node.args[0], results)
-            elif node.op == "get_attr":
-                results[node] = _attribute(module, str(node.target))
             else:
                 results[node] = self._run(module, node, results, functools.partial(Source, owner, number, node.name))
         return None
 
     def _run(self, module: nn.Module, node: fx.Node, results: Mapping[fx.Node, Any], source: Any) -> Any:
-        if node.op == "call_module":
-            args, kwargs = _filled(node.args, results), _filled(dict(node.kwargs), results)
-            child = submodule(module, str(node.target))
-            return _called(child)(*args, **kwargs)
-        args = _filled(node.args, results, source, (0,))
-        kwargs = _filled(dict(node.kwargs), results, source, (1,))
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return _called(node.target)(*args, **kwargs)
+        written_by = None if node.op == "call_module" else source
+        args = _filled(node.args, results, written_by, (0,))
+        kwargs = _filled(dict(node.kwargs), results, written_by, (1,))
+        return function_of_node(node, module)(*args, **kwargs)
 
 
 def _has_graphs(module: nn.Module) -> bool:
     """Say whether a module runs graphs; one that an edit changed may have lost all that it had."""
     capture = capture_of(module)
     return capture is not None and bool(capture.specializations)
-
-
-def _called(target: Any) -> Callable[..., Any]:
-    return target
-
-
-def _attribute(module: nn.Module, target: str) -> Any:
-    found: Any = module
-    for part in target.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _filled(value: Any, results: Mapping[fx.Node, Any], source: Any = None, path: tuple[str | int, ...] = ()) -> Any:
