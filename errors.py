@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 __all__ = [
     "ArchiveError",
     "BudgetError",
@@ -23,6 +26,7 @@ __all__ = [
     "UnverifiedWarning",
     "UsageError",
     "VerificationError",
+    "did_you_mean",
     "expect",
     "one_line",
     "positive_integer",
@@ -169,3 +173,26 @@ def one_line(error: BaseException) -> str:
     """Return the message of an error that somebody else raised, without line breaks, controls and C++ stack traces."""
     text, _, _ = str(error).partition("\nException raised from")
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
+_MOST_CANDIDATES = 24
+"""How many candidates are listed: all options of any pass."""
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" with the candidate nearest to `name`, else the candidates, else nothing."""
+    known = sorted(set(candidates))
+    folded = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6) or _containing(name.lower(), folded)
+    if near:
+        return f"; did you mean {folded[near[0]]!r}?"
+    if not known:
+        return ""
+    shown = ", ".join(known[:_MOST_CANDIDATES]) + (", ..." if len(known) > _MOST_CANDIDATES else "")
+    return f"; there is {shown}" if len(known) == 1 else f"; there are {shown}"
+
+
+def _containing(name: str, candidates: Iterable[str]) -> list[str]:
+    """Return the first candidate that a short name is a part of, those that start with it first."""
+    found = [candidate for candidate in candidates if len(name) > 2 and name in candidate]
+    return sorted(found, key=lambda candidate: not candidate.startswith(name))[:1]

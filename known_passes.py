@@ -10,8 +10,7 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from .errors import PipelineError
-from .suggest import did_you_mean
+from .errors import PipelineError, did_you_mean
 
 __all__ = [
     "GROUP",

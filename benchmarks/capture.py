@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import sys
 import time
 import warnings
 from collections import Counter
@@ -29,10 +30,13 @@ from typing import Any
 import torch
 import transformers
 from machine import described
-from model_zoo.examination import captured_row, inference_row, overhead_row
-from model_zoo.families import KINDS, SEED
-from model_zoo.subjects import Built, Subject, candidates, graph_subjects, named_subjects
-from model_zoo.tracing_times import tracing_times
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.model_zoo.examination import captured_row, inference_row, overhead_row
+from support.model_zoo.families import KINDS, SEED
+from support.model_zoo.subjects import Built, Subject, candidates, graph_subjects, named_subjects
+from support.model_zoo.tracing_times import tracing_times
 
 import fxopt
 

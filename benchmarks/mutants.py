@@ -27,10 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mutation.faults import Fault, faults_in
-from mutation.sandbox import in_children, package_root, sources, warm_up
-from mutation.trials import MODELS, Coverage, Verdict, drawn, healthy, try_mutant
-from mutation.zoo import Entry, zoo
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.mutation.faults import Fault, faults_in
+from support.mutation.sandbox import in_children, package_root, sources, warm_up
+from support.mutation.trials import MODELS, Coverage, Verdict, drawn, healthy, try_mutant
+from support.mutation.zoo import Entry, zoo
 
 ENSEMBLES = "transforms/fuse_ensembles"
 FILES = (

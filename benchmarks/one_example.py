@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from wrong_passes import gradients, modes, numbers, pictures, recomputation, sequences, sizes, states, values
-from wrong_passes.subject import Subject, outcome
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.wrong_passes import gradients, modes, numbers, pictures, recomputation, sequences, sizes, states, values
+from support.wrong_passes.subject import Subject, outcome
 
 SUBJECTS: tuple[Subject, ...] = (
     *sizes.SUBJECTS, *values.SUBJECTS, *modes.SUBJECTS, *gradients.SUBJECTS, *recomputation.SUBJECTS,

@@ -14,6 +14,7 @@ import argparse
 import copy
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,10 +22,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from rewriting.honest import HONEST
-from rewriting.models import MODELS
-from rewriting.place import Place, Rewrite
-from rewriting.wrong import WRONG
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.rewriting.honest import HONEST
+from support.rewriting.models import MODELS
+from support.rewriting.place import Place, Rewrite
+from support.rewriting.wrong import WRONG
 from torch import Tensor, nn
 
 import fxopt

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..compat import is_transformed
-from ..compat_operators import answer_instead, is_recorded, register_promotion
+from ..compat.operators import answer_instead, is_recorded, register_promotion
 from ..errors import UsageError
 from ..operators import OpInfo, register_operator
 from .gpu import on_gpu

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..compat_operators import numbers_of
+from ..compat.operators import numbers_of
 from ..errors import UsageError
 
 __all__ = ["key_of", "uniform"]

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import is_registered_operator
-from ..compat_export import batches_by_vmap
-from ..compat_quantized import simulating
+from ..compat.export import batches_by_vmap
+from ..compat.quantized import simulating
 from ..errors import ArchiveError, FxoptError, InputError, UsageError, one_line
 from ..operators import canonical_name, has_random_effects
 from ..passes.verification import distance, form_problem, rounding

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from ..compat_export import load_exported_program
+from ..compat.export import load_exported_program
 from ..errors import ArchiveError, one_line
 from ..settings import weights_only
 from ..tracing.values import Inputs

@@ -14,8 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from ..errors import InputError, UsageError, one_line
-from ..suggest import did_you_mean
+from ..errors import InputError, UsageError, did_you_mean, one_line
 
 __all__ = [
     "build_model",

@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..compat import tensor_hooks
-from ..compat_distributed import after_backward, after_forward, before_forward, broadcast_together
+from ..compat.distributed import after_backward, after_forward, before_forward, broadcast_together
 from ..errors import StateError
 from ..tracing.recording import is_rank_local, is_trial_step
 

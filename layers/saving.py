@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import modules_by_name, transient_buffers
-from ..compat_distributed import shard_again
+from ..compat.distributed import shard_again
 from ..errors import FusedMemberError
 from ..passes.state import SETTLED, KeepsOriginalNames, cut_from_sharded
 from ..tracing.graphs import MEMBERS

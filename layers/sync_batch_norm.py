@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from ..compat_distributed import BatchNorm, sync_batch_norm
+from ..compat.distributed import BatchNorm, sync_batch_norm
 from ..tracing.recording import is_rank_local
 
 __all__ = ["BATCH_NORMS", "SYNCHRONIZED", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d"]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..compat import autocast_dtype, is_autocast, is_transformed, wants_gradients
-from ..compat_operators import flash_on_cpu_arguments, is_flash_on_cpu
+from ..compat.operators import flash_on_cpu_arguments, is_flash_on_cpu
 
 __all__ = ["hidden_scores", "hides_later", "scaled_dot_product_attention"]
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..compat import is_registered_operator, native_functions, overloads_of
-from ..compat_operators import written_arguments
+from ..compat.operators import written_arguments
 from .derived import Keeping
 from .info import Chance, OpInfo, registered_operator
 from .registry import NAMESPACES, function_name, method_name, operator_info

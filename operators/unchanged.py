@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import version_of
-from ..compat_memory import SAME_MEMORY, SAME_VERSION, holders_of
+from ..compat.memory import SAME_MEMORY, SAME_VERSION, holders_of
 from .samples import sample_of
 
 __all__ = ["Unchanged", "why_unseen"]

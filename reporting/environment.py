@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..compat import cpu_capabilities
-from ..compat_quantized import why_no_static_int8
+from ..compat.quantized import why_no_static_int8
 from ..cuda_ops import compiled_kernels, kernels_in_use
 from ..passes.pipeline import available
 from ..passes.timing import DEFAULT_BUDGET

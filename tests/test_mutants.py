@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.mutation.faults import faults_in, mutated
+from support.mutation.judge import complaint
+from support.mutation.zoo import Entry, zoo
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-from mutation.faults import faults_in, mutated
-from mutation.judge import complaint
-from mutation.zoo import Entry, zoo
 
 SOURCE = '''
 def scaled(x, eps: float = 1e-5):

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...errors import UsageError, positive_integer
+from ...errors import UsageError, did_you_mean, positive_integer
 from ...progress_bar import progress_bar
-from ...suggest import did_you_mean
 from .checks import check_values, rows_of_width
 from .data import Data, blocks_of
 from .training import ContrastiveDivergence, Options, trainable

@@ -38,7 +38,7 @@ class Activation:
 
     @property
     def behind(self) -> tuple[str, list[float], str]:
-        """Return what the kernel of a product computes of it, as `compat_packed` takes it."""
+        """Return what the kernel of a product computes of it, as `compat.packed` takes it."""
         return (self.kernel, list(self.numbers), self.kind) if self.kernel else ("none", [], "")
 
     def having(self, numbers: tuple[float, ...]) -> Activation:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat_packed import convolution_of, convolution_packed, is_packed
+from ...compat.packed import convolution_of, convolution_packed, is_packed
 from ...operators import CHANNELS_LAST, derived
 from .activations import NO_ACTIVATION, Activation
 from .weights import NOTHING, Packed, can_be_packed

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat_packed import is_packed, linear_packed, linear_product
+from ...compat.packed import is_packed, linear_packed, linear_product
 from .activations import NO_ACTIVATION, Activation
 from .weights import NOTHING, Packed, can_be_packed
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...compat import runs_kernels, wants_gradients
-from ...compat_packed import Recurrence, is_packed, lstm_as_torch, lstm_layer, lstm_packed
+from ...compat.packed import Recurrence, is_packed, lstm_as_torch, lstm_layer, lstm_packed
 from ...operators import Derived, Keeping, derived
 from .weights import can_be_packed
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import is_plainly_eager
-from ...compat_quantized import int8_numbers, needs_reduced_range, runs_simulation
+from ...compat.quantized import int8_numbers, needs_reduced_range, runs_simulation
 from ...errors import StateError
 from ...tracing.recording import Factors
 

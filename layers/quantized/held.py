@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ...compat_quantized import empty_tensor, without_torch_function
+from ...compat.quantized import empty_tensor, without_torch_function
 
 __all__ = ["ASKED", "HeldWeight"]
 

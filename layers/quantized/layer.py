@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import is_plainly_eager, modules_by_name, own_buffers, runs_kernels, wants_gradients
-from ...compat_quantized import is_simulating, runs_simulation
+from ...compat.quantized import is_simulating, runs_simulation
 from ...errors import UsageError
 from ...passes.state import dequantized
 from .held import HeldWeight

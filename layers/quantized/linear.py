@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
-from ...compat_quantized import (
+from ...compat.quantized import (
     float8_product,
     has_float8,
     int4_packed,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ...compat import autocast_dtype, is_plainly_eager, own_buffers, own_parameters, wants_gradients
-from ...compat_quantized import int8_cells, int8_lstm, runs_simulation
+from ...compat.quantized import int8_cells, int8_lstm, runs_simulation
 from ...passes.state import dequantized
 from .layer import QuantizedLayer, is_finite
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
-from ...compat_quantized import (
+from ...compat.quantized import (
     Int8Result,
     int8_convolution,
     int8_convolution_packed,

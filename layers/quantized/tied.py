@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
-from ...compat_quantized import int8_packed, int8_product_dynamic, runs_simulation
+from ...compat.quantized import int8_packed, int8_product_dynamic, runs_simulation
 from ...passes.state import quantized
 from .layer import QuantizedLayer, is_finite
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import own_buffers, own_parameters
-from ...compat_quantized import rounded_with_learned_scale
+from ...compat.quantized import rounded_with_learned_scale
 from ...passes.state import dequantized, quantized
 from ...tracing.values import in_class, user_class
 from .activations import Range

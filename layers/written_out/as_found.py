@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...compat import REGISTERS, has_hooks, own_children
-from ...compat_calls import hooks_of, hooks_of_all
+from ...compat.calls import hooks_of, hooks_of_all
 from ...tracing.graphs import capture_of
 from ...tracing.guards import NOT_HELD
 from ...tracing.values import Absent, is_plain_structure, user_class

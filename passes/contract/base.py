@@ -10,8 +10,7 @@ from typing import Any, ClassVar, Self
 
 from torch import fx, nn
 
-from ...errors import UsageError
-from ...suggest import did_you_mean
+from ...errors import UsageError, did_you_mean
 from ...tracing.program import Program
 from ..rewriting import Edit
 from ..sites import Goal, Numerics, OwnForward, Phase, Refusal, Site

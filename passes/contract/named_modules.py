@@ -9,8 +9,7 @@ from typing import cast
 from torch import nn
 
 from ...compat import modules_by_name
-from ...errors import UsageError
-from ...suggest import did_you_mean
+from ...errors import UsageError, did_you_mean
 from ...tracing.program import Program
 from ...tracing.values import user_class
 

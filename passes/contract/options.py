@@ -13,8 +13,7 @@ from typing import Any, Literal, Union, cast
 
 import torch
 
-from ...errors import UsageError
-from ...suggest import did_you_mean
+from ...errors import UsageError, did_you_mean
 
 __all__ = [
     "WORD",

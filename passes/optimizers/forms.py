@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ...compat_optimizers import leave_groups, reads_groups, watch_groups
+from ...compat.optimizers import leave_groups, reads_groups, watch_groups
 from .gate import FLAGS, Gate
 
 __all__ = ["forms_of", "reset_form", "set_form"]

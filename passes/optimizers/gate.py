@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...compat_optimizers import Columns
+from ...compat.optimizers import Columns
 from ...operators import is_dense
 
 __all__ = ["FLAGS", "Gate", "has_flags", "has_plain_options"]

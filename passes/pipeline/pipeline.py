@@ -17,9 +17,8 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, cast, get_args
 
-from ...errors import PipelineError, UsageError
+from ...errors import PipelineError, UsageError, did_you_mean
 from ...known_passes import PRESET_OPTIONS, PRESETS, members_of
-from ...suggest import did_you_mean
 from ..contract import WORD, Pass, Text, ValueMismatch, option_types, read_value
 from .registry import find_pass
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from torch import distributed, nn
 
-from ...compat_distributed import shared_store
+from ...compat.distributed import shared_store
 from ...errors import BudgetError, FxoptError, InputError, PassError, StateError, UsageError
 from ...tracing.values import tensors_by_name
 from ..contract import Pass

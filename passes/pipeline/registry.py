@@ -9,9 +9,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ...errors import UsageError
+from ...errors import UsageError, did_you_mean
 from ...known_passes import PRESETS, TRANSFORMS, class_name, entry_points, own_names, pass_names
-from ...suggest import did_you_mean
 from ..contract import Pass, format_value, option_types, snake_case, type_text
 from ..sites import Goal, Numerics, Phase
 

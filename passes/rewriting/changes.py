@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...compat import DispatchMode
-from ...compat_operators import written_arguments
+from ...compat.operators import written_arguments
 from ...errors import MatchFailure
 from ...tracing.program import Program
 from ...tracing.recording import AttributeState, ParameterData, change_count

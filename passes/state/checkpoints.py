@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import modules_by_name, own_buffers, submodule, transient_buffers
-from ...compat_distributed import shard_again
+from ...compat.distributed import shard_again
 from ...errors import StateError
 from ...tracing.values import is_sharded
 from .state_map import StateMap

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 
 from ...compat import all_modules
-from ...compat_distributed import shard_again
+from ...compat.distributed import shard_again
 from ...errors import StateError
 from ...tracing.values import is_sharded, tensors_by_name
 from .in_parts import InParts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...compat import DispatchMode, draws_randomly, is_view_operator, operator_name
-from ...compat_operators import written_arguments
+from ...compat.operators import written_arguments
 from ...operators import operator_info
 
 __all__ = ["Float64Mode", "Table", "double_defaults", "narrow", "widened"]

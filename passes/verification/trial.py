@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import version_of
-from ...compat_checkpoint import reentrant_checkpoints_off
+from ...compat.checkpoint import reentrant_checkpoints_off
 from ...tracing.recording import ParameterData
 from ...tracing.values import Arguments, flatten, map_tensors, structure
 from .float64 import Float64Mode, Table, double_defaults, widened

@@ -10,9 +10,9 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("torch_geometric")
 
-from model_zoo.examination import captured_row, inference_row
-from model_zoo.families import KINDS, drawn, family_of
-from model_zoo.subjects import Built, Subject, candidates, named_subjects
+from support.model_zoo.examination import captured_row, inference_row
+from support.model_zoo.families import KINDS, drawn, family_of
+from support.model_zoo.subjects import Built, Subject, candidates, named_subjects
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("torch_geometric")
 pytest.importorskip("transformers")
 
-from model_zoo.examination import captured_row, inference_row
-from model_zoo.subjects import Subject, graph_subjects
+from support.model_zoo.examination import captured_row, inference_row
+from support.model_zoo.subjects import Subject, graph_subjects
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

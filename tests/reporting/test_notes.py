@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.compat_packed import why_no_packing
+from fxopt.compat.packed import why_no_packing
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 FUSE = "fuse_ensembles{lowering=bmm}"

@@ -13,7 +13,7 @@ from support.models import attention, ensembles, forwards, graphs, layers
 from support.samples import Sample
 from torch import nn
 
-from fxopt.compat_quantized import why_no_static_int8
+from fxopt.compat.quantized import why_no_static_int8
 
 Make = Callable[[Random], Sample]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxopt.compat_quantized import why_no_static_int8
+from fxopt.compat.quantized import why_no_static_int8
 
 __all__ = ["needs_static_int8"]
 

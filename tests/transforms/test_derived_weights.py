@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fxopt
-from fxopt.compat_packed import why_no_packing
+from fxopt.compat.packed import why_no_packing
 from fxopt.operators import Derived, Keeping
 from fxopt.testing import assert_equivalent
 

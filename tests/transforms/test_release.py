@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 import fxopt
-from fxopt.compat_packed import why_no_packing
+from fxopt.compat.packed import why_no_packing
 from fxopt.errors import FxoptError, StateError
 from fxopt.passes.pipeline import Plan
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from ...compat_checkpoint import checkpoint
+from ...compat.checkpoint import checkpoint
 from ...errors import UsageError
 
 __all__ = ["Context", "Opening", "Surrounding"]

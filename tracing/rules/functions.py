@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ...compat_checkpoint import is_reentrant_checkpoint
-from ...compat_interception import function_entries
+from ...compat.checkpoint import is_reentrant_checkpoint
+from ...compat.interception import function_entries
 from ..proxies import UNKNOWN, ValueProxy, proxies_in
 from ..reads import user_frame
 from ..recording import change_count

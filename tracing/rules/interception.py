@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...compat_interception import untraceable_entries
+from ...compat.interception import untraceable_entries
 from ..proxies import proxies_in
 from ..recording import calls_intercepted, patching
 from ..trace import ModuleTracer, TracingSession

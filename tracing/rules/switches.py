@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from ...compat import autocast_settings
-from ...compat_checkpoint import checkpoint_generator
+from ...compat.checkpoint import checkpoint_generator
 from ..graphs import Context
 from ..trace import ModuleTracer, TracingSession
 

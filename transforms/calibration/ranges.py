@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat_quantized import Observer
+from ...compat.quantized import Observer
 from ...errors import CalibrationError
 from ...layers.quantized import Range
 from ...progress_bar import progress_bar

@@ -23,7 +23,7 @@ from ...compat import (
     own_buffers,
     storage_id,
 )
-from ...compat_operators import written_arguments
+from ...compat.operators import written_arguments
 from ...operators import flops_of
 from ...tracing.graphs import GraphRunner, Specialization, required_capture, select
 from ...tracing.guards import require

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts  # pyright: ignore[reportUnknownVariableType]
 
 from ...compat import REGISTERS, DispatchMode, all_modules, is_transformed, own_buffers
-from ...compat_checkpoint import checkpoint
+from ...compat.checkpoint import checkpoint
 from ...layers.sync_batch_norm import BATCH_NORMS
 from ...tracing.values import is_sharded, map_tensors
 

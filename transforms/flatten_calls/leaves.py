@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ...compat_calls import DIRECT
+from ...compat.calls import DIRECT
 from ...tracing.graphs import copy_graph
 from ...tracing.rules import leaf_graph
 from ...tracing.values import INTERNAL, is_plain_structure

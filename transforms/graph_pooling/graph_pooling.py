@@ -13,12 +13,11 @@ import torch
 from torch import fx, nn
 
 from ...compat import own_children
-from ...errors import StateWarning, UsageError
+from ...errors import StateWarning, UsageError, did_you_mean
 from ...passes.contract import Pass, check_option_types
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...passes.state import ADDED_TENSORS
-from ...suggest import did_you_mean
 from ...tracing.program import Program
 from ...tracing.values import qualified
 from .edges import COARSENING, edges_before, full_name

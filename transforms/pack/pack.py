@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ...compat_packed import why_no_packing
+from ...compat.packed import why_no_packing
 from ...errors import MatchFailure, UsageError
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit

@@ -10,9 +10,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ...errors import UsageError, expect
+from ...errors import UsageError, did_you_mean, expect
 from ...passes.contract import Pass, check_option_types, check_options_read
-from ...suggest import did_you_mean
 from .settings import KINDS, Settings
 
 __all__ = ["check_options", "check_score", "check_scores", "check_weights", "kept_of"]

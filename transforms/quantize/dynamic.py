@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from ...compat import own_parameters
-from ...compat_quantized import why_no_int8
+from ...compat.quantized import why_no_int8
 from ...errors import MatchFailure, UsageError
 from ...layers.quantized import Int8DynamicLinear, Int8DynamicLSTM
 from ...passes.rewriting import Edit

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat_quantized import needs_reduced_range
+from ...compat.quantized import needs_reduced_range
 from ...layers.quantized import Int8DynamicLinear, Int8DynamicLSTM, QuantizedLinear
 from ...passes.state import quantized
 

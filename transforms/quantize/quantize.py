@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ...errors import UsageError
+from ...errors import UsageError, did_you_mean
 from ...passes.contract import Pass, check_named, check_options_read, module_words
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
-from ...suggest import did_you_mean
 from ...tracing.program import Program
 from ..calibration import replayable
 from .judging import Judgement

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from ...compat_quantized import has_float8
+from ...compat.quantized import has_float8
 from ...errors import UsageError
 from ...layers.quantized import Float8Linear, Int4WeightLinear, Int8WeightLinear
 from ...passes.rewriting import Edit

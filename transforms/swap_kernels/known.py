@@ -6,8 +6,7 @@ import importlib.metadata
 from collections.abc import Sequence
 
 from ...cuda_ops import KERNELS, Kernel
-from ...errors import UsageError
-from ...suggest import did_you_mean
+from ...errors import UsageError, did_you_mean
 
 __all__ = ["GROUP", "kernels_named"]
 

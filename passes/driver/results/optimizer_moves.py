@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ....compat_optimizers import carry_hooks_of_steps
+from ....compat.optimizers import carry_hooks_of_steps
 from ....errors import StateError, UsageError, expect
 from ...optimizers import reset_form
 from ...state import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ....compat import all_modules
-from ....compat_distributed import shard_again
+from ....compat.distributed import shard_again
 from ....errors import FxoptError, PassError
 from ....tracing.program import Program
 from ....tracing.recording import copy_inputs, in_phase, preserved

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ....compat import all_modules
-from ....compat_distributed import shard_again
+from ....compat.distributed import shard_again
 from ....errors import one_line
 from ....tracing.recording import copy_inputs, in_phase, preserved, trial_step
 from ....tracing.values import Inputs, RandomState, is_sharded, tensors_in

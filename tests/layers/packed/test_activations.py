@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxopt.compat_packed import why_no_packing
+from fxopt.compat.packed import why_no_packing
 from fxopt.layers.packed import Activation, Geometry, PackedConvolution, known_activations
 
 needs_packing = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))

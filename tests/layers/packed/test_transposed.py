@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxopt.compat_packed import why_no_packing
+from fxopt.compat.packed import why_no_packing
 from fxopt.layers.packed import NO_ACTIVATION, Activation, PackedLinear, TransposedLinear, known_activations
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxopt.compat import is_plainly_eager, runs_kernels
-from fxopt.compat_packed import why_no_packing
+from fxopt.compat.packed import why_no_packing
 from fxopt.layers.packed import PackedLinear, why_not_packed
 from fxopt.layers.packed.weights import can_be_packed
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.compat_quantized import why_no_static_int8
+from fxopt.compat.quantized import why_no_static_int8
 
 X = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
 

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxopt.errors import PipelineError, UsageError
+from fxopt.errors import PipelineError, UsageError, did_you_mean
 from fxopt.known_passes import PRESETS
 from fxopt.passes.contract import Pass
 from fxopt.passes.pipeline import chosen_passes, parse
-from fxopt.suggest import did_you_mean
 
 
 class Lowering(enum.Enum):

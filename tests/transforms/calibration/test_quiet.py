@@ -9,7 +9,7 @@ import sys
 SCRIPT = """
 import logging, warnings
 import torch
-from fxopt.compat_quantized import Observer
+from fxopt.compat.quantized import Observer
 logging.getLogger("torchao").setLevel(logging.INFO)
 filters = list(warnings.filters)
 for kind in ("histogram", "minmax", "moving_average"):

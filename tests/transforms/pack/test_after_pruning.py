@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.compat_packed import why_no_packing
+from fxopt.compat.packed import why_no_packing
 from fxopt.errors import OrderError
 from fxopt.transforms.prune import remove_masks
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt import compat_packed
-from fxopt.compat_packed import why_no_packing
+from fxopt.compat import packed
+from fxopt.compat.packed import why_no_packing
 from fxopt.errors import InputError
 from fxopt.transforms.pack import Pack
 
@@ -44,7 +44,7 @@ def test_a_cpu_without_bfloat16_is_refused_and_told_that_it_would_be_slower(monk
         def __getattr__(self, name: str) -> object:
             return (lambda: False) if name == "_is_mkldnn_bf16_supported" else object()
 
-    monkeypatch.setattr(compat_packed, "_OPERATORS", Without())
+    monkeypatch.setattr(packed, "_OPERATORS", Without())
     monkeypatch.setattr("fxopt.transforms.pack.pack.why_no_packing", why_no_packing.__wrapped__)
     (reason,) = decided(convolution(), IMAGES, Pack(torch.bfloat16))
     assert "no instructions for bfloat16" in reason and "slower" in reason

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import fxopt
-from fxopt.compat_packed import why_no_packing
+from fxopt.compat.packed import why_no_packing
 from fxopt.errors import FusedMemberError, UsageError
 from fxopt.passes.pipeline import parse
 from fxopt.transforms.pack import Pack

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.compat_packed import why_no_packing
+from fxopt.compat.packed import why_no_packing
 from fxopt.passes.pipeline import Plan
 from fxopt.passes.timing import Interval
 from fxopt.transforms.pack import Pack, layers, timing

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt import compat_packed
-from fxopt.compat_packed import why_no_packing
+from fxopt.compat import packed as kernels
+from fxopt.compat.packed import why_no_packing
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason="needs oneDNN")
 
@@ -25,7 +25,7 @@ def test_images_of_other_sizes_have_a_weight_of_their_own(monkeypatch: pytest.Mo
         packed.append(given[-1])
         return torch.ops.mkldnn._reorder_convolution_weight(*given)
 
-    monkeypatch.setattr(compat_packed, "_OPERATORS", SimpleNamespace(_reorder_convolution_weight=pack))
+    monkeypatch.setattr(kernels, "_OPERATORS", SimpleNamespace(_reorder_convolution_weight=pack))
     for scale in (0.5, 2.0):
         packed.clear()
         with torch.no_grad():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 
 import fxopt
-from fxopt.compat_packed import why_no_packing
+from fxopt.compat.packed import why_no_packing
 from fxopt.transforms.pack import Pack
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))

@@ -11,7 +11,7 @@ from support.cpus import needs_static_int8
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.compat_quantized import simulating
+from fxopt.compat.quantized import simulating
 from fxopt.errors import StateError, UsageError
 from fxopt.transforms.quantize import Quantize, kernels
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ....compat import modules_by_name
-from ....errors import StateError, UsageError, expect
+from ....errors import StateError, UsageError, did_you_mean, expect
 from ....layers.masked import gone_of, set_gone, unmask
 from ....passes.driver import Record, record_of, remember
 from ....passes.pipeline import Decision
 from ....passes.state import Mask, packed
-from ....suggest import did_you_mean
 from ....tracing.values import qualified
 
 __all__ = ["masks", "remove_masks", "set_masks"]

@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from ....compat_quantized import OBSERVERS, why_no_static_int8
-from ....errors import UsageError
+from ....compat.quantized import OBSERVERS, why_no_static_int8
+from ....errors import UsageError, did_you_mean
 from ....layers.quantized import FakeQuantized, Range
 from ....passes.rewriting import Edit
 from ....passes.sites import Refusal, Site
-from ....suggest import did_you_mean
 from ....tracing.program import Program
 from ...calibration import calls, ranges_of
 from ..linears import CONVOLUTIONS

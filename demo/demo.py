@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from . import api
-from .passes.timing import time_candidates
-from .reporting.wording import duration
+from .. import api
+from ..passes.timing import time_candidates
+from ..reporting.wording import duration
 
-__all__ = ["Demo", "MultiHead", "build", "example_inputs"]
+__all__ = ["DIM_STATE", "Demo", "MultiHead", "Vmapped", "build", "example_inputs"]
 
 DIM_STATE, DIM_ACTION, WIDTH = 16, 4, 32
 Run = Callable[[], object]

@@ -462,7 +462,7 @@ def test_where_results_go_is_checked_before_the_work(
 ):
     torch.save({"weight": torch.ones(2)}, zoo / "weights.pt2")
     before = {path: path.read_bytes() for path in zoo.iterdir() if path.is_file()}
-    monkeypatch.setattr("fxopt.arguments.open_model", lambda *_: pytest.fail("the work has begun"))
+    monkeypatch.setattr("fxopt.cli.arguments.open_model", lambda *_: pytest.fail("the work has begun"))
     done = fxopt(*arguments)
     assert done.code == 3
     assert message in done.err
@@ -521,7 +521,7 @@ MISSING = [
 def test_files_that_are_not_there_are_found_before_torch_is_loaded(
     fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: int, message: str
 ):
-    monkeypatch.setitem(sys.modules, "fxopt.arguments", None)  # it imports torch
+    monkeypatch.setitem(sys.modules, "fxopt.cli.arguments", None)  # it imports torch
     monkeypatch.setitem(sys.modules, "fxopt.api", None)
     done = fxopt(*arguments)
     assert (done.code, len(done.err.splitlines())) == (code, 1)
@@ -547,7 +547,7 @@ def test_options_of_presets_are_checked_before_torch_is_loaded(pipeline: str, me
 
 
 def test_names_of_passes_are_completed():
-    from fxopt.prechecks import complete_name, complete_pipeline
+    from fxopt.cli import complete_name, complete_pipeline
 
     assert complete_name("fuse_en") == ["fuse_ensembles"]
     assert complete_pipeline("inf") == ["inference"]

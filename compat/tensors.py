@@ -1,8 +1,4 @@
-"""Every private or version-dependent torch API that fxopt uses, one small function each, in alphabetical order.
-
-Those of one subject are beside it, in `compat_*.py`. What torch leaves untyped and fxopt calls in several places
-is here, too, with its types.
-"""
+"""Ask of tensors, operators and the state of torch what has no public question."""
 
 from __future__ import annotations
 
@@ -13,33 +9,20 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.graph import inplace_methods, magic_methods
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "BORROWED",
-    "REGIONS",
-    "REGISTERS",
     "DispatchMode",
-    "all_modules",
     "autocast_dtype",
     "autocast_settings",
-    "children_of",
     "cpu_capabilities",
     "draws_randomly",
     "fake_tensors",
-    "has_global_hooks",
-    "has_hooks",
-    "has_lazy_parameters",
-    "has_pre_hooks",
-    "has_state_hooks",
-    "hooks_of",
     "in_place_format",
     "is_autocast",
     "is_cast_by_autocast",
@@ -48,39 +31,18 @@ __all__ = [
     "is_torch_wrapper",
     "is_transformed",
     "is_view_operator",
-    "modules_by_name",
     "native_functions",
     "operator_format",
     "operator_name",
     "overloads_of",
-    "own_buffers",
-    "own_children",
-    "own_parameters",
-    "own_tensor",
     "padding_around",
-    "property_access",
-    "read_by_name",
     "runs_kernels",
     "storage_id",
-    "submodule",
     "tensor_hooks",
     "torch_functions_off",
-    "transient_buffers",
     "version_of",
     "wants_gradients",
 ]
-
-
-REGISTERS = ("_parameters", "_buffers")
-"""The entries of a module's `__dict__` that hold its own parameters and buffers, by name."""
-REGIONS = "_fxopt_regions"
-"""In a module's `__dict__`: the names of its regions, which are plain attributes and no registered children."""
-BORROWED = "_fxopt_borrowed"
-"""In a region's `__dict__`: the names that its owner has for what it calls."""
-
-has_global_hooks: Callable[[], Any] = _has_any_global_hook
-"""Say whether there are hooks that run with every module's call."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class DispatchMode(TorchDispatchMode):
@@ -151,26 +113,6 @@ def fake_tensors() -> Generator[Any]:
         fake_tensor.log.setLevel(level)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Say whether calling the module runs hooks that the user registered."""
-    return any(map(module.__dict__.__getitem__, _HOOKS))
-
-
-def has_lazy_parameters(module: nn.Module) -> bool:
-    """Say whether a module has parameters whose shapes its first call is to tell."""
-    return isinstance(module, LazyModuleMixin) and cast("Any", module).has_uninitialized_params()
-
-
-def has_pre_hooks(module: nn.Module) -> bool:
-    """Say whether calling the module runs hooks that may change its arguments first."""
-    return bool(cast("Any", module)._forward_pre_hooks)
-
-
-def has_state_hooks(module: nn.Module) -> bool:
-    """Say whether the module has hooks that may change what its state dict holds."""
-    return bool(module.__dict__["_state_dict_hooks"] or module.__dict__["_state_dict_pre_hooks"])
-
-
 def tensor_hooks(tensor: Tensor) -> list[tuple[str, Callable[..., Any]]]:
     """Return the hooks on a tensor's gradient, each with the name of the method that registers it."""
     any_: Any = tensor
@@ -178,11 +120,6 @@ def tensor_hooks(tensor: Tensor) -> list[tuple[str, Callable[..., Any]]]:
     after: dict[int, Callable[..., Any]] = any_._post_accumulate_grad_hooks or {}
     on_gradient = [("register_hook", hook) for hook in before.values()]
     return on_gradient + [("register_post_accumulate_grad_hook", hook) for hook in after.values()]
-
-
-def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks that calling the module runs, and those of its gradients."""
-    return [hook for name in _HOOKS for hook in module.__dict__[name].values()]
 
 
 def in_place_format(function: Any) -> str | None:
@@ -203,9 +140,17 @@ def is_cast_by_autocast(tensor: Tensor) -> bool:
 
 
 _native: Any = cast("Any", torch)._C
+
+
 _dispatch_modes, _function_modes = _native._len_torch_dispatch_stack, _native._len_torch_function_stack
+
+
 _forward_ad, _is_cast = cast("Any", forward_ad), _native._is_any_autocast_enabled
+
+
 _is_compiling = torch.compiler.is_compiling
+
+
 _is_tracing, _transform = _native._is_tracing, _native._functorch.peek_interpreter_stack
 
 
@@ -251,23 +196,6 @@ def is_view_operator(operator: Any) -> bool:
     return operator.is_view and operator.overloadpacket not in (torch.ops.aten.lift_fresh, torch.ops.aten.to)
 
 
-def modules_by_name(module: nn.Module, *, every_name: bool = False) -> dict[str, nn.Module]:
-    """Return the modules of a tree, regions too, by qualified name, each once or under every name."""
-    found: dict[str, nn.Module] = {}
-    seen: set[nn.Module] = set()
-    pending = [("", module)]
-    while pending:
-        name, inner = pending.pop()
-        if every_name or inner not in seen:
-            seen.add(inner)
-            found[name] = inner
-            prefix = f"{name}." if name else ""
-            pending += [
-                (prefix + last, each) for last, each in reversed(children_of(inner).items()) if each is not None
-            ]
-    return found
-
-
 def native_functions() -> Any:
     """Return the module that holds what `F.linear`, `F.gelu` and others really are."""
     return getattr(torch._C, "_nn")  # pyright: ignore[reportPrivateUsage]  # noqa: B009  it is not declared
@@ -294,73 +222,9 @@ def overloads_of(operator: Any) -> list[tuple[Any, Any]]:
     return [(overload, overload._schema) for overload in found]
 
 
-def all_modules(model: nn.Module) -> list[nn.Module]:
-    """Return every module of `model` once, itself first: `model.modules()` and regions, at a tenth of its cost."""
-    found: dict[nn.Module, None] = {model: None}
-    pending = [model]
-    for module in pending:
-        for child in children_of(module).values():
-            if child is not None and child not in found:
-                found[child] = None
-                pending.append(child)
-    return pending
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return a module's children and its regions by name; of a region, what it calls of its owner's."""
-    attributes, found = module.__dict__, module._modules  # pyright: ignore[reportPrivateUsage]
-    if BORROWED in attributes:
-        found = {path: submodule(module, path) for path in attributes[BORROWED]}
-    return {**found, **{name: attributes[name] for name in attributes[REGIONS]}} if REGIONS in attributes else found
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the registry itself of a module's own buffers, in which a name may stand for none."""
-    return module._buffers  # pyright: ignore[reportPrivateUsage]
-
-
-def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the registry itself of a module's children."""
-    return module._modules  # pyright: ignore[reportPrivateUsage]
-
-
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the registry itself of a module's own parameters."""
-    return module._parameters  # pyright: ignore[reportPrivateUsage]
-
-
-def own_tensor(module: nn.Module, name: str) -> Tensor | None:
-    """Return a module's own parameter or buffer of a name, or None: `getattr`, which calls Python, at half its cost."""
-    parameter = module._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
-    return module._buffers.get(name) if parameter is None else parameter  # pyright: ignore[reportPrivateUsage]
-
-
-def read_by_name() -> dict[str, property]:
-    """Return what makes a recurrent layer read its weights by their names, in the place of the list that it keeps."""
-    return {"_flat_weights": property(lambda m: [getattr(m, n) for n in m._flat_weights_names], lambda m, value: None)}
-
-
-def submodule(module: nn.Module, path: str) -> nn.Module | None:
-    """Return the module at a dotted path, or None; analyses ask for thousands, which `get_submodule` is slow for."""
-    found: nn.Module | None = module
-    for part in path.split(".") if path else ():
-        attributes, children = found.__dict__, found._modules  # pyright: ignore[reportPrivateUsage]
-        found = children.get(part)
-        if found is None and part in attributes.get(REGIONS, ()):
-            found = attributes[part]
-        if found is None:
-            return None
-    return found
-
-
 def padding_around(convolution: Any) -> list[int]:
     """Return what a convolution pads its input with itself, as `torch.nn.functional.pad` takes it."""
     return list(convolution._reversed_padding_repeated_twice)
-
-
-def property_access() -> type:
-    """Return the type of what a torch function mode is given for a read or write of a tensor's property."""
-    return cast("type[object]", type(getattr(Tensor.shape, "__get__")))  # noqa: B009  it is not declared
 
 
 def runs_kernels() -> bool:
@@ -380,11 +244,6 @@ def storage_id(tensor: Tensor) -> int:
 def torch_functions_off() -> AbstractContextManager[None]:
     """Let torch functions and properties act on tensors directly, past every mode and override."""
     return torch._C.DisableTorchFunction()  # pyright: ignore[reportPrivateUsage]
-
-
-def transient_buffers(module: nn.Module) -> set[str]:
-    """Return the names of a module's own buffers that its state dict leaves out."""
-    return module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
 
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")

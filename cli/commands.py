@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .errors import FxoptError, UnverifiedWarning
-from .known_passes import PRESETS, entry_points, listing, own_summaries
+from ..errors import FxoptError, UnverifiedWarning
+from ..known_passes import PRESETS, entry_points, listing, own_summaries
+from ..version import VERSION
 from .prechecks import (
     check_cold,
     check_name,
@@ -28,7 +29,6 @@ from .prechecks import (
     complete_name,
     complete_pipeline,
 )
-from .version import VERSION
 
 if TYPE_CHECKING:
     from torch import nn
@@ -144,9 +144,9 @@ def optimize(
     check_plan_output(save_plan)
     check_report_output(report)
     check_read(model, weights=weights, inputs=inputs, plan=plan)
-    from . import api
+    from .. import api
+    from ..reporting.idle import in_one_line
     from .arguments import factory_for
-    from .reporting.idle import in_one_line
 
     _check_values(passes, time_budget)
     factory = None if output is None else factory_for(model)
@@ -172,8 +172,8 @@ def optimize(
 
 def _check_values(passes: str | None, time_budget: str | None) -> None:
     """Refuse wrong options and budgets before the model is built."""
-    from .passes.pipeline import parse
-    from .passes.timing import BudgetRequest
+    from ..passes.pipeline import parse
+    from ..passes.timing import BudgetRequest
 
     BudgetRequest.of(time_budget)
     if passes:
@@ -196,7 +196,7 @@ def export(
     """
     check_output(output, model, suffix=".pt2")
     check_read(model, weights=weights, inputs=inputs)
-    from . import api
+    from .. import api
 
     opened, example_inputs = _open(model, weights, inputs, trust)
     api.export(opened, output, example_inputs, dynamic_batch=dynamic_batch)
@@ -219,12 +219,11 @@ def inspect(
     Example: fxopt inspect zoo.models:heads --graph heads.0
     """
     check_read(model, weights=weights, inputs=inputs)
-    from . import api
+    from .. import api
+    from ..errors import UsageError, did_you_mean
+    from ..passes.driver import record_of
+    from ..reporting.inspection import inspection, inspection_json
     from .arguments import graphs_of
-    from .errors import UsageError
-    from .passes.driver import record_of
-    from .reporting.inspection import inspection, inspection_json
-    from .suggest import did_you_mean
 
     opened, example_inputs = _open(model, weights, inputs, trust)
     if graph is not None:
@@ -254,8 +253,8 @@ def diff(
     Example: fxopt diff zoo.models:heads heads.fxopt --trust zoo
     """
     check_read(a, b, weights=weights, inputs=inputs)
+    from ..reporting.diff import diff_graphs
     from .arguments import graphs_of, weights_of_both
-    from .reporting.diff import diff_graphs
 
     state = weights_of_both(a, b, weights)
     found = [graphs_of(*_open(model, state[model], inputs, trust)) for model in (a, b)]
@@ -285,10 +284,10 @@ def verify(
     """
     check_tolerance(tolerance)
     check_read(a, b, weights=weights, inputs=inputs)
+    from ..errors import UsageError
+    from ..reporting.verdicts import compare_models
+    from ..tracing.values import check_whole, normalize_inputs
     from .arguments import open_model, weights_of_both
-    from .errors import UsageError
-    from .reporting.verdicts import compare_models
-    from .tracing.values import check_whole, normalize_inputs
 
     state = weights_of_both(a, b, weights)
     before, own = open_model(a, state[a], inputs, trust)
@@ -318,7 +317,7 @@ def passes(
     """
     name = check_name(name)
     if as_json or name not in (None, *PRESETS) or entry_points():
-        from .reporting.catalogue import catalogue, catalogue_json
+        from ..reporting.catalogue import catalogue, catalogue_json
 
         _show(catalogue_json(name) if as_json else catalogue(name), as_json)
     else:
@@ -331,7 +330,7 @@ def doctor(as_json: Json = False) -> None:
 
     Example: fxopt doctor --json
     """
-    from .reporting.environment import checks
+    from ..reporting.environment import checks
 
     found = checks()
     lines = [f"{'  ' if check.ok else '! '}{check.name:<28}{check.found}\n" for check in found]
@@ -351,7 +350,7 @@ def demo(
 
     Example: fxopt demo --compile
     """
-    from .demo import Demo
+    from ..demo import Demo
 
     result = Demo(heads, batch, steps, compile_, show=_hide if as_json else _show).run()
     if as_json:
@@ -373,7 +372,7 @@ def _open(
 
 def _tell(fast: nn.Module, plan: Path | None, report: Path | None, as_json: bool) -> None:
     """Write and print what was done to a model."""
-    from . import api
+    from .. import api
 
     done = api.report(fast)
     if plan is not None:

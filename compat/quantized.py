@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import UsageError
+from ..errors import UsageError
 
 __all__ = [
     "OBSERVERS",

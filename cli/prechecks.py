@@ -7,9 +7,8 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .errors import InputError, UsageError
-from .known_passes import PRESETS, check_names, pass_names
-from .suggest import did_you_mean
+from ..errors import InputError, UsageError, did_you_mean
+from ..known_passes import PRESETS, check_names, pass_names
 
 __all__ = [
     "check_cold",
@@ -187,7 +186,7 @@ def _is_plan(path: Path) -> bool:
 
 
 def _is_report(path: Path) -> bool:
-    from .reporting.html import PAGE_MARK
+    from ..reporting.html import PAGE_MARK
 
     try:
         with path.open(encoding="utf-8") as file:

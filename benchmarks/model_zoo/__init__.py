@@ -1,1 +1,0 @@
-"""Small models of every kind with random weights, drawn by a seed; nothing is downloaded."""

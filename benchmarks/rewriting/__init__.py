@@ -1,1 +1,0 @@
-"""Rewrites of one place in a small model, wrong ones and honest ones, for verification to tell apart."""
