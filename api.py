@@ -50,7 +50,7 @@ from .settings import Measure, current
 from .storage import as_path
 from .tracing.graphs import outside_inference_mode
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import alone, eagerly, hold, in_phase, misses_in, plain_registries, rank_local, release
+from .tracing.recording import attach, detach, eagerly, in_phase, misses_in, plain_registries, rank_local, rewrite_lock
 from .tracing.values import normalize_inputs
 
 __all__ = [
@@ -169,13 +169,13 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         InputError: the model cannot be copied, or refuses its example inputs.
     """
     check_kind(model)
-    with alone(), rank_local(), outside_inference_mode(), collection_paused(), eagerly(model):
+    with rewrite_lock(), rank_local(), outside_inference_mode(), collection_paused(), eagerly(model):
         fresh = copied(model)
         with plain_registries(fresh):
-            hold(fresh)
+            attach(fresh)
             program = capture_program(fresh, example_inputs)
             deactivate_type_checkers(fresh)
-            release(program.names)
+            detach(program.names)
         program.touch()  # the user may change the model, and its modules what they hold
     return program
 

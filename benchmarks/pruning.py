@@ -55,7 +55,7 @@ def logits(output: Any) -> torch.Tensor:
 def analyse(subject: Subject) -> dict[str, Any]:
     """Return how long the groups of a model take to be found, capture included, and how many there are."""
     from fxopt.tracing.program import capture_program
-    from fxopt.transforms.prune.coupling import coupling
+    from fxopt.transforms.prune.dependency_groups import coupling
 
     model, call = subject.make().eval(), subject.call(2)
     start, processor = time.perf_counter(), time.process_time()

@@ -9,21 +9,21 @@ from . import triples
 from .add import add
 from .bernoulli_sigmoid import bernoulli_sigmoid
 from .bias_act import bias_act
-from .bias_act.spellings import KERNELS as _OF_BIAS_ACT
+from .bias_act.decompositions import KERNELS as _OF_BIAS_ACT
 from .compiled import compiled_kernels
 from .definition import defined
 from .ensemble_mlp import ensemble_mlp
 from .gated import geglu, swiglu
-from .gated.spellings import KERNELS as _OF_GATED
+from .gated.decompositions import KERNELS as _OF_GATED
 from .gpu import kernels_compute_on, kernels_in_use
 from .kernels import Kernel
 from .linear_cross_entropy import linear_cross_entropy
-from .linear_cross_entropy.spellings import KERNELS as _OF_LINEAR_CROSS_ENTROPY
+from .linear_cross_entropy.decompositions import KERNELS as _OF_LINEAR_CROSS_ENTROPY
 from .log_clip import log_clip
 from .norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from .norms.spellings import KERNELS as _OF_NORMS
+from .norms.decompositions import KERNELS as _OF_NORMS
 from .rotary_embedding import rotary_embedding
-from .rotary_embedding.spellings import KERNELS as _OF_ROTARY_EMBEDDING
+from .rotary_embedding.decompositions import KERNELS as _OF_ROTARY_EMBEDDING
 
 __all__ = [
     "KERNELS",

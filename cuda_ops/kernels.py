@@ -1,4 +1,4 @@
-"""What can take the place of operations that users write: an operator, and the spellings that mean the same."""
+"""What can take the place of operations that users write: an operator, and the decompositions that mean the same."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Kernel:
 
     Attributes:
         name: what the option `kernels` of `swap_kernels` calls it.
-        compute: calls the operator; it takes what spellings find, by name, and decides nothing by tensors.
-        spellings: functions that compute the same in operations of torch. A parameter annotated `Tensor` stands for
-            any tensor, `float`, `int`, `str` or `tuple` for a plain value; one with a default is not looked for, but
-            handed to `compute`. Casts between floating dtypes need not be written: they are looked through.
-        into: a kernel whose operand `x` is what the spellings compute, in the same module or around the one that it is
-            the whole of. The operator computes both: it returns the result of that kernel, and what it is computed
-            of, which others may read. It takes the other operands of that kernel, too.
+        compute: calls the operator; it takes what decompositions find, by name, and decides nothing by tensors.
+        decompositions: functions that compute the same in operations of torch. A parameter annotated `Tensor` stands
+            for any tensor, `float`, `int`, `str` or `tuple` for a plain value; one with a default is not looked for,
+            but handed to `compute`. Casts between floating dtypes need not be written: they are looked through.
+        into: a kernel whose operand `x` is what the decompositions compute, in the same module or around the one that
+            it is the whole of. The operator computes both: it returns the result of that kernel, and what it is
+            computed of, which others may read. It takes the other operands of that kernel, too.
     """
 
     name: str
     compute: Callable[..., Any]
-    spellings: tuple[Callable[..., Any], ...]
+    decompositions: tuple[Callable[..., Any], ...]
     into: Kernel | None = None

@@ -35,7 +35,7 @@ class OpInfo:
 
     Attributes:
         name: canonical; of an operator of `torch.ops` outside of aten its qualified name (`"acme::swish"`).
-        spellings: further names in torch's namespaces and of methods.
+        aliases: further names in torch's namespaces and of methods.
         functions: further functions that compute it.
         modules: classes of modules whose forward computes it, with the module's settings and parameters.
         pure: it only computes its value; its in-place spelling also writes that into the first operand.
@@ -56,7 +56,7 @@ class OpInfo:
     """
 
     name: str
-    spellings: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     functions: tuple[Callable[..., Any], ...] = ()
     modules: tuple[type[nn.Module], ...] = ()
     pure: bool | None = None

@@ -64,7 +64,7 @@ class _Table:
 
 def _spellings(info: OpInfo) -> list[str]:
     """Return the names of an operator, those of its in-place forms with them."""
-    names = (info.name, *info.spellings)
+    names = (info.name, *info.aliases)
     return [*names, *(f"{name}_" for name in names if not name.startswith("__"))]
 
 

@@ -54,9 +54,7 @@ def _rows(names: str, **known: Any) -> list[OpInfo]:
     """Return a row for each name; `abs|absolute` is `abs`, also spelled `absolute`."""
     split = [word.split("|") for word in names.split()]
     known = {"pure": True, "random": False, "fresh": False, **known}
-    return [
-        OpInfo(name, tuple(spellings), _PYTHON.get(name, ()), _modules(name), **known) for name, *spellings in split
-    ]
+    return [OpInfo(name, tuple(aliases), _PYTHON.get(name, ()), _modules(name), **known) for name, *aliases in split]
 
 
 def _modules(name: str) -> tuple[type[nn.Module], ...]:

@@ -31,7 +31,7 @@ _OF_KERNELS = (torch.uint8, torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Behind:
+class IntegerEpilogue:
     """What a layer computes of its result, too.
 
     Attributes:
@@ -76,49 +76,51 @@ class StaticLayer(HoldsWeight):
         Args:
             input: floats, or their numbers (uint8) by the layer's own range.
             scales, bias: in the place of the layer's own, with a batch norm behind it folded into them.
-            activation, contiguous: see `Behind`.
+            activation, contiguous: see `IntegerEpilogue`.
             output: scale and zero point of the numbers to return; None returns floats.
         """
-        behind = Behind(activation, None if output is None else Range(*output), contiguous)
+        epilogue = IntegerEpilogue(activation, None if output is None else Range(*output), contiguous)
         scales, bias = self.held[1] if scales is None else scales, self.bias if bias is None else bias
         if not self._has_kernel(input):
-            return self.simulated(input, scales, bias, behind)
+            return self.simulated(input, scales, bias, epilogue)
         if wants_gradients(input, scales, bias):
             # What gradients flow through is in floats between layers, too.
-            floats = Behind(activation, None, contiguous)
+            floats = IntegerEpilogue(activation, None, contiguous)
             return cast("Any", _WithGradient).apply(self, floats, input, scales, bias)
-        return self.kernel(input, scales, bias, behind)
+        return self.kernel(input, scales, bias, epilogue)
 
     def _has_kernel(self, input: Tensor) -> bool:  # noqa: A002
         if runs_simulation() or not is_plainly_eager() or not input.is_cpu or not input.numel():
             return False
         return input.dtype in _OF_KERNELS and type(input) in (Tensor, nn.Parameter)
 
-    def kernel(self, input: Tensor, scales: Tensor, bias: Tensor | None, behind: Behind) -> Tensor:  # noqa: A002
+    def kernel(self, input: Tensor, scales: Tensor, bias: Tensor | None, epilogue: IntegerEpilogue) -> Tensor:  # noqa: A002
         """Compute with the kernel; gradients end here."""
         floats = self.dtype if input.dtype is torch.uint8 else input.dtype
-        numbers, output = input, behind.output
+        numbers, output = input, epilogue.output
         if input.dtype is not torch.uint8:
             numbers = to_numbers(input.detach(), self.range.scale, self.range.zero_point)
-        form: Int8Result = (1.0, 0, floats, behind.activation)
+        form: Int8Result = (1.0, 0, floats, epilogue.activation)
         if output is not None:
-            form = (output.scale, output.zero_point, torch.uint8, behind.activation)
+            form = (output.scale, output.zero_point, torch.uint8, epilogue.activation)
         result = self.product(numbers, scales, bias, form)
         if output is None:
             result = result.to(floats)
             result = result.to(autocast_dtype(result))
-        contiguous = input.is_contiguous() if behind.contiguous is None else behind.contiguous
+        contiguous = input.is_contiguous() if epilogue.contiguous is None else epilogue.contiguous
         return result.contiguous() if contiguous and output is None else result
 
-    def simulated(self, input: Tensor, scales: Tensor, bias: Tensor | None, behind: Behind) -> Tensor:  # noqa: A002
+    def simulated(self, input: Tensor, scales: Tensor, bias: Tensor | None, epilogue: IntegerEpilogue) -> Tensor:  # noqa: A002
         """Compute what the kernel stands for in floating point."""
         is_float = input.dtype is not torch.uint8
         x = self.range.rounded(input) if is_float else from_numbers(input, self.range, self.dtype)
         values = self.held[0].to(x.dtype)
         weight = values * scales.to(x.dtype).reshape(-1, *[1] * (values.ndim - 1))
         result = self.in_floats(x, weight, None if bias is None else bias.to(x.dtype))
-        result = F.relu(result) if behind.activation == "relu" else result
-        return result if behind.output is None else to_numbers(result, behind.output.scale, behind.output.zero_point)
+        result = F.relu(result) if epilogue.activation == "relu" else result
+        return (
+            result if epilogue.output is None else to_numbers(result, epilogue.output.scale, epilogue.output.zero_point)
+        )
 
     def extra_repr(self) -> str:
         """Return what `repr` shows."""
@@ -231,10 +233,12 @@ class _WithGradient(torch.autograd.Function):
     """Compute with a kernel; send gradients through what it stands for."""
 
     @staticmethod
-    def forward(ctx: Any, layer: StaticLayer, behind: Behind, x: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.layer, ctx.behind = layer, behind
+    def forward(
+        ctx: Any, layer: StaticLayer, epilogue: IntegerEpilogue, x: Tensor, scales: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.layer, ctx.epilogue = layer, epilogue
         ctx.save_for_backward(x, scales, bias)
-        return layer.kernel(x, scales, bias, behind).data  # no view of what is in here: it may be written to
+        return layer.kernel(x, scales, bias, epilogue).data  # no view of what is in here: it may be written to
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -247,7 +251,7 @@ class _WithGradient(torch.autograd.Function):
             pairs = zip(given, wanted, strict=True)
             given = [tensor if tensor is None else tensor.detach().requires_grad_(want) for tensor, want in pairs]
         with torch.enable_grad():
-            result = ctx.layer.simulated(*given, ctx.behind)
+            result = ctx.layer.simulated(*given, ctx.epilogue)
         leaves = [tensor for tensor, want in zip(given, wanted, strict=True) if tensor is not None and want]
         found = iter(
             torch.autograd.grad([result], leaves, [gradients[0].to(result.dtype)], create_graph=is_differentiated)

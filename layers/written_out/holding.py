@@ -11,7 +11,7 @@ from ...passes.rewriting import Edit
 from ...tracing.graphs import required_capture
 from ...tracing.guards import SELF, Call, Guard, Is, key_of
 from ..members import seal, settings_of, written_out
-from .as_found import AsFound, Opened
+from .unchanged_guards import Opened, UnchangedGuard
 
 __all__ = ["asks_as_found", "hold_written_out", "opened_by"]
 
@@ -58,7 +58,7 @@ def _ask(edit: Edit, paths: Sequence[str], free: Callable[[nn.Module], Collectio
 def as_found_guard(opened: Iterable[Opened]) -> Guard:
     """Return the condition that modules are what they were."""
     ordered = sorted(opened, key=lambda each: each.path.count("."))
-    return Guard(Call(AsFound(ordered, None, compiled=True), (SELF,)), Is(key_of(True)), _REASON)
+    return Guard(Call(UnchangedGuard(ordered, None, compiled=True), (SELF,)), Is(key_of(True)), _REASON)
 
 
 def asks_as_found(guard: Guard) -> bool:
@@ -68,7 +68,7 @@ def asks_as_found(guard: Guard) -> bool:
 
 def opened_by(guard: Guard) -> Sequence[Opened]:
     """Return the modules that such a condition asks for."""
-    return cast("AsFound", cast("Call", guard.source).function).opened
+    return cast("UnchangedGuard", cast("Call", guard.source).function).opened
 
 
 def _place(guard: Guard) -> object:

@@ -40,7 +40,7 @@ class Pass:
         averages: of a pass that acts on the finished model: each process trains on rows of its own, and gradients are
             averaged over all of them.
         trainable: whether what it makes can be trained; where it cannot, no optimizer moves there.
-        judges_itself: `find` says which sites are worth it, or leaves that to the whole model; what they compute in
+        profiles_itself: `find` says which sites are worth it, or leaves that to the whole model; what they compute in
             float64 is what was there. So sites are neither timed nor, where the pass keeps the function, verified one
             by one, but with the whole model. Those of an approximate pass are verified so where `judgement` says what
             they err by.
@@ -63,7 +63,7 @@ class Pass:
     own_forward: ClassVar[OwnForward | None] = None
     averages: ClassVar[bool] = False
     trainable: ClassVar[bool] = True
-    judges_itself: ClassVar[bool] = False
+    profiles_itself: ClassVar[bool] = False
     trains_by_call: ClassVar[bool] = True
     before: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()
@@ -126,12 +126,12 @@ class Pass:
         raise NotImplementedError(f"{type(self).__name__}.find")
 
     def judges(self, site: Site) -> bool:
-        """Say whether `find` has judged a site, as `judges_itself` says of all.
+        """Say whether `find` has judged a site, as `profiles_itself` says of all.
 
         Args:
             site: as `find` yielded it.
         """
-        return self.judges_itself
+        return self.profiles_itself
 
     def judgement(self, site: Site) -> Mapping[str, Any]:
         """Return the figures of a site that `find` has judged: `precision_error`, within the budget, and `speedup`.

@@ -19,7 +19,7 @@ from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
 from ..sites import Numerics
-from ..state import StateMap, twin
+from ..state import StateMap, shallow_clone
 from ..verification import is_on_meta, modes_to_check
 from .groups import Group
 
@@ -116,7 +116,7 @@ class Comparison:
         with self._running():
             lossy = self.pass_.numerics is Numerics.APPROXIMATE
             brief = self._brief or lossy or self.pass_.numerics is Numerics.SEMANTIC
-            self._references = self._taken(twin(self._owner) if lossy else self._owner, brief=brief)
+            self._references = self._taken(shallow_clone(self._owner) if lossy else self._owner, brief=brief)
             if self._simulated is not None and self.checks:
                 self._simulation = self._simulation_of(self._simulated)
 
@@ -185,7 +185,7 @@ class Comparison:
         """Return a function that calls the module as it runs now, to be timed; unchanged modules in it are inactive."""
         if not self.timed:
             return None
-        runnable = twin(self._owner)
+        runnable = shallow_clone(self._owner)
         deactivate(all_modules(runnable))
         training = self._program.training and self._phase.covers_training
         # What comes before a module in the middle of a network needs its gradients too.

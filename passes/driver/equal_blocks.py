@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...tracing.program import Program
-from ...tracing.recording import Alike, Described, Likeness
+from ...tracing.recording import Described, HashLevel, StructuralHash
 from ...tracing.values import Inputs
 from ..contract import Pass
 from ..pipeline import Decision
@@ -57,7 +57,7 @@ class Block:
     def result_of(self, edit: Edit) -> tuple[Hashable, StateMap] | None:
         """Return what a rewrite made of the block, or None where it put in tensors that nothing is known of."""
         state_map = edit.state_map()
-        after = Likeness(Alike.REWRITTEN, self.numbers).whole(edit.owner)
+        after = StructuralHash(HashLevel.REWRITTEN, self.numbers).whole(edit.owner)
         new = {name for tensor, name in after.tensors.items() if tensor not in self.described.tensors}
         return (after.key, state_map) if new <= state_map.targets else None
 
@@ -74,7 +74,10 @@ class EqualBlocks:
         """Describe the block around a group, or return None where it can have no equal."""
         if pass_.numerics is Numerics.SEMANTIC or not group.owner:
             return None
-        likeness, timed = Likeness(Alike.REWRITTEN, self._numbers), Likeness(Alike.TIMED, self._numbers)
+        likeness, timed = (
+            StructuralHash(HashLevel.REWRITTEN, self._numbers),
+            StructuralHash(HashLevel.TIMED, self._numbers),
+        )
         wanted = ((step, _wanted(group, each)) for each in (identity, timed_identity))
         sights = zip(wanted, (likeness, timed), strict=True)
         key, timed_key = ((of_sites, each.whole(module, calls).key) for of_sites, each in sights)
@@ -111,7 +114,7 @@ def _wanted(group: Group, identified: Callable[[Site], Hashable]) -> Hashable:
 
 def kinds_to_time(program: Program, found: Sequence[Group | Refusal]) -> list[int]:
     """Return, for each that a pass found, in how many kinds of blocks it and those after it are; at least one."""
-    likeness = Likeness(Alike.TIMED)
+    likeness = StructuralHash(HashLevel.TIMED)
     kinds = [_kind(program, each, likeness) if isinstance(each, Group) else None for each in found]
     begun, left = set[Hashable](), list[int]()
     for kind in kinds:
@@ -120,5 +123,5 @@ def kinds_to_time(program: Program, found: Sequence[Group | Refusal]) -> list[in
     return [max(1, count) for count in reversed(list(itertools.accumulate(reversed(left))))]
 
 
-def _kind(program: Program, group: Group, likeness: Likeness) -> Hashable:
+def _kind(program: Program, group: Group, likeness: StructuralHash) -> Hashable:
     return likeness.of(program.module(group.owner)), _wanted(group, timed_identity)

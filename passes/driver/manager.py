@@ -18,17 +18,17 @@ from ..contract import Pass
 from ..pipeline import Decision, Plan
 from ..rewriting import Snapshot
 from ..sites import Goal, Numerics, Refusal, Site, StaleSite
-from ..state import twin
+from ..state import shallow_clone
 from ..timing import TimeBudget
 from ..verification import is_on_meta
-from .admission import admitted, described, found, is_for_evaluation, is_missing, key_of
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Candidate, Group, grouped, grouped_in_order, narrowed, rewriting, sharing
 from .history import History, Rewrite
 from .progress import Progress, announced, unheard
 from .record import PassTrace
+from .site_filter import admitted, described, found, is_for_evaluation, is_missing, key_of
 from .tuner import Tuner
-from .whole_model import HandedOver, Together, WholeModel, with_other_sizes
+from .whole_model import BatchVerifier, FinalCheck, WholeModel, with_other_sizes
 
 __all__ = ["Manager"]
 
@@ -105,7 +105,7 @@ class Manager:
         Raises:
             PassError: if a pass raises, hangs or returns nonsense; the program is left as it was before that site.
         """
-        self._baseline = self._original = twin(self.program.model) if self._times_anything(passes) else None
+        self._baseline = self._original = shallow_clone(self.program.model) if self._times_anything(passes) else None
         acting = rewriting(passes)
         for pass_, among in zip(acting, sharing(acting), strict=True):
             costs_time = pass_.goal is Goal.MEMORY and self.program.training
@@ -114,7 +114,7 @@ class Manager:
             self.budget.begin(among)
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
             if costs_time and self._baseline is not None:
-                self._settled, self._baseline = tuple(self.rewrites), twin(self.program.model)
+                self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
         self._tuner.snapshot.put_back()  # what the last pass did beside its sites; of others it has gone back before
         self._time_whole()
         self.timings = with_other_sizes(self._tuner, self._original, self.timings)
@@ -159,7 +159,7 @@ class Manager:
             return
         self.on_progress(Progress("checking the whole model"))
         with self.budget.spending():
-            while HandedOver(self._tuner, self.history, original, self.seed).undo_what_is_wrong():
+            while FinalCheck(self._tuner, self.history, original, self.seed).undo_what_is_wrong():
                 self.timings = None  # of another model
                 if not self._time_whole():
                     return
@@ -221,7 +221,7 @@ class Manager:
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = narrowed(self.program, pass_, grouped(pass_, items), self._tuner.budget)
         self._tuner.calls.expect(item.owner for item in groups if isinstance(item, Group))
-        groups = Together(self._tuner, self.history, self.seed).undecided(pass_, groups)
+        groups = BatchVerifier(self._tuner, self.history, self.seed).undecided(pass_, groups)
         to_time = kinds_to_time(self.program, groups) if self.time else [1] * len(groups)
         told = announced(groups, pass_.name, self.on_progress)
         for item, self._tuner.sharing in zip(told, to_time, strict=True):

@@ -15,7 +15,7 @@ from ...errors import InputError, PassError, UsageError
 from ...settings import Measure, Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
 from ...tracing.program import Program, call_forms, captured_on, deactivate
-from ...tracing.recording import alone, eagerly, hold, plain_registries, rank_local, release
+from ...tracing.recording import attach, detach, eagerly, plain_registries, rank_local, rewrite_lock
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass, check_option_types
 from ..pipeline import Decision, Plan, Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
@@ -81,7 +81,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
     others = ranks() if request.plan is None or finishes else None
     names = on_all_ranks(others, lambda: _checked(model, request))
     with contextlib.ExitStack() as around:
-        around.enter_context(alone())
+        around.enter_context(rewrite_lock())
         around.callback(RandomState().restore)
         around.enter_context(rank_local())
         around.enter_context(outside_inference_mode())
@@ -176,7 +176,7 @@ def _rewritten(
 ) -> nn.Module:
     """Capture a copy of the user's model, and run the passes on it."""
     with collection_paused():
-        hold(fast)
+        attach(fast)
         earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
         training = fast.training if request.phase is None else request.phase is Phase.TRAIN
         program, remark = captured_on(fast, request.inputs, training=training)
@@ -205,7 +205,7 @@ def _rewritten(
         vars(fast)[RECORD_KEY] = record  # the root stays of the user's very class
     forbid_lost_forwards(fast, manager.rewrites, record)
     forbid_type_checking_forwards(program.names.distinct)
-    release(program.names)
+    detach(program.names)
     _limit_to_evaluation(fast, manager.rewrites, record)
     # The old tensors go now, and not when Python's collector finds that nobody needs them.
     for rewrite in manager.rewrites:

@@ -67,7 +67,7 @@ class Tuner:
         return bool(self.calls.of(group.owner))
 
     def _is_timed(self, pass_: Pass) -> bool:
-        return self._time and pass_.goal is Goal.SPEED and not pass_.judges_itself
+        return self._time and pass_.goal is Goal.SPEED and not pass_.profiles_itself
 
     @property
     def checks(self) -> bool:

@@ -9,10 +9,10 @@ from torch import fx
 
 from ...tracing.graphs import Capture, Specialization, capture_of, install, uninstall
 from .changes import watching
-from .foreign import run_function
+from .function_pass import run_function
 from .regions import Opener, Wrapper, inline, outline
+from .state_map_check import added_tensors, check_mapped, lasting_shapes
 from .tree_edit import TreeEdit
-from .unmapped import added_tensors, check_mapped, lasting_shapes
 
 __all__ = ["Edit"]
 

@@ -21,7 +21,7 @@ from ...operators import (
 from ...tracing.graphs import Capture, capture_of
 from ...tracing.guards import require
 from ...tracing.program import Program
-from ...tracing.recording import Likeness
+from ...tracing.recording import StructuralHash
 from ...tracing.values import TensorMeta, qualified, user_class
 from .inlining import unmet_guard
 
@@ -89,7 +89,7 @@ def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> 
     if node.kwargs or len(set(values)) < len(node.args):
         return _is_unlike_its_graph(node, module, capture)
     # Nothing is known of values but which argument each is: for modules of a kind it is the same.
-    known, key = program.analyses[_Known].leaves_graph, (program.analyses[Likeness].of(module), len(values))
+    known, key = program.analyses[_Known].leaves_graph, (program.analyses[StructuralHash].of(module), len(values))
     if key not in known:
         known[key] = _is_unlike_its_graph(node, module, capture)
     return known[key]
@@ -104,7 +104,7 @@ def _is_unlike_its_graph(node: fx.Node, module: nn.Module, capture: Capture) -> 
 
 
 def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
-    known, kind = program.analyses[_Known].effects, program.analyses[Likeness].of(module)
+    known, kind = program.analyses[_Known].effects, program.analyses[StructuralHash].of(module)
     if kind not in known:
         known[kind] = _holds_of_module(module, program, name, _leaf_has_effects, has_effects)
     return known[kind]
@@ -226,7 +226,7 @@ def _holds_tensors(described: Any) -> bool:
 
 def _module_shares(module: nn.Module, program: Program, name: str) -> bool:
     """Say whether a module may return what lies in the memory of an argument."""
-    known, kind = program.analyses[_Known].shares, program.analyses[Likeness].of(module)
+    known, kind = program.analyses[_Known].shares, program.analyses[StructuralHash].of(module)
     if kind not in known:
         known[kind] = has_hooks(module) or _kind_shares(module, program, name)
     return known[kind]

@@ -14,7 +14,7 @@ from .checkpoints import (
     absent_from_checkpoints,
     cut_from_sharded,
 )
-from .copying import copied_module, skeleton_of, twin
+from .copying import copied_module, shallow_clone, skeleton_of
 from .functional import functional_state
 from .held import Holding, held_in, parts_of
 from .holders import Holder, add_child, holder_of
@@ -79,12 +79,12 @@ __all__ = [
     "quantized",
     "refuse_sharded",
     "release_added",
+    "shallow_clone",
     "sharded_like",
     "sharded_state",
     "skeleton_of",
     "steps_by_element",
     "translate_optimizer",
-    "twin",
     "unpacked",
     "whole_state",
     "writes_files",

@@ -17,7 +17,7 @@ from ...tracing.recording import make_registries_plain, plain_tensors
 from ...tracing.values import all_tensors, is_scripted
 from .held import held_in
 
-__all__ = ["copied_module", "skeleton_of", "twin"]
+__all__ = ["copied_module", "shallow_clone", "skeleton_of"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -49,7 +49,7 @@ def _left_behind(module: nn.Module) -> Iterator[Tensor]:
                 yield tensor
 
 
-def twin(module: M) -> M:
+def shallow_clone(module: M) -> M:
     """Return a copy of the module tree as it runs now, on the same parameters and buffers.
 
     Later rewrites of `module` do not reach the copy; writes into its parameters do.

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from ...compat import all_modules
 from ...tracing.graphs import Region
 from ...tracing.program import Program
-from ...tracing.recording import Likeness
+from ...tracing.recording import StructuralHash
 from ...tracing.values import all_tensors
 
 __all__ = ["CallSites", "TensorOwners", "TensorReads", "found_in_graphs", "is_on_meta"]
@@ -106,7 +106,7 @@ def found_in_graphs(
 
     Modules that are alike have the same graphs: what is found in those of the first is handed out for all of them.
     """
-    likeness, known = program.analyses[Likeness], dict[tuple[int, int], T]()
+    likeness, known = program.analyses[StructuralHash], dict[tuple[int, int], T]()
     for owner, capture in program.captures.items():
         kind = likeness.of(program.module(owner))
         for number, specialization in enumerate(capture.specializations):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .compare import Tolerance, bitwise_problem, distance, drift, form_problem
+from .execution import Outcome
 from .tolerances import within
 from .translation import Objection, Quantities, is_gradient
-from .trial import Run
 
 __all__ = [
     "TooFar",
@@ -81,7 +81,7 @@ class Verdict:
     jump: float = 0.0
 
 
-def check_structure(before: Run, after: Run) -> None:
+def check_structure(before: Outcome, after: Outcome) -> None:
     """Object to a result of another structure, or to arguments or constants changed in place where they were not."""
     for old, new in zip(before.structure, after.structure, strict=False):
         if old != new:
@@ -98,13 +98,13 @@ def check_structure(before: Run, after: Run) -> None:
         raise Objection(f"the constant {name} is written to, so a second call would compute something else")
 
 
-def check_sharing(before: Run, after: Run) -> None:
+def check_sharing(before: Outcome, after: Outcome) -> None:
     """Object to an output that lies in memory in which it did not: whoever writes into it changes more than before."""
     for output, owner in sorted(after.shared - before.shared):
         raise Objection(f"{output} shares memory with {owner}, so writing into it would change {owner} too")
 
 
-def check_expansion(before: Run, after: Run) -> None:
+def check_expansion(before: Outcome, after: Outcome) -> None:
     """Object to an output whose elements share memory where they did not: writing into it fails."""
     for name in sorted(after.expanded - before.expanded):
         raise Objection(f"{name} is expanded now, so writing into it would fail")
@@ -170,7 +170,7 @@ def _is_floating(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.is_floating_point() and value.layout is torch.strided
 
 
-def check_attachment(before: Run, after: Run) -> None:
+def check_attachment(before: Outcome, after: Outcome) -> None:
     """Object to an output that carries gradients on one side only."""
     for name in sorted(before.attached - after.attached):
         raise Objection(f"{name} no longer carries gradients")

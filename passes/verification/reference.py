@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...errors import InputError
 from ...tracing.graphs import capture_of, select
 from ...tracing.values import Arguments, Inputs
+from .execution import Outcome
 from .inputs import (
     Asked,
     ServedCall,
@@ -32,11 +33,10 @@ from .inputs import (
     uneven,
     zeros,
 )
+from .module_harness import ModuleHarness
 from .reference_runs import ReferenceRuns, coarsest_epsilon, raised_by
 from .routing import picks_by_data
 from .samples import Data, Sample, Sizes, Used, taken_uses
-from .stage import Stage
-from .trial import Run
 
 __all__ = ["Data", "Reference", "Sample", "Sizes", "reference"]
 
@@ -44,7 +44,7 @@ _CALLS = 3
 """Of a module called often, this many calls are run, or one for each of its graphs if these are more."""
 
 
-_Test = Callable[[Run], bool]
+_Test = Callable[[Outcome], bool]
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class Reference:
     whole: bool = False
     inner: Sequence[str] = ()
     called: frozenset[str] = frozenset()
-    stream: Run | None = None
+    stream: Outcome | None = None
     served: tuple[ServedCall, ...] = ()
-    serving: tuple[Run, ...] = ()
+    serving: tuple[Outcome, ...] = ()
     used: tuple[Used, ...] = ()
     original: ReferenceRuns | None = None
 
@@ -102,10 +102,10 @@ class Reference:
         """Name the type of the exact runs."""
         return "its own types" if self.wide is None else str(self.wide).removeprefix("torch.")
 
-    def runs_of(self, stage: Stage) -> ReferenceRuns:
+    def runs_of(self, harness: ModuleHarness) -> ReferenceRuns:
         """Return what runs another module as the original was run."""
         return ReferenceRuns(
-            stage, self.training, self.gradients, self.seed, self.wide, keyed=self.keyed, random=self.random,
+            harness, self.training, self.gradients, self.seed, self.wide, keyed=self.keyed, random=self.random,
             of_inputs=self.of_inputs, several=self.several, whole=self.whole, inner=self.inner,
         )  # fmt: skip
 
@@ -150,7 +150,9 @@ def reference(
     """
     by_node = capture_of(module) is not None
     keyed = by_node if keyed is None else by_node and keyed
-    runs = ReferenceRuns(Stage(module), training, gradients, seed, widest, keyed=keyed, whole=whole, inner=inner)
+    runs = ReferenceRuns(
+        ModuleHarness(module), training, gradients, seed, widest, keyed=keyed, whole=whole, inner=inner
+    )
     made = _Maker(runs, brief, sizes).make([(call.args, call.kwargs) for call in calls])
     return dataclasses.replace(made, original=runs) if lasting else made
 
@@ -167,13 +169,13 @@ class _Maker:
     def __init__(self, runs: ReferenceRuns, brief: bool, sizes: Sizes) -> None:
         self.runs, self.brief, self.sizes = runs, brief, sizes
         self.smaller = sizes is not Sizes.RECORDED
-        self.stage = runs.stage
-        self.state = runs.stage.state
+        self.harness = runs.harness
+        self.state = runs.harness.state
         self.reason = ""
         self.few: Arguments = ((), {})
         self.one: Arguments = ((), {})
         self.epsilon = 0.0
-        self._natives: dict[int, Run] = {}
+        self._natives: dict[int, Outcome] = {}
         self._recorded: list[Arguments] = []
         self._types = (torch.float64, torch.float32, None)[runs.wide is not torch.float64 :]
 
@@ -184,7 +186,7 @@ class _Maker:
         return Reference(
             samples=tuple(samples),
             state={name: tensor.detach() for name, tensor in self.state.items()},
-            plain=frozenset(self.stage.plain),
+            plain=frozenset(self.harness.plain),
             training=runs.training,
             gradients=runs.gradients,
             seed=runs.seed,
@@ -206,11 +208,11 @@ class _Maker:
 
     def _firsts(self, calls: Sequence[Arguments]) -> list[int]:
         """Return the number of the first call of each graph that the calls run in the mode asked for."""
-        module = self.stage.module
+        module = self.harness.module
         capture = capture_of(module)
         if capture is None or len(capture.specializations) < 2:
             return [0]
-        with self.stage.playing({}, convert=lambda tensor: tensor, training=self.runs.training):
+        with self.harness.playing({}, convert=lambda tensor: tensor, training=self.runs.training):
             selected = [select(module, *call) for call in calls]
         graphs = [None if found is None else found[0].graph for found in selected]
         return [graphs.index(graph) for graph in dict.fromkeys(graphs)]
@@ -240,7 +242,7 @@ class _Maker:
                     return smaller_one
         return call
 
-    def _widest(self, arguments: Arguments) -> Run:
+    def _widest(self, arguments: Arguments) -> Outcome:
         """Run in the widest type that works, and stay with it; gradients of inputs are given up last."""
         failure: Exception | None = None
         types = self._types
@@ -252,9 +254,9 @@ class _Maker:
                 except Exception as error:  # the module's own code may raise anything; the reason is kept
                     failure = failure or error
                     self.reason = self.reason or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise InputError(raised_by(type(self.stage.module).__name__, failure)) from failure
+        raise InputError(raised_by(type(self.harness.module).__name__, failure)) from failure
 
-    def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Run) -> Sample:
+    def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Outcome) -> Sample:
         known = None if self.runs.random or state is not self.state else self._natives.get(id(arguments))
         is_plain = self.runs.census is not None and not self.runs.census.promoted  # no cast inside was left out
         is_float32 = self._types[0] is self.runs.wide is torch.float32
@@ -286,23 +288,23 @@ class _Maker:
         one = self._first_taken(Data.ONE_ROW, one_row(self.few, tables, seed), first)
         small = [one.arguments] if one else []
         self.one = one.arguments if one else self.few
-        zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, Run.is_finite_in_value)
+        zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, Outcome.is_finite_in_value)
         many = () if self.smaller else larger(self.few, example, seed)
         cleared = [call for call in (nothing(self.one),) if call is not None]
-        padded = self._first_taken(Data.NOTHING, cleared, first, Run.is_finite_in_value)
+        padded = self._first_taken(Data.NOTHING, cleared, first, Outcome.is_finite_in_value)
         other = self._first_taken(Data.UNEVEN, uneven(self.few), first)
         found = (rows, one and self._second(one), zero, padded, other, self._first_taken(Data.LARGER, many, first))
         return [sample for sample in (*found, *self._routed(first)) if sample is not None]
 
     def _routed(self, first: Sample) -> list[Sample | None]:
         """Run what picks by data anew: all rows the same way, so that experts are full and empty, and turned round."""
-        if not picks_by_data(self.stage.module):
+        if not picks_by_data(self.harness.module):
             return []
         calls = (*alike(self.few), permuted(first.arguments))
         return [self._first_taken(Data.ALIKE, [call], first) for call in calls]
 
     def _first_taken(
-        self, data: Data, derived: Iterable[Arguments], first: Sample, test: _Test = Run.is_finite
+        self, data: Data, derived: Iterable[Arguments], first: Sample, test: _Test = Outcome.is_finite
     ) -> Sample | None:
         for arguments in derived:
             if not self._runs_same(arguments, first.arguments):
@@ -323,17 +325,17 @@ class _Maker:
 
     def _runs_same(self, arguments: Arguments, recorded: Arguments) -> bool:
         """Say whether a derived call runs the graph of the recorded one, where the module has graphs."""
-        if arguments is recorded or capture_of(self.stage.module) is None:
+        if arguments is recorded or capture_of(self.harness.module) is None:
             return True
-        with self.stage.playing({}, convert=lambda tensor: tensor, training=self.runs.training), suppress(Exception):
-            one, other = (select(self.stage.module, *call) for call in (arguments, recorded))
+        with self.harness.playing({}, convert=lambda tensor: tensor, training=self.runs.training), suppress(Exception):
+            one, other = (select(self.harness.module, *call) for call in (arguments, recorded))
             return one is not None and other is not None and one[0] is other[0]
         return False  # a guard may read what such a call does not have
 
-    def _served(self, first: Sample, example: Arguments) -> tuple[tuple[ServedCall, ...], tuple[Run, ...]]:
+    def _served(self, first: Sample, example: Arguments) -> tuple[tuple[ServedCall, ...], tuple[Outcome, ...]]:
         """Make calls in a row, those that the module takes; the same ones again where it did not take all."""
         large = {Sizes.RECORDED: Asked.SAME, Sizes.SMALLER_AND_RECORDED: Asked.BITS}.get(self.sizes)
-        training = self.stage.module.training if self.runs.training is None else self.runs.training
+        training = self.harness.module.training if self.runs.training is None else self.runs.training
         thought_of = served_calls(
             self.few, example, first.exact.tables, self.runs.seed, large=large, training=training,
             weight=sum(tensor.numel() for tensor in self.state.values()),
@@ -359,11 +361,11 @@ class _Maker:
         self,
         arguments: Arguments,
         state: Mapping[str, Tensor],
-        usual: Run,
-        test: _Test = Run.is_finite,
+        usual: Outcome,
+        test: _Test = Outcome.is_finite,
         *,
         second: bool = False,
-    ) -> Run | None:
+    ) -> Outcome | None:
         """Return the run, or None where noise led out of the module's domain: an error, or new infinities."""
         try:
             run = self.runs.exact(arguments, state, second=second)
@@ -372,7 +374,7 @@ class _Maker:
         return run if test(run) or not test(usual) else None
 
 
-def _telling_nothing(calls: Sequence[ServedCall], runs: Sequence[Run]) -> set[int]:
+def _telling_nothing(calls: Sequence[ServedCall], runs: Sequence[Outcome]) -> set[int]:
     """Return the numbers of calls on NaN that no graph is for, or whose results are not finite on ordinary ones."""
     is_usual = bool(runs) and runs[0].is_finite_in_value()
     spoilt = (number for number, call in enumerate(calls) if call.asked is Asked.NOT_FINITE)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ...tracing.values import Arguments, flatten
+from .execution import Execution, Kept, Outcome
 from .float64 import Float64Mode
 from .inputs import jittered
-from .stage import Stage
+from .module_harness import ModuleHarness
 from .tape import Tape
-from .trial import Kept, Run, Trial
 
 __all__ = ["ReferenceRuns", "coarsest_epsilon", "epsilon_of", "raised_by"]
 
@@ -50,7 +50,7 @@ class ReferenceRuns:
     graph go without.
 
     Attributes:
-        stage: the module.
+        harness: the module.
         training: the mode to run in; None leaves every flag as it is.
         gradients: whether gradients are wanted.
         of_inputs: whether those of float arguments are wanted too; some modules take none that require them.
@@ -60,12 +60,12 @@ class ReferenceRuns:
         random: whether the draws come from a tape.
         several: whether calls run several graphs, so that the first run does not tell what the others take.
         whole: run a model as it is handed over: its own forward, whatever it is, on the random draws that it is served.
-        inner: modules inside whose graphs are interpreted in exact runs; see `Trial`.
+        inner: modules inside whose graphs are interpreted in exact runs; see `Execution`.
         called: those of them that ran.
         census: what the first exact run was made of.
     """
 
-    stage: Stage
+    harness: ModuleHarness
     training: bool | None
     gradients: bool
     seed: int
@@ -83,7 +83,7 @@ class ReferenceRuns:
     def exact(
         self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None, *, second: bool = False,
         frozen: bool = False,
-    ) -> Run:  # fmt: skip
+    ) -> Outcome:  # fmt: skip
         """Run in `wide`; a run that turns out to be random is run again from the tape.
 
         A captured module runs the graph that a call with `like` would (by default, one with `arguments`). Gradients are
@@ -102,14 +102,14 @@ class ReferenceRuns:
             return self.exact(arguments, state, like, second=second, frozen=frozen)
         return run
 
-    def native(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
+    def native(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Outcome:
         """Run in the module's own types, random draws from the tape."""
         return self._trial(None, None).run(arguments, state)
 
     def around(
         self, arguments: Arguments, state: Mapping[str, Tensor], step: float, count: int, *,
         native: bool = False, second: bool = False, of_inputs: bool = True,
-    ) -> Iterator[Run]:  # fmt: skip
+    ) -> Iterator[Outcome]:  # fmt: skip
         """Run on inputs and state that are off by `step`: what the module means is what they mean."""
         for number in range(count):
             near, values = jittered((arguments, dict(state)), step, None if native else self.wide, number)
@@ -118,13 +118,13 @@ class ReferenceRuns:
 
     def served(
         self, calls: Sequence[Arguments], state: Mapping[str, Tensor], untaken: set[int] | None = None
-    ) -> list[Run]:
-        """Make calls one after another in the module's own types, without gradients; see `Trial.serve`."""
+    ) -> list[Outcome]:
+        """Make calls one after another in the module's own types, without gradients; see `Execution.serve`."""
         trial = self._trial(None, None)
         trial.gradients = False
         return trial.serve(calls, state, untaken)
 
-    def doubled(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
+    def doubled(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Outcome:
         """Run as a module that was converted to float64: what its code casts or makes besides keeps its types."""
         trial = self._trial(torch.float64, None)
         trial.gradients, trial.by_node, trial.inner, trial.defaults = False, False, (), False
@@ -132,22 +132,22 @@ class ReferenceRuns:
 
     def stepped(
         self, calls: tuple[Arguments, Arguments], state: Mapping[str, Tensor], after: Mapping[str, Tensor]
-    ) -> Run:
+    ) -> Outcome:
         """Run in the module's own types, without gradients; change arguments and state in place; run again."""
         trial = self._trial(None, None)
         trial.gradients = False
         return trial.step(calls, state, after)
 
-    def stream(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Run:
+    def stream(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Outcome:
         """Run in the module's own types on the plain random stream."""
         seed = self.seed + _STREAM
-        return Trial(self.stage, self.training, self.gradients, self.of_inputs, seed).run(arguments, state)
+        return Execution(self.harness, self.training, self.gradients, self.of_inputs, seed).run(arguments, state)
 
-    def _trial(self, wide: torch.dtype | None, mode: Float64Mode | None) -> Trial:
+    def _trial(self, wide: torch.dtype | None, mode: Float64Mode | None) -> Execution:
         tape = Tape(self.seed, keyed=self.keyed) if self.random else None
         by_node = (wide is not None or self.random) and not self.whole
-        return Trial(
-            self.stage, self.training, self.gradients, self.of_inputs, self.seed, wide, mode, tape, by_node,
+        return Execution(
+            self.harness, self.training, self.gradients, self.of_inputs, self.seed, wide, mode, tape, by_node,
             inner=self.inner if by_node else (), called=self.called, kept=self._kept,
         )  # fmt: skip
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from ...errors import FxoptError, VerificationError
 from ..state import StateMap
 from .compare import Tolerance, bitwise_problem, distance, form_problem
+from .execution import Outcome
 from .inputs import perturbed_state
+from .module_harness import ModuleHarness
 from .reference import Reference
 from .reference_runs import coarsest_epsilon
-from .stage import Stage
-from .trial import Run
 
 __all__ = ["GRADIENT", "MapState", "Objection", "Quantities", "Translation", "is_gradient", "quantities"]
 
@@ -33,7 +33,7 @@ class Objection(VerificationError):
     """Why a rewrite is not accepted."""
 
 
-def quantities(run: Run, parameter_gradients: Mapping[str, Any], buffers: Mapping[str, Any]) -> Quantities:
+def quantities(run: Outcome, parameter_gradients: Mapping[str, Any], buffers: Mapping[str, Any]) -> Quantities:
     """Return what a run yielded as one flat dictionary."""
     return {
         **{name: _as_tensor(value) for name, value in run.outputs.items()},
@@ -60,7 +60,7 @@ class Translation:
         steps: the map as steps that lead back, too, where it is one.
     """
 
-    def __init__(self, reference: Reference, after: Stage, map_state: MapState) -> None:
+    def __init__(self, reference: Reference, after: ModuleHarness, map_state: MapState) -> None:
         self.reference, self.after, self.map_state = reference, after, map_state
         self._marks: dict[frozenset[str], Mapping[str, Tensor]] = {}
         self.mapped = self.state(reference.state)
@@ -152,17 +152,17 @@ class Translation:
         except Exception as error:
             raise Objection(f"the state makes no round trip: {type(error).__name__}: {error}") from error
 
-    def quantities(self, run: Run, state: Mapping[str, Tensor]) -> Quantities:
+    def quantities(self, run: Outcome, state: Mapping[str, Tensor]) -> Quantities:
         """Return what a run of the original, on `state`, yielded, under the new names."""
         return quantities(run, self._gradients(run), self._buffers(run, state))
 
-    def _buffers(self, run: Run, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _buffers(self, run: Outcome, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not run.buffers:
             return {}
         mapped = self.state({**state, **run.buffers})
         return {name: tensor for name, tensor in mapped.items() if name in self.after.buffers}
 
-    def _gradients(self, run: Run) -> dict[str, Tensor | None]:
+    def _gradients(self, run: Outcome) -> dict[str, Tensor | None]:
         if not self.reference.gradients:
             return {}
         found = run.parameter_gradients

@@ -35,14 +35,14 @@ from .demands import (
     overflowing_alike,
     results_in,
 )
+from .execution import Arguments, Outcome
 from .inputs import Asked, ServedCall
 from .judging import NotAskedError, check_no_new_draws, check_uses, lenient
+from .module_harness import ModuleHarness
 from .reference import Reference, reference
 from .samples import Data, Sample
-from .stage import Stage
 from .tolerances import Measured, Tolerances, within
 from .translation import MapState, Objection, Quantities, Translation, is_gradient, quantities
-from .trial import Arguments, Run
 
 __all__ = ["MapState", "Reference", "Verdict", "reference", "verify"]
 
@@ -86,7 +86,7 @@ def verify(
         keeps_form: whether the results of `SEMANTIC` keep their shapes and types.
         least: by label, what the rewritten module may err by in its own types, whatever the original does.
     """
-    check = _Check(reference, Stage(module), map_state, numerics, budget, keeps_form, least)
+    check = _Check(reference, ModuleHarness(module), map_state, numerics, budget, keeps_form, least)
     try:
         check.run()
     except Objection as objection:
@@ -100,7 +100,7 @@ class _Check:
     def __init__(
         self,
         reference: Reference,
-        after: Stage,
+        after: ModuleHarness,
         map_state: MapState,
         numerics: Numerics,
         budget: float,
@@ -182,7 +182,7 @@ class _Check:
         if before.native is not None:
             self._precision(sample, before, exact, tolerances, state)
 
-    def _exact(self, sample: Sample, state: Mapping[str, Tensor]) -> Run:
+    def _exact(self, sample: Sample, state: Mapping[str, Tensor]) -> Outcome:
         """Run exactly, where only the rewritten code lacks float64 in a narrower type."""
         if sample.data is Data.SECOND:
             return self._second(sample, state)
@@ -196,7 +196,7 @@ class _Check:
                 self.runs.census = None
         return self._attempt("native", sample, state)
 
-    def _second(self, sample: Sample, state: Mapping[str, Tensor]) -> Run:
+    def _second(self, sample: Sample, state: Mapping[str, Tensor]) -> Outcome:
         """Return second derivatives; kernels of torch that have none are not held against a rewrite."""
         if self.runs.wide is not self.reference.wide:
             raise NotAskedError
@@ -209,7 +209,7 @@ class _Check:
                 raise NotAskedError from error
             raise Objection(f"second derivatives raise {type(error).__name__}: {error}") from error
 
-    def _attempt(self, kind: str, sample: Sample, state: Mapping[str, Tensor]) -> Run:
+    def _attempt(self, kind: str, sample: Sample, state: Mapping[str, Tensor]) -> Outcome:
         return self._tried(lambda: getattr(self.runs, kind)(sample.arguments, state), sample.data.value)
 
     def _tried(self, run: Callable[[], T], where: str) -> T:  # unlike sizes may never come: an error is nothing wrong
@@ -222,7 +222,7 @@ class _Check:
             raise (NotAskedError() if where == Data.UNEVEN.value else raised) from error
 
     def _meaning(
-        self, sample: Sample, before: Measured, exact: Run, tolerances: Tolerances, state: Mapping[str, Tensor]
+        self, sample: Sample, before: Measured, exact: Outcome, tolerances: Tolerances, state: Mapping[str, Tensor]
     ) -> None:
         check_structure(sample.exact, exact)
         check_attachment(sample.exact, exact)
@@ -248,7 +248,12 @@ class _Check:
             raise objection
 
     def _precision(
-        self, sample: Sample, before: Measured, exact: Run | None, tolerances: Tolerances, state: Mapping[str, Tensor]
+        self,
+        sample: Sample,
+        before: Measured,
+        exact: Outcome | None,
+        tolerances: Tolerances,
+        state: Mapping[str, Tensor],
     ) -> None:
         native, found = before.native or {}, _quantities(self._native(sample, state))
         check_same_quantities(before.exact, found)
@@ -307,7 +312,7 @@ class _Check:
                 seen[label] = max(seen.get(label, 0.0), abs(share))
         return check_drift(expected, native, found, seen)
 
-    def _native(self, sample: Sample, state: Mapping[str, Tensor]) -> Run:
+    def _native(self, sample: Sample, state: Mapping[str, Tensor]) -> Outcome:
         native = self._attempt("native", sample, state)
         check_structure(sample.exact, native)
         if self.keeps_meaning and sample.native is not None:
@@ -367,7 +372,7 @@ class _Check:
 
     def _jittered(
         self, sample: Sample, state: Mapping[str, Tensor], step: float, count: int, *, of_inputs: bool = True
-    ) -> Iterator[Run]:
+    ) -> Iterator[Outcome]:
         """Run the rewritten module on inputs and state, or state alone, that are off by `step`."""
         is_second = sample.data is Data.SECOND
         return self.runs.around(sample.arguments, state, step, count, second=is_second, of_inputs=of_inputs)
@@ -381,7 +386,7 @@ class _Check:
         near = runs.around(sample.arguments, sample.state, step, _PROBES, native=True)
         return (translation.quantities(run, sample.state) for run in near)
 
-    def _stream(self, sample: Sample, before: Run, translation: Translation) -> None:
+    def _stream(self, sample: Sample, before: Outcome, translation: Translation) -> None:
         """Compare runs on the plain random stream, and how far each has advanced it."""
         after = self._attempt("stream", sample, self.after.state)
         check_bits(translation.quantities(before, self.reference.state), _quantities(after))
@@ -394,5 +399,5 @@ def _measured(sample: Sample, translation: Translation) -> Measured:
     return Measured(translation.quantities(sample.exact, sample.state), native)
 
 
-def _quantities(run: Run) -> Quantities:
+def _quantities(run: Outcome) -> Quantities:
     return quantities(run, run.parameter_gradients, run.buffers)

@@ -221,7 +221,7 @@ def test_an_operator_is_described_once() -> None:
     ("info", "reason"),
     [
         (OpInfo("relu"), "'relu' is already in the table"),
-        (OpInfo("rectify", spellings=("relu",)), "'rectify' cannot have .*'relu'"),
+        (OpInfo("rectify", aliases=("relu",)), "'rectify' cannot have .*'relu'"),
         (OpInfo("fxopt_tests::missing"), "torch.ops has no operator 'fxopt_tests::missing'"),
         (OpInfo(""), "needs a name"),
     ],

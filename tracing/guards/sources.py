@@ -107,7 +107,7 @@ class Source(Term, ABC):
     def read(self, read: Read) -> Any:
         """Return its value, given what reads its parts."""
 
-    def told(self, write: Writer) -> str:
+    def display_name(self, write: Writer) -> str:
         """Return what people call it."""
         return self.text(write)
 
@@ -123,7 +123,7 @@ class Source(Term, ABC):
             yield from part.all()
 
     def __str__(self) -> str:
-        return self.told(TOLD)
+        return self.display_name(TOLD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class Globals(Source):
             return write.name(globals_of(self.owner))
         return f"{write.name(globals_of)}({self.owner!r})"
 
-    def told(self, write: Writer) -> str:
+    def display_name(self, write: Writer) -> str:
         return f"globals of {self.owner}"
 
     def read(self, read: Read) -> Any:
@@ -207,7 +207,7 @@ class Dictionary(Source):
     def text(self, write: Writer) -> str:
         return f"{write.name(object.__getattribute__)}({write(self.owner)}, '__dict__')"
 
-    def told(self, write: Writer) -> str:
+    def display_name(self, write: Writer) -> str:
         return f"{write(self.owner)}.__dict__"
 
     def read(self, read: Read) -> Any:
@@ -224,7 +224,7 @@ class Item(Source):
     def text(self, write: Writer) -> str:
         return f"{_owner(self.owner, write)}[{write(self.key)}]"
 
-    def told(self, write: Writer) -> str:
+    def display_name(self, write: Writer) -> str:
         match self:
             case Item(Dictionary(owner) | Attribute(owner, "_modules"), Constant(value=str() as name)):
                 return f"{write(owner)}[{name}]" if name.isdecimal() else attribute_text(write(owner), name)
@@ -355,7 +355,7 @@ class _Told:
     """Write sources for people."""
 
     def __call__(self, source: Source) -> str:
-        return source.told(self)
+        return source.display_name(self)
 
     def name(self, value: object) -> str:
         return told_name(value)

@@ -16,7 +16,7 @@ from ...compat import all_modules, is_torch_wrapper, own_buffers
 from ..graphs import Capture, Specialization, capture_of, install, required_capture, uninstall
 from ..guards import Source, require
 from ..reads import raised_at
-from ..recording import Call, Likeness, Recording, compiles, is_in_compiled
+from ..recording import Call, Recording, StructuralHash, compiles, is_in_compiled
 from ..rules import SequentialCaptures, tracing_session
 from ..trace import ModuleTracer, TracingSession, with_regions
 from ..values import (
@@ -126,7 +126,7 @@ class _Capturer:
         self._stateful: dict[nn.Module, bool] = {}
         self._signatures: dict[Any, list[Signature]] = {}
         self._alike: dict[Hashable, Capture] = {}
-        self._likeness = Likeness()
+        self._likeness = StructuralHash()
         self._active: dict[int, tuple[Capture, Capture]] = {}
         self._longer: dict[int, tuple[Capture, Capture]] = {}
         self.uncertain = False

@@ -27,7 +27,7 @@ from ..guards import (
 )
 from ..values import Untraceable
 from .bytecode import Read, Value, Variable, is_class, named_in
-from .outside_stores import stored_outside, told
+from .outside_stores import display_name, stored_outside
 from .reached_code import class_attribute, is_foreign, reached_functions, value_of
 
 __all__ = ["OutsideReads", "guards_on"]
@@ -53,7 +53,7 @@ class OutsideReads:
                 raise Untraceable(f"it sets a value outside the module: {stored[0]}", stored[1])
             for value, content in names:
                 if not _is_constant(function, value):
-                    self._note(self._source(function, value), content, told(value))
+                    self._note(self._source(function, value), content, display_name(value))
             self._note_attributes(_read_of_class(function.__code__))
 
     def guards(self, read: Iterable[str]) -> Iterator[Guard]:
@@ -70,8 +70,8 @@ class OutsideReads:
         for name in names:
             self._note(Attribute(type_of(SELF), name), class_attribute(self._class, name), f"{name} of its class")
 
-    def _note(self, source: Source | None, value: Any, told: str) -> None:
-        for guard in () if source is None else guards_on(source, value, told):
+    def _note(self, source: Source | None, value: Any, display_name: str) -> None:
+        for guard in () if source is None else guards_on(source, value, display_name):
             self._guards.setdefault(guard)
 
     def _source(self, function: FunctionType, value: Value) -> Source | None:
@@ -113,8 +113,8 @@ def _owner_of(space: dict[str, Any]) -> str | None:
     )
 
 
-def guards_on(source: Source, value: Any, told: str) -> list[Guard]:
-    """Return guards on a plain value, or a short container of such, called `told`; none for any other."""
+def guards_on(source: Source, value: Any, display_name: str) -> list[Guard]:
+    """Return guards on a plain value, or a short container of such, called `display_name`; none for any other."""
     if constant(value) is None and type(value) is not float:
         return []  # no code of the user's is asked for the text of any other
-    return exactly(source, value, f"{told} is {value!r}")
+    return exactly(source, value, f"{display_name} is {value!r}")

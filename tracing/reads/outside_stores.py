@@ -12,7 +12,7 @@ from torch import nn
 from .bytecode import Read, Use, Value, Variable, is_class, uses_in
 from .reached_code import MISSING, class_attribute, held, is_outside, value_of
 
-__all__ = ["stored_outside", "told"]
+__all__ = ["display_name", "stored_outside"]
 
 _OWNERS = {"STORE_ATTR": -1, "DELETE_ATTR": -1, "STORE_SUBSCR": 1, "DELETE_SUBSCR": 0, "STORE_SLICE": 1}
 """What sets a part of something -> where that is among what it takes."""
@@ -44,15 +44,15 @@ def stored_outside(function: FunctionType, module: nn.Module) -> tuple[str, str]
     """Return what a function that a module's forward runs may set that is not the module's, and the line; or None."""
     for store in _stores(function.__code__):
         if _is_made_outside(store, function, module):
-            what = told(store.owner) + (f".{store.name}" if store.name else "")
+            what = display_name(store.owner) + (f".{store.name}" if store.name else "")
             return what, f"{Path(function.__code__.co_filename).name}:{store.line}"
     return None
 
 
-def told(value: Value) -> str:
+def display_name(value: Value) -> str:
     """Return what people call a value."""
     if isinstance(value, Read):
-        return f"{told(value.owner)}.{value.name}"
+        return f"{display_name(value.owner)}.{value.name}"
     return value.name if isinstance(value, Variable) else "its class"
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from .alone import alone
 from .changes import Change, Changes, Watch, is_repeatable
 from .compiled import compiles, eagerly, is_in_compiled
 from .example_calls import recording
-from .fallback import fallback_of, hold, misses_in, release
+from .fallback import attach, detach, fallback_of, misses_in
 from .generating import NO_STEP, calls_by_kind, calls_of_generate, generated_calls
 from .held_tensors import change_count, plain_tensors
-from .likeness import Alike, Cache, Described, Factors, Likeness
 from .output_check import disagreeing, expectations
 from .parameter_data import ParameterData
 from .preserve import AttributeState, Contents, ModelState, in_phase, preserved, restoring
@@ -22,11 +20,12 @@ from .random_effects import (
 from .rank_local import is_rank_local, is_trial_step, rank_local, trial_step
 from .record import Call, Computed, Recording, calls_intercepted, copy_inputs, record
 from .redirect import patching, redirect
+from .rewrite_lock import rewrite_lock
 from .scripted import make_registries_plain, plain_registries
+from .structural_hash import Cache, Described, Factors, HashLevel, StructuralHash
 
 __all__ = [
     "NO_STEP",
-    "Alike",
     "AttributeState",
     "Cache",
     "Call",
@@ -36,18 +35,20 @@ __all__ = [
     "Contents",
     "Described",
     "Factors",
-    "Likeness",
+    "HashLevel",
     "ModelState",
     "ParameterData",
     "Recording",
+    "StructuralHash",
     "Watch",
-    "alone",
+    "attach",
     "calls_by_kind",
     "calls_intercepted",
     "calls_of_generate",
     "change_count",
     "compiles",
     "copy_inputs",
+    "detach",
     "disagreeing",
     "eagerly",
     "expectations",
@@ -55,7 +56,6 @@ __all__ = [
     "function_uses_host_random",
     "generated_calls",
     "has_random_effects",
-    "hold",
     "in_phase",
     "is_in_compiled",
     "is_rank_local",
@@ -72,8 +72,8 @@ __all__ = [
     "record",
     "recording",
     "redirect",
-    "release",
     "restoring",
+    "rewrite_lock",
     "tree_uses_host_random",
     "trial_step",
 ]

@@ -29,7 +29,7 @@ from ..guards import Tally, require
 from ..values import ModelNames, has_attributes, map_leaves
 from .generating import CACHES
 
-__all__ = ["Fallback", "fallback_of", "hold", "misses_in", "release"]
+__all__ = ["Fallback", "attach", "detach", "fallback_of", "misses_in"]
 
 _ADD = "Add this call to example_inputs, or record it with fxopt.recording"
 _ADD_INNER = "Add a call of the model that leads to this one to example_inputs, or record it with fxopt.recording"
@@ -168,7 +168,7 @@ def fallback_of(module: nn.Module) -> Fallback | None:
     return module.__dict__.get(HANDLER)
 
 
-def release(names: ModelNames) -> None:
+def detach(names: ModelNames) -> None:
     """Hand a model over to its user: from now on its modules tell of calls that they have no graph for.
 
     Args:
@@ -181,7 +181,7 @@ def release(names: ModelNames) -> None:
             module.__dict__[HANDLER] = Fallback(name, warned, generates)
 
 
-def hold(model: nn.Module) -> None:
+def attach(model: nn.Module) -> None:
     """Take a model back from its user, to work on it; what its modules told so far is forgotten.
 
     Graphs of inactive modules go where they are not what these would run from any more.

@@ -19,10 +19,10 @@ from ...tracing.guards import SELF, Attribute, Guard, Truth, attribute_at
 from ...tracing.program import Program
 from ...tracing.values import TensorMeta
 from ..swap_kernels import Occurrence
+from .decompositions import WRITTEN_OUT, number_of
 from .judging import Judge, Judgement
 from .left_out import weights_left_out
 from .returned import readers_of
-from .spellings import WRITTEN_OUT, number_of
 
 __all__ = ["Attention"]
 

@@ -15,7 +15,7 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
-from ...tracing.recording import Alike, Likeness
+from ...tracing.recording import HashLevel, StructuralHash
 from .checks import check_dtype, check_words
 from .find import Part, Search
 from .leaf import in_autocast
@@ -62,7 +62,7 @@ class Autocast(Pass):
             check_words(self.keep, model)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        blocks, likeness = dict[str, list[Part]](), Likeness(Alike.TIMED)
+        blocks, likeness = dict[str, list[Part]](), StructuralHash(HashLevel.TIMED)
         for each in Search(program, self.keep, self.device).found():
             if isinstance(each, Part):
                 blocks.setdefault(_block(program, each.owner, likeness), []).append(each)
@@ -89,7 +89,7 @@ def _size(parts: Sequence[Part]) -> int:
     return sum(part.size for part in parts)
 
 
-def _block(program: Program, owner: str, likeness: Likeness) -> str:
+def _block(program: Program, owner: str, likeness: StructuralHash) -> str:
     """Return the outermost block around a module that others are like (a layer of a transformer), or the module.
 
     Blocks are decided on as one: what one of them gains is seen in timings, and the others follow.

@@ -1,7 +1,7 @@
 """Which operators gain in 16 bits, which need float32, and which follow what they are given.
 
 The first two lists are those of torch's own autocast on CUDA, which names more operators than that on CPU (operators of
-`torch.linalg`, `fft` and losses in other spellings stay in float32 because no list names them).
+`torch.linalg`, `fft` and losses in other decompositions stay in float32 because no list names them).
 """
 
 from __future__ import annotations

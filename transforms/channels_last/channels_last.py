@@ -32,7 +32,7 @@ class ChannelsLast(Pass):
     goal: ClassVar[Goal] = Goal.SPEED
     phase: ClassVar[Phase] = Phase.BOTH
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT
-    judges_itself: ClassVar[bool] = True  # what one convolution gains the next one needs: the whole model tells
+    profiles_itself: ClassVar[bool] = True  # what one convolution gains the next one needs: the whole model tells
     after: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_experts", "fuse_ensembles", "prune", "qat", "pack")
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:

@@ -16,7 +16,7 @@ from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
 from ...tracing.values import is_sharded
 from .flow import branching
-from .rehearsal import Rehearsal, rehearse
+from .trial_step import TrialStep, run_trial_step
 
 __all__ = ["Ddp"]
 
@@ -64,7 +64,7 @@ class Ddp(Pass):
                 raise UsageError(f"pass 'ddp': '{name}' has sparse gradients; make it with sparse=False")
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        seen = rehearse(program)
+        seen = run_trial_step(program)
         around = branching(program)
         search = around is not None if self.find_unused_parameters is None else self.find_unused_parameters
         yield from _unused(seen)
@@ -84,7 +84,7 @@ class Ddp(Pass):
         return model
 
 
-def _unused(seen: Rehearsal) -> Iterator[Refusal]:
+def _unused(seen: TrialStep) -> Iterator[Refusal]:
     """Yield one refusal for each module that has parameters without a gradient, and for each call that showed none."""
     for reason in seen.failed:
         yield Refusal(f"{reason}; so all parameters count as used, and all buffers are sent", "(root)")

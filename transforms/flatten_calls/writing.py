@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...compat import own_buffers, own_children, own_parameters
 from ...layers.packed import keep_narrow
-from ...layers.written_out import AsFound, Opened, asks_as_found, opened_by
+from ...layers.written_out import Opened, UnchangedGuard, asks_as_found, opened_by
 from ...passes.rewriting import lasting_guards, obstacle_at, writes
 from ...tracing.graphs import Capture, Region, Specialization, capture_of
 from ...tracing.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require
@@ -53,7 +53,7 @@ def flattened(program: Program, name: str, specialization: Specialization) -> Fl
     keep_narrow(writer.graph, exactly=True)
     writer.graph.eliminate_dead_code(is_impure_node=_stays)
     writer.note_computed(specialization.guards, "")
-    found = Call(AsFound(writer.opened_modules(), len(own_children(owner))), (SELF,))
+    found = Call(UnchangedGuard(writer.opened_modules(), len(own_children(owner))), (SELF,))
     mode = Guard(Attribute(SELF, "training"), Is(key_of(owner.training)), _CHANGED)
     own = [guard for guard in specialization.guards if not (_counts_children(guard, owner) or asks_as_found(guard))]
     guards = (*own, mode, *writer.guards, Guard(found, Is(key_of(True)), _CHANGED))

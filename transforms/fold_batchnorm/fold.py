@@ -45,7 +45,7 @@ class FoldBatchnorm(Pass):
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.SPEED
     phase: ClassVar[Phase] = Phase.EVAL
-    judges_itself: ClassVar[bool] = True  # one of many norms gains less than can be measured: the whole model tells
+    profiles_itself: ClassVar[bool] = True  # one of many norms gains less than can be measured: the whole model tells
     # In a fused ensemble the members' convolutions are one function call, with nothing left to fold into.
     before: ClassVar[tuple[str, ...]] = ("fuse_ensembles",)
 

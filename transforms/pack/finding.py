@@ -17,12 +17,12 @@ from ...passes.timing import last_level_bytes
 from ...tracing.graphs import Region
 from ...tracing.program import Program
 from ...tracing.values import qualified
-from .behind import Behind, behind
 from .checking import Check
+from .decompositions import spelled_at
+from .epilogue import Epilogue, find_epilogue
 from .interleaved import times_interleaved
 from .layers import Layer, layer_at
 from .reading import graphs_in
-from .spellings import spelled_at
 from .timing import LEAST, PACKED, TRANSPOSED, Calls, Gains, Times
 from .views import readers_in
 from .writing import ACTIVATION
@@ -56,14 +56,14 @@ class _Found:
     Attributes:
         owner, number: the graph.
         layer: the call.
-        behind: what is computed with it.
+        epilogue: what is computed with it.
         dtype: that it would be computed in.
     """
 
     owner: str
     number: int
     layer: Layer
-    behind: Behind
+    epilogue: Epilogue
     dtype: torch.dtype
 
     @property
@@ -73,7 +73,7 @@ class _Found:
 
     @property
     def kind(self) -> Hashable:
-        return self.layer.kind, self.behind.activation, self.behind.other is None, self.behind.joins
+        return self.layer.kind, self.epilogue.activation, self.epilogue.other is None, self.epilogue.joins
 
     @property
     def may_be_transposed(self) -> bool:
@@ -85,7 +85,7 @@ class _Found:
         return self.dtype is torch.float32 and self.layer.rows_given > 1
 
     def packed(self, *, transposed: bool = False) -> Packed:
-        return self.layer.packed(self.behind.activation, self.dtype, self.behind.joins, transposed=transposed)
+        return self.layer.packed(self.epilogue.activation, self.dtype, self.epilogue.joins, transposed=transposed)
 
 
 def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Site | Refusal]:
@@ -129,7 +129,7 @@ def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_Found]
     for owner, number, graph in graphs_in(program):
         if not isinstance(program.module(owner), Region):
             place = Place(program, owner)
-            within = {node for each in graphs.get((owner, number), ()) for node in each.behind.inside}
+            within = {node for each in graphs.get((owner, number), ()) for node in each.epilogue.inside}
             nodes = [node for node in graph.nodes if node not in within and spelled_at(place, node) is not None]
             found[owner, number] = nodes
             taken |= {qualified(owner, str(node.target)) for node in (*within, *nodes) if node.op == "call_module"}
@@ -151,7 +151,7 @@ def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) ->
 
 def _laid_channels_last(group: Sequence[_Found]) -> set[fx.Node]:
     """Return the nodes of convolutions, and what is computed with them: these results will lie channels last."""
-    return {node for found in group if found.layer.geometry for node in found.behind.inside}
+    return {node for found in group if found.layer.geometry for node in found.epilogue.inside}
 
 
 def _site(program: Program, place: tuple[str, int], group: Sequence[_Found], other: Nodes, gains: Gains) -> Site:
@@ -191,7 +191,7 @@ def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refus
 def _candidate(
     program: Program, owner: str, number: int, layer: Layer, dtype: torch.dtype, *, in_region: bool
 ) -> _Found | Refusal:
-    found = _Found(owner, number, layer, behind(Place(program, owner), layer), dtype)
+    found = _Found(owner, number, layer, find_epilogue(Place(program, owner), layer), dtype)
     reason = layer.objection
     if in_region:
         reason = "it is called in a region that does not own it"
@@ -259,6 +259,6 @@ def _calls(program: Program, alike: Sequence[_Found], *, transposed: bool = Fals
     shape, channels = first.layer.given or (), 0 if geometry is None else tensors[0][0].shape[1] * geometry.groups
     shape = (rows, *shape[-1:]) if rows else shape
     lies_last = len(shape) in (4, 5) and channels > _COLOURS
-    layer, adds = first.layer, first.behind.other is not None
+    layer, adds = first.layer, first.epilogue.other is not None
     check = Check(packed, *tensors[0], adds, layer.outputs, layer.rows, layer.terms)
     return Calls(shape, packed.plainly, packed, tensors, check, lies_last, geometry is not None)

@@ -45,7 +45,7 @@ class Pack(Pass):
     goal: ClassVar[Goal] = Goal.SPEED
     phase: ClassVar[Phase] = Phase.EVAL
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
-    judges_itself: ClassVar[bool] = True
+    profiles_itself: ClassVar[bool] = True
     after: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_experts", "fuse_ensembles", "swap_kernels")
     destroys: ClassVar[Mapping[str, str]] = dict.fromkeys(("prune", "quantize", "qat", "autocast"), _BEFORE)
     destroys_later: ClassVar[bool] = True

@@ -13,9 +13,9 @@ from ...layers.written_out import hold_written_out
 from ...passes.rewriting import Edit, Place
 from ...passes.sites import Site
 from ...tracing.guards import Guard, Truth, attribute_at
-from .behind import behind
+from .decompositions import spelled_at
+from .epilogue import find_epilogue
 from .layers import Layer, layer_at
-from .spellings import spelled_at
 
 __all__ = ["ACTIVATION", "lay_out_readers", "seal_modules", "write"]
 
@@ -45,7 +45,7 @@ def _write(site: Site, edit: Edit, label: str, dtype: torch.dtype) -> bool:
     if layer is None or layer.objection:
         return False
     transposed = label in (site.data or {}).get("transposed", ())
-    found = behind(Place(edit.program, site.owner), layer)
+    found = find_epilogue(Place(edit.program, site.owner), layer)
     if found.modes:
         edit.hold_where([Guard(attribute_at(mode), Truth(False), _DROPS) for mode in found.modes])
     around = [each for each in (layer.pad, *found.inside[1:]) if each is not None]

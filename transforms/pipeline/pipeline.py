@@ -16,9 +16,9 @@ from .costs import Cost
 from .layout import Layout
 from .module import PipelineModule, Schedule
 from .norms import check_norms
-from .rehearsal import rehearse
 from .routes import other_routes
 from .search import find_stages
+from .trial_step import run_trial_step
 
 __all__ = ["Pipeline"]
 
@@ -73,7 +73,7 @@ class Pipeline(Pass):
         layouts = [Layout.of(program.model, route) for route in routes]
         for number, call in enumerate(program.whole_calls):
             try:
-                rehearse(program.model, layouts, call, training=program.training)
+                run_trial_step(program.model, layouts, call, training=program.training)
             except GuardError as error:
                 if number == 0:
                     raise MatchFailure(str(error)) from error

@@ -51,7 +51,7 @@ class Quantize(Pass, Settings):
     includes: ClassVar[tuple[str, ...]] = ("sparse_message_passing", "flatten_calls", "pack")  # for what it leaves
     phase: ClassVar[Phase] = Phase.EVAL
     trainable: ClassVar[bool] = False
-    judges_itself: ClassVar[bool] = True
+    profiles_itself: ClassVar[bool] = True
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # what is replaced is in its place there, too
     destroys: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("prune", "fuse_ensembles", "fold_batchnorm", "qat"), "it works on the weights as they were"),
@@ -66,7 +66,7 @@ class Quantize(Pass, Settings):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "goal", Goal.SIZE if self.aim == "size" else Goal.SPEED)
-        object.__setattr__(self, "judges_itself", self.scheme != "int8_static")
+        object.__setattr__(self, "profiles_itself", self.scheme != "int8_static")
         if self.scheme == "int8_static":  # it folds norms into what it quantizes, and leaves the rest as they were
             object.__setattr__(self, "includes", ("fold_batchnorm", *self.includes))
             rest = {name: why for name, why in self.destroys.items() if name != "fold_batchnorm"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .decompositions import is_cast, spelled, tensor, through
 from .occurrences import Occurrence
-from .spelled import is_cast, spelled, tensor, through
 from .swap import SwapKernels
 
 __all__ = ["Occurrence", "SwapKernels", "is_cast", "spelled", "tensor", "through"]

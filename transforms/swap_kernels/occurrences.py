@@ -20,7 +20,7 @@ from ...tracing.graphs import Specialization, required_capture
 from ...tracing.guards import Guard, Method, Truth
 from ...tracing.program import Program
 from ...tracing.values import TensorMeta, meta_of
-from .spelled import is_cast, uncast
+from .decompositions import is_cast, uncast
 
 __all__ = ["Occurrence"]
 

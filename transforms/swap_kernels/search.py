@@ -15,8 +15,8 @@ from ...tracing.graphs import Specialization, capture_of
 from ...tracing.guards import SELF, Argument, Attribute, Guard, is_switch
 from ...tracing.program import Program
 from ...tracing.values import user_class
+from .decompositions import Spelled, spelled, uncast
 from .occurrences import Occurrence
-from .spelled import Spelled, spelled, uncast
 
 __all__ = ["occurrence"]
 
@@ -53,14 +53,14 @@ def _spelled(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Ite
 
 
 def _ending_in(kernel: Kernel, operator: str | None) -> Sequence[Spelled]:
-    """Return the spellings whose result an operator computes; all, if that is not known."""
+    """Return the decompositions whose result an operator computes; all, if that is not known."""
     return _by_operator(kernel)[None] if operator is None else _by_operator(kernel).get(operator, ())
 
 
 @cache
 def _by_operator(kernel: Kernel) -> Mapping[str | None, Sequence[Spelled]]:
     found: dict[str | None, list[Spelled]] = {None: []}
-    for known in map(spelled, kernel.spellings):
+    for known in map(spelled, kernel.decompositions):
         found[None].append(known)
         found.setdefault(known.operator, []).append(known)
     return found
@@ -77,7 +77,7 @@ def _led_into(last: Occurrence, kernel: Kernel) -> Iterator[Occurrence]:
     """Yield the same with what its operand is computed by: that is the second result."""
     place, second = Place(last.program, last.owner), last.found.names["x"]
     names = {name: node for name, node in last.found.names.items() if name != "x"}
-    for spelling in kernel.spellings:
+    for spelling in kernel.decompositions:
         known = spelled(spelling)
         for found in known.pattern.fits(second, place, Found()):
             values = {**last.found.values, **found.values}

@@ -15,10 +15,10 @@ from ...passes.contract import Pass, check_option_types
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
+from .decompositions import is_cast
 from .known import kernels_named
 from .occurrences import Occurrence
 from .search import occurrence
-from .spelled import is_cast
 
 __all__ = ["SwapKernels"]
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from .batch_verifier import BatchVerifier
+from .final_check import FinalCheck
 from .finishing import finished
-from .handed_over import HandedOver
 from .memory import measured_memory, memory_figures
 from .sizes import with_other_sizes
 from .timed import WholeModel
-from .together import Together
 
-__all__ = ["HandedOver", "Together", "WholeModel", "finished", "measured_memory", "memory_figures", "with_other_sizes"]
+__all__ = [
+    "BatchVerifier",
+    "FinalCheck",
+    "WholeModel",
+    "finished",
+    "measured_memory",
+    "memory_figures",
+    "with_other_sizes",
+]

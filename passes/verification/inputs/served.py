@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ....tracing.values import Arguments
+from ..execution import Outcome
 from ..float64 import Table
-from ..trial import Run
 from .derived import longer, many_rows, not_finite, other_rows
 from .noise import perturbed_inputs
 from .unlike import elsewhere, far_from_zero, halves, no_rows, small
@@ -38,7 +38,7 @@ class ServedCall:
 
     arguments: Arguments
     asked: Asked = Asked.SAME
-    exact: Run | None = None
+    exact: Outcome | None = None
 
 
 def served_calls(

@@ -10,12 +10,12 @@ from ....errors import FxoptError
 from ....tracing.values import flatten
 from ..compare import Tolerance, deviation, scale_of
 from ..demands import check_form, check_same_quantities, check_structure, largest_gap
+from ..execution import Arguments, Outcome
 from ..reference import Reference
 from ..reference_runs import ReferenceRuns
 from ..samples import Use, Used, run_in_use
 from ..tolerances import Measured, Tolerances
 from ..translation import Objection, Quantities, Translation, is_gradient, quantities
-from ..trial import Arguments, Run
 
 __all__ = ["check_no_new_draws", "check_uses"]
 
@@ -29,7 +29,7 @@ Alike = Callable[[Arguments, Quantities, Quantities, Tolerances, str], None]
 """Compares two runs in the module's own types, of which each may err."""
 
 
-def check_no_new_draws(reference: Reference, runs: ReferenceRuns, before: Run, after: Run) -> None:
+def check_no_new_draws(reference: Reference, runs: ReferenceRuns, before: Outcome, after: Outcome) -> None:
     """Object to random numbers that are drawn, or seeds that are set, where the original did neither."""
     if not reference.random and (runs.random or not before.random_state.equal(after.random_state)):
         raise Objection("random numbers are drawn, or their seed is set, where the original did neither")
@@ -51,7 +51,7 @@ def check_uses(
             _compare(used, after, translation, tolerances, alike)
 
 
-def _run(used: Used, runs: ReferenceRuns, translation: Translation) -> Run | None:
+def _run(used: Used, runs: ReferenceRuns, translation: Translation) -> Outcome | None:
     actual = translation.after.state
     try:
         return run_in_use(runs, used.use, used.calls, actual, translation.stand_ins(used.state))
@@ -61,7 +61,7 @@ def _run(used: Used, runs: ReferenceRuns, translation: Translation) -> Run | Non
         raise Objection(f"the rewritten module raises {type(error).__name__}: {error} ({used.use.value})") from error
 
 
-def _compare(used: Used, after: Run, translation: Translation, tolerances: Tolerances, alike: Alike) -> None:
+def _compare(used: Used, after: Outcome, translation: Translation, tolerances: Tolerances, alike: Alike) -> None:
     where, before = f"({used.use.value})", translation.quantities(used.run, used.state)
     found = quantities(after, after.parameter_gradients, after.buffers)
     check_structure(used.run, after)

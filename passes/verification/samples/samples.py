@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ....tracing.values import Arguments
-from ..trial import Run
+from ..execution import Outcome
 
 __all__ = ["Data", "Sample", "Sizes"]
 
@@ -65,5 +65,5 @@ class Sample:
     data: Data
     arguments: Arguments
     state: Mapping[str, Tensor]
-    exact: Run
-    native: Run | None = None
+    exact: Outcome
+    native: Outcome | None = None

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ....tracing.values import Arguments
+from ..execution import Outcome
 from ..inputs import perturbed_inputs, perturbed_state
 from ..reference_runs import ReferenceRuns
-from ..trial import Run
 
 __all__ = ["Calls", "Use", "Used", "run_in_use", "taken_uses"]
 
@@ -45,13 +45,13 @@ class Used:
     use: Use
     calls: Calls
     state: Mapping[str, Tensor]
-    run: Run
-    exact: Run | None = None
+    run: Outcome
+    exact: Outcome | None = None
 
 
 def run_in_use(
     runs: ReferenceRuns, use: Use, calls: Calls, state: Mapping[str, Tensor], stepped: Mapping[str, Tensor]
-) -> Run:
+) -> Outcome:
     """Run a module in a use.
 
     Args:
@@ -90,9 +90,9 @@ def _stepped(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
 
 def _sensible(runs: ReferenceRuns) -> list[Use]:
     """Return the uses that tell something of a module: those of gradients and float64 need these."""
-    is_trained = runs.gradients and runs.of_inputs and runs.wide is not None and bool(runs.stage.parameters)
+    is_trained = runs.gradients and runs.of_inputs and runs.wide is not None and bool(runs.harness.parameters)
     return [
         *([Use.DOUBLE] if runs.wide is torch.float64 else []),
         *([Use.FROZEN] if is_trained else []),
-        *([Use.STEPPED] if runs.stage.parameters else []),
+        *([Use.STEPPED] if runs.harness.parameters else []),
     ]

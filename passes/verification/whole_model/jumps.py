@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..compare import Tolerance, deviation, scale_of
+from ..execution import differentiable
 from ..tolerances import beside_neighbours
 from ..translation import Quantities, is_gradient
-from ..trial import differentiable
 
 __all__ = ["JUMP_UNITS", "Jumps", "are_far_off"]
 

@@ -25,12 +25,12 @@ from ..demands import (
     largest_gap,
     results_in,
 )
+from ..execution import Execution, Kept, Outcome
 from ..inputs import few_rows, jittered, many_rows, smaller
+from ..module_harness import ModuleHarness
 from ..reference import Reference, reference
-from ..stage import Stage
 from ..tolerances import beside_neighbours, is_drowned, learn_response, within
 from ..translation import MapState, Objection, Quantities, Translation, quantities
-from ..trial import Kept, Run, Trial
 from ..verify import verify
 from .jumps import JUMP_UNITS, Jumps, are_far_off
 from .own_tensors import leaves_tensors, own_tensors, written_parameter
@@ -60,7 +60,7 @@ class _Sample:
     """
 
     arguments: Arguments
-    run: Run
+    run: Outcome
     is_given: bool
     gradients: bool = True
 
@@ -87,7 +87,7 @@ class Original:
     gradients: bool = False
     seed: int = 0
     is_usual: bool = True
-    _stage: Stage = field(init=False)
+    _stage: ModuleHarness = field(init=False)
     _is_random: bool = field(default=False, init=False)
     _is_sure: bool = field(default=True, init=False)
     _has_drawn: bool = field(default=False, init=False)
@@ -95,10 +95,12 @@ class Original:
     _larger: list[_Sample] | None = field(default=None, init=False)
     _many: list[_Sample] | None = field(default=None, init=False)
     _exact: dict[tuple[int, bool], Reference] = field(default_factory=dict[tuple[int, bool], Reference], init=False)
-    _kept: dict[int, tuple[Stage, Kept]] = field(default_factory=dict[int, "tuple[Stage, Kept]"], init=False)
+    _kept: dict[int, tuple[ModuleHarness, Kept]] = field(
+        default_factory=dict[int, "tuple[ModuleHarness, Kept]"], init=False
+    )
 
     def __post_init__(self) -> None:
-        self._stage = Stage(self.model)
+        self._stage = ModuleHarness(self.model)
         self._is_random = True
         if self.is_usual:
             self._samples = self._given()
@@ -122,7 +124,7 @@ class Original:
                     return [_Sample(call, self._run_original(call), False)]
         return []
 
-    def _run_original(self, arguments: Arguments) -> Run:
+    def _run_original(self, arguments: Arguments) -> Outcome:
         """Run the original; the first run tells whether it draws random numbers."""
         run = self._run(self._stage, arguments)
         self._is_random = self._has_drawn
@@ -148,12 +150,17 @@ class Original:
         return self._many
 
     def _run(
-        self, stage: Stage, arguments: Arguments, state: Mapping[str, Tensor] | None = None, *, gradients: bool = True
-    ) -> Run:
+        self,
+        harness: ModuleHarness,
+        arguments: Arguments,
+        state: Mapping[str, Tensor] | None = None,
+        *,
+        gradients: bool = True,
+    ) -> Outcome:
         with self._drawing() as steady:
-            kept = self._kept.setdefault(id(stage), (stage, {}))[1]  # what code derives from weights is made once
-            trial = Trial(stage, self.training, self.gradients and gradients, False, self.seed, kept=kept)
-            run = trial.run(arguments, state or stage.state)
+            kept = self._kept.setdefault(id(harness), (harness, {}))[1]  # what code derives from weights is made once
+            trial = Execution(harness, self.training, self.gradients and gradients, False, self.seed, kept=kept)
+            run = trial.run(arguments, state or harness.state)
         self._is_sure = self._is_sure and getattr(steady, "is_sure", True)
         self._has_drawn = self._has_drawn or getattr(steady, "has_drawn", False)
         return run
@@ -185,7 +192,7 @@ class Original:
             only_runs: the function changes by design: the model need only run, and keep the form of its results.
             keeps_form: whether it must keep that.
         """
-        after = Stage(model)
+        after = ModuleHarness(model)
         self._kept = {number: kept for number, kept in self._kept.items() if kept[0] is self._stage}
         with own_tensors(after) if self._only_computes else nullcontext(Kept()) as kept:
             self._kept[id(after)] = after, kept
@@ -202,7 +209,7 @@ class Original:
         return leaves_tensors(self._stage, self._kept[id(self._stage)][1], [each.run.buffers for each in self._samples])
 
     def _verdict(
-        self, after: Stage, map_state: MapState, budget: float | None, *, only_runs: bool, keeps_form: bool
+        self, after: ModuleHarness, map_state: MapState, budget: float | None, *, only_runs: bool, keeps_form: bool
     ) -> Verdict:
         try:
             translation = Translation(self._as_reference(), after, map_state)
@@ -226,7 +233,7 @@ class Original:
         state = {name: tensor.detach() for name, tensor in self._stage.state.items()}
         return Reference((), state, frozenset(self._stage.plain), self.training, self.gradients, self.seed)
 
-    def _running(self, after: Stage, translation: Translation, keeps_form: bool) -> Verdict:
+    def _running(self, after: ModuleHarness, translation: Translation, keeps_form: bool) -> Verdict:
         """Return that the model runs, and that its results keep their form."""
         given = [] if any(sample.is_given for sample in self._samples) else self._larger_ones()
         for sample in (*self._samples, *given):
@@ -237,7 +244,7 @@ class Original:
                 check_form(results_in(before), quantities(run, {}, {}))
         return Verdict(True, "", checked_in="its own types")
 
-    def _run_rewritten(self, after: Stage, sample: _Sample) -> Run | None:
+    def _run_rewritten(self, after: ModuleHarness, sample: _Sample) -> Outcome | None:
         """Run the rewritten model; None where it says that it does not take a call that is no example."""
         try:
             return self._run(after, sample.arguments, gradients=sample.gradients)
@@ -247,7 +254,9 @@ class Original:
             where = "" if sample.is_given else " with another batch size"
             raise Objection(f"the model raises {type(error).__name__}{where}: {error}") from error
 
-    def _compared(self, sample: _Sample, after: Stage, translation: Translation, budget: float | None) -> float | None:
+    def _compared(
+        self, sample: _Sample, after: ModuleHarness, translation: Translation, budget: float | None
+    ) -> float | None:
         """Return how far the model is from the original on one call; None where that tells nothing of its graphs."""
         run = self._run_rewritten(after, sample)
         if run is None:
@@ -295,7 +304,7 @@ class Original:
         return largest_gap(before, found, within(before, budget, responses), where)
 
     def _seen_in_few_rows(
-        self, sample: _Sample, after: Stage, translation: Translation, before: Quantities, found: Quantities
+        self, sample: _Sample, after: ModuleHarness, translation: Translation, before: Quantities, found: Quantities
     ) -> float | None:
         """Return how far two runs are apart of which a few rows tell enough; None where all rows have to be looked at.
 

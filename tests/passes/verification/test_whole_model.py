@@ -11,7 +11,7 @@ from fxopt.operators import derived
 from fxopt.passes.verification import Original, demands, tolerances
 from fxopt.passes.verification.whole_model import original
 from fxopt.tracing.graphs import drop_specializations
-from fxopt.tracing.recording import hold
+from fxopt.tracing.recording import attach
 from fxopt.tracing.values import Inputs
 
 SEEN: list[Tensor] = []
@@ -158,7 +158,7 @@ def test_full_size_calls_are_made_where_a_graph_is_for_the_mode(with_graph_in_tr
     captured = OfTwoModes().eval()
     captured.load_state_dict(model.state_dict())
     captured = fxopt.capture(captured, example).model
-    hold(captured)  # as while it is worked on
+    attach(captured)  # as while it is worked on
     if not with_graph_in_training:
         drop_specializations(captured, lambda graph: graph.runs_in_mode(captured, flipped=True), "as passes do")
     SEEN.clear()

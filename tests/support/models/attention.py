@@ -1,4 +1,4 @@
-"""Attention that forwards write out, in many spellings."""
+"""Attention that forwards write out, in many decompositions."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.recording import misses_in, release
+from fxopt.tracing.recording import detach, misses_in
 from fxopt.tracing.values import ModelNames
 
 X, X2 = torch.arange(1.0, 13.0).reshape(3, 4), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -265,7 +265,7 @@ def test_the_same_is_left_behind_after_every_call(kind):
 def test_once_handed_over_too(kind):
     model = kind()
     fast = capture_program(copy.deepcopy(model), (X,)).model
-    release(ModelNames(fast))
+    detach(ModelNames(fast))
     assert_alike(fast, model)
     assert_alike(fast, model)
 
@@ -418,7 +418,7 @@ def test_parameters_are_not_assigned():
 def test_a_counter_that_decides_nothing_misses_each_time():
     model = nn.Sequential(Counter())
     fast = capture_program(copy.deepcopy(model), (X,)).model
-    release(ModelNames(fast))
+    detach(ModelNames(fast))
     for _ in range(10):
         assert torch.equal(fast(X), model(X))
     assert fast[0].calls == model[0].calls

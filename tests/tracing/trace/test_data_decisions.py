@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.recording import misses_in, release
+from fxopt.tracing.recording import detach, misses_in
 from fxopt.tracing.values import ModelNames
 
 X = torch.arange(1.0, 13.0).reshape(3, 4)
@@ -246,7 +246,7 @@ def test_lengths_of_tensors_are_values(agree, misses):
 def test_where_most_calls_miss_the_graph_is_dropped():
     model = model_of(decides)
     fast = capture_program(copy.deepcopy(model), (X,)).model
-    release(ModelNames(fast))
+    detach(ModelNames(fast))
     for _ in range(40):
         assert torch.equal(fast(-X), model(-X))
     assert torch.equal(fast(X), model(X))
@@ -258,7 +258,7 @@ def test_where_most_calls_miss_the_graph_is_dropped():
 def test_where_few_calls_miss_the_graph_stays():
     model = model_of(decides)
     fast = capture_program(copy.deepcopy(model), (X,)).model
-    release(ModelNames(fast))
+    detach(ModelNames(fast))
     for number in range(100):
         x = X if number % 3 else -X
         assert torch.equal(fast(x), model(x))

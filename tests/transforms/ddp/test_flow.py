@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.transforms.ddp.flow import branching
-from fxopt.transforms.ddp.rehearsal import rehearse
+from fxopt.transforms.ddp.trial_step import run_trial_step
 
 
 class Dropping(nn.Module):
@@ -52,13 +52,13 @@ def test_dropout_is_no_branch() -> None:
 def test_what_a_step_reaches_and_writes() -> None:
     program = fxopt.capture(Counting(), torch.randn(3, 4))
     before = {name: tensor.clone() for name, tensor in program.model.state_dict().items()}
-    seen = rehearse(program)
+    seen = run_trial_step(program)
     assert seen.unused == ("unread.weight", "unread.bias")
     assert seen.written == ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
     assert all(torch.equal(tensor, before[name]) for name, tensor in program.model.state_dict().items())
 
 
 def test_an_example_that_does_not_train_says_nothing() -> None:
-    seen = rehearse(fxopt.capture(Counting().eval(), torch.randn(1, 4)))
+    seen = run_trial_step(fxopt.capture(Counting().eval(), torch.randn(1, 4)))
     assert seen.unused == ()
     assert len(seen.written) == 4

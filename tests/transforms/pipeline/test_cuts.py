@@ -18,8 +18,8 @@ from fxopt.transforms.pipeline import Pipeline
 from fxopt.transforms.pipeline.cuts import BALANCE, Line, Stages
 from fxopt.transforms.pipeline.layout import Layout
 from fxopt.transforms.pipeline.opening import why_closed
-from fxopt.transforms.pipeline.rehearsal import rehearse
 from fxopt.transforms.pipeline.search import Found, find_stages
+from fxopt.transforms.pipeline.trial_step import run_trial_step
 
 
 def line(costs: list[float], crossing: list[int | None]) -> Line:
@@ -119,7 +119,7 @@ def test_what_crosses():
     assert {"getattr_1", "getattr_2"} <= plain & second & third, "sizes"
     repeated = {node.name for node in layout.repeated}
     assert {"float_1", "unsqueeze"} <= repeated, "what hangs on inputs alone is computed where it is needed"
-    rehearse(model, [layout], fxopt.Inputs(*example()), training=True)
+    run_trial_step(model, [layout], fxopt.Inputs(*example()), training=True)
 
 
 def test_no_cut_between_a_value_and_a_write_into_it():
@@ -149,7 +149,7 @@ def test_rows_that_depend_on_each_other():
     x = torch.randn(4, 4)
     found, model = found_for(Centred(), x, 2)
     with pytest.raises(MatchFailure, match="the rows of a batch depend on each other: of two halves output 0"):
-        rehearse(model, [Layout.of(model, found.data())], fxopt.Inputs(x), training=True)
+        run_trial_step(model, [Layout.of(model, found.data())], fxopt.Inputs(x), training=True)
 
 
 def test_measured_times_balance_as_well():

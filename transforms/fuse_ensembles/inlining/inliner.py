@@ -14,7 +14,7 @@ from ....passes.rewriting import obstacle_to_inlining, unmet_guards, writes
 from ....tracing.graphs import Capture, Specialization, capture_of
 from ....tracing.guards import Argument, Guard
 from ....tracing.program import Program
-from ....tracing.recording import Likeness
+from ....tracing.recording import StructuralHash
 from ....tracing.values import map_leaves
 from .batchable_modules import module_operator
 from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, specialization_of_call
@@ -36,7 +36,7 @@ class InlinedGraphs:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._likeness = program.analyses[Likeness]
+        self._likeness = program.analyses[StructuralHash]
         self._owners: dict[tuple[str, int, bool], InlinedGraph] = {}
         self._known: dict[tuple[int, fx.Graph, bool, bool], InlinedGraph] = {}
         self.ways: dict[tuple[int, int, bool, bool] | None, _Way] = {}  # positions of arguments for what is received

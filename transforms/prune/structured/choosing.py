@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....errors import BudgetError
-from ..coupling import Group
+from ..dependency_groups import Group
 from ..settings import Settings
 from .sites import Chosen
 

@@ -14,7 +14,7 @@ from ....errors import BudgetError
 from ....operators import counted_flops
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
-from ....passes.state import copied_module, twin
+from ....passes.state import copied_module, shallow_clone
 from ....passes.timing import runner, time_candidates
 from ....tracing.program import Program, deactivate
 from ....tracing.values import tensors_by_name
@@ -87,7 +87,7 @@ def shapes_left(model: nn.Module, chosen: Sequence[Chosen]) -> dict[str, list[in
 
 def _operations(program: Program) -> Callable[[nn.Module], float]:
     """Return what counts a model's floating-point operations: without data, where its code does not look into any."""
-    model = twin(program.model).eval()
+    model = shallow_clone(program.model).eval()
     try:
         with fake_tensors():
             _counted(model, program)
@@ -110,7 +110,7 @@ def _counted(model: nn.Module, program: Program) -> float:
 
 def _share_of_time(program: Program) -> Callable[[nn.Module], float]:
     """Return what says what a call takes, as a share of what one of the whole model takes; both are timed in turn."""
-    baseline = twin(program.model)
+    baseline = shallow_clone(program.model)
 
     def share(pruned: nn.Module) -> float:
         for model in (baseline, pruned):
@@ -151,7 +151,7 @@ def _shown(error: Exception) -> str:
 
 def _pruned(program: Program, chosen: Sequence[Chosen]) -> nn.Module:
     """Return a copy of the model in which the units are gone."""
-    copied = Program(twin(program.model), program.inputs, dict(program.opaque), training=program.training)
+    copied = Program(shallow_clone(program.model), program.inputs, dict(program.opaque), training=program.training)
     for site in sites_of(program, chosen):
         there = Site.from_json(copied, site.to_json())
         edit = Edit(copied, there, "prune")

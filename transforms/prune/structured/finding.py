@@ -13,13 +13,13 @@ from ....passes.contract import word_for
 from ....passes.sites import Refusal, Site
 from ....tracing.graphs import Capture
 from ....tracing.program import Program
-from ..coupling import Group, Refused, coupling
+from ..dependency_groups import Group, Refused, coupling
 from ..settings import Settings
 from .choosing import choose, chosen_for_target
 from .costs import Cost, DoesNotRun, cost_of
+from .display_names import display_name
 from .scores import NoScores, scores_of
 from .sites import Chosen, sites_of
-from .telling import told
 
 __all__ = ["find"]
 
@@ -39,7 +39,7 @@ def find(program: Program, wanted: Settings) -> Iterator[Site | Refusal]:
     chosen, cost, failing = _chosen(program, scored, wanted)
     yield from _refusals((*unscored, *failing))
     if chosen:
-        yield from told(program.model, chosen, list(sites_of(program, chosen)), wanted, cost)
+        yield from display_name(program.model, chosen, list(sites_of(program, chosen)), wanted, cost)
 
 
 def _chosen(

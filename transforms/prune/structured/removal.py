@@ -13,7 +13,7 @@ from ....layers.resized import KeptExperts
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
 from ....passes.state import Select
-from ..coupling import ResizedAttention
+from ..dependency_groups import ResizedAttention
 
 __all__ = ["remove"]
 

@@ -14,7 +14,7 @@ from ....passes.state import copied_module
 from ....tracing.program import Program
 from ....tracing.values import Inputs, flatten, tensors_by_name
 from ..checks import check_score
-from ..coupling import Cut, Group, choices_of
+from ..dependency_groups import Cut, Group, choices_of
 from ..settings import Settings
 
 __all__ = ["NoScores", "scores_of"]

@@ -13,7 +13,7 @@ from ....compat import modules_by_name
 from ....passes.sites import Site
 from ....tracing.program import Program
 from ....tracing.values import tensors_by_name
-from ..coupling import Group
+from ..dependency_groups import Group
 
 __all__ = ["Chosen", "kept_indices", "sites_of"]
 

@@ -13,7 +13,7 @@ from ....passes.sites import Site
 from ....tracing.guards import Attribute, Call, Guard, Lacks, Source, Truth, exactly, key_of, module_at, of_class
 from ....tracing.values import user_class
 
-__all__ = ["as_found", "members"]
+__all__ = ["members", "unchanged_guards"]
 
 _READ = {"layer": (), "norm": ("eps",), "relu": ()}
 """Which settings count, by what a module is in a chain; of operations between layers all do."""
@@ -25,7 +25,7 @@ def members(site: Site, edit: Edit) -> dict[str, str]:
     return {str(node.target): label.partition(".")[0] for label, node in nodes.items() if node.op == "call_module"}
 
 
-def as_found(owner: nn.Module, called: Mapping[str, str]) -> list[Guard]:
+def unchanged_guards(owner: nn.Module, called: Mapping[str, str]) -> list[Guard]:
     """Return guards on what a chain stands on: with hooks, other modules or settings the module's own forward runs.
 
     Args:

@@ -32,7 +32,7 @@ from ...fold_batchnorm.parts import layer_at
 from ..linears import CONVOLUTIONS
 from ..replacing import instead_of, put
 from .candidates import is_candidate, objection
-from .members import as_found, members
+from .members import members, unchanged_guards
 from .pools import pooling_of
 
 __all__ = ["rewrite"]
@@ -66,7 +66,7 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
             _pass_numbers(edit.graph_node(label), edit)
         if label.startswith("view."):
             _loosened(edit.graph_node(label), edit)
-    edit.hold_where(as_found(edit.owner, called))
+    edit.hold_where(unchanged_guards(edit.owner, called))
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxopt.transforms.prune import structured
-from fxopt.transforms.prune.coupling import Attribute, Coupling, Cut, Group, Norm, Number, Refused
+from fxopt.transforms.prune.dependency_groups import Attribute, Coupling, Cut, Group, Norm, Number, Refused
 
 
 def units(size: int, repeated: int = 1) -> tuple[int, ...]:

@@ -1,0 +1,256 @@
+"""Compare the model as it is handed over with the original one, and undo the rewrites that make it another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ....errors import BudgetError, MatchFailure, PassError
+from ....tracing.program import deactivate
+from ....tracing.values import tensors_by_name
+from ...contract import Pass
+from ...sites import Numerics, Phase
+from ...state import copied_module, shallow_clone
+from ...verification import Original, modes_to_check
+from ..history import History, Rewrite
+from ..tuner import Tuner
+from .references import with_references
+
+__all__ = ["FinalCheck"]
+
+_LEAST_SECONDS = 2.0
+"""So long what is wrong is looked for, however short the time budget is."""
+
+
+@dataclass
+class FinalCheck:
+    """Compare, and undo by halving.
+
+    Attributes:
+        tuner: has rewritten the model.
+        history: what was rewritten.
+        model: the user's own; only copies of it run.
+        seed: of random gradients.
+    """
+
+    tuner: Tuner
+    history: History
+    model: nn.Module
+    seed: int = 0
+    _all: list[Rewrite] = field(init=False)
+    _until: float = field(default=math.inf, init=False)
+    _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
+    _twins: dict[int, nn.Module] = field(init=False)
+    _originals: dict[tuple[int, bool | None, bool], Original | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._all = list(self.history.rewrites)
+        self._models, self._twins, self._originals = {}, {}, {}
+
+    def undo_what_is_wrong(self) -> bool:
+        """Compare, and undo what makes the model another; return whether anything was undone."""
+        count, budget = len(self._all), self.tuner.budget
+        self._until, once = budget.spent + max(budget.seconds, _LEAST_SECONDS), True
+        while self.history.rewrites and (reason := self._objection()):
+            if self._put_weights_back() and once:
+                once = False  # a rewrite that writes to weights is wrong, however often they are put back
+                continue
+            if not all(original.repeats() for original in self._originals.values() if original is not None):
+                break  # it tells nothing that the model differs from one that differs from itself
+            self._undo(reason)
+        return len(self.history.rewrites) < count
+
+    def _objection(self) -> str:
+        """Return what is wrong with the model as it stands, or ""."""
+        with self.tuner.budget.spending():
+            return self._compared()
+
+    def _compared(self) -> str:
+        rewrites, program = self.history.rewrites, self.tuner.program
+        deactivate(program.names.distinct)
+        map_state, budget = self.history.state_map().forward, _budget(rewrites)
+        model, keeps_form = self._to_be_equal_to(rewrites), all(rewrite.pass_.keeps_form for rewrite in rewrites)
+        for original in self._runs_of_original(model or self.model, rewrites):
+            verdict = original.verdict(
+                program.model, map_state=map_state, budget=budget, only_runs=model is None, keeps_form=keeps_form
+            )
+            if not verdict.ok:
+                return verdict.reason
+        return ""
+
+    # -- the original ----------------------------------------------------------------------------------------------
+
+    def _to_be_equal_to(self, rewrites: Sequence[Rewrite]) -> nn.Module | None:
+        """Return the model that the rewritten one must be equal to, or None where nobody can say.
+
+        It is the original, in which the passes that change the function put what theirs must be equal to.
+        """
+        changing = [rewrite for rewrite in rewrites if rewrite.pass_.numerics is Numerics.SEMANTIC]
+        key = tuple(map(id, changing))
+        if key not in self._models:
+            self._models[key] = _with_references(self.model, changing)
+        return self._models[key]
+
+    def _runs_of_original(self, model: nn.Module, rewrites: Sequence[Rewrite]) -> Iterator[Original]:
+        for training, gradients in self._ways(rewrites):
+            key = id(model), training, gradients
+            if key not in self._originals:
+                self._originals[key] = self._run_original(model, training, gradients)
+            original = self._originals[key]
+            if original is not None:
+                yield original
+
+    def _run_original(self, model: nn.Module, training: bool | None, gradients: bool) -> Original | None:
+        """Run the original, or return None where it does not run in a mode that the user did not give it in."""
+        inputs = self.tuner.program.whole_calls
+        chosen = dict.fromkeys((0, (len(inputs) - 1) // 2, len(inputs) - 1))  # the first, one in the middle, the last
+        calls = [inputs[number] for number in chosen]
+        try:
+            if id(model) not in self._twins:
+                self._twins[id(model)] = shallow_clone(model)
+            return Original(
+                self._twins[id(model)],
+                calls,
+                training=training,
+                gradients=gradients,
+                seed=self.seed,
+                is_usual=training is None,
+            )
+        except Exception:  # whatever the user's code raises; in the mode that was recorded it has run before
+            return None
+
+    def _ways(self, rewrites: Sequence[Rewrite]) -> list[tuple[bool | None, bool]]:
+        """Return the modes to compare in, those that the user gave first, each with whether gradients count."""
+        model = self.model
+        modes = modes_to_check(self.tuner.program.model, _phase(rewrites), model.training)
+        trains = any(parameter.requires_grad for parameter in model.parameters())
+        covers = _phase(rewrites) is not Phase.EVAL
+        wanted = {
+            mode: trains and ((model.training if mode is None else mode) or (covers and len(modes) == 1))
+            for mode in modes
+        }
+        return [(None if mode is model.training else mode, gradients) for mode, gradients in wanted.items()]
+
+    def _put_weights_back(self) -> bool:
+        """Give the model's tensors the values of the original's where these changed; return whether any had."""
+        moved = {name for step in self.history.state_map().steps for name in step.targets}
+        originals, changed = tensors_by_name(self.model), False
+        for name, tensor in tensors_by_name(self.tuner.program.model).items():
+            source = originals.get(name)
+            if source is None or name in moved or source.shape != tensor.shape or source.dtype != tensor.dtype:
+                continue
+            if not torch.equal(source, tensor) and not source.isnan().any():
+                tensor.data.copy_(source)
+                changed = True
+        return changed
+
+    # -- halving ---------------------------------------------------------------------------------------------------
+
+    def _undo(self, reason: str) -> None:
+        """Undo the first rewrite that is wrong or, of those with an error budget, the least valuable ones."""
+        standing = self.history.rewrites
+        order = sorted(standing, key=lambda rewrite: (_is_lossy(rewrite.pass_), -_value(rewrite)))
+        right, reason = self._longest_right(order, reason)
+        gone = order[right:] if _is_lossy(order[right].pass_) else [order[right]]
+        if not self._has_time:
+            gone = self._unproven(order, right, reason)
+            unknown = "no time was left to find which rewrite it is, so all unproven ones were undone"
+            reason = f"{reason}; {unknown}; give a larger time_budget"
+        self._stand([rewrite for rewrite in order if rewrite not in gone])
+        for rewrite in gone:
+            self.history.undo(rewrite, f"the model as handed over is wrong with it: {reason}")
+        for rewrite in standing:
+            if rewrite not in gone and rewrite not in self.history.rewrites:
+                self.history.undo(rewrite, "it depended on a rewrite that was undone")
+
+    def _unproven(self, order: Sequence[Rewrite], right: int, reason: str) -> Sequence[Rewrite]:
+        """Return what goes where no time is left to find which rewrite it is: what may be left out, if that is enough.
+
+        Raises:
+            BudgetError: it is among several that the user named for more than speed.
+        """
+        unproven = order[right:]
+        skippable = [rewrite for rewrite in unproven if rewrite.pass_.skippable]
+        if 0 < len(skippable) < len(unproven):
+            self._stand([rewrite for rewrite in order if rewrite not in skippable])
+            if not self._objection():
+                return skippable
+        owed = dict.fromkeys(rewrite.pass_.name for rewrite in unproven if not rewrite.pass_.skippable)
+        if len(unproven) - len(skippable) > 1:
+            raise BudgetError(
+                f"the model as handed over is wrong with what {' and '.join(owed)} did: {reason}; no time was left to "
+                "find at which place; give a larger time_budget"
+            )
+        return unproven
+
+    @property
+    def _has_time(self) -> bool:
+        """Say whether to go on looking for what is wrong: it may take as long again as all checks and timing."""
+        return self.tuner.budget.spent < self._until
+
+    def _longest_right(self, order: Sequence[Rewrite], reason: str) -> tuple[int, str]:
+        """Return with how many of the first rewrites the model is still right, and what is wrong with one more."""
+        right, wrong = 0, len(order)
+        while wrong - right > 1 and self._has_time:
+            middle = (right + wrong) // 2
+            self._stand(order[:middle])
+            objection = self._objection()
+            right, wrong, reason = (right, middle, objection) if objection else (middle, wrong, reason)
+        return right, reason
+
+    def _stand(self, wanted: Collection[Rewrite]) -> None:
+        """Let these rewrites alone stand; what cannot be written without another one is left out."""
+        standing = set(self.history.rewrites)
+        differs = (number for number, rewrite in enumerate(self._all) if (rewrite in wanted) != (rewrite in standing))
+        first = next(differs, len(self._all))
+        for rewrite in reversed([rewrite for rewrite in self._all[first:] if rewrite in standing]):
+            rewrite.edit.undo()
+        kept = [rewrite for rewrite in self._all[:first] if rewrite in standing]
+        self.history.rewrites = kept + [r for r in self._all[first:] if r in wanted and self._is_written_again(r)]
+        self.tuner.forget()
+        self._put_weights_back()
+
+    def _is_written_again(self, rewrite: Rewrite) -> bool:
+        try:
+            rewrite.edit = self.tuner.apply(rewrite.pass_, rewrite.group)
+        except (MatchFailure, PassError):
+            return False
+        return True
+
+
+def _with_references(model: nn.Module, rewrites: Sequence[Rewrite]) -> nn.Module | None:
+    """Return a model with each pass's reference in it; None where one gives none."""
+    if not rewrites:
+        return model
+    return with_references(copied_module(model), [(rewrite.pass_, rewrite.group.sites[0]) for rewrite in rewrites])
+
+
+def _phase(rewrites: Sequence[Rewrite]) -> Phase:
+    """Return when all rewrites together hold."""
+    limited = any(rewrite.phase is Phase.EVAL and not rewrite.edit.trainable for rewrite in rewrites)
+    if limited or not any(rewrite.phase.covers_training for rewrite in rewrites):
+        return Phase.EVAL
+    return Phase.BOTH if any(rewrite.phase.covers_evaluation for rewrite in rewrites) else Phase.TRAIN
+
+
+def _is_lossy(pass_: Pass) -> bool:
+    return pass_.numerics is Numerics.APPROXIMATE
+
+
+def _budget(rewrites: Sequence[Rewrite]) -> float | None:
+    """Return the sum of the passes' error budgets; None where all keep the function."""
+    budgets = {str(rewrite.pass_): rewrite.pass_.error_budget for rewrite in rewrites if _is_lossy(rewrite.pass_)}
+    return sum(budgets.values()) if budgets else None
+
+
+def _value(rewrite: Rewrite) -> float:
+    """Return what a rewrite with an error budget gains for the error that it makes; of others the order counts."""
+    if not _is_lossy(rewrite.pass_):
+        return 0.0
+    figures = rewrite.decision.figures
+    gain = figures["before_us"] - figures["after_us"] if "after_us" in figures else 1.0
+    return gain / max(figures.get("precision_error") or 0.0, 1e-12)

@@ -1,0 +1,107 @@
+"""Activations that a module writes out in several operations: the GELU of GPT-2, say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from torch import fx
+
+from ...cuda_ops import KERNELS
+from ...layers.packed import Activation, known_activations
+from ...operators import canonical_name
+from ...passes.rewriting import Found, Pattern, Place, lasting_guards, obstacle_to_inlining
+from ...tracing.graphs import Specialization, capture_of
+from ...tracing.values import TensorMeta
+from ..swap_kernels import spelled
+
+__all__ = ["Spelled", "spelled_at", "written_out"]
+
+_NAMES = {"gelu_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none"), "silu": ("silu", None)}
+"""What `bias_act` calls them -> operator and `approximate`."""
+
+
+def written_out(place: Place, user: fx.Node, x: fx.Node) -> Activation | None:
+    """Return the activation that a called module computes of `x` in several operations; None for anything else."""
+    if user.op != "call_module" or user.args != (x,) or user.kwargs:
+        return None
+    module = place.program.callee(place.owner, user)
+    capture = capture_of(module)
+    if capture is None or len(capture.specializations) != 1 or obstacle_to_inlining(module) is not None:
+        return None
+    (specialization,), inner = capture.specializations, Place(place.program, place.program.name_of(module))
+    try:
+        given = capture.parameters.bind(user.args, {})
+    except TypeError:
+        return None
+    if lasting_guards(module, specialization, given):
+        return None
+    return next((each for pattern, each in _spellings() if _fits(pattern, specialization, inner)), None)
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """An activation that a module, or several operations of a graph, write out.
+
+    Attributes:
+        activation: what it is.
+        x: what it is given.
+        computed: the operations, or the call of the module.
+    """
+
+    activation: Activation
+    x: fx.Node
+    computed: tuple[fx.Node, ...]
+
+
+def spelled_at(place: Place, node: fx.Node) -> Spelled | None:
+    """Return the activation of floats that a node gives, written out in several operations; None for anything else."""
+    found = _of_module(place, node) if node.op == "call_module" else _of_operations(place, node)
+    meta = None if found is None else found.x.meta.get("val")
+    return found if isinstance(meta, TensorMeta) and meta.dtype.is_floating_point else None
+
+
+def _of_module(place: Place, node: fx.Node) -> Spelled | None:
+    x = node.args[0] if len(node.args) == 1 else None
+    activation = written_out(place, node, x) if isinstance(x, fx.Node) else None
+    return None if activation is None or not isinstance(x, fx.Node) else Spelled(activation, x, (node,))
+
+
+def _of_operations(place: Place, node: fx.Node) -> Spelled | None:
+    if node.op not in ("call_function", "call_method") or canonical_name(node) != "mul":
+        return None
+    for pattern, activation in _spellings():
+        for found in pattern.fits(node, place, Found()):
+            within, x = set(found.computed), found.names.get("x")
+            inner = within - {node}
+            if x is not None and all(within.issuperset(each.users) for each in inner) and place.is_undisturbed(found):
+                return Spelled(activation, x, found.computed)
+    return None
+
+
+@cache
+def _spellings() -> tuple[tuple[Pattern, Activation], ...]:
+    return tuple(_known())
+
+
+def _known() -> Iterator[tuple[Pattern, Activation]]:
+    """Yield the decompositions of one operand that `bias_act` knows, as patterns."""
+    kernel = next(each for each in KERNELS if each.name == "bias_act")
+    for spelling in kernel.decompositions:
+        names, found = spelling.__annotations__, spelled(spelling)
+        operator, kind = _NAMES.get(str(found.settings.get("activation")), ("", None))
+        activation = next((a for a in known_activations() if a.operator == operator and a.kind == (kind or "")), None)
+        if activation is not None and set(names) == {"x", "activation", "return"}:
+            yield found.pattern, activation
+
+
+def _fits(pattern: Pattern, specialization: Specialization, inner: Place) -> bool:
+    """Say whether a graph computes a pattern of its argument, and nothing else."""
+    graph = specialization.graph
+    given, result = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
+    calls = {node for node in graph.nodes if node.op not in ("placeholder", "output")}
+    if len(given) != 1 or not isinstance(result, fx.Node):
+        return False
+    fits = (each for each in pattern.fits(result, inner, Found()) if each.names.get("x") is given[0])
+    return any(set(each.computed) == calls and inner.is_undisturbed(each) for each in fits)

@@ -1,0 +1,143 @@
+"""The indices of tensors, joined where they must go together, fixed where they must stay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["FIXED", "Array", "IndexClasses", "Solution"]
+
+Array = NDArray[np.int64]
+
+FIXED = 0
+"""The atom of every index that stays."""
+
+
+class IndexClasses:
+    """Hand out atoms, and note what is said of them; `solve` works out what follows.
+
+    Attributes:
+        reasons: why atoms are fixed, in the order in which it was said.
+    """
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.reasons: list[str] = []
+        self._edges: list[tuple[Array, Array]] = []
+        self._fixed: list[tuple[Array, int]] = []
+        self._undecided: dict[bytes, Array] = {}
+
+    def new(self, size: int) -> Array:
+        """Return atoms for the indices along a dimension."""
+        first, self.count = self.count, self.count + size
+        return np.arange(first, self.count, dtype=np.int64)
+
+    def join(self, left: Array, right: Array, why: str) -> None:
+        """Say that atoms go together, one by one; `why` is the reason where one of them is fixed."""
+        if left is right:
+            return
+        left, right = np.broadcast_arrays(left, right)
+        left, right = left.ravel(), right.ravel()
+        differ = left != right
+        left, right = left[differ], right[differ]
+        if not left.size:
+            return
+        one_is_fixed = (left == FIXED) | (right == FIXED)
+        if one_is_fixed.any():
+            self.fix(np.maximum(left, right)[one_is_fixed], why)
+            left, right = left[~one_is_fixed], right[~one_is_fixed]
+        self._edges.append((left, right))
+
+    def join_along(self, block: Array, axis: int, why: str) -> Array:
+        """Say that all indices along an axis go together; return the block without it."""
+        first = block.take([0], axis)
+        self.join(block, first, why)
+        return first.squeeze(axis)
+
+    def fix(self, atoms: Array, why: str) -> None:
+        """Say that atoms stay."""
+        if atoms.size:
+            self._fixed.append((atoms.ravel(), len(self.reasons)))
+            self.reasons.append(why)
+
+    def undecided(self, block: Array) -> None:
+        """Note a block of several dimensions, of which one will be cut: which is decided in the end."""
+        self._undecided.setdefault(block.tobytes() + bytes(block.shape), block)
+
+    def solve(self) -> Solution:
+        """Work out which atoms go together, and which stay."""
+        parents = np.arange(self.count, dtype=np.int64)
+        _merge(parents, self._edges)
+        decided = [pair for block in self._undecided.values() for pair in _decided(block, parents)]
+        _merge(parents, decided)
+        self._edges += decided
+        reasons = np.full(self.count, -1, dtype=np.int64)
+        for atoms, reason in reversed(self._fixed):
+            reasons[parents[atoms]] = reason
+        reasons = reasons[parents]
+        reasons[FIXED] = 0
+        return Solution(parents, reasons, self.reasons)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Which atoms go together and which stay.
+
+    Attributes:
+        units: atom -> the least atom that goes together with it.
+        fixed: atom -> the number of the reason why it stays, or -1.
+        reasons: by number.
+    """
+
+    units: Array
+    fixed: Array
+    reasons: Sequence[str]
+
+    def of(self, atoms: Array) -> Array:
+        """Return the units of atoms; `FIXED` for what stays."""
+        return np.where(self.fixed[atoms] >= 0, FIXED, self.units[atoms])
+
+    def line(self, block: Array, axis: int) -> Array:
+        """Return the units along an axis of a block; all are `FIXED` where another axis is the one that is cut."""
+        units = self.of(block)
+        if units.ndim == 1:
+            return units
+        first = units.take([0], axis)
+        if (units == first).all():
+            return np.zeros(len(np.moveaxis(units, axis, 0)), dtype=np.int64)
+        others = tuple(other for other in range(units.ndim) if other != axis)
+        least: Array = np.minimum.reduce(units, axis=others)
+        return least
+
+
+def _merge(parents: Array, edges: Sequence[tuple[Array, Array]]) -> None:
+    """Let each atom point to the least one that it is joined with."""
+    if not edges:
+        return
+    left, right = (np.concatenate(side) for side in zip(*edges, strict=True))
+    while True:
+        a, b = parents[left], parents[right]
+        differ = a != b
+        if not differ.any():
+            return
+        left, right, a, b = left[differ], right[differ], a[differ], b[differ]
+        np.minimum.at(parents, np.maximum(a, b), np.minimum(a, b))
+        while True:
+            further = parents[parents]
+            if (further == parents).all():
+                break
+            parents[:] = further
+
+
+def _decided(block: Array, parents: Array) -> list[tuple[Array, Array]]:
+    """Return what joins all axes of a block but the one that is cut: the one that leaves most units."""
+    units = parents[block]
+    lines = [np.moveaxis(units, axis, 0).reshape(units.shape[axis], -1) for axis in range(units.ndim)]
+    if any((line == line[:, :1]).all() for line in lines):
+        return []
+    axis = max(range(units.ndim), key=lambda axis: (len(np.unique(lines[axis][:, 0])), -axis))
+    line = np.moveaxis(block, axis, 0).reshape(block.shape[axis], -1)
+    return [(line.ravel(), np.broadcast_to(line[:, :1], line.shape).ravel())]
