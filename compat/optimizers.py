@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["Columns", "carry_hooks_of_steps", "leave_groups", "reads_groups", "watch_groups"]
+__all__ = ["Columns", "carry_hooks_of_steps", "leave_groups", "reads_groups", "rebind_hooks_of_steps", "watch_groups"]
 
 Columns = Sequence[list[Tensor | None]]
 """What a step reads of a group: its parameters that have a gradient, these gradients, and one list for each moment."""
@@ -58,14 +59,57 @@ def carry_hooks_of_steps(source: Optimizer, copied: Optimizer, instead: Mapping[
     Args:
         source: the optimizer that was copied.
         copied: its copy.
-        instead: id of an object -> the one whose methods the hooks are then; methods of others stay theirs.
+        instead: see `rebind_hooks_of_steps`.
     """
     for name in _HOOKS:
         hooks: dict[int, Any] = getattr(copied, name)
         hooks.update({key: _rebound(hook, instead) for key, hook in getattr(source, name).items()})
 
 
+def rebind_hooks_of_steps(optimizer: Optimizer, instead: Mapping[int, Any]) -> None:
+    """Let the hooks of an optimizer reach other objects than they did.
+
+    Args:
+        optimizer: it keeps its hooks, in their order.
+        instead: id of an object -> the one that takes its place where it is a hook, the owner of a method, an argument
+            of `functools.partial`, or in the closure of a function.
+    """
+    for name in _HOOKS:
+        hooks: dict[int, Any] = getattr(optimizer, name)
+        for key, hook in list(hooks.items()):
+            hooks[key] = _rebound(hook, instead)
+
+
 def _rebound(hook: Any, instead: Mapping[int, Any]) -> Any:
-    if isinstance(hook, types.MethodType) and id(hook.__self__) in instead:
-        return types.MethodType(hook.__func__, instead[id(hook.__self__)])
+    if id(hook) in instead:
+        return instead[id(hook)]
+    if isinstance(hook, types.MethodType):
+        return types.MethodType(_rebound(hook.__func__, instead), _rebound(hook.__self__, instead))
+    if type(hook) is functools.partial:
+        part = cast("functools.partial[Any]", hook)
+        args = [_rebound(each, instead) for each in part.args]
+        keywords = {name: _rebound(each, instead) for name, each in part.keywords.items()}
+        return functools.partial(_rebound(part.func, instead), *args, **keywords)
+    if isinstance(hook, types.FunctionType):
+        return _with_other_closure(hook, instead)
     return hook
+
+
+def _with_other_closure(function: types.FunctionType, instead: Mapping[int, Any]) -> types.FunctionType:
+    """Return a function that sees other objects in its closure; the same function where it sees none of them."""
+    cells = tuple(_other_cell(cell, instead) for cell in function.__closure__ or ())
+    if cells == (function.__closure__ or ()):
+        return function
+    made = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(made, function)
+    return made
+
+
+def _other_cell(cell: types.CellType, instead: Mapping[int, Any]) -> types.CellType:
+    try:
+        held = cell.cell_contents
+    except ValueError:  # nothing is in it yet
+        return cell
+    other = held if isinstance(held, types.FunctionType) else _rebound(held, instead)
+    return cell if other is held or type(held) in (types.MethodType, functools.partial) else types.CellType(other)

@@ -25,6 +25,7 @@ __all__ = ["in_fewer_bits", "notes", "unverified"]
 
 _NEXT = {
     "no example inputs": "give example_inputs, so that each rewrite is compared with the original",
+    "empty examples": "give example_inputs with rows: of a call without elements nothing can be compared",
     "verify=False": "leave verify out, so that each rewrite is compared with the original",
 }
 _TO_SMALL_NUMBERS = ("quantize",)

@@ -225,6 +225,8 @@ class Comparison:
         """Return what reports and plans say of how a rewrite was checked."""
         if verdict is None:
             return {"checked": self._unchecked()}
+        if verdict.checked_in == verification.NO_ELEMENTS:
+            return {"checked": "unverified: empty examples"}
         if self.pass_.numerics is Numerics.SEMANTIC and self._simulation is None:
             return {"checked": "that it runs (its results differ by design)"}
         return {

@@ -12,10 +12,11 @@ from .reference import Data, Reference, Sizes, reference
 from .tape import Tape
 from .tolerances import gradients_within
 from .translation import MapState
-from .verify import verify
+from .verify import NO_ELEMENTS, verify
 from .whole_model import Original, Simulation
 
 __all__ = [
+    "NO_ELEMENTS",
     "CallSites",
     "Data",
     "Float64Mode",

@@ -44,7 +44,10 @@ from .samples import Data, Sample
 from .tolerances import Measured, Tolerances, within
 from .translation import MapState, Objection, Quantities, Translation, is_gradient, quantities
 
-__all__ = ["MapState", "Reference", "Verdict", "reference", "verify"]
+__all__ = ["NO_ELEMENTS", "MapState", "Reference", "Verdict", "reference", "verify"]
+
+NO_ELEMENTS = "nothing: every result is empty"
+"""What a verdict is checked in where no call of the examples has a number to compare."""
 
 T = TypeVar("T")
 
@@ -94,6 +97,10 @@ def verify(
     return check.verdict("")
 
 
+def _has_elements(sample: Sample) -> bool:
+    return any(value.numel() for value in sample.exact.outputs.values())
+
+
 class _Check:
     """One verification under way."""
 
@@ -123,6 +130,8 @@ class _Check:
     def checked_in(self) -> str:
         if not self.reference.samples:
             return "nothing: there was no call to run"
+        if not any(map(_has_elements, self.reference.samples)):
+            return NO_ELEMENTS
         wide = self.runs.wide
         return "its own types" if wide is None else str(wide).removeprefix("torch.")
 

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ....compat import modules_by_name
+from ....compat.optimizers import rebind_hooks_of_steps
 from ....errors import StateError
 from ...optimizers import choose_form
 from ...pipeline import ranks
@@ -71,21 +72,22 @@ class _Held:
         optimizers: those that train something of it.
         changes: what is to be done to containers of parameters.
         successors: what has become of the parameters.
-        instead: id of each module of the model -> the one in its place.
+        instead: id of each module of the model, and of each object that it holds -> the one in its place.
         is_inplace: whether the model itself becomes the other one.
     """
 
     optimizers: Sequence[HeldOptimizer]
     changes: Sequence[Change]
     successors: Successors
-    instead: Mapping[int, nn.Module]
+    instead: Mapping[int, Any]
     is_inplace: bool
 
     @classmethod
     def of(cls, model: nn.Module, result: nn.Module, successors: Successors) -> _Held:
         holdings = held_in(model, result)
         others = modules_by_name(result)
-        instead = {id(each): others[name] for name, each in modules_by_name(model).items() if name in others}
+        instead: dict[int, Any] = {id(each.one): each.other for each in holdings if not isinstance(each.one, Optimizer)}
+        instead |= {id(each): others[name] for name, each in modules_by_name(model).items() if name in others}
         optimizers, changes = held_optimizers(holdings, model), moved_holdings(holdings, successors)
         return cls(optimizers, changes, successors, instead, result is model)
 
@@ -132,6 +134,8 @@ class _Held:
                 each.replace(given)
             else:
                 each.carry_hooks(self.instead)
+        if given is not None:
+            rebind_hooks_of_steps(given, self.instead)
 
 
 def hand_over(

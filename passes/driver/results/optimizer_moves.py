@@ -190,7 +190,7 @@ class HeldOptimizer:
                 raise StateError(f"the model holds its optimizer in '{place.path}', where nothing can be replaced")
 
     def carry_hooks(self, instead: Mapping[int, Any]) -> None:
-        """Give a copy the hooks on steps and states; methods of what `instead` has by id become those of the other."""
+        """Give a copy the hooks on steps and states; they reach what takes the place of objects by `instead`."""
         if self.is_copy:
             carry_hooks_of_steps(self.original, self.own, {**instead, id(self.original): self.own})
 

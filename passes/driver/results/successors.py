@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -290,9 +290,9 @@ class _Move:
             moved = self.successors.translate({name: value.detach() for name, value in named.items()})
         except StateError as error:
             raise StateError(f"the model's '{self.holding.path}' cannot move: {error}. {ADVICE}") from error
-        if not all(name.startswith(self._prefix()) for name in moved):
+        if not all(name.startswith(self._prefix) for name in moved):
             raise StateError(f"the model's '{self.holding.path}' has tensors by names that are gone. {ADVICE}")
-        places = {name.removeprefix(self._prefix()): self._named(name, tensor, named) for name, tensor in moved.items()}
+        places = {name.removeprefix(self._prefix): self._named(name, tensor, named) for name, tensor in moved.items()}
 
         def change(final: Callable[[nn.Parameter], nn.Parameter]) -> None:
             now = {key: self._final(item, final) for key, item in places.items()}
@@ -306,11 +306,19 @@ class _Move:
         are_parameters = all(id(each) in self.successors.names for each in given.values())
         return _Successor(name) if are_parameters else tensor.clone()
 
+    @cached_property
     def _prefix(self) -> str:
-        return f"{self.holding.owner}." if self.holding.owner else ""
+        """What stands before the keys of a dictionary in the model's names: the owner's name, or that of a child."""
+        own = f"{self.holding.owner}." if self.holding.owner else ""
+        keys, shapes = list(cast("dict[str, Any]", self.holding.one)), self.successors.shapes
+        if any(own + key in shapes for key in keys):
+            return own
+        ends = (name.removesuffix(keys[0]) for name in shapes if keys and name.endswith(f".{keys[0]}"))
+        inner = [each for each in ends if each.startswith(own) and all(each + key in shapes for key in keys)]
+        return inner[0] if len(inner) == 1 else own
 
     def _full(self, key: str) -> str:
-        return self._prefix() + key
+        return self._prefix + key
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

@@ -240,19 +240,26 @@ def smaller(arguments: Arguments) -> Iterator[Arguments]:
 def _few_nodes(arguments: Arguments) -> Arguments | None:
     """Return the call with the first nodes of a graph, and as many edges for each; None where nothing is like edges.
 
-    Edges are pairs of integers [2, E] that name rows; what has E rows belongs to them.
+    Edges are pairs of integers [2, E] that name rows; what has E rows belongs to them. Where the first nodes are of
+    several graphs, no edge may join two graphs: it is the edges that are among these nodes.
     """
     rows = rows_of(arguments)
     edges = next((each for each in leaves_of(arguments) if is_of_edges(each, rows)), None)
     if edges is None or rows <= _NODES:
         return None
     count = edges.shape[1]
-    sizes = {rows: _NODES, count: max(1, count * _NODES // rows)}
+    within = torch.arange(count, device=edges.device)[: max(1, count * _NODES // rows)]
+    if any(_ascends(each) and len(each) == rows and each[0] != each[_NODES - 1] for each in leaves_of(arguments)):
+        within = (edges < _NODES).all(0).nonzero().flatten()
+        if not len(within):
+            return None
 
     def cut(tensor: Tensor) -> Tensor:
         if tensor is edges:
-            return tensor[:, : sizes[count]] % _NODES
-        return tensor.detach()[: sizes[len(tensor)]] if tensor.dim() and len(tensor) in sizes else tensor
+            return tensor[:, within] % _NODES
+        if not tensor.dim() or len(tensor) not in (rows, count):
+            return tensor
+        return tensor.detach()[:_NODES] if len(tensor) == rows else tensor.detach()[within]
 
     return map_tensors(cut, arguments)
 
@@ -321,10 +328,14 @@ def inner_sizes(arguments: Arguments) -> Iterator[tuple[int, ...]]:
 def resized(arguments: Arguments, sizes: Mapping[int, Mapping[int, int]]) -> Arguments:
     """Return a call in which dimensions of some sizes have others: what there is repeats, or ends earlier.
 
+    Nodes that a batch of graphs has more belong to its last graph, so that no edge joins two graphs.
+
     Args:
         arguments: of the call.
         sizes: dimension -> old size -> new size.
     """
+    rows = rows_of(arguments)
+    is_graph = any(is_of_edges(each, rows) for each in leaves_of(arguments))
 
     def resize(tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
@@ -332,7 +343,8 @@ def resized(arguments: Arguments, sizes: Mapping[int, Mapping[int, int]]) -> Arg
         for dim, size in enumerate(tensor.shape):
             new = sizes.get(dim, {}).get(size, size)
             if new != size and size:
-                picks = torch.arange(new, device=tensor.device) % size
+                counted = torch.arange(new, device=tensor.device)
+                picks = counted.clamp(max=size - 1) if is_graph and _ascends(tensor) else counted % size
                 tensor = tensor.detach().index_select(dim, picks)
         return tensor
 

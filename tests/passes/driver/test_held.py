@@ -302,3 +302,33 @@ def test_hooks_of_optimizers_go_along_there_and_back():
         assert each.optimizer.state_dict()["mine"] == 1
     model.optimizer.step()
     assert model.steps == 1 and not calls[1:]
+
+
+class Average:
+    """A hook on steps that averages the parameters of a model, as users write it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.seen = model, list[nn.Module]()
+
+    def __call__(self, *_: Any) -> None:
+        self.seen.append(self.model)
+
+    def run(self, *_: Any) -> None:
+        self.seen.append(self.model)
+
+
+def _saw(seen: list[nn.Module], module: nn.Module, *_: Any) -> None:
+    seen.append(module)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_hooks_on_steps_reach_the_result_whatever_they_are(is_given: bool):
+    model, seen = made(Ensemble), list[nn.Module]()
+    model.optimizer, model.average = optim.SGD(model.parameters(), 0.1), Average(model)
+    hooks = (model.average, model.average.run, partial(_saw, seen, model), lambda *_: seen.append(model))
+    for hook in hooks:
+        model.optimizer.register_step_post_hook(hook)
+    fast = fused(model, **({"optimizer": model.optimizer} if is_given else {}))
+    fast.optimizer.step()
+    assert fast.average.seen == [fast, fast] and model.average.seen == []
+    assert seen == [fast, fast]

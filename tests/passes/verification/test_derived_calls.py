@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.passes.verification import Data, Verdict, reference, smaller, verify
 from fxopt.passes.verification.inputs import Asked
+from fxopt.passes.verification.inputs.derived import resized
 from fxopt.tracing.values import Inputs
 
 Function = Callable[..., Any]
@@ -280,15 +281,25 @@ def test_an_original_that_stops_at_nan_is_compared_on_all_other_calls() -> None:
 
 
 def test_a_smaller_call_of_a_graph_has_edges_among_its_first_nodes() -> None:
-    x, edges, attributes, batch = (
+    x, edges, attributes, kinds = (
         torch.randn(200, 4),
         torch.randint(200, (2, 900)),
         torch.randn(900, 3),
-        torch.arange(200),
+        torch.arange(200) % 7,
     )
-    (few, among, of_edges, of_nodes), _ = next(iter(smaller(((x, edges, attributes, batch), {}))))
+    (few, among, of_edges, of_nodes), _ = next(iter(smaller(((x, edges, attributes, kinds), {}))))
     assert [tuple(each.shape) for each in (few, among, of_edges, of_nodes)] == [(64, 4), (2, 288), (288, 3), (64,)]
     assert torch.equal(few, x[:64]) and torch.equal(among, edges[:, :288] % 64)
+
+
+def test_no_edge_of_a_derived_call_joins_two_graphs() -> None:
+    batch = torch.arange(20).repeat_interleave(10)
+    edges = torch.randint(10, (2, 900)) + torch.arange(900) % 20 * 10
+    graphs = (torch.randn(200, 4), edges, torch.randn(900, 3), batch), {}
+    few = next(iter(smaller(graphs)))
+    for (x, among, of_edges, graph), _ in (few, resized(few, {0: {64: 65}}), resized(graphs, {0: {200: 201}})):
+        assert len(x) == len(graph) and among.shape[1] == len(of_edges) > 0
+        assert torch.equal(graph[among[0]], graph[among[1]]) and bool((graph[1:] >= graph[:-1]).all())
 
 
 def test_pairs_of_numbers_that_name_no_rows_are_no_edges() -> None:
