@@ -65,13 +65,30 @@ if TYPE_CHECKING:
     from .tracing.program import Program
     from .tracing.recording import recording
     from .tracing.values import Inputs
+    from .transforms.attention import Attention
+    from .transforms.autocast import Autocast
+    from .transforms.channels_last import ChannelsLast
+    from .transforms.checkpoint import Checkpoint
     from .transforms.ddp import Ddp
     from .transforms.eliminate_common_subexpressions import EliminateCommonSubexpressions
     from .transforms.eliminate_dead_code import EliminateDeadCode
+    from .transforms.flatten_calls import FlattenCalls
     from .transforms.fold_batchnorm import FoldBatchnorm
     from .transforms.fold_constants import FoldConstants
+    from .transforms.fsdp import Fsdp
     from .transforms.fuse_ensembles import FuseEnsembles
+    from .transforms.fuse_experts import FuseExperts
+    from .transforms.graph_pooling import GraphPooling
+    from .transforms.pack import Pack
+    from .transforms.pipeline import Pipeline
+    from .transforms.prune import Prune
+    from .transforms.qat import Qat
+    from .transforms.quantize import Quantize
+    from .transforms.release import Release
+    from .transforms.sparse_message_passing import SparseMessagePassing
+    from .transforms.swap_kernels import SwapKernels
     from .transforms.sync_batchnorm import SyncBatchnorm
+    from .transforms.tensor_parallel import TensorParallel
 
 _PLACES = {
     "api": (
@@ -95,21 +112,42 @@ _PLACES = {
     "tracing.values": "Inputs",
     "tracing.graphs": "Context",
     "tracing.program": "Program",
+    "transforms.attention": "Attention",
+    "transforms.autocast": "Autocast",
+    "transforms.channels_last": "ChannelsLast",
+    "transforms.checkpoint": "Checkpoint",
     "transforms.ddp": "Ddp",
     "transforms.eliminate_common_subexpressions": "EliminateCommonSubexpressions",
     "transforms.eliminate_dead_code": "EliminateDeadCode",
+    "transforms.flatten_calls": "FlattenCalls",
     "transforms.fold_batchnorm": "FoldBatchnorm",
     "transforms.fold_constants": "FoldConstants",
+    "transforms.fsdp": "Fsdp",
     "transforms.fuse_ensembles": "FuseEnsembles",
+    "transforms.fuse_experts": "FuseExperts",
+    "transforms.graph_pooling": "GraphPooling",
+    "transforms.pack": "Pack",
+    "transforms.pipeline": "Pipeline",
+    "transforms.prune": "Prune",
+    "transforms.qat": "Qat",
+    "transforms.quantize": "Quantize",
+    "transforms.release": "Release",
+    "transforms.sparse_message_passing": "SparseMessagePassing",
+    "transforms.swap_kernels": "SwapKernels",
     "transforms.sync_batchnorm": "SyncBatchnorm",
+    "transforms.tensor_parallel": "TensorParallel",
 }
 _PLACE_OF = {name: namespace for namespace, names in _PLACES.items() for name in names.split()}
 
 __all__ = [
     "ArchiveError",
+    "Attention",
+    "Autocast",
     "BudgetError",
     "CalibrationError",
     "CaptureError",
+    "ChannelsLast",
+    "Checkpoint",
     "Concatenate",
     "Context",
     "Ddp",
@@ -117,12 +155,16 @@ __all__ = [
     "Edit",
     "EliminateCommonSubexpressions",
     "EliminateDeadCode",
+    "FlattenCalls",
     "FoldBatchnorm",
     "FoldConstants",
+    "Fsdp",
     "FuseEnsembles",
+    "FuseExperts",
     "FusedMemberError",
     "FxoptError",
     "Goal",
+    "GraphPooling",
     "GuardError",
     "GuardWarning",
     "InputError",
@@ -136,24 +178,33 @@ __all__ = [
     "OpInfo",
     "OrderError",
     "OwnForward",
+    "Pack",
     "Pass",
     "PassError",
     "Pattern",
     "Phase",
+    "Pipeline",
     "PipelineError",
     "Plan",
     "PlanError",
     "Program",
+    "Prune",
+    "Qat",
+    "Quantize",
     "Refusal",
+    "Release",
     "Rename",
     "Report",
     "Select",
     "Site",
+    "SparseMessagePassing",
     "Stack",
     "StateError",
     "StateStep",
     "StateWarning",
+    "SwapKernels",
     "SyncBatchnorm",
+    "TensorParallel",
     "UnverifiedWarning",
     "UsageError",
     "VerificationError",

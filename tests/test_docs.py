@@ -106,7 +106,7 @@ def _linked(page: Path) -> set[str]:
 
 
 def test_the_tests_that_hold_the_promises_are_there() -> None:
-    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "promises.md").read_text())
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "traceability.md").read_text())
     missing = [f"{file}::{name}" for file, name in named if f"def {name}(" not in (ROOT / "tests" / file).read_text()]
     assert named
     assert not missing
