@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from .passes.contract import Pass
     from .passes.pipeline import Decision, Plan
     from .passes.rewriting import Edit, Match, Pattern, anything, either, module, operation
-    from .passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+    from .passes.sites import Cause, Goal, Numerics, OwnForward, Phase, Refusal, Site
     from .passes.state import Concatenate, Mask, Rename, Select, Stack, StateStep
     from .reporting.report import Report
     from .tracing.graphs import Context
@@ -106,7 +106,7 @@ _PLACES = {
     "passes.rewriting": "Edit Match Pattern anything either module operation",
     "passes.pipeline": "Decision Plan",
     "passes.state": "Concatenate Mask Rename Select Stack StateStep",
-    "passes.sites": "Goal Numerics OwnForward Phase Refusal Site",
+    "passes.sites": "Cause Goal Numerics OwnForward Phase Refusal Site",
     "reporting.report": "Report",
     "tracing.recording": "recording",
     "tracing.values": "Inputs",
@@ -146,6 +146,7 @@ __all__ = [
     "BudgetError",
     "CalibrationError",
     "CaptureError",
+    "Cause",
     "ChannelsLast",
     "Checkpoint",
     "Concatenate",

@@ -11,7 +11,7 @@ from torch import nn
 from ..compat import all_modules
 from ..errors import UsageError
 from ..passes.pipeline import Decision, find_pass
-from ..passes.sites import Phase
+from ..passes.sites import Cause, Phase
 from ..passes.state import lost_hooks_text
 from ..storage import byte_text
 from ..tracing.graphs import capture_of
@@ -177,7 +177,7 @@ def _bytes(record: Record, model: nn.Module) -> str:
 def _left_for_speed(record: Record) -> str:
     """Say that more could be small which was left as it was since it is not faster."""
     undone = [d for d in record.plan.decisions if d.pass_name in _TO_SMALL_NUMBERS and d.status == "undone"]
-    count = sum(d.figures.get("undone_for") == "speed" for d in undone)
+    count = sum(d.cause != "" and Cause(d.cause).is_speed for d in undone)
     if not count:
         return ""
     what = "one place was" if count == 1 else f"{count} places were"

@@ -13,7 +13,7 @@ from ...tracing.guards import SELF, Call, Guard, Is, key_of
 from ..members import seal, settings_of, written_out
 from .unchanged_guards import Opened, UnchangedGuard
 
-__all__ = ["asks_as_found", "hold_written_out", "opened_by"]
+__all__ = ["asks_unchanged", "hold_written_out", "opened_by"]
 
 _REASON = "a module that the graph computes itself was replaced, or given another class, forward or hook"
 
@@ -42,7 +42,7 @@ def _ask(edit: Edit, paths: Sequence[str], free: Callable[[nn.Module], Collectio
     """Add modules to those that the graph's one guard of this kind asks for."""
     owner, known = edit.owner, dict[str, Opened]()
     guards = required_capture(owner).specializations[edit.site.specialization].guards
-    before = [guard for guard in guards if asks_as_found(guard) and _place(guard) == SELF]
+    before = [guard for guard in guards if asks_unchanged(guard) and _place(guard) == SELF]
     for guard in before:
         known |= {each.path: each for each in opened_by(guard)}
     for path in paths:
@@ -52,18 +52,27 @@ def _ask(edit: Edit, paths: Sequence[str], free: Callable[[nn.Module], Collectio
     for path in list(known):
         for way in _ways(path):
             known.setdefault(way, Opened.computed(way, owner.get_submodule(way), ()))
-    edit.hold_where([as_found_guard(known.values())], instead_of=before)
+    edit.hold_where([unchanged_guard(known.values())], instead_of=before)
 
 
-def as_found_guard(opened: Iterable[Opened]) -> Guard:
+def unchanged_guard(opened: Iterable[Opened]) -> Guard:
     """Return the condition that modules are what they were."""
     ordered = sorted(opened, key=lambda each: each.path.count("."))
     return Guard(Call(UnchangedGuard(ordered, None, compiled=True), (SELF,)), Is(key_of(True)), _REASON)
 
 
-def asks_as_found(guard: Guard) -> bool:
-    """Say whether a condition is that of modules which a graph computes itself."""
-    return guard.reason == _REASON
+def asks_unchanged(guard: Guard, *, compiled: bool = True) -> bool:
+    """Say whether a condition is that modules which a graph computes itself are what they were.
+
+    Args:
+        compiled: of the two kinds, that which holds under compilers; see `UnchangedGuard`.
+    """
+    source = guard.source
+    return (
+        isinstance(source, Call)
+        and isinstance(source.function, UnchangedGuard)
+        and source.function.compiled is compiled
+    )
 
 
 def opened_by(guard: Guard) -> Sequence[Opened]:

@@ -176,7 +176,7 @@ class UnchangedGuard:
             names.append(last)
             inside = by_path[each.path] = cast("nn.Module", places[-1][last])
             modules.append(inside)
-            is_right = is_right and _is_as_found(inside, each)
+            is_right = is_right and _is_unchanged(inside, each)
             for registry, own in ((vars(inside), each.reads), *((vars(inside)[r], each.without) for r in REGISTERS)):
                 there = [name for name in own if name in registry]
                 places += [registry] * len(there)
@@ -200,21 +200,21 @@ class UnchangedGuard:
         return f"UnchangedGuard({len(self.opened)} modules)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnchangedGuard:
-        return _as_found(*self._settings)
+        return _unchanged_guard(*self._settings)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _as_found, self._settings
+        return _unchanged_guard, self._settings
 
     @property
     def _settings(self) -> tuple[tuple[Opened, ...], int | None, bool]:
         return self.opened, self.children, self.compiled
 
 
-def _as_found(opened: Sequence[Opened], children: int | None, compiled: bool) -> UnchangedGuard:
+def _unchanged_guard(opened: Sequence[Opened], children: int | None, compiled: bool) -> UnchangedGuard:
     return UnchangedGuard(opened, children, compiled=compiled)
 
 
-def _is_as_found(module: nn.Module, opened: Opened) -> bool:
+def _is_unchanged(module: nn.Module, opened: Opened) -> bool:
     if opened.children not in (None, _count(module)):
         return False
     if _kind(module) is not opened.kind or "forward" in vars(module) or has_hooks(module):

@@ -216,10 +216,7 @@ class Comparison:
             return figures, ""
         verdict = "no faster" if speed.mid <= 1.0 else "not clearly faster"
         how = "" if best == UNNAMED else f" as {best}"
-        return {
-            **figures,
-            "undone_for": "speed",
-        }, f"{verdict}: {speed.mid:.3g}x ({speed.low:.3g} to {speed.high:.3g}){how}"
+        return figures, f"{verdict}: {speed.mid:.3g}x ({speed.low:.3g} to {speed.high:.3g}){how}"
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

@@ -16,7 +16,7 @@ from ...tracing.program import Program
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
-from ..sites import Numerics, Phase, Refusal, Site
+from ..sites import Cause, Numerics, Phase, Refusal, Site
 
 __all__ = [
     "Candidate",
@@ -129,6 +129,7 @@ class Candidate:
     Attributes:
         group: the sites that it rewrites, each with its lowering; all of them where it fails.
         failure: why it is not to be had, or "".
+        cause: the kind of that reason, where it is none of those that `why` tells by how far it came.
         was_written, was_skipped: whether it could be written (then it was wrong, or did not pay); for want of time.
         verdict: what verification said; None where nothing could be checked, or nothing has been yet.
         edit: the rewrite, where it is in the program.
@@ -138,6 +139,7 @@ class Candidate:
 
     group: Group
     failure: str = ""
+    cause: Cause | None = None
     was_written: bool = True
     was_skipped: bool = False
     verdict: verification.Verdict | None = None
@@ -151,6 +153,13 @@ class Candidate:
         if not self.failure:
             return "applied"
         return "skipped" if self.was_skipped else "undone" if self.was_written else "refused"
+
+    @property
+    def why(self) -> str:
+        """Return the kind of reason for which it is not to be had, or ""."""
+        if not self.failure or self.cause is not None:
+            return self.cause or ""
+        return Cause.NOT_CHECKED if self.was_skipped else Cause.DIFFERS if self.was_written else Cause.NO_MATCH
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +191,7 @@ def narrowed(
         if left <= 0.0 or steps * _size(program.module(group.owner)) / whole <= left:
             return group
         if program.training:
-            return Refusal(_TOO_LONG, at=group.label)
+            return Refusal(_TOO_LONG, group.label, Cause.TOO_COSTLY)
         return Group(tuple(dataclasses.replace(site, phase=Phase.EVAL) for site in group.sites))
 
     return [affordable(each) if pass_.clean_up and isinstance(each, Group) else each for each in found]

@@ -12,7 +12,7 @@ from torch import fx
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
-from ..sites import Phase, Refusal, Site
+from ..sites import Cause, Phase, Refusal, Site
 from ..state import StateMap
 from .groups import Candidate, Group
 from .record import Record
@@ -71,7 +71,9 @@ class History:
     def refuse(self, pass_: Pass, refusal: Refusal) -> None:
         """Note why a pass leaves a place as it is."""
         at = refusal.at.name if isinstance(refusal.at, fx.Node) else refusal.at
-        self.decisions.append(self._of(pass_, key=at, status="refused", label=at, reason=refusal.reason))
+        self.decisions.append(
+            self._of(pass_, key=at, status="refused", label=at, reason=refusal.reason, cause=refusal.cause)
+        )
 
     def leave(self, pass_: Pass, candidate: Candidate) -> Decision:
         """Note why a group is left as it was."""
@@ -94,7 +96,9 @@ class History:
 
     def note(self, planned: Iterable[Decision], reason: str) -> None:
         """Note planned rewrites that cannot stand here."""
-        self.decisions += [dataclasses.replace(decision, status="undone", reason=reason) for decision in planned]
+        self.decisions += [
+            dataclasses.replace(decision, status="undone", reason=reason, cause=Cause.PLAN) for decision in planned
+        ]
 
     def intend(self, pass_: Pass, site: Site) -> None:
         """Note a site of a pass that acts on the finished model."""
@@ -116,17 +120,16 @@ class History:
         group, (first, *others) = candidate.group, candidate.group.sites
         return self._of(
             pass_, key=group.key, label=group.label, status=candidate.status,
-            reason=candidate.failure, choice=None if others else first.choice,
+            reason=candidate.failure, cause=candidate.why, choice=None if others else first.choice,
             detail=f"{len(group.sites)} sites" if others else first.detail, figures=dict(candidate.figures),
             site=None if others else _described(first),
         )  # fmt: skip
 
-    def undo(self, rewrite: Rewrite, reason: str, cause: str | None = None) -> None:
-        """Note that a rewrite was taken back; `cause` is a word that tells this reason from others: `speed`."""
-        figures = {} if cause is None else {"undone_for": cause}
+    def undo(self, rewrite: Rewrite, reason: str, cause: Cause) -> None:
+        """Note that a rewrite was taken back."""
         for old in rewrite.recorded:
             place = next(number for number, decision in enumerate(self.decisions) if decision is old)
-            undone = dataclasses.replace(old, status="undone", reason=reason, figures={**old.figures, **figures})
+            undone = dataclasses.replace(old, status="undone", reason=reason, cause=cause)
             self.decisions[place] = undone
 
     # -- what came of it -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision, Plan
 from ..rewriting import Snapshot
-from ..sites import Goal, Numerics, Refusal, Site, StaleSite
+from ..sites import Cause, Goal, Numerics, Refusal, Site, StaleSite
 from ..state import shallow_clone
 from ..timing import TimeBudget
 from ..verification import is_on_meta
@@ -216,7 +216,7 @@ class Manager:
             overtaken += self._stale
             self._stale.clear()
         for site in overtaken:
-            self.history.refuse(pass_, Refusal(_OVERTAKEN, at=site.label or site.owner or "(root)"))
+            self.history.refuse(pass_, Refusal(_OVERTAKEN, site.label or site.owner or "(root)", Cause.OVERTAKEN))
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = narrowed(self.program, pass_, grouped(pass_, items), self._tuner.budget)
@@ -370,7 +370,9 @@ class Manager:
         first, chosen = precedent.decision, precedent.chosen
         like = {**first.figures, "as": first.label}
         if chosen is None:
-            self.history.leave(pass_, Candidate(group, first.reason, figures=like))
+            self.history.leave(
+                pass_, Candidate(group, first.reason, Cause(first.cause) if first.cause else None, figures=like)
+            )
             return True
         candidate = self._repeated(pass_, group.chosen_as(chosen), block, equal)
         if candidate.edit is None:

@@ -14,7 +14,7 @@ from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Snapshot, UnnotedChange, only_reading
-from ..sites import VOLATILE, Phase, Refusal, Site, is_volatile
+from ..sites import VOLATILE, Cause, Phase, Refusal, Site, is_volatile
 from ..state import holder_of
 from ..verification import depends_on_mode
 from .exact_type_checks import TypeCheckers
@@ -85,9 +85,9 @@ def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Colle
                 _check_node(program, place, name.partition("/")[0])
         except CaptureError as error:
             raise PassError(f"pass '{pass_.name}': find yielded a site {what}: {error}") from error
-    reasons = (_obstacle(program, pass_, place, item.phase, trained) for place in item.places)
-    reason = next(filter(None, reasons), None)
-    return item if reason is None else Refusal(reason, at=item.owner or "(root)")
+    found = (_reason_against(program, pass_, place, item.phase, trained) for place in item.places)
+    reason, cause = next((each for each in found if each[0]), ("", Cause.NOT_APPLICABLE))
+    return Refusal(reason, item.owner or "(root)", cause) if reason else item
 
 
 def _check_node(program: Program, site: Site, name: str) -> None:
@@ -100,15 +100,16 @@ def _check_node(program: Program, site: Site, name: str) -> None:
             raise
 
 
-def _obstacle(
+def _reason_against(
     program: Program, pass_: Pass, site: Site, phase: Phase | None, trained: Collection[nn.Module]
-) -> str | None:
+) -> tuple[str, Cause]:
+    """Return why no pass may rewrite a place, or ""."""
     if is_volatile(holder_of(program.model, site.owner).module):
-        return VOLATILE
+        return VOLATILE, Cause.VOLATILE
     if (phase or pass_.phase) is Phase.EVAL and _is_trained(program, site, trained):
-        return _IN_TRAINING
+        return _IN_TRAINING, Cause.IN_TRAINING
     around = program.analyses[TypeCheckers].around
-    return around.get(program.module(site.owner)) if around else None
+    return (around.get(program.module(site.owner), "") if around else ""), Cause.EXACT_TYPE
 
 
 def _is_trained(program: Program, site: Site, trained: Collection[nn.Module]) -> bool:
@@ -157,4 +158,4 @@ def described(program: Program, decision: Decision) -> Site:
 
 def is_for_evaluation(item: Site | Refusal) -> bool:
     """Say whether a site was refused since the model is in training."""
-    return isinstance(item, Refusal) and item.reason == _IN_TRAINING
+    return isinstance(item, Refusal) and item.cause is Cause.IN_TRAINING

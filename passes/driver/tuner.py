@@ -16,7 +16,7 @@ from .. import timing
 from ..contract import Pass
 from ..pipeline import supervised
 from ..rewriting import Edit, Snapshot
-from ..sites import Goal, Site
+from ..sites import Cause, Goal, Site
 from ..state import copied_module
 from ..verification import is_on_meta
 from .comparison import UNNAMED, Comparison
@@ -211,7 +211,7 @@ class Tuner:
         comparison = self._comparison(pass_, group)
         was_untimed = not comparison.timed and self._is_timed(pass_) and self.asks(pass_, group)
         if was_untimed and len(group.choices) > 1 and not group.required and pass_.skippable:
-            return Candidate(group, f"not timed: {self.budget.too_short}", was_skipped=True), ()
+            return Candidate(group, f"not timed: {self.budget.too_short}", Cause.NOT_TIMED, was_skipped=True), ()
         candidates = self._candidates(comparison)
         able = {name: candidate for name, candidate in candidates.items() if not candidate.failure}
         if not able:
@@ -234,7 +234,7 @@ class Tuner:
         group = comparison.group
         figures, reason = comparison.judged(race.timings, race.best, race.candidates)
         if reason:
-            return Candidate(group, "; ".join((*wrong, reason)), figures=figures), ()
+            return Candidate(group, "; ".join((*wrong, reason)), Cause.NO_FASTER, figures=figures), ()
         kept = self._whole(comparison, race.candidates[race.best].group)
         if not kept.failure:
             return dataclasses.replace(kept, figures={**figures, **kept.figures}), group.rest(kept.group)

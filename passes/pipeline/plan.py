@@ -40,6 +40,7 @@ class Decision:
         detail: one clause about the site.
         figures: errors, times and ratios by name.
         site: where the site is and what was decided on there, where replaying must not look for it anew.
+        cause: the kind of reason, `stage.code` as in `fxopt.Cause`; "" if it was applied.
         numerics, goal: what the pass promised and what it was for, with its options, each as its word; "" where a plan
             of an earlier release does not tell.
     """
@@ -56,6 +57,7 @@ class Decision:
     site: Mapping[str, Any] | None = None
     numerics: str = ""
     goal: str = ""
+    cause: str = ""
 
     def __post_init__(self) -> None:
         if self.status not in STATUSES:
@@ -69,9 +71,9 @@ class Decision:
 _OBJECT = cast("type[object]", dict) | None
 _DECISION: Mapping[str, type | UnionType] = {
     "step": int, "pass_name": str, "key": str, "status": str, "label": str, "reason": str, "choice": str | None,
-    "detail": str, "figures": dict, "site": _OBJECT, "numerics": str, "goal": str,
+    "detail": str, "figures": dict, "site": _OBJECT, "numerics": str, "goal": str, "cause": str,
 }  # fmt: skip
-_LATER = frozenset({"site", "numerics", "goal"})
+_LATER = frozenset({"site", "numerics", "goal", "cause"})
 """What plans of the same version may lack."""
 
 

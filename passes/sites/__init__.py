@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from .causes import Cause
 from .plain import as_plain
 from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite
 from .volatile import VOLATILE, is_volatile
 
 __all__ = [
     "VOLATILE",
+    "Cause",
     "Goal",
     "Numerics",
     "OwnForward",

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from ...errors import CaptureError, MatchFailure, PlanError, UsageError
 from ...tracing.program import Program
+from .causes import Cause
 from .plain import as_plain
 
 __all__ = ["Goal", "Numerics", "OwnForward", "Phase", "Refusal", "Site", "StaleSite"]
@@ -91,10 +92,12 @@ class Refusal:
     Attributes:
         reason: one clause, without a full stop.
         at: the name of the node or module at fault, qualified from the root.
+        cause: the kind of reason.
     """
 
     reason: str
     at: str | fx.Node
+    cause: Cause = Cause.NOT_APPLICABLE
 
 
 class StaleSite(MatchFailure):

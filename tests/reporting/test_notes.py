@@ -142,8 +142,10 @@ def test_what_small_numbers_take_and_what_was_left_for_speed():
     report = fxopt.report(fast)
     assert report.notes == ("parameters and buffers take 9 KiB, 32.5 KiB before (28%)",)
     plan = report.record.plan
-    slow = {"undone_for": "speed"}
-    undone = [dataclasses.replace(d, status="undone", reason="no faster: 0.9x", figures=slow) for d in plan.decisions]
+    undone = [
+        dataclasses.replace(d, status="undone", reason="no faster: 0.9x", cause=fxopt.Cause.NO_FASTER)
+        for d in plan.decisions
+    ]
     fast.__dict__["_fxopt_record"] = dataclasses.replace(
         report.record, plan=dataclasses.replace(plan, decisions=(undone[0], plan.decisions[1]))
     )

@@ -91,7 +91,7 @@ def _judged(found: Occurrence, number: int, judgement: Judgement | None) -> Site
     if judgement is None:
         return _site(found, number)
     if judgement.objection:
-        return Refusal(judgement.objection, found.result)
+        return Refusal(judgement.objection, found.result, judgement.cause)
     return replace(_site(found, number), kind=judgement.kind, found=judgement.figures)
 
 

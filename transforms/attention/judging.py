@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...passes.sites import Cause
 from ...passes.timing import time_pair, timing_figures
 from ...passes.verification import Float64Mode, Tolerance, distance, double_defaults, rounding, scale_of
 from ...tracing.program import Program
@@ -53,11 +54,13 @@ class Judgement:
         kind: which it is.
         objection: why it stays as it is, or "".
         figures: how long it takes by itself, where that was measured.
+        cause: the kind of objection.
     """
 
     kind: Hashable
     objection: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    cause: Cause = Cause.JUDGED_WRONG
 
 
 @dataclass
@@ -98,7 +101,8 @@ class Judge:
         figures = _figures(excerpt.beyond, given, cold=measuring.is_cold) if measuring else {}
         if figures and figures["speedup_low"] <= _LEAST:
             mid, low, high = (figures[f"speedup{end}"] for end in ("", "_low", "_high"))
-            return Judgement(kind, f"not clearly faster by itself: {mid:.3g}x ({low:.3g} to {high:.3g})")
+            slow = f"not clearly faster by itself: {mid:.3g}x ({low:.3g} to {high:.3g})"
+            return Judgement(kind, slow, cause=Cause.JUDGED_SLOWER)
         return Judgement(kind, _fault(excerpt, _some(excerpt, given)), figures)
 
 

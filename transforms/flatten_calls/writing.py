@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...compat import own_buffers, own_children, own_parameters
 from ...layers.packed import keep_narrow
-from ...layers.written_out import Opened, UnchangedGuard, asks_as_found, opened_by
+from ...layers.written_out import Opened, UnchangedGuard, asks_unchanged, opened_by
 from ...passes.rewriting import lasting_guards, obstacle_at, writes
 from ...tracing.graphs import Capture, Region, Specialization, capture_of
 from ...tracing.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require
@@ -55,7 +55,7 @@ def flattened(program: Program, name: str, specialization: Specialization) -> Fl
     writer.note_computed(specialization.guards, "")
     found = Call(UnchangedGuard(writer.opened_modules(), len(own_children(owner))), (SELF,))
     mode = Guard(Attribute(SELF, "training"), Is(key_of(owner.training)), _CHANGED)
-    own = [guard for guard in specialization.guards if not (_counts_children(guard, owner) or asks_as_found(guard))]
+    own = [guard for guard in specialization.guards if not (_counts_children(guard, owner) or asks_unchanged(guard))]
     guards = (*own, mode, *writer.guards, Guard(found, Is(key_of(True)), _CHANGED))
     reads = dict.fromkeys(guards)
     arguments = {new.name: specialization.argument(old) for old, new in zip(placeholders, inputs, strict=True)}
@@ -65,7 +65,7 @@ def flattened(program: Program, name: str, specialization: Specialization) -> Fl
 
 def is_written_out(guard: Guard) -> bool:
     """Say whether a condition is that of a graph in which calls were written out."""
-    return guard.reason == _CHANGED
+    return asks_unchanged(guard, compiled=False)
 
 
 def _stays(node: fx.Node) -> bool:
@@ -110,7 +110,7 @@ class _Writer:
 
     def note_computed(self, guards: Iterable[Guard], path: str) -> None:
         """Ask, with all others, for the modules that a graph of the module at `path` computes itself."""
-        opened = (each.inside(path) for guard in guards if asks_as_found(guard) for each in opened_by(guard))
+        opened = (each.inside(path) for guard in guards if asks_unchanged(guard) for each in opened_by(guard))
         self._computed |= {each.path: each for each in opened}
 
     def _on_the_way(self, path: str) -> Opened:
@@ -218,7 +218,7 @@ class _Writer:
             return None
         inputs = _received(fitting[0], given)
         result = fitting[0].graph.output_node().args[0]
-        lasting = [guard for guard in lasting_guards(module, fitting[0], given) if not asks_as_found(guard)]
+        lasting = [guard for guard in lasting_guards(module, fitting[0], given) if not asks_unchanged(guard)]
         asked = {guard: self._of_owner(guard, path, given) for guard in lasting}
         sizes = {size_asked(guard, given): guard.reason for guard, over in asked.items() if over is None}
         if inputs is None or None in sizes or not isinstance(result, (fx.Node, tuple)):

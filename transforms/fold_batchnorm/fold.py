@@ -15,7 +15,7 @@ from ...layers.masked import gone_attribute, gone_of
 from ...layers.written_out import hold_written_out
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
-from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
+from ...passes.sites import Cause, Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
 from .arithmetic import Fold, Folds
 from .checking import fault
@@ -56,7 +56,7 @@ class FoldBatchnorm(Pass):
         yield from unfolded(program)
         sound = _taken(pairs, reasons)
         for pair in _named(pairs, sound):
-            yield Refusal(reasons[pair], pair.place)
+            yield Refusal(reasons[pair], pair.place, Cause.IN_TRAINING if program.training else Cause.NOT_APPLICABLE)
         # One site for all of a module: by itself, one of many norms gains less than can be measured.
         owners: dict[str, list[Pair]] = {}
         for pair in sound:

@@ -12,7 +12,7 @@ from torch import fx
 
 from ...layers.packed import Packed
 from ...passes.rewriting import Place
-from ...passes.sites import Refusal, Site
+from ...passes.sites import Cause, Refusal, Site
 from ...passes.timing import last_level_bytes
 from ...tracing.graphs import Region
 from ...tracing.program import Program
@@ -97,7 +97,9 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
         budget: the error that is allowed in others than float32.
     """
     if program.training:
-        yield from (Refusal(IN_TRAINING, "(root)") for _ in itertools.islice(_candidates(program, dtype), 1))
+        yield from (
+            Refusal(IN_TRAINING, "(root)", Cause.IN_TRAINING) for _ in itertools.islice(_candidates(program, dtype), 1)
+        )
         return
     layers: list[_Found] = []
     for item in _candidates(program, dtype):
@@ -110,8 +112,8 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
     graphs: dict[tuple[str, int], list[_Found]] = {}
     for found in layers:
         least = _LEAST_TOGETHER if together and found.layer.geometry is not None else LEAST
-        if objection := gains.objection(found.kind, least):
-            yield Refusal(objection, found.name)
+        if refusal := gains.refusal(found.kind, found.name, least):
+            yield refusal
         else:
             graphs.setdefault((found.owner, found.number), []).append(found)
     packed = {place: _laid_channels_last(group) for place, group in graphs.items()}
@@ -234,7 +236,7 @@ def _take_single_rows(program: Program, kinds: Mapping[Hashable, Sequence[_Found
     """
     single: dict[Hashable, dict[str, Calls]] = {}
     for kind, alike in kinds.items():
-        if kind in gains.known and alike[0].has_rows and not gains.objection(kind):
+        if kind in gains.known and alike[0].has_rows and gains.refusal(kind, alike[0].name) is None:
             ways = {PACKED: False, TRANSPOSED: True}
             calls = {name: _calls(program, alike, transposed=way, rows=1) for name, way in ways.items()}
             right = gains.look(kind, calls, allowed=None)

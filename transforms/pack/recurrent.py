@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from ...compat import own_parameters
 from ...layers.packed import PackedLSTM, Recurrence, why_not_packed
 from ...passes.rewriting import Edit
-from ...passes.sites import Refusal, Site
+from ...passes.sites import Cause, Refusal, Site
 from ...passes.verification import Tolerance, distance
 from ...tracing.graphs import Region
 from ...tracing.program import Program
@@ -61,7 +61,7 @@ class _Found:
 def recurrent_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Site | Refusal]:
     """Yield a site for each call of an LSTM, and those that stay as they are; see `found_in`."""
     if program.training:
-        yield from (Refusal(IN_TRAINING, "(root)") for _ in itertools.islice(_calls(program), 1))
+        yield from (Refusal(IN_TRAINING, "(root)", Cause.IN_TRAINING) for _ in itertools.islice(_calls(program), 1))
         return
     gains, allowed = Gains(), None if dtype is torch.float32 else budget
     for found in _calls(program):
@@ -74,8 +74,8 @@ def recurrent_in(program: Program, dtype: torch.dtype, budget: float) -> Iterato
             calls = _as_calls(found, shape, dtype)
             if gains.look(kind, {PACKED: calls}, allowed=allowed) and program.measuring:
                 gains.take(kind, {PACKED: calls.times(cold=program.measuring.is_cold)})
-        if objection := gains.objection(kind):
-            yield Refusal(objection, found.name)
+        if refusal := gains.refusal(kind, found.name):
+            yield refusal
         else:
             speeds = [round(gains.known[kind].gain.mid, 3)] if kind in gains.known else []
             detail = "1 LSTM" + (f", {speeds[0]:.3g}x by itself" if speeds else "")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...operators import laid_last
+from ...passes.sites import Cause, Refusal
 from ...passes.timing import Interval, time_pair
 
 __all__ = ["LEAST", "MOST", "PACKED", "TRANSPOSED", "Calls", "Gains", "Times"]
@@ -129,14 +130,15 @@ class Gains:
         """Return the kinds that something is known of."""
         return {*self.known, *self.faults}
 
-    def objection(self, kind: Hashable, least: float = LEAST) -> str:
-        """Return why layers of a kind stay as they are: they are wrong, or gain less than `least`; else ""."""
+    def refusal(self, kind: Hashable, at: str, least: float = LEAST) -> Refusal | None:
+        """Return why a layer of a kind stays as it is: it would be wrong, or gain less than `least`."""
         if kind in self.faults:
-            return self.faults[kind]
+            return Refusal(self.faults[kind], at, Cause.JUDGED_WRONG)
         gain = self.known[kind].gain if kind in self.known else None
         if gain is None or gain.mid >= least:
-            return ""
-        return f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})"
+            return None
+        slow = f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})"
+        return Refusal(slow, at, Cause.JUDGED_SLOWER)
 
     def error(self, kinds: Collection[Hashable]) -> float | None:
         """Return the largest error of some kinds; None where it is not known of all, or there are none."""

@@ -66,7 +66,7 @@ def found(settings: Settings, program: Program, layers: Sequence[Layer], make: M
 
 def _site(program: Program, layer: Layer, judgement: Judgement, cost: float | None) -> Site | Refusal:
     if judgement.objection:
-        return Refusal(judgement.objection, layer.name)
+        return Refusal(judgement.objection, layer.name, judgement.cause)
     if cost is not None:
         return Refusal(_COSTLY.format(cost), layer.name)
     return Site(program, layer.name, {}, detail=layer.detail, found=dataclasses.replace(judgement, layer=None))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...errors import MatchFailure
+from ...passes.sites import Cause
 from ...passes.timing import time_pair, timing_figures
 from ...passes.verification import Tolerance, distance
 from ...settings import Measure
@@ -47,12 +48,14 @@ class Judgement:
         figures: what plans say of it.
         objection: why it is not to be had, or "".
         layer: it, as long as others are looked at.
+        cause: the kind of objection.
     """
 
     error: float = 0.0
     figures: Mapping[str, Any] | None = None
     objection: str = ""
     layer: nn.Module | None = None
+    cause: Cause = Cause.JUDGED_WRONG
 
     @property
     def gain(self) -> float:
@@ -151,8 +154,9 @@ class _Trial:
 
     def _beside(self, judgement: Judgement, figures: Mapping[str, Any]) -> Judgement:
         slow = f"no faster: {figures['speedup']:.3g}x ({figures['speedup_low']:.3g} to {figures['speedup_high']:.3g})"
-        objection = judgement.objection or ("" if figures["speedup"] > 1.0 else slow)
-        return dataclasses.replace(judgement, figures=figures, objection=objection)
+        if judgement.objection or figures["speedup"] > 1.0:
+            return dataclasses.replace(judgement, figures=figures)
+        return dataclasses.replace(judgement, figures=figures, objection=slow, cause=Cause.JUDGED_SLOWER)
 
 
 def _size(module: nn.Module) -> int:

@@ -13,7 +13,7 @@ from ....errors import BudgetError, MatchFailure, PassError
 from ....tracing.program import deactivate
 from ....tracing.values import tensors_by_name
 from ...contract import Pass
-from ...sites import Numerics, Phase
+from ...sites import Cause, Numerics, Phase
 from ...state import copied_module, shallow_clone
 from ...verification import Original, modes_to_check
 from ..history import History, Rewrite
@@ -162,10 +162,10 @@ class FinalCheck:
             reason = f"{reason}; {unknown}; give a larger time_budget"
         self._stand([rewrite for rewrite in order if rewrite not in gone])
         for rewrite in gone:
-            self.history.undo(rewrite, f"the model as handed over is wrong with it: {reason}")
+            self.history.undo(rewrite, f"the model as handed over is wrong with it: {reason}", Cause.MODEL_DIFFERS)
         for rewrite in standing:
             if rewrite not in gone and rewrite not in self.history.rewrites:
-                self.history.undo(rewrite, "it depended on a rewrite that was undone")
+                self.history.undo(rewrite, "it depended on a rewrite that was undone", Cause.DEPENDENT)
 
     def _unproven(self, order: Sequence[Rewrite], right: int, reason: str) -> Sequence[Rewrite]:
         """Return what goes where no time is left to find which rewrite it is: what may be left out, if that is enough.

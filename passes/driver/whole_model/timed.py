@@ -13,7 +13,7 @@ from ....tracing.program import deactivate
 from ....tracing.recording import calls_by_kind
 from ....tracing.values import Inputs
 from ... import timing
-from ...sites import Goal
+from ...sites import Cause, Goal
 from ..groups import Candidate
 from ..history import History, Rewrite
 from ..tuner import Tuner
@@ -152,7 +152,7 @@ class WholeModel:
         self._history.rewrites = [rewrite for rewrite in self._history.rewrites if rewrite not in unwound]
         for rewrite in unwound:
             if rewrite in unwanted:
-                self._history.undo(rewrite, reason, "speed")
+                self._history.undo(rewrite, reason, Cause.MODEL_SLOWER)
             else:
                 self._apply_again(rewrite)
 
@@ -174,7 +174,8 @@ class WholeModel:
         except PassError as error:
             candidate = Candidate(rewrite.group, str(error))
         if candidate.edit is None:
-            self._history.undo(rewrite, f"it depended on a rewrite that was undone: {candidate.failure}")
+            why = f"it depended on a rewrite that was undone: {candidate.failure}"
+            self._history.undo(rewrite, why, Cause.DEPENDENT)
             return
         rewrite.edit = candidate.edit
         self._history.rewrites.append(rewrite)

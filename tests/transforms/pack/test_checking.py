@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxopt
+from fxopt import Cause, Refusal
 from fxopt.compat.packed import why_no_packing
 from fxopt.transforms.pack import layers, timing
 
@@ -103,16 +104,17 @@ def calls(fault: str = "", error: float = 0.0) -> timing.Calls:
 def test_where_the_packed_weight_is_wrong_no_other_lowering_is_offered() -> None:
     gains = timing.Gains()
     assert gains.look("linear", {"packed": calls("off"), "transposed": calls()}, allowed=None) == {}
-    assert gains.objection("linear") == "off"
+    assert gains.refusal("linear", "fc") == Refusal("off", "fc", Cause.JUDGED_WRONG)
 
 
 def test_a_wrong_lowering_leaves_the_packed_one() -> None:
     gains = timing.Gains()
     assert list(gains.look("linear", {"packed": calls(), "transposed": calls("off")}, allowed=None)) == ["packed"]
-    assert gains.objection("linear") == ""
+    assert gains.refusal("linear", "fc") is None
 
 
 def test_an_error_beyond_the_budget_is_said_and_kept() -> None:
     gains = timing.Gains()
     assert gains.look("linear", {"packed": calls(error=0.3)}, allowed=0.1) == {}
-    assert "errs by 0.3" in gains.objection("linear") and gains.error(["linear"]) == 0.3
+    refusal = gains.refusal("linear", "fc")
+    assert refusal is not None and "errs by 0.3" in refusal.reason and gains.error(["linear"]) == 0.3

@@ -11,7 +11,7 @@ from ....compat.quantized import OBSERVERS, why_no_static_int8
 from ....errors import UsageError, did_you_mean
 from ....layers.quantized import FakeQuantized, Range
 from ....passes.rewriting import Edit
-from ....passes.sites import Refusal, Site
+from ....passes.sites import Cause, Refusal, Site
 from ....tracing.program import Program
 from ...calibration import calls, ranges_of
 from ..linears import CONVOLUTIONS
@@ -39,7 +39,11 @@ class _Static:
 
     def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:
         if program.training:
-            yield Refusal("it is for evaluation, and the model is in training; call model.eval() first", "(root)")
+            yield Refusal(
+                "it is for evaluation, and the model is in training; call model.eval() first",
+                "(root)",
+                Cause.IN_TRAINING,
+            )
             return
         layers: dict[str, nn.Module] = {}
         for found in candidates(settings.keep, program):
