@@ -7,13 +7,14 @@ from .budget import DEFAULT_BUDGET, BudgetRequest, TimeBudget
 from .cold import last_level_bytes
 from .live_bytes import LiveBytes, MemoryUse, memory_use
 from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
-from .pairs import microseconds, time_pair, timing_figures
+from .pairs import SECONDS_OF_A_KIND, microseconds, time_kind, time_pair, timing_figures
 from .runner import Runner, forward_seconds, runner
 
 __all__ = [
     "CALLS_OF_EACH",
     "CALLS_OF_TWO",
     "DEFAULT_BUDGET",
+    "SECONDS_OF_A_KIND",
     "BudgetRequest",
     "Interval",
     "LiveBytes",
@@ -28,6 +29,7 @@ __all__ = [
     "microseconds",
     "runner",
     "time_candidates",
+    "time_kind",
     "time_pair",
     "timing_figures",
 ]

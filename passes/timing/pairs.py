@@ -8,7 +8,16 @@ from typing import Any
 from .intervals import FEWEST_ROUNDS, SURE_ROUNDS, Timings
 from .measure import time_candidates
 
-__all__ = ["microseconds", "time_pair", "timing_figures"]
+__all__ = ["SECONDS_OF_A_KIND", "microseconds", "time_kind", "time_pair", "timing_figures"]
+
+SECONDS_OF_A_KIND = 0.05
+"""How long a kind of layer is timed by itself at first: calls of up to 3 ms settle in three rounds."""
+
+_IN_DOUBT = 4
+"""Where that does not tell whether it gains, so many times as long: two runs on a busy machine then decide alike."""
+
+_CLOSE = 0.15
+"""What is farther from the least gain is not timed again, however few rounds of a long call there were."""
 
 
 def time_pair(
@@ -33,6 +42,30 @@ def time_pair(
     return time_candidates(
         runs, seconds=seconds, least_rounds=least_rounds, limit=2 * seconds, fewest=FEWEST_ROUNDS, cold=cold
     )
+
+
+def time_kind(
+    before: Callable[[], object],
+    after: Callable[[], object],
+    *,
+    least: float,
+    cold: bool = False,
+    seconds: float = SECONDS_OF_A_KIND,
+) -> Timings:
+    """Time layers of a kind by themselves; once more, and longer, where it is open whether they gain.
+
+    Args:
+        before, after: what to call.
+        least: how many times faster `after` must be to be taken.
+        cold: empty the caches before each call.
+        seconds: how long to sample at first.
+    """
+    timings = time_pair(before, after, seconds=seconds, cold=cold)
+    speed = timings.ratio("before", "after")
+    if not speed.low <= least <= speed.high or abs(speed.mid - least) >= _CLOSE:
+        return timings
+    rounds = SURE_ROUNDS * _IN_DOUBT
+    return time_pair(before, after, seconds=_IN_DOUBT * seconds, least_rounds=rounds, cold=cold)
 
 
 def timing_figures(timings: Timings, after: str = "after", count: int = 1) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...passes.sites import Cause
-from ...passes.timing import time_pair, timing_figures
+from ...passes.timing import time_kind, timing_figures
 from ...passes.verification import Float64Mode, Tolerance, distance, double_defaults, rounding, scale_of
 from ...tracing.program import Program
 from ..swap_kernels import Occurrence
@@ -22,15 +22,6 @@ __all__ = ["Judge", "Judgement"]
 
 _LEAST = 1.02
 """What is not shown to be so much faster stays as it is."""
-
-_SECONDS = 0.04
-"""How long a kind is timed."""
-
-_IN_DOUBT = 4
-"""Where that does not tell, so many times as long."""
-
-_HOPELESS = 0.9
-"""What is no faster than this is not timed again."""
 
 _MEANING = 1e-10
 """What may differ in float64, relative to the scale."""
@@ -127,11 +118,7 @@ def _some(excerpt: Excerpt, given: Sequence[Tensor]) -> list[Tensor]:
 def _figures(ways: Sequence[Compute], given: Sequence[Tensor], *, cold: bool) -> dict[str, Any]:
     before, after = (partial(way, *given) for way in ways)
     with torch.no_grad():
-        timings = time_pair(before, after, seconds=_SECONDS, cold=cold)
-        speed = timings.ratio("before", "after")
-        if speed.low <= _LEAST <= speed.high and speed.mid > _HOPELESS:
-            timings = time_pair(before, after, seconds=_IN_DOUBT * _SECONDS, least_rounds=6 * _IN_DOUBT, cold=cold)
-    return timing_figures(timings)
+        return timing_figures(time_kind(before, after, least=_LEAST, cold=cold))
 
 
 # -- results -------------------------------------------------------------------------------------------------------

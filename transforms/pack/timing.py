@@ -11,21 +11,12 @@ from torch import Tensor
 
 from ...operators import laid_last
 from ...passes.sites import Cause, Refusal
-from ...passes.timing import Interval, time_pair
+from ...passes.timing import SECONDS_OF_A_KIND, Interval, time_kind, time_pair
 
 __all__ = ["LEAST", "MOST", "PACKED", "TRANSPOSED", "Calls", "Gains", "Times"]
 
 LEAST = 1.01
 """What gains less by itself stays as it is; of the rest the whole model tells."""
-
-_SECONDS = 0.04
-"""How long a kind of layer is timed."""
-
-_IN_DOUBT = 3
-"""Where that does not tell whether it gains, so many times as long."""
-
-_CLOSE = 0.15
-"""What is farther from gaining nothing is not timed again, however few rounds of a long call there were."""
 
 MOST = 4
 """So many layers of a kind are called in turn: in use, weights do not wait in the caches either."""
@@ -99,12 +90,10 @@ class Calls:
 
         before, after = (lambda: run(self.before, x)), (lambda: run(self.after, other))
         with torch.no_grad():
-            found = time_pair(before, after, seconds=_SECONDS / 2 if self.gain_together else _SECONDS, cold=cold)
-            speed = found.ratio("before", "after")
-            is_close = speed.low <= LEAST <= speed.high and abs(speed.mid - LEAST) < _CLOSE
-            if not self.gain_together and is_close:  # another run might say the other
-                more, rounds = _IN_DOUBT * _SECONDS, 6 * _IN_DOUBT
-                found = time_pair(before, after, seconds=more, least_rounds=rounds, cold=cold)
+            if self.gain_together:
+                found = time_pair(before, after, seconds=SECONDS_OF_A_KIND / 2, cold=cold)
+            else:
+                found = time_kind(before, after, least=LEAST, cold=cold)
         own, packed = (found.seconds(name) / len(some) for name in ("before", "after"))
         return Times(found.ratio("before", "after"), own, packed)
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ...errors import MatchFailure
 from ...passes.sites import Cause
-from ...passes.timing import time_pair, timing_figures
+from ...passes.timing import time_kind, timing_figures
 from ...passes.verification import Tolerance, distance
 from ...settings import Measure
 from ...tracing.program import Program
@@ -26,12 +26,6 @@ from .replacing import Instead
 __all__ = ["Judgement", "Make", "error_of", "judged"]
 
 _ANY = Tolerance(0.0, math.inf)
-
-_SECONDS = 0.06
-"""How long a kind of layer is timed."""
-
-_IN_DOUBT = 5
-"""Where that does not tell whether it gains, so many times as long."""
 
 _BYTES = 2**25
 """So much of a kind is called in turn, where there is as much: in use, weights do not wait in the caches either."""
@@ -146,11 +140,7 @@ class _Trial:
             return call
 
         before, after = run([module for module, _ in some]), run([instead for _, instead in some])
-        timings = time_pair(before, after, seconds=_SECONDS, cold=cold)
-        if (speed := timings.ratio("before", "after")).low <= 1.0 <= speed.high:  # another run might say the other
-            more, rounds = _IN_DOUBT * _SECONDS, 6 * _IN_DOUBT
-            timings = time_pair(before, after, seconds=more, least_rounds=rounds, cold=cold)
-        return timing_figures(timings, count=len(some))
+        return timing_figures(time_kind(before, after, least=1.0, cold=cold), count=len(some))
 
     def _beside(self, judgement: Judgement, figures: Mapping[str, Any]) -> Judgement:
         slow = f"no faster: {figures['speedup']:.3g}x ({figures['speedup_low']:.3g} to {figures['speedup_high']:.3g})"

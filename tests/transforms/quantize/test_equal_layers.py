@@ -79,7 +79,7 @@ def trials(races: list[str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len((before, after)))
         return Timings([{"before": 2.0, "after": 1.0}] * 9, cold=cold)
 
-    monkeypatch.setattr(judging, "time_pair", timed)
+    monkeypatch.setattr(judging, "time_kind", timed)
     return seen
 
 
@@ -169,21 +169,3 @@ def test_ranges_are_each_layers_own() -> None:
     made = [decision.site["data"]["layers"] for decision in decisions("int8_static", model)]
     scales = [[layer["scale"] for layer in layers] for layers in made]
     assert scales[0] != scales[1]
-
-
-@pytest.mark.parametrize(("sure", "status"), [(2.0, "applied"), (0.5, "refused")])
-def test_where_it_is_open_whether_a_layer_gains_it_is_timed_for_longer(
-    sure: float, status: str, races: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-
-    def timed(before: Any, after: Any, *, least_rounds: int = 6, **_: Any) -> Timings:
-        asked.append(least_rounds)
-        if len(asked) % 2:  # as often a little faster as slower
-            return Timings([{"before": 1.0, "after": after} for after in (0.9, 1.1) * 6])
-        return Timings([{"before": sure, "after": 1.0}] * least_rounds)
-
-    monkeypatch.setattr(judging, "time_pair", timed)
-    made = decisions("int8_dynamic", net(64))
-    assert len(asked) == 4 and asked[1] > asked[0]
-    assert {decision.status for decision in made} == {status}
