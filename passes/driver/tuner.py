@@ -16,7 +16,7 @@ from .. import timing
 from ..contract import Pass
 from ..pipeline import supervised
 from ..rewriting import Edit, Snapshot
-from ..sites import Cause, Goal, Site
+from ..sites import Cause, Goal, Phase, Site
 from ..state import copied_module
 from ..verification import is_on_meta
 from .comparison import UNNAMED, Comparison
@@ -133,6 +133,8 @@ class Tuner:
                     pass_.rewrite(sites[0], edit)
                 else:
                     pass_.rewrite_group(sites, edit)
+                if pass_.clean_up and group.phase is Phase.EVAL:  # it was narrowed: in training nothing was checked
+                    edit.hold_in_evaluation([""])
                 edit.finish()
 
         try:
