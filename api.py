@@ -49,8 +49,9 @@ from .reporting.report import Report
 from .settings import Measure, current
 from .storage import as_path
 from .tracing.graphs import outside_inference_mode
+from .tracing.isolation import eagerly, in_phase, plain_registries, rank_local, rewrite_lock
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import attach, detach, eagerly, in_phase, misses_in, plain_registries, rank_local, rewrite_lock
+from .tracing.recording import attach, detach, misses_in
 from .tracing.values import normalize_inputs
 
 __all__ = [

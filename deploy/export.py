@@ -26,8 +26,9 @@ from ..operators import canonical_name, has_random_effects
 from ..passes.verification import distance, form_problem, rounding
 from ..storage import atomic_file
 from ..tracing.graphs import outside_inference_mode
+from ..tracing.isolation import ModelState, in_phase, preserved, restoring
 from ..tracing.reads import raised_at
-from ..tracing.recording import ModelState, copy_inputs, in_phase, preserved, restoring
+from ..tracing.recording import copy_inputs
 from ..tracing.values import Inputs, check_whole, flatten, map_tensors, plain, structure, tensors_in
 from .checksum import drop_checksum, sha256_of, write_checksum
 from .exported import load_exported

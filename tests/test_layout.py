@@ -51,6 +51,7 @@ ROOMS = {
         ("trace",),
         ("proxies",),
         ("recording",),
+        ("analyses", "isolation"),
         ("reads",),
         ("graphs",),
         ("guards",),

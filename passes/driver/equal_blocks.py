@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...tracing.analyses import Described, HashLevel, StructuralHash
 from ...tracing.program import Program
-from ...tracing.recording import Described, HashLevel, StructuralHash
 from ...tracing.values import Inputs
 from ..contract import Pass
 from ..pipeline import Decision

@@ -14,8 +14,9 @@ from torch import nn
 from ...errors import InputError, PassError, UsageError
 from ...settings import Measure, Settings
 from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
+from ...tracing.isolation import eagerly, plain_registries, rank_local, rewrite_lock
 from ...tracing.program import Program, call_forms, captured_on, deactivate
-from ...tracing.recording import attach, detach, eagerly, plain_registries, rank_local, rewrite_lock
+from ...tracing.recording import attach, detach
 from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass, check_option_types
 from ..pipeline import Decision, Plan, Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks

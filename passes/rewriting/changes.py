@@ -11,8 +11,8 @@ from torch import nn
 from ...compat import DispatchMode
 from ...compat.operators import written_arguments
 from ...errors import MatchFailure
+from ...tracing.isolation import AttributeState, ParameterData, change_count
 from ...tracing.program import Program
-from ...tracing.recording import AttributeState, ParameterData, change_count
 from ...tracing.values import ModelNames, qualified, tensors_in
 from .snapshot import GraphState, ModuleState, Snapshot
 

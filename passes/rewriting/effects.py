@@ -18,10 +18,10 @@ from ...operators import (
     operator_info,
     operator_of_module,
 )
+from ...tracing.analyses import StructuralHash
 from ...tracing.graphs import Capture, capture_of
 from ...tracing.guards import require
 from ...tracing.program import Program
-from ...tracing.recording import StructuralHash
 from ...tracing.values import TensorMeta, qualified, user_class
 from .inlining import unmet_guard
 

@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_buffers, own_parameters
 from ...tracing.graphs import Capture, capture_of
+from ...tracing.isolation import AttributeState, Contents
 from ...tracing.program import Program
-from ...tracing.recording import AttributeState, Contents
 
 __all__ = ["GraphState", "ModuleState", "ModuleStates", "Snapshot"]
 

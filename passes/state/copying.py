@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ...compat import all_modules, own_buffers, own_parameters, transient_buffers
 from ...tracing.graphs import capture_of
-from ...tracing.recording import make_registries_plain, plain_tensors
+from ...tracing.isolation import make_registries_plain, plain_tensors
 from ...tracing.values import all_tensors, is_scripted
 from .held import held_in
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import DispatchMode, storage_id
-from ...tracing.recording import preserved
+from ...tracing.isolation import preserved
 from ...tracing.values import Inputs, flatten, map_tensors, tensors_in
 
 __all__ = ["LiveBytes", "MemoryUse", "memory_use"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import version_of
-from ...tracing.recording import preserved
+from ...tracing.isolation import preserved
 from ...tracing.values import Arguments, Inputs, flatten, map_tensors, state_of
 from .threads import one_thread
 

@@ -10,9 +10,9 @@ from typing import TypeVar
 from torch import Tensor, fx, nn
 
 from ...compat import all_modules
+from ...tracing.analyses import StructuralHash
 from ...tracing.graphs import Region
 from ...tracing.program import Program
-from ...tracing.recording import StructuralHash
 from ...tracing.values import all_tensors
 
 __all__ = ["CallSites", "TensorOwners", "TensorReads", "found_in_graphs", "is_on_meta"]

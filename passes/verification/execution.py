@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...compat import version_of
 from ...compat.checkpoint import reentrant_checkpoints_off
-from ...tracing.recording import ParameterData
+from ...tracing.isolation import ParameterData
 from ...tracing.values import Arguments, flatten, map_tensors, structure
 from .float64 import Float64Mode, Table, double_defaults, widened
 from .interpret import graph_forward, only_forward, region_forward

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...compat import modules_by_name
 from ...tracing.graphs import Capture, Region, capture_of
-from ...tracing.recording import AttributeState
+from ...tracing.isolation import AttributeState
 from ...tracing.values import INTERNAL, RandomState, TensorFunction, map_tensors, qualified
 from ..state import absent_from_checkpoints
 

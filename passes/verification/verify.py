@@ -98,7 +98,8 @@ def verify(
 
 
 def _has_elements(sample: Sample) -> bool:
-    return any(value.numel() for value in sample.exact.outputs.values())
+    outputs: list[object] = list(sample.exact.outputs.values())
+    return not outputs or any(not isinstance(value, Tensor) or value.numel() for value in outputs)
 
 
 class _Check:

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from ...compat import all_modules, is_torch_wrapper, own_buffers
+from ..analyses import StructuralHash
 from ..graphs import Capture, Specialization, capture_of, install, required_capture, uninstall
 from ..guards import Source, require
+from ..isolation import compiles, is_in_compiled
 from ..reads import raised_at
-from ..recording import Call, Recording, StructuralHash, compiles, is_in_compiled
+from ..recording import Call, Recording
 from ..rules import SequentialCaptures, tracing_session
 from ..trace import ModuleTracer, TracingSession, with_regions
 from ..values import (

@@ -12,7 +12,8 @@ from torch import nn
 from ...compat import has_lazy_parameters, submodule
 from ...errors import InputError, ModeError, UsageError
 from ..graphs import Capture, capture_of, install, required_capture, uninstall
-from ..recording import ModelState, Recording, disagreeing, expectations, generated_calls, in_phase, record, restoring
+from ..isolation import ModelState, in_phase, restoring
+from ..recording import Recording, disagreeing, expectations, generated_calls, record
 from ..values import (
     Generating,
     Inputs,

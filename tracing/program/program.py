@@ -12,7 +12,8 @@ from ...compat import submodule
 from ...errors import CaptureError, InputError
 from ...settings import Measure
 from ..graphs import Capture, Region, capture_of
-from ..recording import Recording, in_phase, misses_in, record
+from ..isolation import in_phase
+from ..recording import Recording, misses_in, record
 from ..values import Inputs, ModelNames, qualified
 from .capturing import Opaque
 from .coverage import Coverage

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 
 from ...compat import all_modules, fake_tensors, own_buffers, own_parameters
 from ..graphs import capture_of, function_of_node, select
-from ..recording import preserved
+from ..isolation import preserved
 from ..values import Meta, TensorMeta, is_leaf, meta_of
 
 __all__ = ["changed_metas"]

@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 
 from ...compat import all_modules
 from ..graphs import Specialization
-from ..recording import Call, ModelState, restoring
+from ..isolation import ModelState, restoring
+from ..recording import Call
 from ..rules import tracing_session
 from ..trace import Decided, TracingSession, UnrollingTracer
 from ..values import INTERNAL, Untraceable, has_attributes, signature_of, user_class

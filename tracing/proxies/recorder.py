@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
-from ..recording import Change, Changes
+from ..isolation import Change, Changes
 
 __all__ = ["Interception", "Questions", "Recorder"]
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...compat import torch_functions_off
+from ..isolation import redirect
 from ..reads import Observers
-from ..recording import redirect
 from ..values import Absent, is_whole
 from .class_proxies import class_proxy
 from .memos import call_memo, is_memoised

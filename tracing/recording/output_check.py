@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...compat import children_of, has_hooks
 from ...errors import ModeError
 from ..graphs import Capture, install, uninstall
+from ..isolation import ModelState, in_phase, restoring
 from ..values import (
     Inputs,
     copied,
@@ -24,7 +25,6 @@ from ..values import (
     tensors_in,
     tensors_within,
 )
-from .preserve import ModelState, in_phase, restoring
 from .record import Recording, copy_inputs
 
 __all__ = ["Expectation", "disagreeing", "expectations"]

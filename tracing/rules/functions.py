@@ -13,9 +13,9 @@ from torch.autograd import Function
 
 from ...compat.checkpoint import is_reentrant_checkpoint
 from ...compat.interception import function_entries
+from ..isolation import change_count
 from ..proxies import UNKNOWN, ValueProxy, proxies_in
 from ..reads import user_frame
-from ..recording import change_count
 from ..trace import ModuleTracer, TracingSession
 from ..values import LEAF_LIBRARY, FunctionCall, leaf_function_places, tensors_in
 

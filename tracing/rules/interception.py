@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from ...compat.interception import untraceable_entries
+from ..isolation import patching
 from ..proxies import proxies_in
-from ..recording import calls_intercepted, patching
+from ..recording import calls_intercepted
 from ..trace import ModuleTracer, TracingSession
 from .functions import patch_checks, patch_functions, patch_leaf_functions
 from .switches import patch_contexts

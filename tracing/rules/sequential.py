@@ -8,10 +8,11 @@ from typing import Any, cast
 from torch import fx, nn
 
 from ...compat import own_children
+from ..analyses import tree_uses_host_random
 from ..graphs import Capture, Specialization
 from ..guards import Argument, Equals, Guard, IsNot, key_of, length_of
 from ..reads import listing_of
-from ..recording import Call, tree_uses_host_random
+from ..recording import Call
 from ..values import Meta, meta_key, meta_of, signature_of
 
 __all__ = ["SequentialCaptures"]

@@ -22,8 +22,8 @@ from ..guards import (
     key_of,
     module_at,
 )
+from ..isolation import Change
 from ..proxies import ValueProxy
-from ..recording import Change
 from ..values import INTERNAL, Absent, qualified
 from .protocol import Tracer
 

@@ -7,14 +7,9 @@ from typing import Any, NoReturn
 
 from torch import fx, nn
 
+from ..analyses import function_uses_host_random, has_random_effects, module_has_random_effects, tree_uses_host_random
 from ..guards import require
-from ..recording import (
-    Change,
-    function_uses_host_random,
-    has_random_effects,
-    module_has_random_effects,
-    tree_uses_host_random,
-)
+from ..isolation import Change
 from ..values import Path, Untraceable, keep
 from .cleanup import late_checks
 from .decisions import Decisions

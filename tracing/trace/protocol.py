@@ -7,9 +7,9 @@ from typing import Any, Protocol
 from torch import fx, nn
 
 from ..guards import Source
+from ..isolation import Change
 from ..proxies import Recorder, ValueProxy
 from ..reads import DataFlow
-from ..recording import Change
 from ..values import ModelNames, Untraceable
 
 __all__ = ["Tracer"]

@@ -14,8 +14,8 @@ from ...errors import UsageError
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...tracing.analyses import HashLevel, StructuralHash
 from ...tracing.program import Program
-from ...tracing.recording import HashLevel, StructuralHash
 from .checks import check_dtype, check_words
 from .find import Part, Search
 from .leaf import in_autocast

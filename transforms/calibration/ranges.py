@@ -14,8 +14,8 @@ from ...compat.quantized import Observer
 from ...errors import CalibrationError
 from ...layers.quantized import Range
 from ...progress_bar import progress_bar
+from ...tracing.isolation import preserved
 from ...tracing.program import Program
-from ...tracing.recording import preserved
 from ...tracing.values import Inputs
 from .batches import run_call
 

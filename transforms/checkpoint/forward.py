@@ -27,8 +27,8 @@ from ...compat.operators import written_arguments
 from ...operators import flops_of
 from ...tracing.graphs import GraphRunner, Specialization, required_capture, select
 from ...tracing.guards import require
+from ...tracing.isolation import in_phase, preserved
 from ...tracing.program import Program
-from ...tracing.recording import in_phase, preserved
 from ...tracing.values import Inputs, map_tensors, qualified, tensors_in
 from .problem import Problem, Region, Step
 from .recomputation import PRODUCTS, counts

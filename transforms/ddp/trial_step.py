@@ -13,8 +13,9 @@ from ...errors import one_line
 from ...layers.sync_batch_norm import SyncBatchNorm
 from ...passes.state import copied_module
 from ...passes.verification import is_on_meta
+from ...tracing.isolation import in_phase
 from ...tracing.program import Program
-from ...tracing.recording import copy_inputs, in_phase
+from ...tracing.recording import copy_inputs
 from ...tracing.values import Inputs, RandomState, tensors_in
 
 __all__ = ["TrialStep", "run_trial_step"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed, fx, nn
 
 from ...errors import FxoptError, UsageError
-from ...tracing.recording import preserved
+from ...tracing.isolation import preserved
 from ...tracing.values import Inputs, map_tensors, normalize_inputs, tensors_within
 from .batches import divided, divided_target, rows_of
 from .exchange import Forms, Relay

@@ -13,8 +13,8 @@ from torch import fx, nn
 from ...errors import GuardError, MatchFailure
 from ...passes.sites import Refusal
 from ...tracing.graphs import fitting, required_capture
+from ...tracing.isolation import in_phase
 from ...tracing.program import Program
-from ...tracing.recording import in_phase
 from ...tracing.values import Inputs
 from .costs import Kind, NodeFacts, observed
 from .cuts import line_of

@@ -10,7 +10,8 @@ from torch import nn
 
 from ...errors import GuardError, MatchFailure
 from ...passes.verification import distance, half_the_digits
-from ...tracing.recording import copy_inputs, in_phase, preserved
+from ...tracing.isolation import in_phase, preserved
+from ...tracing.recording import copy_inputs
 from ...tracing.values import Inputs, tensors_in
 from .batches import divided, rows_of
 from .layout import Layout

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ....compat import all_modules
 from ....compat.distributed import shard_again
 from ....errors import FxoptError, PassError
+from ....tracing.isolation import in_phase, preserved
 from ....tracing.program import Program
-from ....tracing.recording import copy_inputs, in_phase, preserved
+from ....tracing.recording import copy_inputs
 from ....tracing.values import Inputs, tensors_in
 from ...contract import Pass
 from ...pipeline import Decision, Ranks, heard_of_any, on_all_ranks

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ....errors import BudgetError
+from ....tracing.isolation import in_phase
 from ....tracing.program import Program
-from ....tracing.recording import in_phase
 from ...contract import Pass
 from ...pipeline import Decision
 from ...sites import Goal

@@ -14,7 +14,7 @@ import fxopt
 from fxopt import Edit, Goal, Pass, Program, Refusal, Site
 from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Snapshot, operation
-from fxopt.tracing.recording import AttributeState
+from fxopt.tracing.isolation import AttributeState
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

@@ -11,10 +11,10 @@ from torch import fx, nn
 from .... import operators
 from ....compat import submodule
 from ....passes.rewriting import obstacle_to_inlining, unmet_guards, writes
+from ....tracing.analyses import StructuralHash
 from ....tracing.graphs import Capture, Specialization, capture_of
 from ....tracing.guards import Argument, Guard
 from ....tracing.program import Program
-from ....tracing.recording import StructuralHash
 from ....tracing.values import map_leaves
 from .batchable_modules import module_operator
 from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, specialization_of_call

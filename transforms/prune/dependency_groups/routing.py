@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ....tracing.isolation import in_phase, preserved
 from ....tracing.program import Program
-from ....tracing.recording import calls_intercepted, copy_inputs, in_phase, preserved
+from ....tracing.recording import calls_intercepted, copy_inputs
 
 __all__ = ["Choices", "Routing", "choices_of"]
 

@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 
 from ....compat import all_modules
 from ....tracing.graphs import Capture, Region, Specialization, capture_of, function_of_node, select
+from ....tracing.isolation import in_phase, preserved
 from ....tracing.program import Program
-from ....tracing.recording import calls_intercepted, copy_inputs, in_phase, preserved
+from ....tracing.recording import calls_intercepted, copy_inputs
 from .dimension_tracker import DimensionTracker, Place
 from .functions import Functions
 from .operators import Operators

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.tracing.graphs import capture_of
-from fxopt.tracing.recording import ModelState, restoring
+from fxopt.tracing.isolation import ModelState, restoring
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 DATA = torch.Tensor.data

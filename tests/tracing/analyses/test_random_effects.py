@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from fxopt.tracing.analyses import has_random_effects
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.recording import has_random_effects
 
 EVEN, ODD = torch.ones(4, 6), torch.ones(5, 6)
 
@@ -217,7 +217,7 @@ def test_functions_that_draw_are_known(target: Any, draws: bool) -> None:
 TRACED_FIRST = """
 import fxopt, torch
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.recording import has_random_effects
+from fxopt.tracing.analyses import has_random_effects
 
 class Noise(torch.nn.Module):
     def forward(self, x):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.tracing.analyses import Cache, Factors, HashLevel, StructuralHash
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.recording import Cache, Factors, HashLevel, StructuralHash
 from fxopt.tracing.values import Inputs, ModelNames, meta_key, tensors_by_name
 
 

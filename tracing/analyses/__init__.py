@@ -1,0 +1,23 @@
+"""What is known of modules and graphs without running them: which are alike, which draw random numbers."""
+
+from __future__ import annotations
+
+from .random_effects import (
+    function_uses_host_random,
+    has_random_effects,
+    module_has_random_effects,
+    tree_uses_host_random,
+)
+from .structural_hash import Cache, Described, Factors, HashLevel, StructuralHash
+
+__all__ = [
+    "Cache",
+    "Described",
+    "Factors",
+    "HashLevel",
+    "StructuralHash",
+    "function_uses_host_random",
+    "has_random_effects",
+    "module_has_random_effects",
+    "tree_uses_host_random",
+]
