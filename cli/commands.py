@@ -156,7 +156,7 @@ def optimize(
     with in_one_line(UnverifiedWarning):  # the report says so
         fast = api.optimize(
             original,
-            passes if passes is not None else "training" if training else "inference",
+            passes if passes is not None or plan is not None else "training" if training else "inference",
             example_inputs=example_inputs,
             phase=wanted,
             verify=verify,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 from torch import fx, nn
 
@@ -14,7 +15,7 @@ from ...errors import UsageError, did_you_mean
 from ...tracing.program import Program
 from ..rewriting import Edit
 from ..sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
-from .options import format_options
+from .options import format_options, option_types
 
 __all__ = ["FunctionPass", "Pass"]
 
@@ -79,6 +80,16 @@ class Pass:
             hint = did_you_mean(unknown, [*known][1:]) or "; it has none"
             raise UsageError(f"{snake_case(cls.__name__)!r} has no option {unknown!r}{hint}")
         return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Take the word of a choice for the choice, as pipeline strings do: `lowering="bmm"`."""
+        if not is_dataclass(self):
+            return
+        for name, wanted in option_types(cast("type[Any]", type(self))).items():
+            value = getattr(self, name)
+            if isinstance(value, str) and isinstance(wanted, type) and issubclass(wanted, enum.Enum):
+                meant = next((member for member in wanted if member.value == value), value)
+                object.__setattr__(self, name, meant)  # a pass is frozen, and is being made
 
     @property
     def name(self) -> str:

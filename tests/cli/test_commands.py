@@ -212,6 +212,7 @@ def test_a_wrong_budget_is_refused_before_the_model_is_built(fxopt: Fxopt):
 def test_a_plan_is_repeated(fxopt: Fxopt):
     fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles{lowering=vmap}", "--save-plan", "plan.json", *FAST)
     again = fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles{lowering=vmap}", "--plan", "plan.json", "--json")
+    assert fxopt("optimize", "zoo:heads", "--plan", "plan.json").code == again.code == 0  # its passes are the plan's
     assert [decision["choice"] for decision in again.json["decisions"]] == ["vmap"]
     absent = fxopt("optimize", "zoo:heads", "--plan", "absent.json")
     assert absent.code == 3

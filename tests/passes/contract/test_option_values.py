@@ -14,7 +14,8 @@ import fxopt
 from fxopt.errors import UsageError
 from fxopt.known_passes import pass_names
 from fxopt.passes.contract import check_option_types
-from fxopt.passes.pipeline import find_pass
+from fxopt.passes.pipeline import find_pass, parse
+from fxopt.transforms.fuse_ensembles import Lowering
 from fxopt.transforms.prune import Prune
 from fxopt.transforms.qat import Qat
 from fxopt.transforms.quantize import Quantize
@@ -80,3 +81,12 @@ def test_a_seed_that_is_none_is_named(seed: Any):
     with pytest.raises(UsageError) as caught:
         fxopt.optimize(model, Prune(method="random", seed=seed), example_inputs=(x,))
     assert f"seed={seed!r}; give" in str(caught.value)
+
+
+def test_a_choice_may_be_given_by_its_word() -> None:
+    for spelled in ("bmm", Lowering.BMM):
+        pass_ = fxopt.FuseEnsembles(lowering=spelled)  # pyright: ignore[reportArgumentType]
+        assert pass_.lowering is Lowering.BMM and str(pass_) == "fuse_ensembles{lowering=bmm}"
+        assert parse(str(pass_)) == (pass_,) and hash(pass_) == hash(fxopt.FuseEnsembles(Lowering.BMM))
+    with pytest.raises(UsageError, match="lowering='bm'; give auto"):
+        check_option_types(fxopt.FuseEnsembles(lowering="bm"))  # pyright: ignore[reportArgumentType]
