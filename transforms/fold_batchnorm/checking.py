@@ -21,6 +21,9 @@ _MOST = 1e-10
 def fault(layer: Layer, norm: Norm, fold: Fold, tensors: Sequence[Tensor]) -> str:
     """Return how far off a layer with folded tensors is, or "" where that is rounding.
 
+    They are folded anew whenever they change, so others are tried, too: those of a norm that is new hide much, since
+    its bias and mean are zero, and its weight and variance one.
+
     Args:
         layer, norm: in evaluation.
         fold: of the two.
@@ -28,24 +31,43 @@ def fault(layer: Layer, norm: Norm, fold: Fold, tensors: Sequence[Tensor]) -> st
     """
     if any(tensor.is_meta or not tensor.numel() for tensor in tensors):
         return ""
+    wide = [each.detach().double() if each.is_floating_point() else each for each in tensors]
     with torch.no_grad():
-        wide = [each.double() if each.is_floating_point() else each for each in tensors]
-        own = dict(zip(fold.layer_tensors, wide, strict=False))
-        statistics = dict(zip(fold.norm_tensors, wide[len(own) :], strict=False))
-        x = _input(layer, wide[0])
-        if fold.before:
-            between = _normed(norm, x, statistics)
-            expected = layer.compute(between, own)
-        else:
-            between = layer.compute(x, own)
-            expected = _normed(norm, between, statistics)
-        weight, bias = fold(*wide)
-        own = {"weight": weight, "bias": bias} if fold.biased else {"weight": weight}
-        found = layer.compute(x, own)
-        if not fold.biased:
-            found = found + bias.view(-1, *[1] * layer.rank)
-        seen = distance(expected, found, Tolerance(0.0, _MOST * max(scale_of(expected), scale_of(bias))))
+        fault = _fault(layer, norm, fold, wide)
+        return fault if fault or fold.masked else _fault(layer, norm, fold, _drawn(fold, wide))
+
+
+def _fault(layer: Layer, norm: Norm, fold: Fold, wide: Sequence[Tensor]) -> str:
+    own = dict(zip(fold.layer_tensors, wide, strict=False))
+    statistics = dict(zip(fold.norm_tensors, wide[len(own) :], strict=False))
+    x = _input(layer, wide[0])
+    if fold.before:
+        between = _normed(norm, x, statistics)
+        expected = layer.compute(between, own)
+    else:
+        between = layer.compute(x, own)
+        expected = _normed(norm, between, statistics)
+    weight, bias = fold(*wide)
+    own = {"weight": weight, "bias": bias} if fold.biased else {"weight": weight}
+    found = layer.compute(x, own)
+    if not fold.biased:
+        found = found + bias.view(-1, *[1] * layer.rank)
+    seen = distance(expected, found, Tolerance(0.0, _MOST * max(scale_of(expected), scale_of(bias))))
     return f"folded, it is off by {seen.error:.1e} of the scale in float64" if seen.problem else ""
+
+
+def _drawn(fold: Fold, wide: Sequence[Tensor]) -> list[Tensor]:
+    """Return other tensors in the place of all floats; variances stay positive."""
+    generator = torch.Generator().manual_seed(1)
+    names = (*fold.layer_tensors, *fold.norm_tensors)
+    drawn: list[Tensor] = []
+    for name, each in zip(names, wide, strict=False):
+        if not each.is_floating_point():
+            drawn.append(each)
+            continue
+        value = torch.randn(each.shape, generator=generator, dtype=torch.float64).to(each.device)
+        drawn.append(value.square() + 0.5 if name == "running_var" else value)
+    return [*drawn, *wide[len(drawn) :]]
 
 
 def _input(layer: Layer, weight: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import fxopt
 from fxopt.transforms.fold_batchnorm.arithmetic import Fold, Folds
 
 
@@ -116,3 +118,18 @@ def test_a_layer_between_two_norms_takes_both(case: tuple[Fold, list[Tensor]], a
     between = layer(fold, normed(fold, x, tensors[count:]), *tensors[:count])
     found = Folds(fold, behind)(*tensors, *second)
     torch.testing.assert_close(layer(fold, x, *found), normed(behind, between, second))
+
+
+def test_a_wrong_fold_is_seen_though_the_norm_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bias of a new norm is zero, so that its sign cannot be seen in what the model computes now."""
+    right = Fold.__call__
+
+    def wrong(fold: Fold, weight: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        made, bias = right(fold, weight, *rest)
+        return made, bias - 2 * rest[2]
+
+    monkeypatch.setattr(Fold, "__call__", wrong)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    fast = fxopt.optimize(model, "fold_batchnorm", example_inputs=torch.randn(2, 3, 8, 8), measure=False)
+    (decision,) = fxopt.plan(fast).decisions
+    assert decision.status != "applied" and "off by" in decision.reason
