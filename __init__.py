@@ -59,12 +59,12 @@ if TYPE_CHECKING:
     from .passes.pipeline import Decision, Plan
     from .passes.rewriting import Edit, Match, Pattern, anything, either, module, operation
     from .passes.sites import Cause, Goal, Numerics, OwnForward, Phase, Refusal, Site
-    from .passes.state import Concatenate, Mask, Rename, Select, Stack, StateStep
     from .reporting.report import Report
-    from .tracing.graphs import Context
+    from .runtime.graphs import Context
+    from .runtime.state import Concatenate, Mask, Rename, Select, Stack, StateStep
+    from .tracing.examples import Inputs
     from .tracing.program import Program
     from .tracing.recording import recording
-    from .tracing.values import Inputs
     from .transforms.attention import Attention
     from .transforms.autocast import Autocast
     from .transforms.channels_last import ChannelsLast
@@ -105,12 +105,12 @@ _PLACES = {
     "passes.contract": "Pass",
     "passes.rewriting": "Edit Match Pattern anything either module operation",
     "passes.pipeline": "Decision Plan",
-    "passes.state": "Concatenate Mask Rename Select Stack StateStep",
+    "runtime.state": "Concatenate Mask Rename Select Stack StateStep",
     "passes.sites": "Cause Goal Numerics OwnForward Phase Refusal Site",
     "reporting.report": "Report",
     "tracing.recording": "recording",
-    "tracing.values": "Inputs",
-    "tracing.graphs": "Context",
+    "tracing.examples": "Inputs",
+    "runtime.graphs": "Context",
     "tracing.program": "Program",
     "transforms.attention": "Attention",
     "transforms.autocast": "Autocast",

@@ -31,28 +31,29 @@ from .passes.driver import (
 )
 from .passes.pipeline import PassInfo, PassLike, Plan, asked_for, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
-from .passes.state import (
-    StateMap,
-    element_wise,
-    functional_state,
-    gathered,
-    refuse_sharded,
-    sharded_state,
-    whole_state,
-    writes_files,
-)
 from .passes.timing import BudgetRequest, collection_paused
 from .reporting.idle import warn_of
 from .reporting.notes import notes
 from .reporting.progress import progress_line
 from .reporting.report import Report
+from .runtime.graphs import outside_inference_mode, rank_local
+from .runtime.state import (
+    StateMap,
+    element_wise,
+    functional_state,
+    gathered,
+    plain_registries,
+    refuse_sharded,
+    sharded_state,
+    whole_state,
+    writes_files,
+)
 from .settings import Measure, current
 from .storage import as_path
-from .tracing.graphs import outside_inference_mode
-from .tracing.isolation import eagerly, in_phase, plain_registries, rank_local, rewrite_lock
+from .tracing.examples import normalize_inputs
+from .tracing.isolation import eagerly, in_phase, rewrite_lock
 from .tracing.program import Program, capture_program, deactivate_type_checkers
 from .tracing.recording import attach, detach, misses_in
-from .tracing.values import normalize_inputs
 
 __all__ = [
     "capture",

@@ -8,8 +8,8 @@ from .errors import UsageError, VerificationError
 from .passes.driver import state_map_of
 from .passes.sites import Numerics
 from .passes.verification import MapState, Verdict, reference, verify
-from .tracing.graphs import capture_of
-from .tracing.values import check_whole, normalize_inputs
+from .runtime.graphs import capture_of
+from .tracing.examples import check_whole, normalize_inputs
 
 __all__ = ["NotEquivalentError", "assert_equivalent"]
 

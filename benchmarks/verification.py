@@ -35,8 +35,8 @@ import fxopt
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Phase, Site
+from fxopt.runtime.values import flatten
 from fxopt.tracing.program import Program, capture_program
-from fxopt.tracing.values import flatten
 
 
 @dataclass(frozen=True)

@@ -286,7 +286,7 @@ def verify(
     check_read(a, b, weights=weights, inputs=inputs)
     from ..errors import UsageError
     from ..reporting.verdicts import compare_models
-    from ..tracing.values import check_whole, normalize_inputs
+    from ..tracing.examples import check_whole, normalize_inputs
     from .arguments import open_model, weights_of_both
 
     state = weights_of_both(a, b, weights)

@@ -17,9 +17,10 @@ from ..compat import modules_by_name
 from ..errors import ArchiveError, InputError, StateError, UsageError, one_line
 from ..passes.driver import Record
 from ..passes.pipeline import Plan, parse
-from ..passes.state import StateMap
+from ..runtime.state import StateMap
+from ..runtime.values import map_tensors
+from ..tracing.examples import Inputs
 from ..tracing.program import calls_of_forms
-from ..tracing.values import Inputs, map_tensors
 from ..version import VERSION
 from .container import read_container, read_json, read_manifest, write_container
 from .factory import build_model, find_factory, is_trusted, module_of, name_class, owner_of

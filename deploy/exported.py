@@ -22,7 +22,7 @@ from torch import nn
 from ..compat.export import load_exported_program
 from ..errors import ArchiveError, one_line
 from ..settings import weights_only
-from ..tracing.values import Inputs
+from ..tracing.examples import Inputs
 from .checksum import check_checksum
 from .container import UNREADABLE, checked_entries, read_json, regular_file
 from .exported_text import check_program

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import REGISTERS, all_modules, own_buffers, own_parameters
-from ..tracing.graphs import uninstall
-from ..tracing.values import user_class
+from ..runtime.graphs import uninstall
+from ..runtime.values import user_class
 from .slices import View
 from .views import outside_views, sealed_names, views_of
 

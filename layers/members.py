@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ..compat import REGISTERS, own_children, own_parameters, own_tensor
 from ..errors import FusedMemberError
-from ..passes.state import VIEWS
-from ..tracing.graphs import MEMBERS, Capture, by_member, capture_of, install, own_class, regions_of, share_children
-from ..tracing.values import INTERNAL
+from ..runtime.graphs import MEMBERS, Capture, by_member, capture_of, install, own_class, regions_of, share_children
+from ..runtime.state import VIEWS
+from ..runtime.values import INTERNAL
 from .parts import FUSED_FROM, FusedPart, fused_class
 from .register import Children, Register
 from .saving import SavesWhatMembersDoNot, count_slices

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ..compat import own_tensor, version_of
 from ..errors import FusedMemberError
-from ..passes.state import VIEWS
-from ..tracing.graphs import Captured, sharing
-from ..tracing.values import class_recipe, empty_module, subclass, user_class
+from ..runtime.graphs import Captured, sharing
+from ..runtime.state import VIEWS
+from ..runtime.values import class_recipe, empty_module, subclass, user_class
 from .independent import can_be_independent, make_independent
 from .saving import SavesSlices
 from .slices import ADVICE, View, check_plain, frozen_alone, slices_in

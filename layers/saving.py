@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..compat import modules_by_name, transient_buffers
 from ..compat.distributed import shard_again
 from ..errors import FusedMemberError
-from ..passes.state import SETTLED, KeepsOriginalNames, cut_from_sharded
-from ..tracing.graphs import MEMBERS
-from ..tracing.values import is_sharded, qualified
+from ..runtime.graphs import MEMBERS
+from ..runtime.state import SETTLED, KeepsOriginalNames, cut_from_sharded
+from ..runtime.values import is_sharded, qualified
 from .slices import View
 from .views import views_of
 

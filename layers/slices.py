@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..compat import own_tensor, storage_id
 from ..errors import FusedMemberError
-from ..tracing.graphs import MEMBERS, by_member
-from ..tracing.values import is_sharded
+from ..runtime.graphs import MEMBERS, by_member
+from ..runtime.values import is_sharded
 
 __all__ = ["ADVICE", "Slice", "View", "check_plain", "frozen_alone", "slices_in"]
 

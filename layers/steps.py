@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..compat import own_parameters
 from ..errors import StateError
-from ..passes.state import steps_by_element
+from ..runtime.state import steps_by_element
 
 __all__ = ["watch_steps"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ..compat.distributed import BatchNorm, sync_batch_norm
-from ..tracing.isolation import is_rank_local
+from ..runtime.graphs import is_rank_local
 
 __all__ = ["BATCH_NORMS", "SYNCHRONIZED", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d"]
 

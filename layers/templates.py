@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..tracing.values import map_leaves
+from ..runtime.values import map_leaves
 
 __all__ = ["Slot", "Template"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from ..operators import resolve
-from ..tracing.graphs import PortableGraph
+from ..runtime.graphs import PortableGraph
 
 __all__ = ["VectorizedMembers", "graph_of_member", "vectorize_members"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from ..compat import modules_by_name
-from ..passes.state import VIEWS
-from ..tracing.values import qualified
+from ..runtime.state import VIEWS
+from ..runtime.values import qualified
 from .slices import View
 
 __all__ = [

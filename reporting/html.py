@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from html import escape
 
-from ..tracing.values import user_class
+from ..runtime.values import user_class
 from .table import ReportTable, cells, titles
 from .wording import headline, printable, summary
 

@@ -12,10 +12,10 @@ from ..compat import all_modules
 from ..errors import UsageError
 from ..passes.pipeline import Decision, find_pass
 from ..passes.sites import Cause, Phase
-from ..passes.state import lost_hooks_text
+from ..runtime.graphs import capture_of
+from ..runtime.state import lost_hooks_text
+from ..runtime.values import all_tensors, is_sharded
 from ..storage import byte_text
-from ..tracing.graphs import capture_of
-from ..tracing.values import all_tensors, is_sharded
 from .wording import slower_sizes
 
 if TYPE_CHECKING:

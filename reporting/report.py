@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ..passes.driver import Record
-    from ..tracing.graphs import Miss
+    from ..runtime.graphs import Miss
 
 __all__ = ["SCHEMA_VERSION", "Report"]
 

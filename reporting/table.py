@@ -16,7 +16,7 @@ from .wording import Left, Row, applied_rows, headline, left_alone, phase_of, pr
 
 if TYPE_CHECKING:
     from ..passes.driver import Record
-    from ..tracing.graphs import Miss
+    from ..runtime.graphs import Miss
 
 __all__ = ["ReportTable", "cells", "titles"]
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from ..passes.driver import record_of, state_map_of
 from ..passes.sites import Numerics
 from ..passes.verification import Verdict, reference, verify
-from ..tracing.graphs import capture_of
-from ..tracing.values import Inputs, plain
+from ..runtime.graphs import capture_of
+from ..runtime.values import plain
+from ..tracing.examples import Inputs
 from .wording import printable
 
 __all__ = ["Comparison", "compare_models"]

@@ -14,7 +14,7 @@ from ..storage import byte_text
 if TYPE_CHECKING:
     from ..passes.driver import Record
     from ..passes.pipeline import Decision
-    from ..tracing.graphs import Miss
+    from ..runtime.graphs import Miss
 
 __all__ = [
     "Left",

@@ -19,7 +19,7 @@ from fxopt.errors import UsageError
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Refusal, Site
-from fxopt.passes.state import RECORD_KEY
+from fxopt.runtime.state import RECORD_KEY
 from fxopt.tracing.program import Program
 
 RANKS = 2

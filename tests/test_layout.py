@@ -29,9 +29,10 @@ HOUSE = (
     ("__init__", "demo"),
     ("api",),
     ("deploy", "reporting", "testing", "transforms"),
-    ("layers",),
     ("passes",),
     ("tracing",),
+    ("layers",),
+    ("runtime",),
     ("cuda_ops",),
     ("operators",),
     (
@@ -53,6 +54,10 @@ ROOMS = {
         ("recording",),
         ("analyses", "isolation"),
         ("reads",),
+        ("examples",),
+    ),
+    "runtime": (
+        ("state",),
         ("graphs",),
         ("guards",),
         ("values",),
@@ -64,7 +69,6 @@ ROOMS = {
         ("contract",),
         ("rewriting",),
         ("verification", "timing"),
-        ("state",),
         ("sites",),
     ),
 }

@@ -15,7 +15,7 @@ from torch import Tensor, distributed, fx, nn
 
 import fxopt
 from fxopt.known_passes import own_names
-from fxopt.tracing.values import cached_by_class
+from fxopt.runtime.values import cached_by_class
 
 
 def fresh_classes() -> tuple[type[nn.Module], type[nn.Module]]:

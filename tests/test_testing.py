@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fxopt.errors import InputError, UsageError, VerificationError
 from fxopt.passes.sites import Numerics
 from fxopt.testing import NotEquivalentError, assert_equivalent
-from fxopt.tracing.values import Inputs
+from fxopt.tracing.examples import Inputs
 
 
 class Model(nn.Module):

@@ -14,9 +14,9 @@ from ..passes.contract import Pass, check_option_types
 from ..passes.rewriting import Edit, handed_out, has_effects, written_values
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..passes.verification import found_in_graphs
-from ..tracing.graphs import ContextRegion
+from ..runtime.graphs import ContextRegion
+from ..runtime.values import is_meta, qualified
 from ..tracing.program import Program
-from ..tracing.values import is_meta, qualified
 
 __all__ = ["FoldConstants"]
 

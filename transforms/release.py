@@ -15,10 +15,10 @@ from ..layers.packed import Packed, PackedConvolution, PackedLinear, refuse_chec
 from ..passes.contract import Pass
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..passes.verification import TensorOwners
+from ..runtime.graphs import capture_of
+from ..runtime.values import qualified
 from ..storage import byte_text
-from ..tracing.graphs import capture_of
 from ..tracing.program import Program
-from ..tracing.values import qualified
 
 __all__ = ["Release"]
 

@@ -12,8 +12,8 @@ from ..layers.sync_batch_norm import SYNCHRONIZED, SyncBatchNorm
 from ..passes.contract import Pass, missing_process_group
 from ..passes.rewriting import Edit
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
+from ..runtime.values import in_class, user_class
 from ..tracing.program import Program
-from ..tracing.values import in_class, user_class
 
 __all__ = ["SyncBatchnorm"]
 

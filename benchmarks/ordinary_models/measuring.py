@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from fxopt.passes.timing import time_candidates
-from fxopt.tracing.values import map_tensors
+from fxopt.runtime.values import map_tensors
 
 from .cases import CASES, SEED, Case
 from .columns import COLUMNS, OWN_THREADS, Prepared, Subject, first_tensor, imported

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ...compat import is_plainly_eager, own_parameters, read_by_name
 from ...errors import UsageError
-from ...passes.state import STATE_MAP, sharded_like
-from ...tracing.graphs import capture_of, install, uninstall
-from ...tracing.values import Remade, class_recipe, in_class, subclass, user_class
+from ...runtime.graphs import capture_of, install, uninstall
+from ...runtime.state import STATE_MAP, sharded_like
+from ...runtime.values import Remade, class_recipe, in_class, subclass, user_class
 from ..members import seal
 from ..quantized import Packing
 from ..views import sealed_names

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compat import has_hooks, wants_gradients
-from ...tracing.values import user_class
+from ...runtime.values import user_class
 from .kept import KeptGraphs
 from .products import at_edges, neighbour_sums, normalized_in_parts, normalized_sums
 from .rows import Part, Rows, rows_of

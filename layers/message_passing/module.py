@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from ...compat import has_global_hooks, has_hooks
-from ...tracing.graphs import uninstall
-from ...tracing.values import Remade, class_recipe, in_class, subclass, user_class
+from ...runtime.graphs import uninstall
+from ...runtime.values import Remade, class_recipe, in_class, subclass, user_class
 from .kept import KeptGraphs
 from .sights import Sights, is_small
 from .supported import CONVOLUTIONS, takes

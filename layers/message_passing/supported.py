@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import is_plainly_eager
-from ...tracing.values import user_class
+from ...runtime.values import user_class
 from . import convolutions
 from .kept import KeptGraphs
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ...tracing.graphs import PortableGraph
+from ...runtime.graphs import PortableGraph
 from ..vectorized import graph_of_member
 from .dispatch import may_look, mixture
 from .lowerings import Linear, Lowering, Projection, Task, combine, outputs_in_blocks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...compat import is_plainly_eager
 from ...compat.quantized import int8_numbers, needs_reduced_range, runs_simulation
 from ...errors import StateError
-from ...tracing.analyses import Factors
+from ...runtime.values import Factors
 
 __all__ = ["Range", "from_numbers", "in_float8", "quantized_at_once", "to_numbers"]
 

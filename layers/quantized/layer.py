@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...compat import is_plainly_eager, modules_by_name, own_buffers, runs_kernels, wants_gradients
 from ...compat.quantized import is_simulating, runs_simulation
 from ...errors import UsageError
-from ...passes.state import dequantized
+from ...runtime.state import dequantized
 from .held import HeldWeight
 from .packing import Packing
 

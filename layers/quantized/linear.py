@@ -20,7 +20,7 @@ from ...compat.quantized import (
     int8_weight_packed,
     runs_simulation,
 )
-from ...passes.state import dequantized
+from ...runtime.state import dequantized
 from .activations import in_float8, quantized_at_once
 from .layer import HoldsWeight, is_finite, is_plain_call
 

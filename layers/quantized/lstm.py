@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from ...compat import autocast_dtype, is_plainly_eager, own_buffers, own_parameters, wants_gradients
 from ...compat.quantized import int8_cells, int8_lstm, runs_simulation
-from ...passes.state import dequantized
+from ...runtime.state import dequantized
 from .layer import QuantizedLayer, is_finite
 
 __all__ = ["Int8DynamicLSTM"]

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...operators import Unchanged
-from ...tracing.analyses import Cache
+from ...runtime.values import Cache
 
 __all__ = ["Packing"]
 

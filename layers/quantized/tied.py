@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
 from ...compat.quantized import int8_packed, int8_product_dynamic, runs_simulation
-from ...passes.state import quantized
+from ...runtime.state import quantized
 from .layer import QuantizedLayer, is_finite
 
 __all__ = ["TiedInt8Linear"]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ...compat import own_buffers, own_parameters
 from ...compat.quantized import rounded_with_learned_scale
-from ...passes.state import dequantized, quantized
-from ...tracing.values import in_class, user_class
+from ...runtime.state import dequantized, quantized
+from ...runtime.values import in_class, user_class
 from .activations import Range
 
 __all__ = [

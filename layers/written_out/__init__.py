@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .holding import asks_unchanged, hold_written_out, opened_by
 from .unchanged_guards import Opened, UnchangedGuard
 
-__all__ = ["Opened", "UnchangedGuard", "asks_unchanged", "hold_written_out", "opened_by"]
+__all__ = ["Opened", "UnchangedGuard"]

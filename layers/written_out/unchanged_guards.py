@@ -14,9 +14,9 @@ from torch import nn
 
 from ...compat import REGISTERS, has_hooks, own_children
 from ...compat.calls import hooks_of, hooks_of_all
-from ...tracing.graphs import capture_of
-from ...tracing.guards import NOT_HELD
-from ...tracing.values import Absent, is_plain_structure, user_class
+from ...runtime.graphs import capture_of
+from ...runtime.guards import NOT_HELD
+from ...runtime.values import Absent, is_plain_structure, user_class
 
 __all__ = ["Opened", "UnchangedGuard"]
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from ...compat import modules_by_name
 from ...errors import UsageError, did_you_mean
+from ...runtime.values import user_class
 from ...tracing.program import Program
-from ...tracing.values import user_class
 
 __all__ = ["check_named", "module_words", "names_module", "word_for"]
 

@@ -13,7 +13,7 @@ from torch import Tensor, distributed, nn
 
 from ...compat import all_modules
 from ...errors import UsageError
-from ...tracing.values import all_tensors, tensors_by_name
+from ...runtime.values import all_tensors, tensors_by_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from ...compat import all_modules
-from ...tracing.graphs import AutocastState, specializations_of
+from ...runtime.graphs import AutocastState, specializations_of
+from ...runtime.state import StateMap, shallow_clone
+from ...tracing.examples import Inputs
 from ...tracing.program import Program, deactivate
-from ...tracing.values import Inputs
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
 from ..sites import Numerics
-from ..state import StateMap, shallow_clone
 from ..verification import is_on_meta, modes_to_check
 from .groups import Group
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...runtime.state import StateMap
 from ...tracing.analyses import Described, HashLevel, StructuralHash
+from ...tracing.examples import Inputs
 from ...tracing.program import Program
-from ...tracing.values import Inputs
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
 from ..sites import Numerics, Refusal, Site
-from ..state import StateMap
 from .groups import Group, identity, timed_identity
 
 __all__ = ["Block", "EqualBlocks", "Precedent", "kinds_to_time"]

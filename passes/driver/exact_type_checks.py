@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import nn
 
 from ...compat import all_modules
-from ...tracing.graphs import capture_of, own, recompile
+from ...runtime.graphs import capture_of, own, recompile
 from ...tracing.program import Program, type_checkers_around_changes, type_checkers_without_answer
 
 __all__ = ["TypeCheckers", "forbid_type_checking_forwards"]

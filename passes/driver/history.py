@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import fx
 
+from ...runtime.state import StateMap
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
 from ..sites import Cause, Phase, Refusal, Site
-from ..state import StateMap
 from .groups import Candidate, Group
 from .record import Record
 

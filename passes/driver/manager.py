@@ -12,13 +12,13 @@ from typing import Any
 from torch import nn
 
 from ...errors import MatchFailure, PassError, PlanError, one_line
+from ...runtime.state import shallow_clone
 from ...settings import Settings
 from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision, Plan
 from ..rewriting import Snapshot
 from ..sites import Cause, Goal, Numerics, Refusal, Site, StaleSite
-from ..state import shallow_clone
 from ..timing import TimeBudget
 from ..verification import is_on_meta
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from ...compat import all_modules, submodule
-from ...tracing.graphs import Capture, ContextRegion, Region, capture_of, own, recompile, required_capture
-from ...tracing.values import qualified
+from ...runtime.graphs import Capture, ContextRegion, Region, capture_of, own, recompile, required_capture
+from ...runtime.state import holder_of
+from ...runtime.values import qualified
 from ..sites import Numerics, OwnForward
-from ..state import holder_of
 from .history import Rewrite
 from .record import Record
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from ...compat import submodule
-from ...tracing.graphs import Capture, capture_of, install, uninstall
-from ...tracing.values import class_recipe, subclass, user_class
-from ..state import RECORD_KEY, STATE_MAP, KeepsOriginalNames, StateMap
+from ...runtime.graphs import Capture, capture_of, install, uninstall
+from ...runtime.state import RECORD_KEY, STATE_MAP, KeepsOriginalNames, StateMap
+from ...runtime.values import class_recipe, subclass, user_class
 from .record import Record
 
 __all__ = ["make_root", "remember"]

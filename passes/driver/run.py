@@ -12,16 +12,17 @@ from typing import Any
 from torch import nn
 
 from ...errors import InputError, PassError, UsageError
+from ...runtime.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode, rank_local
+from ...runtime.state import RECORD_KEY, InParts, StateMap, copied_module, plain_registries, skeleton_of
+from ...runtime.values import ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ...settings import Measure, Settings
-from ...tracing.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode
-from ...tracing.isolation import eagerly, plain_registries, rank_local, rewrite_lock
+from ...tracing.examples import Inputs
+from ...tracing.isolation import eagerly, rewrite_lock
 from ...tracing.program import Program, call_forms, captured_on, deactivate
 from ...tracing.recording import attach, detach
-from ...tracing.values import Inputs, ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ..contract import Pass, check_option_types
 from ..pipeline import Decision, Plan, Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
-from ..state import RECORD_KEY, InParts, StateMap, copied_module, skeleton_of
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget, collection_paused, forward_seconds
 from ..verification import is_on_meta
 from .exact_type_checks import forbid_type_checking_forwards

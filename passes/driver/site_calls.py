@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from ...errors import CaptureError
-from ...tracing.graphs import AutocastState
+from ...runtime.graphs import AutocastState
+from ...tracing.examples import Inputs
 from ...tracing.program import Program
-from ...tracing.values import Inputs
 from ..timing import TimeBudget
 
 __all__ = ["SiteCalls"]

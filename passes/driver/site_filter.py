@@ -9,13 +9,13 @@ from torch import nn
 
 from ...compat import submodule
 from ...errors import CaptureError, PassError, PlanError, UsageError
-from ...tracing.graphs import specializations_of
+from ...runtime.graphs import specializations_of
+from ...runtime.state import holder_of
 from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Snapshot, UnnotedChange, only_reading
 from ..sites import VOLATILE, Cause, Phase, Refusal, Site, is_volatile
-from ..state import holder_of
 from ..verification import depends_on_mode
 from .exact_type_checks import TypeCheckers
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ...tracing.values import RandomState
+from ...runtime.values import RandomState
 
 __all__ = ["switches_kept"]
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ...errors import MatchFailure
+from ...runtime.state import copied_module
 from ...settings import Settings
 from ...tracing.program import Program
 from .. import timing
@@ -17,7 +18,6 @@ from ..contract import Pass
 from ..pipeline import supervised
 from ..rewriting import Edit, Snapshot
 from ..sites import Cause, Goal, Phase, Site
-from ..state import copied_module
 from ..verification import is_on_meta
 from .comparison import UNNAMED, Comparison
 from .groups import Candidate, Group, Race, changes, identity, is_like

@@ -9,7 +9,7 @@ from typing import TypeGuard, cast
 from torch import fx, nn
 
 from ...errors import PipelineError, PlanError, UsageError
-from ...tracing.values import is_input
+from ...tracing.examples import is_input
 from ..contract import FunctionPass, Pass
 from .order import beside_presets, check_order
 from .pipeline import parse, parse_groups

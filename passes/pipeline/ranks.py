@@ -18,7 +18,7 @@ from torch import distributed, nn
 
 from ...compat.distributed import shared_store
 from ...errors import BudgetError, FxoptError, InputError, PassError, StateError, UsageError
-from ...tracing.values import tensors_by_name
+from ...runtime.values import tensors_by_name
 from ..contract import Pass
 from .plan import Decision, Plan
 

@@ -11,9 +11,9 @@ from torch import nn
 from ...compat import DispatchMode
 from ...compat.operators import written_arguments
 from ...errors import MatchFailure
-from ...tracing.isolation import AttributeState, ParameterData, change_count
+from ...runtime.values import ModelNames, change_count, qualified, tensors_in
+from ...tracing.isolation import AttributeState, ParameterData
 from ...tracing.program import Program
-from ...tracing.values import ModelNames, qualified, tensors_in
 from .snapshot import GraphState, ModuleState, Snapshot
 
 __all__ = ["UnnotedChange", "Watch", "only_reading", "watching"]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import fx
 
-from ...tracing.graphs import Capture, Specialization, capture_of, install, uninstall
+from ...runtime.graphs import Capture, Specialization, capture_of, install, uninstall
 from .changes import watching
 from .function_pass import run_function
 from .regions import Opener, Wrapper, inline, outline

@@ -18,11 +18,12 @@ from ...operators import (
     operator_info,
     operator_of_module,
 )
+from ...runtime.graphs import Capture, capture_of
+from ...runtime.guards import require
+from ...runtime.values import qualified, user_class
 from ...tracing.analyses import StructuralHash
-from ...tracing.graphs import Capture, capture_of
-from ...tracing.guards import require
+from ...tracing.examples import TensorMeta
 from ...tracing.program import Program
-from ...tracing.values import TensorMeta, qualified, user_class
 from .inlining import unmet_guard
 
 __all__ = ["handed_out", "has_effects", "may_share", "overwrites_unseen", "writes", "written_values"]

@@ -15,8 +15,8 @@ from torch import Tensor, fx, nn
 
 from ...compat import modules_by_name
 from ...errors import CaptureError, MatchFailure, UsageError
+from ...runtime.values import Absent
 from ...tracing.isolation import AttributeState
-from ...tracing.values import Absent
 
 __all__ = ["Adopt", "run_function"]
 

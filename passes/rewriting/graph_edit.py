@@ -17,7 +17,7 @@ from torch.fx.node import Argument
 
 from ...errors import CaptureError
 from ...operators import derived
-from ...tracing.graphs import (
+from ...runtime.graphs import (
     Capture,
     Specialization,
     capture_of,
@@ -28,11 +28,11 @@ from ...tracing.graphs import (
     with_graph,
     with_specializations,
 )
-from ...tracing.guards import Guard, in_evaluation
+from ...runtime.guards import Guard, in_evaluation
+from ...runtime.state import Holder, holder_of
+from ...tracing.examples import Meta, meta_of
 from ...tracing.program import Program
-from ...tracing.values import Meta, meta_of
 from ..sites import Site
-from ..state import Holder, holder_of
 from .effects import has_effects
 from .journal import Journal
 from .order import check_order_of_writes, has_write_between

@@ -10,9 +10,9 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from ...compat import all_modules, has_hooks
-from ...tracing.graphs import Capture, Specialization, WrappedRegion
-from ...tracing.guards import SELF, Argument, Attribute, Guard, Source, is_outside, is_switch
-from ...tracing.values import user_class
+from ...runtime.graphs import Capture, Specialization, WrappedRegion
+from ...runtime.guards import SELF, Argument, Attribute, Guard, Source, is_outside, is_switch
+from ...runtime.values import user_class
 from ..sites import VOLATILE, is_volatile
 
 __all__ = [

@@ -11,11 +11,11 @@ from torch import fx, nn
 
 from ...compat import has_hooks
 from ...operators import CallArguments, canonical_name, mutates, normalized_arguments, operator_info, operator_of_module
-from ...tracing.graphs import capture_of
-from ...tracing.guards import Argument
+from ...runtime.graphs import capture_of
+from ...runtime.guards import Argument
+from ...runtime.values import user_class
 from ...tracing.program import Program
 from ...tracing.rules import leaf_graph
-from ...tracing.values import user_class
 from .effects import overwrites_unseen, writes
 from .inlining import lasting_guards, obstacle_to_inlining
 

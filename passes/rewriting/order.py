@@ -9,8 +9,8 @@ from torch import fx
 
 from ...errors import CaptureError, MatchFailure
 from ...operators import mutates
+from ...runtime.values import keep
 from ...tracing.program import Program
-from ...tracing.values import keep
 from .effects import may_share, writes
 
 __all__ = ["check_order_of_writes", "check_runs_as_one", "has_write_between"]

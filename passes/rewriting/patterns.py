@@ -16,8 +16,8 @@ from typing import Any, cast
 from torch import fx, nn
 
 from ...errors import CaptureError, expect
+from ...runtime.values import user_class
 from ...tracing.program import Program
-from ...tracing.values import user_class
 from ..sites import Site
 from .matching import Found, Place, call_in
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...errors import MatchFailure, expect
-from ...tracing.graphs import (
+from ...runtime.graphs import (
     Capture,
     Context,
     Opening,
@@ -27,8 +27,8 @@ from ...tracing.graphs import (
     install,
     regions_of,
 )
-from ...tracing.guards import Argument, require
-from ...tracing.values import Signature, map_leaves
+from ...runtime.guards import Argument, require
+from ...runtime.values import Signature, map_leaves
 from .inlining import obstacle_at, unmet_guard
 from .order import check_runs_as_one
 from .tree_edit import TreeEdit

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, fx, nn
 
 from ...compat import own_buffers, own_parameters
-from ...tracing.graphs import Capture, capture_of
+from ...runtime.graphs import Capture, capture_of
 from ...tracing.isolation import AttributeState, Contents
 from ...tracing.program import Program
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from ...compat import own_buffers, own_children, own_parameters
 from ...errors import MatchFailure
-from ...tracing.graphs import Region
-from ..state import ADDED_TENSORS, Holder, StateMap, absent_from_checkpoints
+from ...runtime.graphs import Region
+from ...runtime.state import ADDED_TENSORS, Holder, StateMap, absent_from_checkpoints
 
 __all__ = ["added_tensors", "check_mapped", "lasting_shapes"]
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ...compat import has_hooks, own_buffers, own_children, own_parameters, own_tensor
+from ...compat import children_of, has_hooks, own_buffers, own_children, own_parameters, own_tensor, submodule
 from ...errors import MatchFailure, PassError, expect
-from ...tracing.graphs import (
+from ...runtime.graphs import (
     Region,
     add_region,
     capture_of,
@@ -24,15 +24,14 @@ from ...tracing.graphs import (
     remove_region,
     specializations_of,
 )
-from ...tracing.guards import Guard, Source, attribute_at, exactly
+from ...runtime.guards import Guard, Source, attribute_at, exactly
+from ...runtime.state import Holder, StateMap, StateStep, add_child
+from ...runtime.values import Absent, counts_items, qualified
 from ...tracing.program import Program, changed_metas
 from ...tracing.reads import OWN_CHILDREN
-from ...tracing.values import Absent, counts_items, qualified
 from ..sites import Site
-from ..state import Holder, StateMap, StateStep, add_child
 from .graph_edit import GraphEdit
 from .snapshot import Snapshot
-from .tree_names import all_names, modules_around
 
 __all__ = ["TreeEdit"]
 
@@ -161,7 +160,7 @@ class TreeEdit(GraphEdit):
         """Return who has a module as a child, and as what; all names are within the site."""
         found: dict[tuple[nn.Module, str], None] = {}
         prefix = self._prefix
-        for holder, path in all_names(self.program.model):
+        for holder, path in _all_names(self.program.model):
             for last, child in () if isinstance(holder, Region) else own_children(holder).items():
                 other = qualified(path, last)
                 if child is module and not f"{other}.".startswith(prefix):
@@ -222,7 +221,7 @@ class TreeEdit(GraphEdit):
         """Return each name of a tensor -> whose it is, and its name there, where all of them are within the site."""
         found = {
             qualified(path, last): (module, last)
-            for module, path in all_names(self.program.model)
+            for module, path in _all_names(self.program.model)
             for last, value in (*own_parameters(module).items(), *own_buffers(module).items())
             if value is tensor
         }
@@ -254,7 +253,7 @@ class TreeEdit(GraphEdit):
             raise MatchFailure(f"'{where}' is a tensor or a module; use set_tensor or replace_module")
         with self._journal.changing(module):
             object.__setattr__(module, name, value)  # the module's own way would drop graphs
-        names = (path for found, path in all_names(self.program.model) if found is module)
+        names = (path for found, path in _all_names(self.program.model) if found is module)
         self._attributes[module, name] = tuple(qualified(path, name) for path in names)
         self.program.touch()
 
@@ -352,7 +351,7 @@ class TreeEdit(GraphEdit):
         """
         super().finish()
         for module, name in self._attributes:
-            for owner, path in modules_around(self.program.model, module):
+            for owner, path in _modules_around(self.program.model, module):
                 self._follow_attribute(owner, f"{path}.{name}" if path else name, getattr(module, name))
         if self._others:
             for module, metas in changed_metas(self.program.module(self._whole.owner), self._others).items():
@@ -393,3 +392,25 @@ def _followed(guard: Guard, owner: nn.Module, expected: Mapping[Source, Guard]) 
     """Return the guard that holds for the new value in the place of one on the old value, or on its text."""
     new = expected.get(guard.source)
     return guard if new is None or guard.holds({"self": owner}) else new
+
+
+def _all_names(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield every module of a model with each of its names; regions only borrow what they hold, but for regions."""
+    pending: list[tuple[nn.Module, str]] = [(model, "")]
+    while pending:
+        module, path = pending.pop()
+        yield module, path
+        named = reversed(children_of(module).items())
+        children = [(child, qualified(path, name)) for name, child in named if child is not None]
+        pending += [each for each in children if isinstance(each[0], Region) or not isinstance(module, Region)]
+
+
+def _modules_around(model: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield each module that has `module` inside, or is it, with the name of it there."""
+    for found, path in list(_all_names(model)):
+        if found is module:
+            parts = path.split(".") if path else []
+            for count in range(len(parts) + 1):
+                around = submodule(model, ".".join(parts[:count]))
+                if around is not None:
+                    yield around, ".".join(parts[count:])

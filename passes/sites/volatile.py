@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...tracing.graphs import capture_of
+from ...runtime.graphs import capture_of
 
 __all__ = ["VOLATILE", "is_volatile"]
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import DispatchMode, storage_id
+from ...runtime.values import flatten, map_tensors, tensors_in
+from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
-from ...tracing.values import Inputs, flatten, map_tensors, tensors_in
 
 __all__ = ["LiveBytes", "MemoryUse", "memory_use"]
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import version_of
+from ...runtime.values import Arguments, flatten, map_tensors, state_of
+from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
-from ...tracing.values import Arguments, Inputs, flatten, map_tensors, state_of
 from .threads import one_thread
 
 __all__ = ["Runner", "forward_seconds", "runner"]

@@ -10,10 +10,10 @@ from typing import TypeVar
 from torch import Tensor, fx, nn
 
 from ...compat import all_modules
+from ...runtime.graphs import Region
+from ...runtime.values import all_tensors
 from ...tracing.analyses import StructuralHash
-from ...tracing.graphs import Region
 from ...tracing.program import Program
-from ...tracing.values import all_tensors
 
 __all__ = ["CallSites", "TensorOwners", "TensorReads", "found_in_graphs", "is_on_meta"]
 

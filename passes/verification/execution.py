@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...compat import version_of
 from ...compat.checkpoint import reentrant_checkpoints_off
+from ...runtime.values import Arguments, flatten, map_tensors, structure
 from ...tracing.isolation import ParameterData
-from ...tracing.values import Arguments, flatten, map_tensors, structure
 from .float64 import Float64Mode, Table, double_defaults, widened
 from .interpret import graph_forward, only_forward, region_forward
 from .module_harness import ModuleHarness, random_state_kept

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from ...tracing.graphs import (
+from ...runtime.graphs import (
     Capture,
     GraphRunner,
     Region,
@@ -20,8 +20,8 @@ from ...tracing.graphs import (
     required_capture,
     select,
 )
-from ...tracing.guards import GuardMiss
-from ...tracing.values import Arguments
+from ...runtime.guards import GuardMiss
+from ...runtime.values import Arguments
 from .tape import Tape
 
 __all__ = ["graph_forward", "only_forward", "region_forward"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from ...compat import all_modules
-from ...tracing.graphs import capture_of
-from ...tracing.values import user_class
+from ...runtime.graphs import capture_of
+from ...runtime.values import user_class
 from ..sites import Phase
 
 __all__ = ["depends_on_mode", "is_mixed", "modes_to_check"]

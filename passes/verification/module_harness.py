@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import modules_by_name
-from ...tracing.graphs import Capture, Region, capture_of
+from ...runtime.graphs import Capture, Region, capture_of
+from ...runtime.state import absent_from_checkpoints
+from ...runtime.values import INTERNAL, RandomState, TensorFunction, map_tensors, qualified
 from ...tracing.isolation import AttributeState
-from ...tracing.values import INTERNAL, RandomState, TensorFunction, map_tensors, qualified
-from ..state import absent_from_checkpoints
 
 __all__ = ["ModuleHarness", "random_state_kept"]
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError
-from ...tracing.graphs import capture_of, select
-from ...tracing.values import Arguments, Inputs
+from ...runtime.graphs import capture_of, select
+from ...runtime.values import Arguments
+from ...tracing.examples import Inputs
 from .execution import Outcome
 from .inputs import (
     Asked,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...tracing.values import Arguments, flatten
+from ...runtime.values import Arguments, flatten
 from .execution import Execution, Kept, Outcome
 from .float64 import Float64Mode
 from .inputs import jittered

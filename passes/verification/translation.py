@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import FxoptError, VerificationError
-from ..state import StateMap
+from ...runtime.state import StateMap
 from .compare import Tolerance, bitwise_problem, distance, form_problem
 from .execution import Outcome
 from .inputs import perturbed_state

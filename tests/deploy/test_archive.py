@@ -16,7 +16,7 @@ from fxopt.deploy import archive
 from fxopt.errors import ArchiveError, UsageError
 from fxopt.passes.driver import Record
 from fxopt.passes.pipeline import Decision, Plan
-from fxopt.passes.state import StateMap, skeleton_of
+from fxopt.runtime.state import StateMap, skeleton_of
 
 SOURCE = """
 import torch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fxopt.errors import FusedMemberError
 from fxopt.layers.members import FusedMembers, attach_member, seal
-from fxopt.tracing.graphs import Capture, capture_of, own
+from fxopt.runtime.graphs import Capture, capture_of, own
 from fxopt.tracing.program import capture_program
 
 COUNT = 3

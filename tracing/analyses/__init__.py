@@ -8,12 +8,10 @@ from .random_effects import (
     module_has_random_effects,
     tree_uses_host_random,
 )
-from .structural_hash import Cache, Described, Factors, HashLevel, StructuralHash
+from .structural_hash import Described, HashLevel, StructuralHash
 
 __all__ = [
-    "Cache",
     "Described",
-    "Factors",
     "HashLevel",
     "StructuralHash",
     "function_uses_host_random",

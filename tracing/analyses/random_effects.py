@@ -15,8 +15,8 @@ from torch import fx, nn
 from ...compat import all_modules, own_children
 from ...operators import has_random_effects as has_random_effects_by_table
 from ...operators import info_of, is_known_function, operator_info, operator_of_module
-from ..guards import require
-from ..values import cached_by_class, is_container, is_leaf, is_library, keep, runs_as_sequential
+from ...runtime.guards import require
+from ...runtime.values import cached_by_class, is_container, is_leaf, is_library, keep, runs_as_sequential
 
 __all__ = ["function_uses_host_random", "has_random_effects", "module_has_random_effects", "tree_uses_host_random"]
 

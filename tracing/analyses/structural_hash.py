@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import REGIONS, children_of, modules_by_name, own_buffers, own_parameters
-from ..graphs import FOUND, capture_of
-from ..values import PLAIN_TYPES, Inputs, qualified, user_class
+from ...runtime.graphs import FOUND, capture_of
+from ...runtime.values import PLAIN_TYPES, Cache, Factors, qualified, user_class
+from ..examples import Inputs
 
-__all__ = ["Cache", "Described", "Factors", "HashLevel", "StructuralHash"]
+__all__ = ["Described", "HashLevel", "StructuralHash"]
 
 _PLAIN = frozenset((*PLAIN_TYPES, torch.Size))
 _HOOKS = tuple(name for name in nn.Module().__dict__ if "_hooks" in name)
@@ -31,18 +32,6 @@ class HashLevel(enum.Enum):
     """A rewrite does the same to both: other graphs of equal code, and other dataclasses of equal fields, will do."""
     TIMED = "timed"
     """Both take as long: other code of one class, other objects of one type, and other settings of it will do."""
-
-
-class Cache:
-    """What was made of the tensors beside it, and is made again where it is missing: modules are alike all the same."""
-
-    __slots__ = ()
-
-
-class Factors:
-    """Numbers to compute with: whatever they are, it takes as long."""
-
-    __slots__ = ()
 
 
 @dataclasses.dataclass(frozen=True)

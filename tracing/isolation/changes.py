@@ -8,8 +8,16 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..values import PLAIN_TYPES, Path, changed_paths, contents, is_object, state_of, tensors_within
-from .held_tensors import change_count
+from ...runtime.values import (
+    PLAIN_TYPES,
+    Path,
+    change_count,
+    changed_paths,
+    contents,
+    is_object,
+    state_of,
+    tensors_within,
+)
 from .preserve import memory_of
 
 __all__ = ["Change", "Changes", "Watch", "is_repeatable"]

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from ...compat import BORROWED, REGIONS, all_modules, own_buffers, own_parameters
 from ...errors import InputError
-from ..graphs import FOUND, context_regions
-from ..values import INTERNAL, RandomState
-from .held_tensors import change_count, plain_tensors
+from ...runtime.graphs import FOUND, context_regions
+from ...runtime.values import INTERNAL, RandomState, change_count, plain_tensors
 from .parameter_data import ParameterData, data_of, storage_of
 
 __all__ = [

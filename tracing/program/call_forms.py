@@ -9,7 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..values import DTYPES, Generating, Inputs
+from ...runtime.values import DTYPES
+from ..examples import Generating, Inputs
 
 __all__ = ["call_forms", "calls_of_forms"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..graphs import capture_of
+from ...runtime.graphs import capture_of
 from .program import Program
 
 __all__ = ["is_called"]

@@ -13,25 +13,16 @@ import torch
 from torch import nn
 
 from ...compat import all_modules, is_torch_wrapper, own_buffers
+from ...runtime.graphs import Capture, Specialization, capture_of, install, required_capture, uninstall
+from ...runtime.guards import Source, require
+from ...runtime.values import ModelNames, Signature, is_container, is_leaf, runs_as_sequential, signature_of
 from ..analyses import StructuralHash
-from ..graphs import Capture, Specialization, capture_of, install, required_capture, uninstall
-from ..guards import Source, require
+from ..examples import Untraceable, meta_key, meta_of
 from ..isolation import compiles, is_in_compiled
 from ..reads import raised_at
 from ..recording import Call, Recording
 from ..rules import SequentialCaptures, tracing_session
 from ..trace import ModuleTracer, TracingSession, with_regions
-from ..values import (
-    ModelNames,
-    Signature,
-    Untraceable,
-    is_container,
-    is_leaf,
-    meta_key,
-    meta_of,
-    runs_as_sequential,
-    signature_of,
-)
 from .extra_arguments import ExtraArguments
 from .single_sizes import Traced, told_apart
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..graphs import Miss
+from ...runtime.graphs import Miss
 from .capturing import Opaque
 
 __all__ = ["Coverage"]

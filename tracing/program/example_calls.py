@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from ...errors import InputError
+from ..examples import Generating, Inputs
 from ..recording import NO_STEP, calls_of_generate, generated_calls
-from ..values import Generating, Inputs
 from .program import Program, capture_program
 
 __all__ = ["captured_on"]

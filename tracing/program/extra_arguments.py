@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..graphs import Capture, Specialization
-from ..guards import Argument, Guard, Has, Source, item_of, key_of, length_of
-from ..guards import Call as CallOf
+from ...runtime.graphs import Capture, Specialization
+from ...runtime.guards import Argument, Guard, Has, Source, item_of, key_of, length_of
+from ...runtime.guards import Call as CallOf
+from ...runtime.values import ModelNames, Signature
 from ..recording import Call
 from ..trace import VARYING
-from ..values import ModelNames, Signature
 
 __all__ = ["ExtraArguments"]
 

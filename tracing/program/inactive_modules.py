@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import nn
 
 from ...compat import all_modules, children_of
-from ..graphs import Capture, Region, capture_of, context_regions, install, own_class, required_capture
+from ...runtime.graphs import Capture, Region, capture_of, context_regions, install, own_class, required_capture
+from ...runtime.values import ModelNames, all_inside, user_class
 from ..reads import checks_exact_types
-from ..values import ModelNames, all_inside, user_class
 
 __all__ = [
     "deactivate",

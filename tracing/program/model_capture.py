@@ -11,20 +11,11 @@ from torch import nn
 
 from ...compat import has_lazy_parameters, submodule
 from ...errors import InputError, ModeError, UsageError
-from ..graphs import Capture, capture_of, install, required_capture, uninstall
+from ...runtime.graphs import Capture, capture_of, install, required_capture, uninstall
+from ...runtime.values import ModelNames, is_container, is_leaf, is_meta, map_tensors, runs_as_sequential
+from ..examples import Generating, Inputs, normalize_inputs
 from ..isolation import ModelState, in_phase, restoring
 from ..recording import Recording, disagreeing, expectations, generated_calls, record
-from ..values import (
-    Generating,
-    Inputs,
-    ModelNames,
-    is_container,
-    is_leaf,
-    is_meta,
-    map_tensors,
-    normalize_inputs,
-    runs_as_sequential,
-)
 from .capturing import Captures, Opaque, capture_modules
 from .inactive_modules import inactive_inside_type_checkers
 

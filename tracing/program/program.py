@@ -10,11 +10,12 @@ from torch import fx, nn
 
 from ...compat import submodule
 from ...errors import CaptureError, InputError
+from ...runtime.graphs import Capture, Region, capture_of
+from ...runtime.values import ModelNames, qualified
 from ...settings import Measure
-from ..graphs import Capture, Region, capture_of
+from ..examples import Inputs
 from ..isolation import in_phase
 from ..recording import Recording, misses_in, record
-from ..values import Inputs, ModelNames, qualified
 from .capturing import Opaque
 from .coverage import Coverage
 from .model_capture import capture_model, inputs_for

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..graphs import Specialization
-from ..guards import Argument, Attribute, Guard, Source, Truth, equal, item_of, key_of, require
-from ..guards import Call as Computed
+from ...runtime.graphs import Specialization
+from ...runtime.guards import Argument, Attribute, Guard, Source, Truth, equal, item_of, key_of, require
+from ...runtime.guards import Call as Computed
+from ...runtime.values import Signature
 from ..recording import Call
-from ..values import Signature
 
 __all__ = ["Traced", "told_apart"]
 

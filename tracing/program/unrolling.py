@@ -12,12 +12,13 @@ from typing import Any, cast
 from torch import Tensor, fx, nn
 
 from ...compat import all_modules
-from ..graphs import Specialization
+from ...runtime.graphs import Specialization
+from ...runtime.values import INTERNAL, has_attributes, signature_of, user_class
+from ..examples import Untraceable
 from ..isolation import ModelState, restoring
 from ..recording import Call
 from ..rules import tracing_session
 from ..trace import Decided, TracingSession, UnrollingTracer
-from ..values import INTERNAL, Untraceable, has_attributes, signature_of, user_class
 from .program import Program
 
 __all__ = ["Unrolled", "Unroller", "unrolling"]

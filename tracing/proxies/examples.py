@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ..values import PLAIN_TYPES, map_leaves
+from ...runtime.values import PLAIN_TYPES, map_leaves
 from .proxy import UNKNOWN, ValueProxy, proxies_in
 
 __all__ = ["PLAIN", "examples_of", "is_tensor_method"]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ..values import copied, map_leaves
+from ...runtime.values import copied, map_leaves
 from .proxy import UNKNOWN
 from .recorder import Recorder
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...compat import torch_functions_off
+from ...runtime.values import Absent, is_whole
 from ..isolation import redirect
 from ..reads import Observers
-from ..values import Absent, is_whole
 from .class_proxies import class_proxy
 from .memos import call_memo, is_memoised
 from .proxy import ValueProxy

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..values import Absent, copied
+from ...runtime.values import Absent, copied
 
 __all__ = ["AttributeWatch"]
 

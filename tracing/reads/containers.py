@@ -7,8 +7,8 @@ from collections.abc import Collection
 from torch import fx, nn
 
 from ...compat import own_children
-from ..guards import SELF, Equals, Guard, Source, children_of, key_of, length_of, module_at
-from ..values import CONTAINERS, counts_items
+from ...runtime.guards import SELF, Equals, Guard, Source, children_of, key_of, length_of, module_at
+from ...runtime.values import CONTAINERS, counts_items
 
 __all__ = ["OWN_CHILDREN", "container_lengths", "listing_of"]
 

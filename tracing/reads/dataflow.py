@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from ...operators import has_random_effects, info_of
-from ..guards import DESCRIPTIONS
-from ..values import is_leaf_function, is_object, tensors_in
+from ...runtime.guards import DESCRIPTIONS
+from ...runtime.values import is_leaf_function, is_object, tensors_in
 
 __all__ = ["DataFlow"]
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..guards import (
+from ...runtime.guards import (
     SELF,
     Attribute,
     Call,
@@ -31,7 +31,7 @@ from ..guards import (
     of_class,
     same_type,
 )
-from ..values import INTERNAL, Quiet, parts_of, subclass
+from ...runtime.values import INTERNAL, Quiet, parts_of, subclass
 from .bytecode import Read, Use, Variable, uses_in
 from .reached_code import class_attribute
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..graphs import FOUND
-from ..values import INTERNAL, Quiet, subclass
+from ...runtime.graphs import FOUND
+from ...runtime.values import INTERNAL, Quiet, subclass
 
 __all__ = ["FOUND", "INTERNAL", "Observers", "Quiet", "Seen"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..guards import (
+from ...runtime.guards import (
     LIBRARIES,
     SELF,
     Attribute,
@@ -25,7 +25,7 @@ from ..guards import (
     own_cells,
     type_of,
 )
-from ..values import Untraceable
+from ..examples import Untraceable
 from .bytecode import Read, Value, Variable, is_class, named_in
 from .outside_stores import display_name, stored_outside
 from .reached_code import class_attribute, is_foreign, reached_functions, value_of

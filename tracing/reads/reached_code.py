@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from ...compat import has_hooks, hooks_of
-from ..values import all_inside, user_class
+from ...runtime.values import all_inside, user_class
 from .bytecode import Plain, Read, Value, Variable, named_in, root_of
 
 __all__ = ["MISSING", "Reached", "class_attribute", "held", "is_foreign", "is_outside", "reached_functions", "value_of"]

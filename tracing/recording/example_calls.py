@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ...compat import modules_by_name
 from ...errors import FusedMemberError, UsageError
-from ..graphs import Region
-from ..values import Inputs, has_attributes, is_container, is_leaf, map_tensors, parts_of
+from ...runtime.graphs import Region
+from ...runtime.values import has_attributes, is_container, is_leaf, map_tensors, parts_of
+from ..examples import Inputs
 
 __all__ = ["recording"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...compat import all_modules
 from ...errors import GuardWarning
-from ..graphs import (
+from ...runtime.graphs import (
     HANDLER,
     Miss,
     SharedSlices,
@@ -25,8 +25,8 @@ from ..graphs import (
     required_capture,
     uninstall,
 )
-from ..guards import Tally, require
-from ..values import ModelNames, has_attributes, map_leaves
+from ...runtime.guards import Tally, require
+from ...runtime.values import ModelNames, has_attributes, map_leaves
 from .generating import CACHES
 
 __all__ = ["Fallback", "attach", "detach", "fallback_of", "misses_in"]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError, UsageError, one_line
+from ...runtime.values import flatten, is_meta
+from ..examples import Generating, Inputs
 from ..isolation import in_phase, preserved
-from ..values import Generating, Inputs, flatten, is_meta
 from .example_calls import recording
 
 __all__ = ["CACHES", "NO_STEP", "calls_by_kind", "calls_of_generate", "generated_calls"]

@@ -13,18 +13,10 @@ from torch import Tensor, nn
 
 from ...compat import children_of, has_hooks
 from ...errors import ModeError
-from ..graphs import Capture, install, uninstall
+from ...runtime.graphs import Capture, install, uninstall
+from ...runtime.values import copied, is_container, is_leaf, objects_in, runs_as_sequential, tensors_in, tensors_within
+from ..examples import Inputs
 from ..isolation import ModelState, in_phase, restoring
-from ..values import (
-    Inputs,
-    copied,
-    is_container,
-    is_leaf,
-    objects_in,
-    runs_as_sequential,
-    tensors_in,
-    tensors_within,
-)
 from .record import Recording, copy_inputs
 
 __all__ = ["Expectation", "disagreeing", "expectations"]

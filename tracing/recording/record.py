@@ -13,10 +13,20 @@ from torch import Tensor, nn
 
 from ...compat import all_modules, has_pre_hooks, modules_by_name, own_parameters
 from ...errors import InputError
-from ..graphs import AutocastState, autocast_state_now
-from ..isolation import ChangeCounts, ModelState, change_count, memory_of, patching, redirect, restoring
+from ...runtime.graphs import AutocastState, autocast_state_now
+from ...runtime.values import (
+    ChangeCounts,
+    aliased,
+    are_plain,
+    change_count,
+    copied,
+    map_leaves,
+    map_tensors,
+    objects_in,
+)
+from ..examples import Inputs
+from ..isolation import ModelState, memory_of, patching, redirect, restoring
 from ..reads import AttributeWatch
-from ..values import Inputs, aliased, are_plain, copied, map_leaves, map_tensors, objects_in
 
 __all__ = ["Call", "Computed", "Recording", "calls_intercepted", "copy_inputs", "record"]
 

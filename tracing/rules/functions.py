@@ -13,11 +13,10 @@ from torch.autograd import Function
 
 from ...compat.checkpoint import is_reentrant_checkpoint
 from ...compat.interception import function_entries
-from ..isolation import change_count
+from ...runtime.values import LEAF_LIBRARY, FunctionCall, change_count, leaf_function_places, tensors_in
 from ..proxies import UNKNOWN, ValueProxy, proxies_in
 from ..reads import user_frame
 from ..trace import ModuleTracer, TracingSession
-from ..values import LEAF_LIBRARY, FunctionCall, leaf_function_places, tensors_in
 
 __all__ = ["patch_checks", "patch_functions", "patch_leaf_functions"]
 

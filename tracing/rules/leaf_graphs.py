@@ -8,8 +8,9 @@ import torch
 from torch import fx, nn
 
 from ...errors import CaptureError
+from ...runtime.values import INTERNAL, ModelNames, is_plain_structure, signature_of
+from ..examples import Untraceable
 from ..trace import ModuleTracer
-from ..values import INTERNAL, ModelNames, Untraceable, is_plain_structure, signature_of
 from .interception import tracing_session
 
 __all__ = ["leaf_graph", "trace_leaf"]

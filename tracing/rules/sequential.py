@@ -8,12 +8,13 @@ from typing import Any, cast
 from torch import fx, nn
 
 from ...compat import own_children
+from ...runtime.graphs import Capture, Specialization
+from ...runtime.guards import Argument, Equals, Guard, IsNot, key_of, length_of
+from ...runtime.values import signature_of
 from ..analyses import tree_uses_host_random
-from ..graphs import Capture, Specialization
-from ..guards import Argument, Equals, Guard, IsNot, key_of, length_of
+from ..examples import Meta, meta_key, meta_of
 from ..reads import listing_of
 from ..recording import Call
-from ..values import Meta, meta_key, meta_of, signature_of
 
 __all__ = ["SequentialCaptures"]
 

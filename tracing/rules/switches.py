@@ -11,7 +11,7 @@ import torch
 
 from ...compat import autocast_settings
 from ...compat.checkpoint import checkpoint_generator
-from ..graphs import Context
+from ...runtime.graphs import Context
 from ..trace import ModuleTracer, TracingSession
 
 __all__ = ["patch_contexts"]

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..guards import (
+from ...runtime.guards import (
     Argument,
     Attribute,
     Call,
@@ -31,8 +31,9 @@ from ..guards import (
     same_type,
     type_of,
 )
+from ...runtime.values import Absent, Signature, is_namedtuple
+from ..examples import Untraceable
 from ..recording import Computed
-from ..values import Absent, Signature, Untraceable, is_namedtuple
 
 __all__ = ["VARYING", "Arguments"]
 

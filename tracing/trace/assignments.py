@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from ..guards import (
+from ...runtime.guards import (
     SELF,
     Attribute,
     Dictionary,
@@ -22,9 +22,9 @@ from ..guards import (
     key_of,
     module_at,
 )
+from ...runtime.values import INTERNAL, Absent, qualified
 from ..isolation import Change
 from ..proxies import ValueProxy
-from ..values import INTERNAL, Absent, qualified
 from .protocol import Tracer
 
 __all__ = ["Assignments", "State", "assign"]

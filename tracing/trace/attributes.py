@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat import in_place_format
-from ..guards import Source, attribute_at, question
+from ...runtime.guards import Source, attribute_at, question
+from ...runtime.values import INTERNAL, copied, has_attributes, qualified
 from ..proxies import ValueProxy
 from ..reads import NestedReads, items_of
-from ..values import INTERNAL, copied, has_attributes, qualified
 from .assignments import Assignments
 from .child_reads import ChildReads
 from .open_contexts import OpenContexts

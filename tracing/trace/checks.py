@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 
 from torch import fx, nn
 
+from ...runtime.guards import require
+from ...runtime.values import Path, keep
 from ..analyses import function_uses_host_random, has_random_effects, module_has_random_effects, tree_uses_host_random
-from ..guards import require
+from ..examples import Untraceable
 from ..isolation import Change
-from ..values import Path, Untraceable, keep
 from .cleanup import late_checks
 from .decisions import Decisions
 

@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from ...compat import own_children
-from ..guards import Attribute, Guard, Lacks, Method, equal, key_of, module_at, of_class, type_of
+from ...runtime.guards import Attribute, Guard, Lacks, Method, equal, key_of, module_at, of_class, type_of
+from ...runtime.values import CONTAINERS, user_class
 from ..reads import NestedReads, class_attribute, frames_of_trace, guards_on, is_users
-from ..values import CONTAINERS, user_class
 from .protocol import Tracer
 
 __all__ = ["ChildReads"]

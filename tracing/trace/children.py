@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import all_modules
-from ..guards import Guard, Is, module_at
+from ...runtime.guards import Guard, Is, module_at
+from ...runtime.values import all_tensors, graft, is_leaf, is_library, map_leaves, objects_in, user_class
 from ..isolation import Change, Changes, Watch
 from ..proxies import UNKNOWN, ValueProxy
 from ..recording import Call, Computed
-from ..values import all_tensors, graft, is_leaf, is_library, map_leaves, objects_in, user_class
 from .child_reads import ChildReads
 from .protocol import Tracer
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import fx
 
 from ...compat import operator_format
-from ..guards import DESCRIPTIONS, SWITCHES, require
-from ..values import TensorMeta
+from ...runtime.guards import DESCRIPTIONS, SWITCHES, require
+from ..examples import TensorMeta
 
 __all__ = ["drop_unused", "late_checks", "only_reads"]
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 
 from torch import Tensor, fx
 
-from ..guards import (
+from ...runtime.guards import (
     Attribute,
     Call,
     Guard,

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from ...runtime.values import is_namedtuple
 from ..proxies import PLAIN, ValueProxy
-from ..values import is_namedtuple
 from .attributes import Attributes
 from .protocol import Tracer
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...compat import operator_format
-from ..guards import require
+from ...runtime.guards import require
 from ..reads import source_of, user_frame
 from .cleanup import only_reads
 from .decisions import Decisions

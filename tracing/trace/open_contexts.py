@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..graphs import Context
+from ...runtime.graphs import Context
 from ..proxies import ValueProxy
 from ..reads import source_of
 from .protocol import Tracer

@@ -6,11 +6,12 @@ from typing import Any, Protocol
 
 from torch import fx, nn
 
-from ..guards import Source
+from ...runtime.guards import Source
+from ...runtime.values import ModelNames
+from ..examples import Untraceable
 from ..isolation import Change
 from ..proxies import Recorder, ValueProxy
 from ..reads import DataFlow
-from ..values import ModelNames, Untraceable
 
 __all__ = ["Tracer"]
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from torch import fx, nn
 
-from ..graphs import Capture, Context, ContextRegion, RegionPlan, Specialization
-from ..guards import require
-from ..values import Signature
+from ...runtime.graphs import Capture, Context, ContextRegion, RegionPlan, Specialization
+from ...runtime.guards import require
+from ...runtime.values import Signature
 
 __all__ = ["closed", "mark", "opened", "with_regions"]
 

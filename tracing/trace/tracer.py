@@ -12,13 +12,14 @@ from typing import Any, NoReturn, cast
 from torch import Tensor, fx, nn
 
 from ...compat import all_modules, property_access
-from ..graphs import AutocastState, Specialization
-from ..guards import Source
+from ...runtime.graphs import AutocastState, Specialization
+from ...runtime.guards import Source
+from ...runtime.values import Absent, ModelNames, Signature, copied
+from ..examples import Untraceable, meta_of
 from ..isolation import AttributeState, Change, Changes, Watch, is_repeatable
 from ..proxies import UNKNOWN, Messages, MethodProxy, Session, ValueProxy, asks_memo, examples_of, is_tensor_method
 from ..reads import DataFlow, NestedReads, OutsideReads, Seen, container_lengths, source_of
 from ..recording import Call
-from ..values import Absent, ModelNames, Signature, Untraceable, copied, meta_of
 from .arguments import Arguments
 from .assignments import Assignments, State
 from .attributes import Attributes

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from torch import Tensor, fx, nn
 
 from ...operators import canonical_name
+from ...runtime.values import copied, user_class
 from ..proxies import ValueProxy
 from ..reads import source_of
-from ..values import copied, user_class
 from .decisions import Decisions, Pending
 from .tracer import ModuleTracer
 

@@ -15,9 +15,9 @@ from ...operators import hidden_scores, hides_later, scaled_dot_product_attentio
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit, Found, Held, Place
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
-from ...tracing.guards import SELF, Attribute, Guard, Truth, attribute_at
+from ...runtime.guards import SELF, Attribute, Guard, Truth, attribute_at
+from ...tracing.examples import TensorMeta
 from ...tracing.program import Program
-from ...tracing.values import TensorMeta
 from ..swap_kernels import Occurrence
 from .decompositions import WRITTEN_OUT, number_of
 from .judging import Judge, Judgement

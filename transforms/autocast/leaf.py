@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...tracing.values import Remade, class_recipe, in_class, subclass, user_class
+from ...runtime.values import Remade, class_recipe, in_class, subclass, user_class
 from .returning import ReturningAutocast
 
 __all__ = ["AutocastLeaf", "in_autocast"]

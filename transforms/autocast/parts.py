@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from ...operators import canonical_name, mutates
-from ...tracing.guards import require
-from ...tracing.values import TensorMeta
+from ...runtime.guards import require
+from ...tracing.examples import TensorMeta
 from .lists import Kind, kind_of, kind_of_fused
 
 __all__ = ["Judge", "in_float32", "kind_of_operation", "parts_of"]

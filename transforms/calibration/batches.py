@@ -9,8 +9,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ...errors import CalibrationError, FxoptError, one_line
+from ...tracing.examples import Inputs, call_of_batch
 from ...tracing.program import Program
-from ...tracing.values import Inputs, call_of_batch
 
 __all__ = ["calls", "run_call"]
 

@@ -14,9 +14,9 @@ from ...compat.quantized import Observer
 from ...errors import CalibrationError
 from ...layers.quantized import Range
 from ...progress_bar import progress_bar
+from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
 from ...tracing.program import Program
-from ...tracing.values import Inputs
 from .batches import run_call
 
 __all__ = ["ranges_of"]

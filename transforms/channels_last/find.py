@@ -9,9 +9,9 @@ from torch import fx, nn
 
 from ...passes.rewriting import obstacle_to_inlining
 from ...passes.sites import Refusal, Site
-from ...tracing.graphs import Region
+from ...runtime.graphs import Region
+from ...runtime.values import qualified, user_class
 from ...tracing.program import Program
-from ...tracing.values import qualified, user_class
 from ..pack.views import readers_in
 
 __all__ = ["found_in"]

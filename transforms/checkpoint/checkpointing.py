@@ -11,8 +11,8 @@ from ...errors import BudgetError
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...runtime.graphs import WrappedRegion
 from ...storage import byte_text
-from ...tracing.graphs import WrappedRegion
 from ...tracing.program import Program
 from .budget import limit_of
 from .choices import Choice, Choices, choices

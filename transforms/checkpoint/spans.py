@@ -11,10 +11,10 @@ from torch import fx
 from ...compat import has_hooks
 from ...operators import canonical_name, has_random_effects, mutates, operator_of_module
 from ...passes.rewriting import has_effects, writes
-from ...tracing.graphs import capture_of
-from ...tracing.guards import require
+from ...runtime.graphs import capture_of
+from ...runtime.guards import require
+from ...runtime.values import is_leaf, qualified, user_class
 from ...tracing.program import Program
-from ...tracing.values import is_leaf, qualified, user_class
 from .forward import Forward, Unit
 from .problem import Problem, Region
 from .recomputation import counts

@@ -7,8 +7,8 @@ import operator
 from torch import fx, nn
 
 from ...operators import operator_info
-from ...tracing.graphs import Specialization
-from ...tracing.guards import require
+from ...runtime.graphs import Specialization
+from ...runtime.guards import require
 from ...tracing.program import Program
 
 __all__ = ["branching"]

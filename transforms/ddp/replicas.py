@@ -13,8 +13,8 @@ from ...errors import UsageError
 from ...layers.replica import REPLICA, Replica, replicate
 from ...passes.contract import Pass, require_process_group
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
+from ...runtime.values import is_sharded
 from ...tracing.program import Program
-from ...tracing.values import is_sharded
 from .flow import branching
 from .trial_step import TrialStep, run_trial_step
 

@@ -16,9 +16,9 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...passes.timing import forward_seconds
-from ...tracing.graphs import Region, Specialization, required_capture
+from ...runtime.graphs import Region, Specialization, required_capture
+from ...runtime.values import keep, qualified
 from ...tracing.program import Program, is_called
-from ...tracing.values import keep, qualified
 from .writing import Flat, flattened, is_written_out
 
 __all__ = ["FlattenCalls"]

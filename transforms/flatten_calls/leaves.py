@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...compat.calls import DIRECT
-from ...tracing.graphs import copy_graph
+from ...runtime.graphs import copy_graph
+from ...runtime.values import INTERNAL, is_plain_structure
 from ...tracing.rules import leaf_graph
-from ...tracing.values import INTERNAL, is_plain_structure
 
 __all__ = ["leaf_body", "settings_of", "shorten"]
 

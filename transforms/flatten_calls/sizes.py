@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from ...tracing.guards import Argument, Attribute, Constant, Equals, Guard, Item
+from ...runtime.guards import Argument, Attribute, Constant, Equals, Guard, Item
 
 __all__ = ["Size", "size_asked"]
 

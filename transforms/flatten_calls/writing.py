@@ -11,12 +11,12 @@ from torch import fx, nn
 
 from ...compat import own_buffers, own_children, own_parameters
 from ...layers.packed import keep_narrow
-from ...layers.written_out import Opened, UnchangedGuard, asks_unchanged, opened_by
-from ...passes.rewriting import lasting_guards, obstacle_at, writes
-from ...tracing.graphs import Capture, Region, Specialization, capture_of
-from ...tracing.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require
+from ...layers.written_out import Opened, UnchangedGuard
+from ...passes.rewriting import asks_unchanged, lasting_guards, obstacle_at, opened_by, writes
+from ...runtime.graphs import Capture, Region, Specialization, capture_of
+from ...runtime.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require
+from ...runtime.values import PLAIN_TYPES, keep, map_leaves, qualified, user_class
 from ...tracing.program import Program
-from ...tracing.values import PLAIN_TYPES, keep, map_leaves, qualified, user_class
 from .leaves import leaf_body, settings_of, shorten
 from .sizes import Size, size_asked
 

@@ -7,7 +7,7 @@ from torch import fx, nn
 from ...errors import GuardError
 from ...operators import info_of, operator_info, operator_of_module
 from ...passes.rewriting import Edit
-from ...tracing.values import user_class
+from ...runtime.values import user_class
 from .find import source_of
 
 __all__ = ["expect_dimensions", "write_check"]

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ...tracing.graphs import Specialization, required_capture
+from ...runtime.graphs import Specialization, required_capture
+from ...runtime.values import qualified
 from ...tracing.program import Program
-from ...tracing.values import qualified
 from .parts import NORMS, Layer, Norm, layer_at, norm_at
 
 __all__ = ["Call", "Pair", "evaluated", "pairs_in", "source_of"]

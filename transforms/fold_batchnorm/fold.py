@@ -12,9 +12,8 @@ from torch import fx, nn
 from ...compat import padding_around
 from ...errors import MatchFailure
 from ...layers.masked import gone_attribute, gone_of
-from ...layers.written_out import hold_written_out
 from ...passes.contract import Pass
-from ...passes.rewriting import Edit
+from ...passes.rewriting import Edit, hold_written_out
 from ...passes.sites import Cause, Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
 from .arithmetic import Fold, Folds

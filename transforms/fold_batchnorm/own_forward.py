@@ -13,9 +13,9 @@ from torch import fx, nn
 
 from ...operators import info_of, normalized_arguments
 from ...passes.rewriting import unmet_guards
-from ...tracing.graphs import Specialization, capture_of
-from ...tracing.guards import Argument, Attribute, Call, Constant, Method, Source
-from ...tracing.values import user_class
+from ...runtime.graphs import Specialization, capture_of
+from ...runtime.guards import Argument, Attribute, Call, Constant, Method, Source
+from ...runtime.values import user_class
 
 __all__ = ["Tail", "tail_of"]
 

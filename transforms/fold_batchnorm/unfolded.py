@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch.nn.functional as F
 
 from ...passes.sites import Refusal
+from ...runtime.values import qualified
 from ...tracing.program import Program
-from ...tracing.values import qualified
 from .find import evaluated, source_of
 from .parts import layer_at, norm_at
 

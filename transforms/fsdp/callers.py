@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ...compat import own_children
-from ...tracing.graphs import specializations_of
+from ...runtime.graphs import specializations_of
 from ...tracing.program import Program
 
 __all__ = ["Callers"]

@@ -12,9 +12,9 @@ from torch import nn
 from ...compat import own_children
 from ...passes.sites import Refusal
 from ...passes.verification import TensorOwners, TensorReads
-from ...tracing.graphs import Region
+from ...runtime.graphs import Region
+from ...runtime.values import qualified, user_class
 from ...tracing.program import Program
-from ...tracing.values import qualified, user_class
 from .callers import Callers
 
 __all__ = ["Unit", "Units"]

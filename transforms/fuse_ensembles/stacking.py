@@ -15,8 +15,8 @@ from ...errors import MatchFailure
 from ...layers.members import FusedMembers, attach_member, settings_of, vector_size, ways_to
 from ...passes.rewriting import Edit
 from ...passes.sites import Site
-from ...passes.state import Stack, merge
-from ...tracing.graphs import capture_of, required_capture
+from ...runtime.graphs import capture_of, required_capture
+from ...runtime.state import Stack, merge
 from ...tracing.program import Program
 from .inlining import Case, Operation
 from .lowerings import LoweringRule, Task, Unit, Writer, leaving_units, rebuild, rule_called

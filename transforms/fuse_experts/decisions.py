@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from ...errors import MatchFailure
 from ...operators import canonical_name
 from ...passes.sites import VOLATILE
-from ...tracing.guards import require
+from ...runtime.guards import require
 from ...tracing.program import Unrolled
 from .members import operands
 from .rounds import Loop

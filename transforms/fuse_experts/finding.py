@@ -11,10 +11,11 @@ from ...compat import modules_by_name, own_children, own_parameters
 from ...errors import MatchFailure
 from ...layers.moe import FusedExperts
 from ...operators import canonical_name, info_of
-from ...tracing.graphs import capture_of, required_capture
+from ...runtime.graphs import capture_of, required_capture
+from ...runtime.values import is_container, is_leaf, qualified, same_kind, tensors_in, user_class
+from ...tracing.examples import Untraceable
 from ...tracing.program import BY_DATA, Program, Unrolled, Unroller, unrolling
 from ...tracing.recording import Call
-from ...tracing.values import Untraceable, is_container, is_leaf, qualified, same_kind, tensors_in, user_class
 from .decisions import check_decisions, check_loop
 from .members import Items, Source, family_of, find_sources
 from .mixtures import Mixture, routing_over, routings_to

@@ -16,8 +16,8 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...passes.verification import TensorOwners
+from ...runtime.values import qualified, user_class
 from ...tracing.program import Program
-from ...tracing.values import qualified, user_class
 from .finding import find_mixtures, mixture_at
 from .members import Items
 from .mixtures import Mixture, members_of

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_children, submodule
 from ...operators import canonical_name
-from ...tracing.values import same_kind
+from ...runtime.values import same_kind
 
 __all__ = ["Items", "Slices", "Source", "family_of", "find_sources", "operands"]
 

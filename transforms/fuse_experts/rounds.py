@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from ...errors import MatchFailure
 from ...operators import canonical_name
-from ...tracing.values import tensors_in
+from ...runtime.values import tensors_in
 from .members import Source, operands
 
 __all__ = ["Joined", "Loop", "Round", "draws", "dropping_module", "find_loop", "is_dropout"]

@@ -14,7 +14,7 @@ from ...compat import all_modules, own_tensor
 from ...errors import MatchFailure
 from ...layers.moe import apply_linear
 from ...operators import canonical_name, info_of, operator_info, operator_of_module
-from ...tracing.values import all_tensors
+from ...runtime.values import all_tensors
 from .members import Items, Slices, Source, operands
 from .rounds import Loop, Round, draws, is_dropout
 

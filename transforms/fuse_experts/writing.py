@@ -12,12 +12,11 @@ from ...compat import modules_by_name
 from ...layers.ensemble import split_vectors
 from ...layers.members import FusedMembers, attach_member, settings_of, vector_size, ways_to
 from ...layers.moe import FusedExperts, Lowering, added_to
-from ...layers.written_out import hold_written_out
 from ...operators import canonical_name, mutates
-from ...passes.rewriting import Edit
-from ...passes.state import merge
-from ...tracing.graphs import copy_graph
-from ...tracing.guards import require
+from ...passes.rewriting import Edit, hold_written_out
+from ...runtime.graphs import copy_graph
+from ...runtime.guards import require
+from ...runtime.state import merge
 from .members import Items, Source, operands
 from .mixtures import Mixture
 from .rounds import dropping_module

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx, nn
 
 from ...passes.sites import Refusal
+from ...runtime.values import qualified
 from ...tracing.program import Program
-from ...tracing.values import qualified
 from .rows import carriers, keeps_rows, name_of_call, number_of_rows
 
 __all__ = ["COARSENING", "edges_before", "full_name"]

@@ -17,9 +17,9 @@ from ...errors import StateWarning, UsageError, did_you_mean
 from ...passes.contract import Pass, check_option_types
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
-from ...passes.state import ADDED_TENSORS
+from ...runtime.state import ADDED_TENSORS
+from ...runtime.values import qualified
 from ...tracing.program import Program
-from ...tracing.values import qualified
 from .edges import COARSENING, edges_before, full_name
 
 __all__ = ["GraphPooling"]

@@ -7,8 +7,8 @@ from typing import Any, cast
 from torch import fx, nn
 
 from ...operators import canonical_name, operator_info, operator_of_module
+from ...runtime.values import qualified
 from ...tracing.program import Program
-from ...tracing.values import qualified
 
 __all__ = ["carriers", "carries_rows", "keeps_rows", "name_of_call", "number_of_rows"]
 

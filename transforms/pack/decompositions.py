@@ -12,8 +12,8 @@ from ...cuda_ops import KERNELS
 from ...layers.packed import Activation, known_activations
 from ...operators import canonical_name
 from ...passes.rewriting import Found, Pattern, Place, lasting_guards, obstacle_to_inlining
-from ...tracing.graphs import Specialization, capture_of
-from ...tracing.values import TensorMeta
+from ...runtime.graphs import Specialization, capture_of
+from ...tracing.examples import TensorMeta
 from ..swap_kernels import spelled
 
 __all__ = ["Spelled", "spelled_at", "written_out"]

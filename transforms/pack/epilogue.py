@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from ...layers.packed import NO_ACTIVATION, Activation, known_activations
 from ...passes.rewriting import Found, Held, Place, call_in, obstacle_to_inlining
-from ...tracing.values import user_class
+from ...runtime.values import user_class
 from .decompositions import written_out
 from .layers import Layer, shape_of
 

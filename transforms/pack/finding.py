@@ -14,9 +14,9 @@ from ...layers.packed import Packed
 from ...passes.rewriting import Place
 from ...passes.sites import Cause, Refusal, Site
 from ...passes.timing import last_level_bytes
-from ...tracing.graphs import Region
+from ...runtime.graphs import Region
+from ...runtime.values import qualified
 from ...tracing.program import Program
-from ...tracing.values import qualified
 from .checking import Check
 from .decompositions import spelled_at
 from .epilogue import Epilogue, find_epilogue

@@ -16,8 +16,9 @@ from ...layers.masked import Masked
 from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear, TransposedLinear, why_not_packed
 from ...operators import canonical_name, normalized_arguments
 from ...passes.rewriting import Found, Place, call_in, obstacle_to_inlining
+from ...runtime.values import user_class
+from ...tracing.examples import TensorMeta
 from ...tracing.program import Program
-from ...tracing.values import TensorMeta, user_class
 from .geometry import CONVOLUTIONS, NAMES, geometry_of_call, geometry_of_module, padded
 from .reading import computed
 

@@ -16,9 +16,9 @@ from ...layers.packed import PackedLSTM, Recurrence, why_not_packed
 from ...passes.rewriting import Edit
 from ...passes.sites import Cause, Refusal, Site
 from ...passes.verification import Tolerance, distance
-from ...tracing.graphs import Region
+from ...runtime.graphs import Region
+from ...runtime.values import qualified, user_class
 from ...tracing.program import Program
-from ...tracing.values import qualified, user_class
 from .checking import tolerated
 from .finding import IN_TRAINING
 from .layers import module_objection, shape_of

@@ -10,9 +10,9 @@ from torch import fx
 from ...layers.packed import PackedConvolution
 from ...operators import canonical_name, operator_info, operator_of_module
 from ...passes.rewriting import obstacle_to_inlining
-from ...tracing.graphs import capture_of
+from ...runtime.graphs import capture_of
+from ...runtime.values import user_class
 from ...tracing.program import Program
-from ...tracing.values import user_class
 from .layers import layer_at, shape_of
 
 __all__ = ["readers_in"]

@@ -9,10 +9,9 @@ from torch import fx, nn
 
 from ...layers.members import settings_of
 from ...layers.packed import keep_narrow
-from ...layers.written_out import hold_written_out
-from ...passes.rewriting import Edit, Place
+from ...passes.rewriting import Edit, Place, hold_written_out
 from ...passes.sites import Site
-from ...tracing.guards import Guard, Truth, attribute_at
+from ...runtime.guards import Guard, Truth, attribute_at
 from .decompositions import spelled_at
 from .epilogue import find_epilogue
 from .layers import Layer, layer_at

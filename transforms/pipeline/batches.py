@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import UsageError
-from ...tracing.values import Inputs, map_tensors, tensors_within
+from ...runtime.values import map_tensors, tensors_within
+from ...tracing.examples import Inputs
 
 __all__ = ["divided", "divided_target", "rows_of"]
 

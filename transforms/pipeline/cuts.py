@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ...tracing.guards import require
+from ...runtime.guards import require
 from .costs import Kind, NodeFacts
 
 __all__ = ["BALANCE", "Line", "Stages", "line_of"]

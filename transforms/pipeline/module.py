@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, distributed, fx, nn
 
 from ...errors import FxoptError, UsageError
+from ...runtime.values import map_tensors, tensors_within
+from ...tracing.examples import Inputs, normalize_inputs
 from ...tracing.isolation import preserved
-from ...tracing.values import Inputs, map_tensors, normalize_inputs, tensors_within
 from .batches import divided, divided_target, rows_of
 from .exchange import Forms, Relay
 from .layout import Layout

@@ -13,9 +13,9 @@ from torch.fx.node import map_arg
 from ...compat import submodule
 from ...errors import GuardError, MatchFailure
 from ...passes.rewriting import obstacle_at, unmet_guards
-from ...tracing.graphs import Capture, Specialization, capture_of, specializations_of
-from ...tracing.guards import NOT_HELD, SELF, Argument, Attribute, Constant, Guard, Item, Source, reader, require
-from ...tracing.values import keep, qualified
+from ...runtime.graphs import Capture, Specialization, capture_of, specializations_of
+from ...runtime.guards import NOT_HELD, SELF, Argument, Attribute, Constant, Guard, Item, Source, reader, require
+from ...runtime.values import keep, qualified
 
 __all__ = ["Holds", "Opened", "depends_on_mode", "opened_graph", "why_closed"]
 

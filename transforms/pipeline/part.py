@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ...compat import own_buffers, own_children, own_parameters
-from ...passes.state import InParts
+from ...runtime.state import InParts
 from .placement import Placement
 
 __all__ = ["Part"]

@@ -12,8 +12,8 @@ from torch import Tensor, distributed, nn
 
 from ...compat import all_modules, own_buffers, own_children, own_parameters, own_tensor, submodule
 from ...errors import StateError
-from ...passes.state import STATE_MAP, VIEWS, StateMap, StateStep
-from ...tracing.values import all_tensors
+from ...runtime.state import STATE_MAP, VIEWS, StateMap, StateStep
+from ...runtime.values import all_tensors
 from .layout import Layout
 
 __all__ = ["Elsewhere", "Placement"]

@@ -12,10 +12,10 @@ from torch import fx, nn
 
 from ...errors import GuardError, MatchFailure
 from ...passes.sites import Refusal
-from ...tracing.graphs import fitting, required_capture
+from ...runtime.graphs import fitting, required_capture
+from ...tracing.examples import Inputs
 from ...tracing.isolation import in_phase
 from ...tracing.program import Program
-from ...tracing.values import Inputs
 from .costs import Kind, NodeFacts, observed
 from .cuts import line_of
 from .opening import Opened, depends_on_mode, opened_graph

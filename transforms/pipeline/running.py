@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from ...errors import GuardError
-from ...tracing.graphs import function_of_node
-from ...tracing.values import Inputs
+from ...runtime.graphs import function_of_node
+from ...tracing.examples import Inputs
 from .layout import Layout, Part
 
 __all__ = ["Feed", "StageModule", "Steps", "Ways", "last_uses"]

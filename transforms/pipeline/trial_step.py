@@ -10,9 +10,10 @@ from torch import nn
 
 from ...errors import GuardError, MatchFailure
 from ...passes.verification import distance, half_the_digits
+from ...runtime.values import tensors_in
+from ...tracing.examples import Inputs
 from ...tracing.isolation import in_phase, preserved
 from ...tracing.recording import copy_inputs
-from ...tracing.values import Inputs, tensors_in
 from .batches import divided, rows_of
 from .layout import Layout
 from .running import Feed, StageModule, Ways

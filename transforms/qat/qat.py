@@ -13,8 +13,8 @@ from ...layers.quantized import FakeQuantized, Range, check_in_floats, fake_quan
 from ...passes.contract import Pass, check_named, module_words, word_for
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
+from ...runtime.values import user_class
 from ...tracing.program import Program
-from ...tracing.values import user_class
 from ..calibration import calls, ranges_of, replayable
 from ..quantize.static.candidates import candidates
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from ...errors import CalibrationError
 from ...passes.verification import smaller
+from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
-from ...tracing.values import Inputs
 from ..calibration import run_call
 from .judging import error_of
 

@@ -13,9 +13,9 @@ from ...errors import MatchFailure, UsageError
 from ...layers.quantized import Int8DynamicLinear, Int8DynamicLSTM
 from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
-from ...passes.state import QuantizeWeight, StateStep
+from ...runtime.state import QuantizeWeight, StateStep
+from ...runtime.values import qualified, user_class
 from ...tracing.program import Program
-from ...tracing.values import qualified, user_class
 from .eligible import Layer, tied_to
 from .finding import found
 from .kernels import lstm_problem

@@ -16,10 +16,10 @@ from ...errors import MatchFailure
 from ...passes.sites import Cause
 from ...passes.timing import time_kind, timing_figures
 from ...passes.verification import Tolerance, distance
+from ...runtime.values import user_class
 from ...settings import Measure
 from ...tracing.program import Program
 from ...tracing.recording import Call
-from ...tracing.values import user_class
 from .eligible import Layer
 from .replacing import Instead
 

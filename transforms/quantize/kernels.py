@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...compat.quantized import needs_reduced_range
 from ...layers.quantized import Int8DynamicLinear, Int8DynamicLSTM, QuantizedLinear
-from ...passes.state import quantized
+from ...runtime.state import quantized
 
 __all__ = ["kernel_problem", "lstm_problem", "quantized_activations"]
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from ...compat import own_parameters
 from ...layers.members import FusedMembers, stacked_weights
+from ...runtime.values import user_class
 from ...tracing.program import Program
-from ...tracing.values import user_class
 from .eligible import Layer
 
 __all__ = ["CONVOLUTIONS", "Linear", "linear_of", "linears"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...errors import MatchFailure
 from ...layers.quantized import QuantizedLayer, QuantizedLinear, TiedInt8Linear
 from ...passes.rewriting import Edit
-from ...passes.state import QuantizeWeight, StateStep
+from ...runtime.state import QuantizeWeight, StateStep
 from .kernels import kernel_problem
 from .linears import linear_of
 

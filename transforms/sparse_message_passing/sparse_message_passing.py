@@ -12,8 +12,8 @@ from torch import nn
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...runtime.values import user_class
 from ...tracing.program import Program
-from ...tracing.values import user_class
 
 __all__ = ["SparseMessagePassing"]
 

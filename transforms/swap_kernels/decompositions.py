@@ -14,7 +14,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from ...errors import UsageError
 from ...operators import canonical_name, normalized_arguments, operator_info
 from ...passes.rewriting import Found, Held, Pattern, Place, operation
-from ...tracing.values import TensorMeta
+from ...tracing.examples import TensorMeta
 
 __all__ = ["Spelled", "is_cast", "spelled", "tensor", "through", "uncast"]
 

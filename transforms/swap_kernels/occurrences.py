@@ -14,12 +14,11 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from ...cuda_ops import Kernel
 from ...errors import UsageError
-from ...layers.written_out import hold_written_out
-from ...passes.rewriting import Edit, Found, Held
-from ...tracing.graphs import Specialization, required_capture
-from ...tracing.guards import Guard, Method, Truth
+from ...passes.rewriting import Edit, Found, Held, hold_written_out
+from ...runtime.graphs import Specialization, required_capture
+from ...runtime.guards import Guard, Method, Truth
+from ...tracing.examples import TensorMeta, meta_of
 from ...tracing.program import Program
-from ...tracing.values import TensorMeta, meta_of
 from .decompositions import is_cast, uncast
 
 __all__ = ["Occurrence"]

@@ -11,10 +11,10 @@ from torch import fx, nn
 from ...cuda_ops import Kernel
 from ...operators import canonical_name, operator_of_module
 from ...passes.rewriting import Found, Held, Place, obstacle_to_inlining, unmet_guards
-from ...tracing.graphs import Specialization, capture_of
-from ...tracing.guards import SELF, Argument, Attribute, Guard, is_switch
+from ...runtime.graphs import Specialization, capture_of
+from ...runtime.guards import SELF, Argument, Attribute, Guard, is_switch
+from ...runtime.values import user_class
 from ...tracing.program import Program
-from ...tracing.values import user_class
 from .decompositions import Spelled, spelled, uncast
 from .occurrences import Occurrence
 

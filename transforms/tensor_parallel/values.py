@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import fx
 
-from ...tracing.values import TensorMeta
+from ...tracing.examples import TensorMeta
 
 __all__ = ["Block", "Part", "PartSize", "Stop", "parts_in", "shape_of", "sizes_of"]
 

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from ....compat.optimizers import carry_hooks_of_steps
 from ....errors import StateError, UsageError, expect
-from ...optimizers import reset_form
-from ...state import (
+from ....runtime.state import (
     Holding,
     adopt_added,
     all_parameters,
@@ -24,6 +23,7 @@ from ...state import (
     release_added,
     translate_optimizer,
 )
+from ...optimizers import reset_form
 from ..record import Record, record_of
 from .restoration import rebuilt
 from .successors import Successors

@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from ....compat import modules_by_name
 from ....errors import StateError
-from ....tracing.values import INTERNAL
-from ...state import Holding, StateMap, parts_of
+from ....runtime.state import Holding, StateMap, parts_of
+from ....runtime.values import INTERNAL
 
 __all__ = ["ADVICE", "Change", "Successors", "moved_holdings", "refuse_averages"]
 

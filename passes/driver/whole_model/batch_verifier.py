@@ -7,13 +7,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from ....errors import CaptureError, MatchFailure, PassError
-from ....tracing.graphs import capture_of
+from ....runtime.graphs import capture_of
+from ....runtime.state import StateMap
 from ... import verification
 from ...contract import Pass
 from ...pipeline import Decision
 from ...rewriting import Edit
 from ...sites import Goal, Numerics, Phase, Refusal
-from ...state import StateMap
 from ..equal_blocks import kinds_to_time
 from ..groups import Candidate, Group, keeps_function
 from ..history import History

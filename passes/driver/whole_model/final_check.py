@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ....errors import BudgetError, MatchFailure, PassError
+from ....runtime.state import copied_module, shallow_clone
+from ....runtime.values import tensors_by_name
 from ....tracing.program import deactivate
-from ....tracing.values import tensors_by_name
 from ...contract import Pass
 from ...sites import Cause, Numerics, Phase
-from ...state import copied_module, shallow_clone
 from ...verification import Original, modes_to_check
 from ..history import History, Rewrite
 from ..tuner import Tuner

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from ....compat import all_modules
 from ....compat.distributed import shard_again
 from ....errors import FxoptError, PassError
+from ....runtime.state import RECORD_KEY
+from ....runtime.values import tensors_in
+from ....tracing.examples import Inputs
 from ....tracing.isolation import in_phase, preserved
 from ....tracing.program import Program
 from ....tracing.recording import copy_inputs
-from ....tracing.values import Inputs, tensors_in
 from ...contract import Pass
 from ...pipeline import Decision, Ranks, heard_of_any, on_all_ranks
 from ...sites import Goal, Numerics, Site
-from ...state import RECORD_KEY
 from ...verification import Tolerance, distance, form_problem, half_the_digits, is_on_meta, scale_of
 from ..record import Record
 from .first_step import FirstStep

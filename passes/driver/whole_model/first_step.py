@@ -12,9 +12,11 @@ from torch import Tensor, distributed, nn
 from ....compat import all_modules
 from ....compat.distributed import shard_again
 from ....errors import one_line
-from ....tracing.isolation import in_phase, preserved, trial_step
+from ....runtime.graphs import trial_step
+from ....runtime.values import RandomState, is_sharded, tensors_in
+from ....tracing.examples import Inputs
+from ....tracing.isolation import in_phase, preserved
 from ....tracing.recording import copy_inputs
-from ....tracing.values import Inputs, RandomState, is_sharded, tensors_in
 from ...contract import Pass
 from ...pipeline import Ranks, heard_of_any
 from ...sites import Numerics

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from ....errors import BudgetError, MatchFailure, PassError
-from ....tracing.graphs import Region
-from ....tracing.values import Inputs
+from ....runtime.graphs import Region
+from ....runtime.state import StateMap, copied_module
+from ....tracing.examples import Inputs
 from ... import verification
 from ...contract import Pass
 from ...rewriting import Edit
 from ...sites import Goal, Numerics, Phase, Refusal
-from ...state import StateMap, copied_module
 from ..groups import Candidate, Group
 from ..history import History
 from ..tuner import Tuner

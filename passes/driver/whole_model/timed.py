@@ -9,9 +9,9 @@ from torch import nn
 
 from ....compat import all_modules
 from ....errors import PassError
+from ....tracing.examples import Inputs
 from ....tracing.program import deactivate
 from ....tracing.recording import calls_by_kind
-from ....tracing.values import Inputs
 from ... import timing
 from ...sites import Cause, Goal
 from ..groups import Candidate

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ....tracing.values import Arguments, map_tensors
+from ....runtime.values import Arguments, map_tensors
 from .noise import stands_for_infinity
 
 __all__ = ["alike", "permuted"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ....tracing.values import Arguments, TensorFunction, flatten, map_tensors
+from ....runtime.values import Arguments, TensorFunction, flatten, map_tensors
 from ..float64 import Table
 from .drawn import Drawn, leaves_of
 from .noise import perturbed_inputs, stands_for_infinity

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....tracing.values import Arguments, TensorFunction, map_tensors
+from ....runtime.values import Arguments, TensorFunction, map_tensors
 from ..float64 import Table
 
 __all__ = ["Drawn", "leaves_of"]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....tracing.values import Arguments, Inputs, map_tensors
+from ....runtime.values import Arguments, map_tensors
+from ....tracing.examples import Inputs
 from .derived import inner_sizes, is_of_edges, resized, rows_of
 from .drawn import leaves_of
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ....tracing.values import map_tensors
+from ....runtime.values import map_tensors
 from ..float64 import widened
 
 __all__ = ["jittered", "perturbed_inputs", "perturbed_state", "stands_for_infinity"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
-from ....tracing.values import Arguments
+from ....runtime.values import Arguments
 from ..execution import Outcome
 from ..float64 import Table
 from .derived import longer, many_rows, not_finite, other_rows

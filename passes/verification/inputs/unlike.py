@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....operators import CHANNELS_LAST
-from ....tracing.values import Arguments, TensorFunction, map_tensors
+from ....runtime.values import Arguments, TensorFunction, map_tensors
 from .derived import another_size, is_ordinary, one_for_another, resized, rows_of
 from .drawn import leaves_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from ....errors import FxoptError
-from ....tracing.values import flatten
+from ....runtime.values import flatten
 from ..compare import Tolerance, deviation, scale_of
 from ..demands import check_form, check_same_quantities, check_structure, largest_gap
 from ..execution import Arguments, Outcome

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ....tracing.values import Arguments
+from ....runtime.values import Arguments
 from ..execution import Outcome
 
 __all__ = ["Data", "Sample", "Sizes"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ....tracing.values import Arguments
+from ....runtime.values import Arguments
 from ..execution import Outcome
 from ..inputs import perturbed_inputs, perturbed_state
 from ..reference_runs import ReferenceRuns

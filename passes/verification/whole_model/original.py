@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import GuardError
-from ....tracing.values import Arguments, Inputs, flatten, map_tensors
+from ....runtime.values import Arguments, flatten, map_tensors
+from ....tracing.examples import Inputs
 from ..compare import Tolerance
 from ..demands import (
     TooFar,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ....tracing.values import Inputs
+from ....tracing.examples import Inputs
 from ..demands import Verdict
 from ..reference import Reference, Sizes, reference
 from ..translation import MapState

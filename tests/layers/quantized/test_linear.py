@@ -8,7 +8,7 @@ from torch import nn
 
 from fxopt.errors import UsageError
 from fxopt.layers.quantized import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
-from fxopt.passes.state import quantized
+from fxopt.runtime.state import quantized
 
 WIDTHS = [(Int8DynamicLinear, inputs) for inputs in (1, 15, 17)]
 WIDTHS += [(Int8WeightLinear, inputs) for inputs in (1, 8, 15, 16, 17, 24, 70)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.graphs import capture_of
+from fxopt.runtime.graphs import capture_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 OTHER_CALLS = (X[0], X.double(), torch.randn(2, 3, 4))

@@ -19,8 +19,8 @@ from fxopt.passes.driver.whole_model import FinalCheck
 from fxopt.passes.rewriting import Edit, module, operation
 from fxopt.passes.sites import Goal, Refusal, Site
 from fxopt.passes.verification import Original
+from fxopt.tracing.examples import Inputs
 from fxopt.tracing.program import Program
-from fxopt.tracing.values import Inputs
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

@@ -17,8 +17,8 @@ from fxopt.passes import timing
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit, module
 from fxopt.passes.sites import Goal, Numerics, Phase, Refusal, Site
-from fxopt.passes.state import Select, StateStep
 from fxopt.passes.timing import Timings
+from fxopt.runtime.state import Select, StateStep
 from fxopt.tracing.program import Program
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))

@@ -20,8 +20,8 @@ from fxopt.passes.driver import Manager, comparison
 from fxopt.passes.rewriting import Edit, module, operation
 from fxopt.passes.sites import Goal, Numerics, Phase, Refusal, Site
 from fxopt.passes.timing import Timings
+from fxopt.runtime.graphs import capture_of
 from fxopt.settings import Settings
-from fxopt.tracing.graphs import capture_of
 from fxopt.tracing.program import Program
 
 

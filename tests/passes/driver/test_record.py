@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fxopt.passes.driver import Record, record_of
-from fxopt.passes.state import RECORD_KEY
+from fxopt.runtime.state import RECORD_KEY
 
 
 def a_record(**more: Any) -> Record:

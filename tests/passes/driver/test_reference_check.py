@@ -17,9 +17,9 @@ from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Numerics, OwnForward, Refusal, Site
-from fxopt.passes.state import Select
 from fxopt.passes.timing import TimeBudget
 from fxopt.passes.verification import Simulation
+from fxopt.runtime.state import Select
 from fxopt.tracing.program import Program
 
 

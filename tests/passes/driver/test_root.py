@@ -16,7 +16,7 @@ import fxopt
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Numerics, Refusal, Site
-from fxopt.passes.state import Select
+from fxopt.runtime.state import Select
 from fxopt.tracing.program import Program
 
 pytestmark = pytest.mark.filterwarnings("ignore::fxopt.StateWarning")

@@ -18,7 +18,7 @@ from fxopt.passes.driver import Group, Manager, comparison, grouped, with_loweri
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Numerics, Refusal, Site
 from fxopt.passes.timing import Timings
-from fxopt.tracing.graphs import capture_of
+from fxopt.runtime.graphs import capture_of
 from fxopt.tracing.program import Program
 
 

@@ -16,7 +16,7 @@ from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Phase, Refusal, Site
-from fxopt.tracing.graphs import Context, ContextRegion, add_region
+from fxopt.runtime.graphs import Context, ContextRegion, add_region
 from fxopt.tracing.program import Program
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))

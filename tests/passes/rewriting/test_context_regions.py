@@ -11,7 +11,7 @@ from fxopt.compat import all_modules
 from fxopt.errors import MatchFailure
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Site
-from fxopt.tracing.graphs import ContextRegion
+from fxopt.runtime.graphs import ContextRegion
 
 X = (torch.randn(3, 6, generator=torch.Generator().manual_seed(0)),)
 

@@ -15,7 +15,7 @@ import fxopt
 from fxopt.errors import CaptureError, PassError
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Site
-from fxopt.passes.state import Rename
+from fxopt.runtime.state import Rename
 from fxopt.tracing.program import Program
 
 

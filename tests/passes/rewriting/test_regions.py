@@ -19,8 +19,8 @@ from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Numerics, Site
 from fxopt.passes.verification import TensorOwners
-from fxopt.tracing.graphs import Region
-from fxopt.tracing.guards import require
+from fxopt.runtime.graphs import Region
+from fxopt.runtime.guards import require
 from fxopt.tracing.program import Program
 
 

@@ -14,7 +14,7 @@ import fxopt
 from fxopt import Edit, Goal, Pass, Program, Refusal, Site
 from fxopt.errors import MatchFailure
 from fxopt.passes.rewriting.state_map_check import check_mapped
-from fxopt.passes.state import Rename, StateMap
+from fxopt.runtime.state import Rename, StateMap
 
 
 class Net(nn.Module):

@@ -20,7 +20,7 @@ from fxopt import Context, Edit, Goal, Numerics, OwnForward, Pass, Program, Refu
 from fxopt.compat import children_of
 from fxopt.errors import MatchFailure, PassError, PlanError
 from fxopt.passes.driver import Manager
-from fxopt.tracing.graphs import select
+from fxopt.runtime.graphs import select
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from fxopt.passes.timing import LiveBytes, memory_use
-from fxopt.tracing.values import normalize_inputs
+from fxopt.tracing.examples import normalize_inputs
 
 
 def test_memory_counts_until_it_is_freed() -> None:

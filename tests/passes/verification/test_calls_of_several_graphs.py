@@ -15,7 +15,7 @@ from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Site
 from fxopt.passes.verification import Data, reference
-from fxopt.tracing.values import Inputs
+from fxopt.tracing.examples import Inputs
 
 
 class Masked(nn.Module):

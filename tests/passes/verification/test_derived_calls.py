@@ -14,7 +14,7 @@ import fxopt
 from fxopt.passes.verification import Data, Verdict, reference, smaller, verify
 from fxopt.passes.verification.inputs import Asked
 from fxopt.passes.verification.inputs.derived import resized
-from fxopt.tracing.values import Inputs
+from fxopt.tracing.examples import Inputs
 
 Function = Callable[..., Any]
 

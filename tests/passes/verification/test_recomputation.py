@@ -16,7 +16,7 @@ from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Numerics, Site
 from fxopt.passes.verification import Tape
-from fxopt.tracing.graphs import Context
+from fxopt.runtime.graphs import Context
 from fxopt.tracing.program import Program
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes.verification import Data, Verdict, reference, verify
-from fxopt.tracing.values import Inputs
+from fxopt.tracing.examples import Inputs
 
 Rows = Callable[[Tensor, Tensor, int], Tensor]
 

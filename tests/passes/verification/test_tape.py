@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxopt.passes.verification import Tape, reference, verify
-from fxopt.tracing.graphs import capture_of, own, recompile
+from fxopt.runtime.graphs import capture_of, own, recompile
 from fxopt.tracing.program import capture_program
 
 SHAPE = (4, 5)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fxopt.errors import InputError
 from fxopt.passes.sites import Numerics
-from fxopt.passes.state import Stack, StateMap
 from fxopt.passes.verification import Sizes, Verdict, reference, verify
+from fxopt.runtime.state import Stack, StateMap
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -10,9 +10,9 @@ import fxopt
 from fxopt.operators import derived
 from fxopt.passes.verification import Original, demands, tolerances
 from fxopt.passes.verification.whole_model import original
-from fxopt.tracing.graphs import drop_specializations
+from fxopt.runtime.graphs import drop_specializations
+from fxopt.tracing.examples import Inputs
 from fxopt.tracing.recording import attach
-from fxopt.tracing.values import Inputs
 
 SEEN: list[Tensor] = []
 """What the model computed; what it holds itself is put back."""

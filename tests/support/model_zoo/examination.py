@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes.timing import time_candidates
-from fxopt.tracing.graphs import capture_of
+from fxopt.runtime.graphs import capture_of
+from fxopt.runtime.values import is_container, is_leaf
 from fxopt.tracing.program import Program
-from fxopt.tracing.values import is_container, is_leaf
 
 from .subjects import Built
 

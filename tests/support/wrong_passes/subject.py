@@ -15,8 +15,8 @@ import fxopt
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Site
+from fxopt.runtime.values import map_leaves
 from fxopt.tracing.program import Program
-from fxopt.tracing.values import map_leaves
 
 Function = Callable[..., Any]
 REGION = "region"

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.analyses import Cache, Factors, HashLevel, StructuralHash
+from fxopt.runtime.values import Cache, Factors, ModelNames, tensors_by_name
+from fxopt.tracing.analyses import HashLevel, StructuralHash
+from fxopt.tracing.examples import Inputs, meta_key
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.values import Inputs, ModelNames, meta_key, tensors_by_name
 
 
 def block() -> nn.Sequential:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.graphs import capture_of
+from fxopt.runtime.graphs import capture_of
 from fxopt.tracing.isolation import ModelState, restoring
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)

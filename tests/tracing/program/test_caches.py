@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import fxopt
+from fxopt.runtime.values import copied_object, state_of, tensors_within
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.values import copied_object, state_of, tensors_within
 
 
 class States:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from fxopt.tracing.examples import Inputs
 from fxopt.tracing.program import call_forms, calls_of_forms
-from fxopt.tracing.values import Inputs
 
 
 def test_calls_of_one_form_are_drawn_from_json() -> None:

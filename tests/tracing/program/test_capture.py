@@ -47,7 +47,7 @@ def test_heads(agree, misses, style):
 
 
 def test_equal_sequentials_share_one_capture_and_own_splits_them(agree):
-    from fxopt.tracing.graphs import capture_of, own, recompile
+    from fxopt.runtime.graphs import capture_of, own, recompile
 
     program = agree(MultiHead("list"), X)
     first, second = program.module("heads.0"), program.module("heads.1")
@@ -190,7 +190,7 @@ class NestedInputs(nn.Module):
 
 
 def test_nested_inputs(agree):
-    from fxopt.tracing.values import Inputs
+    from fxopt.tracing.examples import Inputs
 
     def batch(n):
         return {"x": torch.randn(n, 3), "more": [torch.randn(n, 3), torch.randn(n, 3)]}
@@ -238,7 +238,7 @@ class Keywords(nn.Module):
 
 
 def test_variadic_forwards(agree):
-    from fxopt.tracing.values import Inputs
+    from fxopt.tracing.examples import Inputs
 
     x = X[0]
     agree(Keywords(), Inputs(x, x * 2, x, factor=3.0, bias=x), Inputs(x, x * 2, x, factor=3.0, bias=x + 1), (x,))
@@ -256,7 +256,7 @@ class Defaults(nn.Module):
 
 
 def test_bound_arguments_are_guarded(agree, misses):
-    from fxopt.tracing.values import Inputs
+    from fxopt.tracing.examples import Inputs
 
     x = X[0]
     calls = [
@@ -384,7 +384,7 @@ class AwkwardNames(nn.Module):
 
 
 def test_awkward_argument_names(agree):
-    from fxopt.tracing.values import Inputs
+    from fxopt.tracing.examples import Inputs
 
     x = X[0]
     agree(AwkwardNames(), Inputs(x, module=x), Inputs(x, module=x, reason=x), Inputs(x), Inputs(x, module=x, args=3))
@@ -457,7 +457,7 @@ class UsesDecorator(nn.Module):
 
 
 def test_decorated_forwards_see_what_was_given(agree):
-    from fxopt.tracing.values import Inputs
+    from fxopt.tracing.examples import Inputs
 
     x = X[0]
     program = agree(UsesDecorator(), Inputs(x), Inputs(x=x), Inputs(x, flag=None), Inputs(x=x, flag=True), X2)

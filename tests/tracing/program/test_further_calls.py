@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.graphs import required_capture
+from fxopt.runtime.graphs import required_capture
 
 
 class Switched(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxopt
 from fxopt.compat import all_modules
-from fxopt.tracing.graphs import capture_of, recompile, with_graph
+from fxopt.runtime.graphs import capture_of, recompile, with_graph
 from fxopt.tracing.program import deactivate
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))

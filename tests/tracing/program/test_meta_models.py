@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.graphs import capture_of
+from fxopt.runtime.graphs import capture_of
 
 
 class Heads(nn.Module):

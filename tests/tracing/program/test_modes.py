@@ -175,8 +175,8 @@ class ResizesInPlace(nn.Module):
 
 
 def test_recorded_tensors_are_those_of_the_call(agree):
+    from fxopt.tracing.examples import Inputs
     from fxopt.tracing.recording import record
-    from fxopt.tracing.values import Inputs
 
     model = ResizesInPlace()
     recording = record(model, (Inputs(*X),))

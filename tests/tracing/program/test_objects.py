@@ -14,12 +14,9 @@ import torch
 from torch import nn
 
 from fxopt.errors import GuardError
-from fxopt.tracing.graphs import capture_of, uninstall
-from fxopt.tracing.guards import GuardMiss, require
-from fxopt.tracing.program import capture_program
-from fxopt.tracing.recording import record
-from fxopt.tracing.values import (
-    Inputs,
+from fxopt.runtime.graphs import capture_of, uninstall
+from fxopt.runtime.guards import GuardMiss, require
+from fxopt.runtime.values import (
     announce_changes,
     changed_paths,
     contents,
@@ -31,6 +28,9 @@ from fxopt.tracing.values import (
     state_of,
     tensors_within,
 )
+from fxopt.tracing.examples import Inputs
+from fxopt.tracing.program import capture_program
+from fxopt.tracing.recording import record
 
 
 class Memory:

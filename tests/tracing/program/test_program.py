@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from fxopt.errors import CaptureError, InputError, UsageError
-from fxopt.tracing.graphs import capture_of, install, own, recompile, select, uninstall
+from fxopt.runtime.graphs import capture_of, install, own, recompile, select, uninstall
+from fxopt.runtime.values import user_class
+from fxopt.tracing.examples import Inputs, TensorMeta, meta_of
 from fxopt.tracing.program import Program, capture_program
 from fxopt.tracing.trace import ModuleTracer
-from fxopt.tracing.values import Inputs, TensorMeta, meta_of, user_class
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 

@@ -7,7 +7,7 @@ import torch
 
 import fxopt
 from fxopt.compat import all_modules
-from fxopt.tracing.graphs import ContextRegion, capture_of
+from fxopt.runtime.graphs import ContextRegion, capture_of
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

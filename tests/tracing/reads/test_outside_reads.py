@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.graphs import capture_of
-from fxopt.tracing.guards import cells_of
+from fxopt.runtime.graphs import capture_of
+from fxopt.runtime.guards import cells_of
 from fxopt.tracing.reads import OutsideReads
 from fxopt.tracing.recording import misses_in
 

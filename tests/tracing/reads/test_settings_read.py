@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.graphs import capture_of
+from fxopt.runtime.graphs import capture_of
 from fxopt.tracing.recording import misses_in
 
 switch = False

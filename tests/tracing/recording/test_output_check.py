@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fxopt.tracing.examples import Inputs
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.values import Inputs
 
 X = torch.randn(3, 4)
 

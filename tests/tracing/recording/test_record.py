@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.testing import assert_equivalent
+from fxopt.tracing.examples import Inputs
 from fxopt.tracing.isolation import redirect
 from fxopt.tracing.recording import misses_in, record
-from fxopt.tracing.values import Inputs
 
 
 class Counted(nn.Module):

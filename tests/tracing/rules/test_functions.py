@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import Function
 
 import fxopt
-from fxopt.tracing.values import FunctionCall
+from fxopt.runtime.values import FunctionCall
 
 X = (torch.randn(3, 6, generator=torch.Generator().manual_seed(0)),)
 X2 = (torch.randn(5, 6, generator=torch.Generator().manual_seed(1)),)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fxopt
 from fxopt.compat import all_modules
-from fxopt.tracing.graphs import ContextRegion
+from fxopt.runtime.graphs import ContextRegion
 
 X = (torch.randn(3, 6, generator=torch.Generator().manual_seed(0)),)
 X2 = (torch.randn(5, 6, generator=torch.Generator().manual_seed(1)),)

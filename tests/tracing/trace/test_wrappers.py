@@ -17,7 +17,7 @@ from torch import nn
 
 import fxopt
 from fxopt.compat import all_modules, own_children
-from fxopt.tracing.graphs import ContextRegion, capture_of, uninstall
+from fxopt.runtime.graphs import ContextRegion, capture_of, uninstall
 from fxopt.tracing.isolation import ModelState
 from fxopt.tracing.program import capture_program
 from fxopt.tracing.recording import misses_in

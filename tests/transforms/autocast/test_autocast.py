@@ -21,7 +21,7 @@ import fxopt
 from fxopt.compat import modules_by_name
 from fxopt.passes.contract import Pass
 from fxopt.passes.pipeline import parse
-from fxopt.tracing.graphs import WrappedRegion
+from fxopt.runtime.graphs import WrappedRegion
 from fxopt.transforms.autocast import Autocast
 
 X = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))

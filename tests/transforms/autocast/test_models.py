@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.compat import modules_by_name
 from fxopt.passes.pipeline import parse
-from fxopt.tracing.graphs import WrappedRegion
+from fxopt.runtime.graphs import WrappedRegion
 
 transformers = pytest.importorskip("transformers")
 

@@ -25,9 +25,9 @@ from fxopt.passes.pipeline import parse
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Numerics, Site
 from fxopt.passes.timing import LiveBytes, Timings, memory_use
-from fxopt.tracing.graphs import WrappedRegion
+from fxopt.runtime.graphs import WrappedRegion
+from fxopt.tracing.examples import normalize_inputs
 from fxopt.tracing.program import Program
-from fxopt.tracing.values import normalize_inputs
 from fxopt.transforms.checkpoint import Checkpoint, forward, recomputation
 from fxopt.transforms.checkpoint.choices import Choices, choices
 from fxopt.transforms.checkpoint.spans import Search

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes.driver import record_of
+from fxopt.runtime.graphs import capture_of
 from fxopt.testing import assert_equivalent
-from fxopt.tracing.graphs import capture_of
 from fxopt.transforms.fuse_ensembles import FuseEnsembles, Lowering
 
 N = 3

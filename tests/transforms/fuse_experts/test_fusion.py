@@ -18,8 +18,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 import fxopt
 from fxopt.passes import timing
 from fxopt.passes.pipeline import parse
+from fxopt.runtime.graphs import capture_of
 from fxopt.testing import assert_equivalent
-from fxopt.tracing.graphs import capture_of
 from fxopt.transforms.fuse_experts import FuseExperts, Lowering
 
 FUSE = "fuse_experts{lowering=padded}"

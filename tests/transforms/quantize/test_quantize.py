@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.errors import ModeError, OrderError, UsageError
 from fxopt.passes.pipeline import parse
-from fxopt.passes.state import quantized as quantized_weight
+from fxopt.runtime.state import quantized as quantized_weight
 from fxopt.transforms.quantize import Quantize
 from fxopt.transforms.quantize.kernels import kernel_problem
 

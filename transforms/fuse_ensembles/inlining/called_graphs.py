@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx, nn
 
 from ....passes.rewriting import unmet_guards
-from ....tracing.graphs import Capture, Specialization
-from ....tracing.guards import require
+from ....runtime.graphs import Capture, Specialization
+from ....runtime.guards import require
 from ....tracing.rules import leaf_graph
 from .batchable_modules import module_operator
 from .mode_guards import is_passed_on

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from ....tracing.guards import (
+from ....runtime.guards import (
     Argument,
     Attribute,
     Call,

@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch import fx
 
 from ....errors import CaptureError
-from ....tracing.guards import Guard
+from ....runtime.guards import Guard
 
 __all__ = ["InlinedGraph", "Operation", "is_chain", "operations_in"]
 

@@ -11,11 +11,11 @@ from torch import fx, nn
 from .... import operators
 from ....compat import submodule
 from ....passes.rewriting import obstacle_to_inlining, unmet_guards, writes
+from ....runtime.graphs import Capture, Specialization, capture_of
+from ....runtime.guards import Argument, Guard
+from ....runtime.values import map_leaves
 from ....tracing.analyses import StructuralHash
-from ....tracing.graphs import Capture, Specialization, capture_of
-from ....tracing.guards import Argument, Guard
 from ....tracing.program import Program
-from ....tracing.values import map_leaves
 from .batchable_modules import module_operator
 from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, specialization_of_call
 from .checks import write_checks

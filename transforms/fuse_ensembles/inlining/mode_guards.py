@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ....tracing.graphs import required_capture
-from ....tracing.guards import SELF, Attribute, Guard, Item, Source, is_outside, module_at
+from ....runtime.graphs import required_capture
+from ....runtime.guards import SELF, Attribute, Guard, Item, Source, is_outside, module_at
 from ....tracing.program import Program
 
 __all__ = ["Case", "cases_of", "child_guard", "is_passed_on"]

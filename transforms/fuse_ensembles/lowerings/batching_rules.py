@@ -15,7 +15,7 @@ from ....layers.batched_recurrent import recurrent_members
 from ....layers.templates import Slot
 from ....layers.vectorized import vectorize_members
 from ....operators import Derived, operator_info, resolve
-from ....tracing.values import map_leaves
+from ....runtime.values import map_leaves
 from ..search import Operand, Pack, is_stacked
 
 __all__ = ["BatchingRule", "call", "write_layer"]

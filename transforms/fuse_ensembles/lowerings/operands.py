@@ -11,7 +11,7 @@ from ....errors import MatchFailure
 from ....layers import batched_layers
 from ....layers import ensemble as batched
 from ....layers.templates import Template
-from ....tracing.guards import require
+from ....runtime.guards import require
 from ..inlining import Operation
 from ..search import Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, is_stacked, same_shape
 from .rebuilding import Writer

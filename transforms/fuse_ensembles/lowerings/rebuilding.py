@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import fx
 
 from ....errors import MatchFailure
-from ....tracing.values import map_leaves
+from ....runtime.values import map_leaves
 from ..inlining import InlinedGraph, Operation, operations_in
 from ..search import writes_to_fresh_value
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ....layers.templates import Slot
 from ....operators import function_path, in_place_signature, operator_info
-from ....tracing.values import map_leaves
+from ....runtime.values import map_leaves
 from ..inlining import Operation
 
 __all__ = [

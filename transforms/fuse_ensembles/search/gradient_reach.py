@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ....compat import children_of
 from ....operators import operator_info
-from ....passes.state import holder_of
-from ....tracing.graphs import Region
+from ....runtime.graphs import Region
+from ....runtime.state import holder_of
 from ....tracing.program import Program
 from ..inlining import InlinedGraph, Operation
 

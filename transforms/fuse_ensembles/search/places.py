@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from ....compat import modules_by_name, submodule
 from ....errors import MatchFailure
-from ....tracing.graphs import Specialization, capture_of, copy_graph
-from ....tracing.guards import Guard
+from ....runtime.graphs import Specialization, capture_of, copy_graph
+from ....runtime.guards import Guard
 from ....tracing.program import Program
 from ..inlining import Case, InlinedGraph, Operation, cases_of, inlined_graph
 from .isomorphism import find_ensembles

@@ -7,7 +7,7 @@ from torch import Tensor
 from ....compat import transient_buffers
 from ....errors import InputError
 from ....passes.timing import collection_paused
-from ....tracing.graphs import Region
+from ....runtime.graphs import Region
 from ....tracing.program import Program
 from .dimension_tracker import DimensionTracker
 from .experts import with_experts

@@ -10,8 +10,8 @@ from torch import Tensor, fx, nn
 
 from ....compat import modules_by_name, own_buffers, own_children, own_parameters, transient_buffers
 from ....layers.resized import item_names
+from ....runtime.values import qualified
 from ....tracing.program import Program
-from ....tracing.values import qualified
 from .groups import Attribute, Coupling, Cut, Group, Number, Refused, Router
 from .routing import Choices, Routing, choices_of
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ....compat import all_modules
-from ....tracing.graphs import Capture, Region, Specialization, capture_of, function_of_node, select
+from ....runtime.graphs import Capture, Region, Specialization, capture_of, function_of_node, select
 from ....tracing.isolation import in_phase, preserved
 from ....tracing.program import Program
 from ....tracing.recording import calls_intercepted, copy_inputs

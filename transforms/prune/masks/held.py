@@ -14,8 +14,8 @@ from ....errors import StateError, UsageError, did_you_mean, expect
 from ....layers.masked import gone_of, set_gone, unmask
 from ....passes.driver import Record, record_of, remember
 from ....passes.pipeline import Decision
-from ....passes.state import Mask, packed
-from ....tracing.values import qualified
+from ....runtime.state import Mask, packed
+from ....runtime.values import qualified
 
 __all__ = ["masks", "remove_masks", "set_masks"]
 

@@ -12,8 +12,8 @@ from ....errors import StateError, UsageError, expect
 from ....layers.masked import gone_of
 from ....passes.driver import record_of
 from ....passes.pipeline import parse
-from ....passes.state import packed, unpacked
-from ....tracing.values import is_sharded, qualified
+from ....runtime.state import packed, unpacked
+from ....runtime.values import is_sharded, qualified
 from ..settings import Settings
 from .held import masks, set_masks
 from .ranking import chosen

@@ -13,7 +13,7 @@ from ....errors import MatchFailure
 from ....layers.masked import masked_module, set_sparse
 from ....passes.rewriting import Edit
 from ....passes.sites import Refusal, Site
-from ....passes.state import Mask, packed, unpacked
+from ....runtime.state import Mask, packed, unpacked
 from ....tracing.program import Program
 from ..checks import kept_of
 from ..settings import Settings

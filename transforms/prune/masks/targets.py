@@ -14,8 +14,8 @@ from ....layers.members import FusedMembers, stacked_weights
 from ....layers.moe import MixtureOfExperts
 from ....passes.contract import word_for
 from ....passes.sites import Refusal
+from ....runtime.values import is_leaf, qualified, user_class
 from ....tracing.program import Program
-from ....tracing.values import is_leaf, qualified, user_class
 
 __all__ = ["Target", "targets"]
 

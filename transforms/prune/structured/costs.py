@@ -14,10 +14,10 @@ from ....errors import BudgetError
 from ....operators import counted_flops
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
-from ....passes.state import copied_module, shallow_clone
 from ....passes.timing import runner, time_candidates
+from ....runtime.state import copied_module, shallow_clone
+from ....runtime.values import tensors_by_name
 from ....tracing.program import Program, deactivate
-from ....tracing.values import tensors_by_name
 from .removal import remove
 from .sites import Chosen, kept_indices, sites_of
 

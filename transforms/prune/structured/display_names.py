@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import nn
 
 from ....passes.sites import Site
-from ....tracing.values import qualified
+from ....runtime.values import qualified
 from ..settings import Settings
 from .costs import Cost, elements_left, shapes_left
 from .sites import Chosen

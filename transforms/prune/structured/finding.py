@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....passes.contract import word_for
 from ....passes.sites import Refusal, Site
-from ....tracing.graphs import Capture
+from ....runtime.graphs import Capture
 from ....tracing.program import Program
 from ..dependency_groups import Group, Refused, coupling
 from ..settings import Settings

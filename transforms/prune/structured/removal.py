@@ -12,7 +12,7 @@ from ....errors import MatchFailure
 from ....layers.resized import KeptExperts
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
-from ....passes.state import Select
+from ....runtime.state import Select
 from ..dependency_groups import ResizedAttention
 
 __all__ = ["remove"]

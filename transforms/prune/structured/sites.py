@@ -11,8 +11,8 @@ from torch import nn
 
 from ....compat import modules_by_name
 from ....passes.sites import Site
+from ....runtime.values import tensors_by_name
 from ....tracing.program import Program
-from ....tracing.values import tensors_by_name
 from ..dependency_groups import Group
 
 __all__ = ["Chosen", "kept_indices", "sites_of"]

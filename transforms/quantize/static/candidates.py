@@ -11,8 +11,8 @@ from torch import nn
 from ....layers.quantized import FakeQuantized, Geometry
 from ....passes.contract import word_for
 from ....passes.sites import Refusal
+from ....runtime.values import user_class
 from ....tracing.program import Program
-from ....tracing.values import user_class
 from ..eligible import Layer, already_quantized, obstacle
 from ..linears import CONVOLUTIONS, linear_of
 

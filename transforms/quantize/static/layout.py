@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from ....operators import canonical_name
+from ....runtime.values import user_class
+from ....tracing.examples import TensorMeta
 from ....tracing.program import Program
-from ....tracing.values import TensorMeta, user_class
 
 __all__ = ["Followers", "followers"]
 

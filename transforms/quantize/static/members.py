@@ -10,8 +10,8 @@ from ....compat import has_global_hooks, has_hooks
 from ....layers.members import settings_of
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
-from ....tracing.guards import Attribute, Call, Guard, Lacks, Source, Truth, exactly, key_of, module_at, of_class
-from ....tracing.values import user_class
+from ....runtime.guards import Attribute, Call, Guard, Lacks, Source, Truth, exactly, key_of, module_at, of_class
+from ....runtime.values import user_class
 
 __all__ = ["members", "unchanged_guards"]
 

@@ -9,8 +9,8 @@ from torch import fx, nn
 
 from ....compat import has_hooks
 from ....operators import canonical_name, normalized_arguments
+from ....runtime.values import user_class
 from ....tracing.program import Program
-from ....tracing.values import user_class
 
 __all__ = ["pooling_of"]
 

@@ -23,8 +23,9 @@ from ....layers.quantized import (
 )
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
-from ....passes.state import QuantizeTrained, QuantizeWeight, StateStep
-from ....tracing.values import TensorMeta, qualified
+from ....runtime.state import QuantizeTrained, QuantizeWeight, StateStep
+from ....runtime.values import qualified
+from ....tracing.examples import TensorMeta
 from ...fold_batchnorm.arithmetic import Fold
 from ...fold_batchnorm.dimensions import write_check
 from ...fold_batchnorm.find import source_of

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ....layers.quantized import Range
+from ....tracing.examples import Inputs
 from ....tracing.program import Program
-from ....tracing.values import Inputs
 from ..within import costs, left_out
 from .simulation import RoundedModel
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ....compat import own_parameters
 from ....layers.quantized import Range
-from ....passes.state import dequantized, quantized
+from ....runtime.state import dequantized, quantized
+from ....tracing.examples import Inputs
 from ....tracing.program import Program
-from ....tracing.values import Inputs
 from ..compared import ComparedRun
 from ..judging import error_of
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.guards import (
+from fxopt.runtime.guards import (
     SELF,
     Argument,
     Attribute,

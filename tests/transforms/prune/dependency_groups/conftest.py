@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import fxopt
-from fxopt.tracing.graphs import capture_of, own, recompile
+from fxopt.runtime.graphs import capture_of, own, recompile
 from fxopt.transforms.prune.dependency_groups import Coupling, Group, ResizedAttention, coupling
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize, prune, weight_norm
 
 import fxopt
 from fxopt.errors import PlanError, StateError, UsageError
-from fxopt.passes.state import packed
+from fxopt.runtime.state import packed
 from fxopt.transforms.prune import Prune, masks, remove_masks, set_masks
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))

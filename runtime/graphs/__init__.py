@@ -1,0 +1,100 @@
+"""The graphs of a module: captures and their specializations, the printed forward, the class that runs it."""
+
+from __future__ import annotations
+
+from .autocast_state import AutocastState, autocast_state_now, outside_inference_mode
+from .capture import (
+    Capture,
+    RegionPlan,
+    Specialization,
+    capture_of,
+    required_capture,
+    specializations_of,
+    with_graph,
+    with_specializations,
+)
+from .captured import (
+    EVAL_ONLY,
+    Captured,
+    deactivate_again,
+    drop_specializations,
+    install,
+    own,
+    own_class,
+    recompile,
+    uninstall,
+)
+from .contexts import Context, Opening, Surrounding
+from .inactive import FOUND
+from .items import note_added, note_removed
+from .misses import HANDLER, Miss
+from .portable import PortableGraph, copy_graph
+from .rank_local import is_rank_local, is_trial_step, rank_local, trial_step
+from .regions import (
+    ContextRegion,
+    Region,
+    WrappedRegion,
+    add_region,
+    context_regions,
+    regions_of,
+    remove_region,
+    share_children,
+)
+from .running import GraphRunner, function_of_node
+from .selection import fitting, select
+from .shared_slices import MEMBERS, SharedSlices, by_member, sharing
+from .source import generate
+
+__all__ = [
+    "EVAL_ONLY",
+    "FOUND",
+    "HANDLER",
+    "MEMBERS",
+    "AutocastState",
+    "Capture",
+    "Captured",
+    "Context",
+    "ContextRegion",
+    "GraphRunner",
+    "Miss",
+    "Opening",
+    "PortableGraph",
+    "Region",
+    "RegionPlan",
+    "SharedSlices",
+    "Specialization",
+    "Surrounding",
+    "WrappedRegion",
+    "add_region",
+    "autocast_state_now",
+    "by_member",
+    "capture_of",
+    "context_regions",
+    "copy_graph",
+    "deactivate_again",
+    "drop_specializations",
+    "fitting",
+    "function_of_node",
+    "generate",
+    "install",
+    "is_rank_local",
+    "is_trial_step",
+    "note_added",
+    "note_removed",
+    "outside_inference_mode",
+    "own",
+    "own_class",
+    "rank_local",
+    "recompile",
+    "regions_of",
+    "remove_region",
+    "required_capture",
+    "select",
+    "share_children",
+    "sharing",
+    "specializations_of",
+    "trial_step",
+    "uninstall",
+    "with_graph",
+    "with_specializations",
+]

@@ -1,0 +1,310 @@
+"""State dicts under the original names, of an optimized model and of every module in it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...compat import modules_by_name, own_buffers, submodule, transient_buffers
+from ...compat.distributed import shard_again
+from ...errors import StateError
+from ..values import is_sharded
+from .state_map import StateMap
+
+__all__ = [
+    "ADDED_TENSORS",
+    "RECORD_KEY",
+    "SETTLED",
+    "STATE_MAP",
+    "VIEWS",
+    "KeepsOriginalNames",
+    "absent_from_checkpoints",
+    "cut_from_sharded",
+    "translate_on_load",
+    "translate_saved",
+]
+
+RECORD_KEY = "_fxopt_record"
+"""Where the root of an optimized model keeps its record, in its `__dict__`."""
+
+STATE_MAP = "_fxopt_state_map"
+"""Where the innermost module around tensors that moved keeps their map, by names as it sees them."""
+
+VIEWS = "_fxopt_views"
+"""Where a module lists, by name, the tensors of its own that it reads from others; it saves and loads them itself."""
+
+ADDED_TENSORS = "_fxopt_added_tensors"
+"""Where a module names tensors of its own that a pass gave it: it saves them, and loads checkpoints without them."""
+
+SETTLED = torch.empty(0, device="meta")
+"""Stands in a state dict for a tensor that a module further out has loaded, or has reported missing."""
+
+
+def absent_from_checkpoints(module: nn.Module) -> frozenset[str]:
+    """Return the names of a module's own tensors that no checkpoint of the original has."""
+    return frozenset((*transient_buffers(module), *getattr(module, ADDED_TENSORS, ())))
+
+
+class KeepsOriginalNames(nn.Module):
+    """Mix into the class of a module whose tensors were moved, or were moved inside it.
+
+    Its state dict has the original names, and `load_state_dict` takes these and the new ones. Sharded tensors are the
+    exception: they are saved and loaded under their new names.
+    """
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        saved: dict[str, Any] = cast("Any", super()).state_dict(*args, **kwargs)
+        state_map: StateMap | None = self.__dict__.get(STATE_MAP)
+        if state_map is not None:
+            translate_saved(state_map, saved, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        return saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if isinstance(cast("object", state_dict), Mapping):
+            _refuse_infinite(self, state_dict)
+        return cast("Any", super()).load_state_dict(state_dict, *args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # The user's own hooks see what was given: this one is the last.
+        hooks = cast("dict[Any, Any]", self._load_state_dict_pre_hooks)
+        self.__dict__["_load_state_dict_pre_hooks"] = OrderedDict({**hooks, "fxopt": self._fxopt_before_loading})
+        try:
+            super()._load_from_state_dict(*args, **kwargs)
+        finally:
+            self.__dict__["_load_state_dict_pre_hooks"] = hooks
+
+    def _fxopt_before_loading(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        state_map: StateMap | None = self.__dict__.get(STATE_MAP)
+        if state_map is not None:
+            assign = bool(local_metadata.get("assign_to_params_buffers", False))
+            translate_on_load(self, state_map, state_dict, prefix, assign, missing_keys, error_msgs)
+
+
+def _refuse_infinite(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Refuse a state dict with elements that cannot be quantized, before any of it is loaded."""
+    modules: dict[str, nn.Module] = modules_by_name(module)
+    for path, keeper in modules.items():
+        state_map: StateMap | None = keeper.__dict__.get(STATE_MAP)
+        prefix = f"{path}." if path else ""
+        if state_map is None:
+            continue
+        for target, names in state_map.origins.items():
+            holder, _, last = target.rpartition(".")
+            owner = submodule(keeper, holder)
+            given = {name: state[prefix + name] for name in names if isinstance(state.get(prefix + name), Tensor)}
+            _check_finite(given, None if owner is None else own_buffers(owner).get(last), prefix)
+
+
+def _check_finite(given: Mapping[str, Tensor], held_as: Tensor | None, prefix: str) -> None:
+    if held_as is None or held_as.is_floating_point():
+        return
+    for name, tensor in given.items():
+        if not tensor.is_meta and tensor.is_floating_point() and not tensor.isfinite().all():
+            raise StateError(f"'{prefix}{name}' has elements that are not finite; it cannot be quantized")
+
+
+def translate_saved(state_map: StateMap, saved: dict[str, Any], prefix: str) -> None:
+    """Replace new names by original ones in a state dict that was just made; sharded tensors stay as they are.
+
+    Args:
+        state_map: of the module that was saved.
+        saved: what `state_dict` has gathered, changed in place; the module's own part is at its end.
+        prefix: of the module's part, "" or ending in a dot.
+    """
+    found = {name: saved[prefix + name] for name in state_map.origins if prefix + name in saved}
+    found = {name: tensor for name, tensor in found.items() if not is_sharded(tensor)}
+    originals = state_map.backward(found)
+    for name in found:
+        del saved[prefix + name]
+    saved.update({prefix + name: tensor for name, tensor in originals.items()})
+    _put_in_order(saved, [prefix + name for name in state_map.names if prefix + name in saved], prefix)
+
+
+def _put_in_order(saved: dict[str, Any], names: Sequence[str], prefix: str) -> None:
+    """Let what has original names come in their order; what the user has added since keeps its place."""
+    known = set(names)
+    if [name for name in saved if name in known] == names:
+        return
+    part, ordered = [name for name in saved if name.startswith(prefix)], iter(names)
+    values = {name: saved.pop(name) for name in part}
+    for name in part:
+        name = next(ordered) if name in known else name
+        saved[name] = values[name]
+
+
+def translate_on_load(
+    module: nn.Module,
+    state_map: StateMap,
+    state_dict: dict[str, Any],
+    prefix: str,
+    assign: bool,
+    missing_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Replace original names by new ones in a state dict that is being loaded.
+
+    What does not fit is reported as PyTorch reports it, by original name: absent tensors keep their current values and
+    go to `missing_keys`, wrong shapes to `error_msgs`. What is unexpected stays, for PyTorch to find.
+
+    Args:
+        module: that loads.
+        state_map: from the original names to the module's.
+        state_dict: what `load_state_dict` works on, changed in place.
+        prefix: where the module is in the model that loads, "" or ending in a dot.
+        assign: whether the tensors given take the place of the module's.
+        missing_keys: `load_state_dict`'s own list, appended to.
+        error_msgs: `load_state_dict`'s own list, appended to.
+    """
+    given = {
+        name[len(prefix) :]: value
+        for name, value in state_dict.items()
+        if name.startswith(prefix) and value is not SETTLED
+    }
+    resolved = state_map.resolve_aliases(given)
+    loading = _Loading(module, state_map, resolved, prefix, assign, missing_keys, error_msgs)
+    translated = loading.translate()
+    for name in given.keys() - resolved.keys() | loading.used:
+        state_dict.pop(prefix + name, None)
+    state_dict.update({prefix + name: tensor for name, tensor in translated.items()})
+    aliases = {alias for alias, name in state_map.aliases if name in loading.settled}
+    for name in loading.settled | aliases:
+        path, _, last = name.rpartition(".")
+        holder = submodule(module, path)
+        if holder is not None and last in holder.__dict__.get(VIEWS, ()):
+            state_dict.setdefault(prefix + name, SETTLED)
+
+
+@dataclass
+class _Loading:
+    """One module's part of one call of `load_state_dict`.
+
+    Attributes:
+        used: the original names whose tensors went into others.
+        settled: the original names that nobody needs to look for any more.
+    """
+
+    module: nn.Module
+    state_map: StateMap
+    given: Mapping[str, Tensor]
+    prefix: str
+    assign: bool
+    missing_keys: list[str]
+    error_msgs: list[str]
+
+    def __post_init__(self) -> None:
+        self.used: set[str] = set()
+        self.settled: set[str] = set()
+        self.judged: dict[str, bool] = {}
+        self.refused = False
+
+    def translate(self) -> dict[str, Tensor]:
+        """Return the merged tensors by new name."""
+        current = {name: _tensor(self.module, name) for name in self.state_map.targets}
+        sharded = {name for name, tensor in current.items() if is_sharded(tensor)}
+        whole = {name: tensor for name, tensor in current.items() if name not in sharded}
+        known = self.state_map.backward(whole, warn=False)
+        values: dict[str, Tensor] = {}
+        translated: dict[str, Tensor] = {}
+        for target, names in self.state_map.origins.items():
+            is_new = self._is_new(target, current[target], known)
+            if not is_new and self._is_left_to_members(names, current[target]):
+                continue
+            self.settled.update(names)
+            if is_new:
+                continue
+            if target in sharded:
+                translated |= self._refuse_sharded(target, names, current[target])
+                continue
+            self.used.update(names)
+            found = {name: self.given[name] for name in names if self._fits(name, known[name])}
+            if found:
+                _check_finite(found, current[target], self.prefix)
+                values.update(
+                    _alike({name: found.get(name, known[name]) for name in names}, next(iter(found.values())))
+                )
+            else:
+                # The tensor itself, so that loading it (assigning, too) changes nothing.
+                translated[target] = current[target]
+        return self.state_map.forward(values, strict=False) | translated
+
+    def _is_left_to_members(self, names: tuple[str, ...], stacked: Tensor) -> bool:
+        """Say whether members load a tensor, each its slice: hooks of theirs may rename or convert what is given."""
+        return not self.assign and not is_sharded(stacked) and all(self._reads_slice(name, stacked) for name in names)
+
+    def _reads_slice(self, name: str, stacked: Tensor) -> bool:
+        path, _, last = name.rpartition(".")
+        holder = submodule(self.module, path)
+        view = None if holder is None else holder.__dict__.get(VIEWS, {}).get(last)
+        return view is not None and view.stacked is stacked
+
+    def _is_new(self, name: str, current: Tensor, known: Mapping[str, Tensor]) -> bool:
+        """Say whether a tensor is given under its new name; where that is an original name too, its shape tells."""
+        given = self.given.get(name)
+        if given is None or name not in known:
+            return given is not None
+        return given.shape == current.shape != known[name].shape
+
+    def _refuse_sharded(self, target: str, names: tuple[str, ...], current: Tensor) -> dict[str, Tensor]:
+        """Leave a sharded tensor to torch, which asks for it by its new name, unless its parts are given."""
+        given = [name for name in names if name in self.given]
+        self.used.update(given)
+        if not given:
+            return {}
+        if not self.refused:
+            self.error_msgs.append(cut_from_sharded(self.prefix + given[0]))
+        self.refused = True
+        return {target: current}
+
+    def _fits(self, name: str, current: Tensor) -> bool:
+        """Say whether an original tensor is given and has its shape; what is wrong is reported once."""
+        if name not in self.judged:
+            self.judged[name] = self._judge(name, current)
+        return self.judged[name]
+
+    def _judge(self, name: str, current: Tensor) -> bool:
+        if name not in self.given:
+            self.missing_keys.append(self.prefix + name)
+            return False
+        if self.given[name].shape != current.shape:
+            self.error_msgs.append(
+                f"size mismatch for {self.prefix}{name}: copying a param with shape {self.given[name].shape} from "
+                f"checkpoint, the shape in current model is {current.shape}."
+            )
+            return False
+        return True
+
+
+def cut_from_sharded(name: str) -> str:
+    """Say why a tensor cannot be loaded by its original name."""
+    return (
+        f"'{name}' is a part of a sharded tensor: fxopt.load_state_dict(model, state) distributes a state dict with "
+        "original names to the whole model."
+    )
+
+
+def _alike(tensors: Mapping[str, Tensor], example: Tensor) -> dict[str, Tensor]:
+    """Bring tensors that will be merged to one device and to a dtype that loses nothing."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    return {name: tensor.to(example.device, dtype) for name, tensor in tensors.items()}
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    path, _, last = name.rpartition(".")
+    holder = module.get_submodule(path)
+    shard_again(holder)
+    return getattr(holder, last)

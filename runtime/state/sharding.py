@@ -1,0 +1,92 @@
+"""Sharded tensors (`DTensor`) and whole ones: gathering, distributing, and the refusal of what needs whole ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, nn
+
+from ...compat import all_modules
+from ...compat.distributed import shard_again
+from ...errors import StateError
+from ..values import is_sharded, tensors_by_name
+from .in_parts import InParts
+from .state_map import StateMap
+
+__all__ = ["gathered", "refuse_sharded", "sharded_like", "sharded_state", "writes_files"]
+
+State = TypeVar("State", bound=Mapping[str, Any])
+
+
+def gathered(state: Mapping[str, Any], state_map: StateMap, *, whole: bool = True) -> dict[str, Any]:
+    """Return the state dict of an optimized model under the original names alone.
+
+    Where some tensors are sharded, every rank has to call this.
+
+    Args:
+        state: what `model.state_dict()` gives.
+        state_map: from the original names to those.
+        whole: gather all tensors. Otherwise only those that are merged of several or cut; of the others, this rank has
+            its part.
+    """
+    wanted = (name for name, value in state.items() if is_sharded(value) and (whole or name in state_map.origins))
+    moved = {name: state[name].full_tensor() for name in wanted}  # in the same order on every rank
+    if not moved:
+        return dict(state)
+    # The others have their original names already.
+    parts = state_map.backward(moved) | {name: value for name, value in state.items() if name not in moved}
+    return {name: parts.pop(name) for name in state_map.names if name in parts} | parts
+
+
+def sharded_like(value: Tensor, example: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor, laid out as `example` is; what is sharded already stays as it is."""
+    if not is_sharded(example) or is_sharded(value):
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    target = cast("DTensor", example)
+    whole = value.detach().to(target.device)
+    # Every rank has the whole tensor: nothing needs to be sent.
+    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def sharded_state(model: nn.Module, state_map: StateMap, state: State) -> State | dict[str, Any]:
+    """Return a state dict with original or new names and whole tensors as a sharded model takes it.
+
+    Raises:
+        StateError: if only some of the tensors are given that are one sharded tensor now.
+    """
+    current = _stored(model)
+    if not any(map(is_sharded, current.values())):
+        return state
+    renamed = state_map.forward(state, strict=False)
+    return {name: sharded_like(value, current[name]) if name in current else value for name, value in renamed.items()}
+
+
+def writes_files(model: nn.Module) -> bool:
+    """Say whether this process writes a model's files: of the ranks that share a sharded one, the first does."""
+    from torch import distributed
+
+    is_shared = isinstance(model, InParts) or any(map(is_sharded, _stored(model).values()))
+    return not is_shared or distributed.get_rank() == 0
+
+
+def refuse_sharded(model: nn.Module, what: str, advice: str) -> None:
+    """Refuse what needs whole tensors.
+
+    Raises:
+        StateError: if the model has sharded tensors.
+    """
+    if isinstance(model, InParts):
+        raise StateError(f"the model is in parts on several ranks, and {what}; {advice}")
+    for name, tensor in _stored(model).items():
+        if is_sharded(tensor):
+            raise StateError(f"'{name}' is sharded, and {what}; {advice}")
+
+
+def _stored(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that a model keeps; FSDP2 leaves others in their place after a forward, which it will free."""
+    for module in all_modules(model):
+        shard_again(module)
+    return tensors_by_name(model)

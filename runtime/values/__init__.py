@@ -1,0 +1,105 @@
+"""Values of models and their modules: structure, names, signatures, kinds of modules, random states."""
+
+from __future__ import annotations
+
+from .autograd_functions import FunctionCall
+from .class_cache import cached_by_class
+from .dynamic import Quiet, Remade, class_recipe, empty_module, in_class, same_kind, subclass, user_class
+from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
+from .held_tensors import ChangeCounts, change_count, plain_tensors
+from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
+from .leaves import CONTAINERS, counts_items, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
+from .markers import Cache, Factors
+from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, is_sharded, qualified, tensors_by_name
+from .objects import (
+    copied_object,
+    has_attributes,
+    is_namedtuple,
+    is_object,
+    is_whole,
+    objects_in,
+    parts_of,
+    state_of,
+    tensors_in,
+    tensors_within,
+)
+from .plain_types import DTYPES, PLAIN_TYPES, is_plain_structure
+from .rollback import Kept, Path, announce_changes, changed_paths, contents, graft, keep
+from .signature import Absent, Signature, given, signature_of
+from .structure import Arguments, TensorFunction, aliased, are_plain, copied, map_leaves, map_tensors
+from .tree import flatten, plain, structure
+
+__all__ = [
+    "ANNOUNCES",
+    "CONTAINERS",
+    "DTYPES",
+    "INTERNAL",
+    "LEAF_LIBRARY",
+    "PLAIN_TYPES",
+    "Absent",
+    "Arguments",
+    "Cache",
+    "ChangeCounts",
+    "Factors",
+    "FunctionCall",
+    "Kept",
+    "ModelNames",
+    "Path",
+    "Quiet",
+    "RandomState",
+    "Remade",
+    "Signature",
+    "TensorFunction",
+    "aliased",
+    "all_inside",
+    "all_tensors",
+    "announce",
+    "announce_changes",
+    "are_plain",
+    "cached_by_class",
+    "change_count",
+    "changed_paths",
+    "class_recipe",
+    "contents",
+    "copied",
+    "copied_object",
+    "counts_items",
+    "empty_module",
+    "flatten",
+    "generators_now",
+    "given",
+    "graft",
+    "has_attributes",
+    "in_class",
+    "is_container",
+    "is_leaf",
+    "is_leaf_function",
+    "is_library",
+    "is_meta",
+    "is_namedtuple",
+    "is_object",
+    "is_plain_structure",
+    "is_scripted",
+    "is_sharded",
+    "is_whole",
+    "keep",
+    "leaf_function_places",
+    "map_leaves",
+    "map_tensors",
+    "objects_in",
+    "parts_of",
+    "plain",
+    "plain_tensors",
+    "qualified",
+    "runs_as_sequential",
+    "same_kind",
+    "signature_of",
+    "state_of",
+    "structure",
+    "subclass",
+    "take_back",
+    "tensors_by_name",
+    "tensors_in",
+    "tensors_within",
+    "user_class",
+]

@@ -1,0 +1,59 @@
+"""Tensors that modules hold, and that a forward may change in place: buffers, and those in plain attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from ...compat import own_buffers, version_of
+from .names import INTERNAL
+
+__all__ = ["ChangeCounts", "change_count", "plain_tensors"]
+
+_DEPTH = 3
+"""Containers within containers are looked into down to this depth."""
+_HOLDERS = frozenset((Tensor, list, tuple, dict))
+
+
+def change_count(tensor: Tensor) -> int | None:
+    """Return how often a tensor was changed in place; None for inference tensors, which do not count."""
+    return None if tensor.is_inference() else version_of(tensor)
+
+
+def plain_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors in a module's attributes, and in containers there, that are not registered as its buffers."""
+    attributes: dict[str, Any] = module.__dict__
+    for name, value in attributes.items():
+        if type(value) in _HOLDERS and name not in INTERNAL:
+            yield from _within(value, _DEPTH)
+
+
+def _within(value: Any, depth: int) -> Iterator[Tensor]:
+    kind = cast("type[object]", type(value))
+    if kind is Tensor:
+        yield value
+    elif depth and kind in _HOLDERS:
+        for item in cast("dict[Any, Any]", value).values() if kind is dict else cast("list[Any]", value):
+            yield from _within(item, depth - 1)
+
+
+class ChangeCounts:
+    """Hold how often the tensors that modules hold were changed in place, to see later which have been since.
+
+    Args:
+        modules: whose buffers and plain attributes count.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._counts = [
+            (module, tensor, change_count(tensor))
+            for module in modules
+            for tensor in (*own_buffers(module).values(), *plain_tensors(module))
+            if tensor is not None
+        ]
+
+    def changed(self) -> set[nn.Module]:
+        """Return the modules with tensors that were changed."""
+        return {module for module, tensor, count in self._counts if change_count(tensor) != count}
