@@ -61,10 +61,9 @@ def _as_written(node: fx.Node) -> str:
 
 
 def repetitions(graph: fx.Graph, program: Program, owner: str) -> dict[fx.Node, fx.Node]:
-    """Return each node whose value an earlier node already has, with that node, in execution order.
+    """Return each node whose value an earlier node already has, with that node, in order.
 
-    Two values that the module hands to its caller, themselves or as views, stay two, so that the caller may write into
-    one of them.
+    Two values that the caller gets, themselves or as views, stay two: it may write into one of them.
     """
     first: dict[object, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}

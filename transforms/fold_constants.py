@@ -95,12 +95,7 @@ def _site(sizes: Mapping[fx.Node, int], program: Program, owner: str, specializa
 
 
 class Constants:
-    """The nodes of a graph that depend on literals alone.
-
-    Attributes:
-        nodes: those whose value never changes.
-        written: those that start from nothing, but are written to afterwards, themselves or through a view.
-    """
+    """The nodes of a graph that depend on literals alone; `written`: those that are written to afterwards."""
 
     def __init__(self, graph: fx.Graph, program: Program, owner: str) -> None:
         self.nodes: set[fx.Node] = set()

@@ -86,10 +86,7 @@ def _plural(count: int) -> str:
 
 
 def _graphs(model: nn.Module, called: Sequence[str]) -> dict[nn.Module, list[fx.Graph]]:
-    """Return the modules that run where these are called in evaluation, with their graphs; none: its own forward runs.
-
-    A forward may call all its children, a graph calls those that it names: no others run, whatever graphs they have.
-    """
+    """Return the modules that run where these are called in evaluation, with their graphs; without any, its forward."""
     modules = modules_by_name(model)
     waiting, found = [modules[name] for name in called if name in modules], dict[nn.Module, list[fx.Graph]]()
     while waiting:

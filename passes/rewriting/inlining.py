@@ -30,10 +30,7 @@ def obstacle_to_inlining(module: nn.Module) -> str | None:
 
 
 def obstacle_at(module: nn.Module) -> str | None:
-    """Return why a module must stay one call, whatever is inside it, or None.
-
-    Everything that looks into modules asks this: whoever runs, writes out or costs a graph in the place of the call.
-    """
+    """Return why a module must stay one call, whatever is inside it, or None; all that look into modules ask this."""
     if isinstance(module, WrappedRegion):
         return f"it opens {module.context}"
     if user_class(type(module)).__call__ is not nn.Module.__call__ and not isinstance(module, fx.GraphModule):
@@ -50,10 +47,7 @@ def obstacle_at(module: nn.Module) -> str | None:
 def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -> Guard | None:
     """Return a condition of a captured module's graph that one call of it does not always meet, or None.
 
-    Args:
-        module: what is called.
-        capture: its graph.
-        given: what the call passes, by argument; anything but a constant stands for a value that may be any tensor.
+    What is `given` and no constant stands for a value that may be any tensor.
     """
     return next(iter(unmet_guards(module, capture.specializations[0], given)), None)
 
@@ -65,10 +59,9 @@ def unmet_guards(module: nn.Module, specialization: Specialization, given: Mappi
 
 
 def lasting_guards(module: nn.Module, specialization: Specialization, given: Mapping[str, Any]) -> list[Guard]:
-    """Return the conditions that whoever writes a captured module's graph out elsewhere has to go on asking there.
+    """Return the conditions that whoever writes a module's graph out has to go on asking there.
 
-    These are those that the call does not always meet, and all on what the module holds or on what is outside of it:
-    attributes of its children, of its class, globals. What constants among the arguments meet for ever is left out.
+    All but those that constants among the arguments meet for ever.
     """
     unmet = unmet_guards(module, specialization, given)
     return [guard for guard in specialization.guards if guard in unmet or not _is_on_arguments_alone(guard)]

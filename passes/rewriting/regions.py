@@ -1,8 +1,4 @@
-"""Cut a part of a graph out into a child module, and put a child's graph back into its caller's.
-
-A region is how autocast, checkpointing, sharding, pipeline stages and compiled blocks mark a part of a model: nodes
-that run together, behind one module call.
-"""
+"""Cut a part of a graph out into a child module, a region, and put a child's graph back into its caller's."""
 
 from __future__ import annotations
 

@@ -13,15 +13,7 @@ _BYTES = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]+)\s*")
 
 
 def limit_of(budget: float | str, saved: int) -> float:
-    """Return how many bytes a budget allows.
-
-    Args:
-        budget: a share of `saved`, from 0 to 1, or text such as "2GiB" or "512MiB".
-        saved: bytes that the plain model saves for its backward.
-
-    Raises:
-        UsageError: if it is neither.
-    """
+    """Return how many bytes a budget allows: a share of `saved`, or text with a unit; UsageError if it is neither."""
     if isinstance(budget, str):
         parts = _BYTES.fullmatch(budget)
         unit = _UNITS.get(parts[2].lower()) if parts else None

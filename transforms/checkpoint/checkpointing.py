@@ -64,15 +64,7 @@ class Checkpoint(Pass):
                 yield Refusal(why, at=name)
 
     def _chosen(self, found: Choices, saved: int) -> Choice:
-        """Return what the budget asks for.
-
-        Args:
-            found: what there is to choose from.
-            saved: what the model holds that the user gave.
-
-        Raises:
-            BudgetError: if nothing meets it; the message says what the least is.
-        """
+        """Return what the budget asks for of a model that holds `saved` bytes; BudgetError says what the least is."""
         least = found.frontier[-1]
         limit = limit_of(self.budget, saved)
         choice = least if self.budget == 0 else next((c for c in found.frontier if c.schedule.peak <= limit), None)

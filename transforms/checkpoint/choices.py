@@ -23,30 +23,19 @@ _MOST_SPANS = 600
 
 @dataclass(frozen=True)
 class Choice:
-    """Regions of a model.
+    """Regions of a model."""
 
-    Attributes:
-        schedule: what is to be expected of them.
-        stretches: the nodes of each.
-    """
-
-    schedule: Schedule
-    stretches: tuple[Stretch, ...]
+    schedule: Schedule  # what is to be expected of them
+    stretches: tuple[Stretch, ...]  # the nodes of each
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a budget chooses from.
+    """What a budget chooses from."""
 
-    Attributes:
-        problem: the forward as it runs.
-        frontier: choices of less and less memory, each the cheapest known for its own.
-        obstacles: name of a node -> why it is in no region.
-    """
-
-    problem: Problem
-    frontier: Sequence[Choice]
-    obstacles: Mapping[str, str]
+    problem: Problem  # the forward as it runs
+    frontier: Sequence[Choice]  # choices of less and less memory, each the cheapest known for its own
+    obstacles: Mapping[str, str]  # name of a node -> why it is in no region
 
 
 def choices(program: Program) -> Choices:

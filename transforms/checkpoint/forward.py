@@ -54,47 +54,28 @@ _STATISTICS = ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 
 @dataclass
 class Unit:
-    """One node of a graph as it ran, in one call of the module that the graph is of.
+    """One node of a graph as it ran, in one call of the module that the graph is of."""
 
-    Attributes:
-        owner: qualified name of that module.
-        specialization: which of its graphs.
-        node: the node.
-        start, stop: the steps that it stands for: the first, and the one behind the last.
-        inside: where it calls a captured module, the nodes of that module's graph, in order.
-    """
-
-    owner: str
-    specialization: int
+    owner: str  # qualified name of that module
+    specialization: int  # which of its graphs
     node: fx.Node
-    start: int
+    start: int  # the steps that it stands for: the first, and the one behind the last
     stop: int = 0
-    inside: list[Unit] = field(default_factory=list["Unit"])
+    inside: list[Unit] = field(default_factory=list["Unit"])  # the nodes of the graph that it calls
 
 
 @dataclass
 class Forward:
-    """What one forward allocates, saves and costs.
+    """What one forward allocates, saves and costs."""
 
-    Attributes:
-        units: the nodes of the root's graph.
-        steps: all operations, in order.
-        touched: for each step the memory that it reads or writes, parameters and inputs included.
-        sizes: activation -> bytes; what is held in any case is not in it.
-        written: memory -> the steps that write into it.
-        random: the steps that draw random numbers.
-        gradients: activation -> bytes of its gradient, where it has one.
-        results: those of them whose gradient is there when the backward begins.
-    """
-
-    units: list[Unit] = field(default_factory=list["Unit"])
-    steps: list[Step] = field(default_factory=list["Step"])
-    touched: list[frozenset[int]] = field(default_factory=list["frozenset[int]"])
+    units: list[Unit] = field(default_factory=list["Unit"])  # the nodes of the root's graph
+    steps: list[Step] = field(default_factory=list["Step"])  # all operations, in order
+    touched: list[frozenset[int]] = field(default_factory=list["frozenset[int]"])  # by step: what it reads and writes
     sizes: dict[int, int] = field(default_factory=dict[int, int])
-    written: dict[int, list[int]] = field(default_factory=lambda: defaultdict[int, list[int]](list))
-    random: set[int] = field(default_factory=set[int])
-    gradients: dict[int, int] = field(default_factory=dict[int, int])
-    results: frozenset[int] = frozenset()
+    written: dict[int, list[int]] = field(default_factory=lambda: defaultdict[int, list[int]](list))  # memory -> steps
+    random: set[int] = field(default_factory=set[int])  # the steps that draw random numbers
+    gradients: dict[int, int] = field(default_factory=dict[int, int])  # activation -> bytes
+    results: frozenset[int] = frozenset()  # those of them whose gradient is there when the backward begins
 
     def problem(self, spans: Sequence[Region] = (), overhead: float = 0.0) -> Problem:
         """Return what a solver must know, with the regions among which to choose."""
@@ -103,11 +84,7 @@ class Forward:
 
 
 def traced_forward(program: Program) -> Forward:
-    """Return what the model's forward on its first example call of the whole model does in training.
-
-    It runs on fake tensors, which hold no data; where that does not do (the model decides by data, an operator is for
-    real ones alone), on real ones.
-    """
+    """Return what the first example call does in training, on fake tensors or, where these fail, on real ones."""
     call = program.whole_calls[0]
     with in_phase(program.model, True), preserved(program.model), torch.enable_grad():
         with contextlib.suppress(RuntimeError), fake_tensors() as mode:

@@ -43,10 +43,6 @@ def as_run(problem: Problem, chosen: Sequence[tuple[frozenset[int], bool]]) -> S
     """Return what is to be expected of regions of any steps; None if they cannot run one after another.
 
     A region runs where the last of its steps did, what reads it behind it, all else in its place.
-
-    Args:
-        problem: with the steps in the order in which they run.
-        chosen: the steps of each region, and whether it is selective.
     """
     home = {step: number for number, (steps, _) in enumerate(chosen) for step in steps}
     count = len(chosen)
@@ -68,13 +64,9 @@ def as_run(problem: Problem, chosen: Sequence[tuple[frozenset[int], bool]]) -> S
 
 
 def reordered(forward: Forward, repeats: Callable[[Unit], bool]) -> tuple[Forward, list[int]]:
-    """Return a forward in which each branch within a graph is finished before the next begins; and the old numbers.
+    """Return a forward in which each branch is finished before the next begins, and the old numbers of its steps.
 
-    Random draws stay in their order. Where anything is written, or done beside giving values, all stays as it is.
-
-    Args:
-        forward: as it ran.
-        repeats: whether a unit just gives a value.
+    Random draws stay in order; where anything is written, or done beside giving values, all stays as it is.
     """
     mover = _Mover(forward, repeats)
     units = mover.moved(forward.units)
@@ -90,11 +82,7 @@ def reordered(forward: Forward, repeats: Callable[[Unit], bool]) -> tuple[Forwar
 
 
 class _Mover:
-    """Move the units of every graph.
-
-    Attributes:
-        order: the old numbers of the steps.
-    """
+    """Move the units of every graph."""
 
     def __init__(self, forward: Forward, repeats: Callable[[Unit], bool]) -> None:
         self.order: list[int] = []

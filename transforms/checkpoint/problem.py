@@ -14,29 +14,17 @@ _NOTHING: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class Step:
-    """One operation of a forward. Activations are known by numbers.
+    """One operation of a forward. Activations are known by numbers."""
 
-    Attributes:
-        reads: the activations that it is given.
-        makes: those that it allocates.
-        saves: those that autograd keeps for its backward.
-        operations: what running it costs.
-        until_saved: what it costs until it has saved the last of `saves`.
-        products: those of `makes` that are matrix products or convolutions, dear to compute again.
-        light: what running it costs where its products are there already.
-        light_until_saved: likewise until the last of `saves`.
-        learned: bytes of the gradients of parameters that its backward makes.
-    """
-
-    reads: frozenset[int] = _NOTHING
-    makes: frozenset[int] = _NOTHING
-    saves: frozenset[int] = _NOTHING
-    operations: float = 0.0
-    until_saved: float = 0.0
-    products: frozenset[int] = _NOTHING
-    light: float = 0.0
-    light_until_saved: float = 0.0
-    learned: int = 0
+    reads: frozenset[int] = _NOTHING  # the activations that it is given
+    makes: frozenset[int] = _NOTHING  # those that it allocates
+    saves: frozenset[int] = _NOTHING  # those that autograd keeps for its backward
+    operations: float = 0.0  # what running it costs
+    until_saved: float = 0.0  # what it costs until it has saved the last of `saves`
+    products: frozenset[int] = _NOTHING  # those of `makes` that are dear to compute again
+    light: float = 0.0  # what running it costs where its products are there already
+    light_until_saved: float = 0.0  # likewise until the last of `saves`
+    learned: int = 0  # bytes of the gradients of parameters that its backward makes
 
 
 @dataclass(frozen=True, order=True)
@@ -50,58 +38,34 @@ class Region:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What a region keeps and what it costs.
+    """What a region keeps and what it costs."""
 
-    Attributes:
-        keeps: the activations that are held from its forward to its backward.
-        needs: the most bytes that its backward takes on top of these: what it has computed again, and gradients.
-        operations: what running it again costs.
-    """
-
-    keeps: frozenset[int]
-    needs: int
-    operations: float
+    keeps: frozenset[int]  # the activations that are held from its forward to its backward
+    needs: int  # the most bytes that its backward takes on top of these: what it has computed again, and gradients
+    operations: float  # what running it again costs
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Regions that do not overlap, in order, and what is to be expected of them.
+    """Regions that do not overlap, in order, and what is to be expected of them."""
 
-    Attributes:
-        regions: what is run again.
-        operations: what that costs.
-        live: bytes of activations that are held after the forward.
-        peak: the most bytes of activations that are held at once, while the backward runs regions again; gradients are
-            counted as far as they are more than the plain model's step has room for.
-    """
-
-    regions: tuple[Region, ...]
-    operations: float
-    live: int
-    peak: int
+    regions: tuple[Region, ...]  # what is run again
+    operations: float  # what that costs
+    live: int  # bytes of activations that are held after the forward
+    peak: int  # likewise at the worst moment, with gradients that the plain step has no room for
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The forward of a model, and what may be chosen.
+    """The forward of a model, and what may be chosen."""
 
-    Attributes:
-        steps: in the order in which they run; their backwards run in the opposite one.
-        sizes: activation -> bytes. Others (parameters, inputs, results) are held in any case, and free.
-        spans: the regions among which to choose.
-        overhead: what a region costs beside its operations, in operations.
-        gradients: activation -> bytes of its gradient, where it has one; results are among them.
-        results: those of them whose gradient is there when the backward begins.
-        loss: bytes that the backward takes at its beginning, beside what the model holds.
-    """
-
-    steps: Sequence[Step]
-    sizes: Mapping[int, int]
-    spans: Sequence[Region]
-    overhead: float = 0.0
-    gradients: Mapping[int, int] = field(default_factory=dict[int, int])
-    results: frozenset[int] = _NOTHING
-    loss: int = 0
+    steps: Sequence[Step]  # in the order in which they run; their backwards run in the opposite one
+    sizes: Mapping[int, int]  # activation -> bytes. Others (parameters, inputs, results) are held in any case, and free
+    spans: Sequence[Region]  # the regions among which to choose
+    overhead: float = 0.0  # what a region costs beside its operations, in operations
+    gradients: Mapping[int, int] = field(default_factory=dict[int, int])  # activation -> bytes of its gradient
+    results: frozenset[int] = _NOTHING  # those of them whose gradient is there when the backward begins
+    loss: int = 0  # bytes that the backward takes at its beginning, beside what the model holds
     _made_at: dict[int, int] = field(default_factory=dict[int, int], init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -187,10 +151,7 @@ class Problem:
         return frozenset(keeps & self.sizes.keys())
 
     def recomputed(self, region: Region) -> Recomputed:
-        """Return what a region keeps and costs.
-
-        Recomputation stops once all is there that the backward needs: what follows the last save is not run again.
-        """
+        """Return what a region keeps and costs: what follows the last save is not run again."""
         operations = total = 0.0
         for step in self.steps[region.start : region.stop]:
             if step.saves:

@@ -37,18 +37,12 @@ _NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 class Recomputation:
     """Run a region again for its backward; in evaluation, without gradients and under torch.func, just run it.
 
-    The second run draws the same random numbers under the same autocast (torch's checkpoint sees to that), and leaves
-    running statistics alone.
-
-    Attributes:
-        selective: keep matrix products and convolutions, and compute the rest again.
-        counting: the region has running statistics.
-        changes_results: where the region is left out, the same is computed in more memory.
+    The second run draws the same random numbers under the same autocast, and leaves running statistics alone.
     """
 
-    changes_results: ClassVar[bool] = False
-    selective: bool = False
-    counting: bool = False
+    changes_results: ClassVar[bool] = False  # where the region is left out, the same is computed in more memory
+    selective: bool = False  # keep matrix products and convolutions, and compute the rest again
+    counting: bool = False  # the region has running statistics
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call the region."""
@@ -93,10 +87,7 @@ def is_another(held: object, now: object) -> bool:
 
 
 class _AsItWas:
-    """Let a region run again in the mode and with the tensors with which it ran.
-
-    The model may have been set to evaluation since, and `torch.func.functional_call` puts the model's own tensors back.
-    """
+    """Let a region run again in its mode and with its tensors: `eval()` or `functional_call` may have changed them."""
 
     def __init__(self, region: nn.Module, inside: AbstractContextManager[Any]) -> None:
         self._inside, modules = inside, all_modules(region)

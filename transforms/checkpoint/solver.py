@@ -28,10 +28,7 @@ _Held = frozenset[int]
 
 
 def frontier(problem: Problem) -> list[Schedule]:
-    """Return schedules of less and less memory, each the cheapest known for its own; the plain model comes first.
-
-    It depends on the problem alone, so of two budgets the smaller never gets more memory.
-    """
+    """Return schedules of less and less memory, each the cheapest known for its own; the plain model comes first."""
     solver, plain = _Solver(problem), problem.schedule(())
     if len(problem.spans) <= _EXACT:
         return front([plain, *_every(solver, plain.peak)])
@@ -90,33 +87,22 @@ _Label = tuple[int, float, int, int]
 
 @dataclass(frozen=True)
 class _Move:
-    """From one place, and what is held there, to a later one.
+    """From one place, and what is held there, to a later one."""
 
-    Attributes:
-        place, held: where it starts.
-        region: what is run again; None where a step just runs.
-        stop, then: where it ends.
-        added: bytes that are held in addition.
-        needed: bytes that must be free at its start.
-        operations: what it costs.
-    """
-
-    place: int
+    place: int  # where it starts
     held: _Held
-    region: Region | None
-    stop: int
+    region: Region | None  # what is run again; None where a step just runs
+    stop: int  # where it ends
     then: _Held
-    added: int
-    needed: int
-    operations: float
+    added: int  # bytes that are held in addition
+    needed: int  # bytes that must be free at its start
+    operations: float  # what it costs
 
 
 class _Solver:
     """Dynamic programming over the places between steps.
 
-    A label is what was held and paid for on the way to a place. Which of the activations that cross the place are held
-    already makes a difference for what follows, so labels are kept apart by that. On a chain one activation crosses
-    each place, and all are looked at; where many cross, the cheapest few sets are.
+    A label is what was held and paid on the way to a place; labels are kept apart by what crosses it and is held.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -33,32 +33,21 @@ _OURS = f"{__name__.split('.', maxsplit=1)[0]}.layers."
 
 @dataclass(frozen=True)
 class Stretch:
-    """Nodes of one graph, next to each other, that may be a region.
+    """Nodes of one graph, next to each other, that may be a region."""
 
-    Attributes:
-        region: the steps that they are.
-        units: the nodes.
-        saved: bytes that they save for the backward as they are.
-        kept: bytes that are kept where they are a region.
-    """
-
-    region: Region
-    units: tuple[Unit, ...]
-    saved: int
-    kept: int
+    region: Region  # the steps that they are
+    units: tuple[Unit, ...]  # the nodes
+    saved: int  # bytes that they save for the backward as they are
+    kept: int  # bytes that are kept where they are a region
 
 
 @dataclass
 class Search:
-    """Look for stretches in every graph that one call alone runs.
-
-    Attributes:
-        obstacles: name of a node or module -> why it is in no region.
-    """
+    """Look for stretches in every graph that one call alone runs."""
 
     program: Program
     forward: Forward
-    obstacles: dict[str, str] = field(default_factory=dict[str, str])
+    obstacles: dict[str, str] = field(default_factory=dict[str, str])  # node -> why it is in no region
     problem: Problem = field(init=False)
 
     def __post_init__(self) -> None:

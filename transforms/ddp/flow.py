@@ -15,11 +15,9 @@ __all__ = ["branching"]
 
 
 def branching(program: Program) -> str | None:
-    """Return a module that may use other parameters in another step, or None.
+    """Return a module that may use other parameters in another step, or None: its graphs for training differ, or draw.
 
-    A module with a graph uses other parameters where its graphs for training call other modules or read other tensors,
-    or where it decides at random (layers that are dropped in training). Of one without a graph nothing is known, save
-    that it uses its own parameters.
+    Of one without a graph nothing is known, save that it uses its own parameters.
     """
     for name in program.opaque:
         if _has_trained_children(program.module(name)):

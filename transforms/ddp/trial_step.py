@@ -24,17 +24,11 @@ __all__ = ["TrialStep", "run_trial_step"]
 
 @dataclass(frozen=True)
 class TrialStep:
-    """What was seen in the example calls.
+    """What was seen in the example calls."""
 
-    Attributes:
-        unused: the names of trained parameters that no gradient reaches.
-        written: the names of buffers that differ between processes after a forward in training.
-        failed: why example calls said nothing: all parameters count as used, then, and all buffers as written.
-    """
-
-    unused: tuple[str, ...]
-    written: tuple[str, ...]
-    failed: tuple[str, ...] = ()
+    unused: tuple[str, ...]  # the names of trained parameters that no gradient reaches
+    written: tuple[str, ...]  # the names of buffers that differ between processes after a forward in training
+    failed: tuple[str, ...] = ()  # why calls said nothing: all counts as used and written then
 
 
 def run_trial_step(program: Program) -> TrialStep:

@@ -24,11 +24,7 @@ _NORMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 
 
 def expect_one_of(found: int, *dimensions: int) -> None:
-    """Make sure that a batch norm norms the dimension that is its own.
-
-    Raises:
-        ValueError: if its input has `found` dimensions, and none of those that it takes.
-    """
+    """Raise ValueError if the input of a batch norm has other numbers of dimensions than it takes."""
     if found not in dimensions:
         raise ValueError(f"expected {' or '.join(f'{each}D' for each in dimensions)} input (got {found}D input)")
 

@@ -23,12 +23,7 @@ class Size:
 
 
 def size_asked(guard: Guard, given: Mapping[str, Any]) -> Size | None:
-    """Return what a condition wants of one of the sizes of an argument; None where it is on something else.
-
-    Args:
-        guard: as `x.shape[-1] == 56`.
-        given: name of argument -> what is given.
-    """
+    """Return what a condition such as `x.shape[-1] == 56` wants of an argument; None where it is on something else."""
     match guard:
         case Guard(
             source=Item(Attribute(Argument(name), "shape"), Constant(value=int() as index)),

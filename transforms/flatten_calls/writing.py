@@ -27,19 +27,12 @@ _CHANGED = "flatten_calls wrote out what it calls"
 
 @dataclass
 class Flat:
-    """A graph with calls written out.
+    """A graph with calls written out."""
 
-    Attributes:
-        specialization: the graph, and when it holds.
-        calls: how many calls were written out.
-        opened: the names of the modules whose calls were written out.
-        closed: name of each module that is called as before -> why; "" where that is as it mostly is.
-    """
-
-    specialization: Specialization
-    calls: int
-    opened: frozenset[str]
-    closed: dict[str, str]
+    specialization: Specialization  # the graph, and when it holds
+    calls: int  # how many calls were written out
+    opened: frozenset[str]  # the names of the modules whose calls were written out
+    closed: dict[str, str]  # name of each module that is called as before -> why; "" where that is as it mostly is
 
 
 def flattened(program: Program, name: str, specialization: Specialization) -> Flat:
@@ -73,13 +66,7 @@ def _stays(node: fx.Node) -> bool:
 
 
 class _Writer:
-    """Write what a module calls into one graph.
-
-    Attributes:
-        graph: what is written.
-        guards: conditions of the graphs that were opened, as those of the owner.
-        calls, closed: see `Flat`.
-    """
+    """Write what a module calls into one graph."""
 
     def __init__(self, program: Program, name: str, owner: nn.Module) -> None:
         self.program, self.name, self.owner, self.graph = program, name, owner, fx.Graph()
@@ -117,14 +104,7 @@ class _Writer:
         return Opened.leaf(path, self.owner.get_submodule(path), ())
 
     def run(self, graph: fx.Graph, path: str, inputs: Sequence[Any], call: str) -> Any:
-        """Write the operations of a graph; return what it gives.
-
-        Args:
-            graph: of the module at a path.
-            path: "" is the owner.
-            inputs: for its placeholders.
-            call: what stood for all of them before; "" in the owner's graph.
-        """
+        """Write the operations of a graph; return what it gives. `call` stood for all of them before."""
         values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
         for node in graph.nodes:
             if node.op == "output":

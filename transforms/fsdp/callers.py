@@ -17,15 +17,10 @@ __all__ = ["Callers"]
 
 @dataclass(frozen=True)
 class Callers:
-    """The modules that a model calls, as its graphs and, where there is no graph, its example inputs show it.
+    """The modules that a model calls, as its graphs and, where there is no graph, its example inputs show it."""
 
-    Attributes:
-        of: a called module -> those that call it; the root calls itself.
-        unseen: the modules of which nothing shows what they call.
-    """
-
-    of: Mapping[nn.Module, frozenset[nn.Module]]
-    unseen: frozenset[nn.Module]
+    of: Mapping[nn.Module, frozenset[nn.Module]]  # a called module -> those that call it; the root calls itself
+    unseen: frozenset[nn.Module]  # the modules of which nothing shows what they call
 
     @classmethod
     def compute(cls, program: Program) -> Callers:

@@ -13,11 +13,7 @@ __all__ = ["check_batch_norms", "check_parameters"]
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Refuse parameters that FSDP2 does not take.
-
-    Raises:
-        UsageError: one is a scalar, is not contiguous, or has another dtype than others that are trained.
-    """
+    """Raise UsageError for parameters that FSDP2 does not take: scalars, not contiguous, of several dtypes."""
     first: tuple[str, torch.dtype] | None = None
     for name, parameter in model.named_parameters():
         if not parameter.ndim:
@@ -34,11 +30,7 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def check_batch_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """Refuse to compute batch norms in a dtype that is not their statistics'.
-
-    Raises:
-        UsageError: the model has one.
-    """
+    """Raise UsageError for a batch norm, computed in a dtype that is not its statistics'."""
     for name, module in modules_by_name(model).items():
         if isinstance(module, BATCH_NORMS):
             word = str(dtype).removeprefix("torch.")

@@ -27,29 +27,18 @@ _LARGE = 0.25
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules whose parameters are gathered together before the first of them runs.
+    """Modules whose parameters are gathered together before the first of them runs."""
 
-    Attributes:
-        modules: their names.
-        size: how many parameters they have.
-    """
-
-    modules: tuple[str, ...]
-    size: int
+    modules: tuple[str, ...]  # their names
+    size: int  # how many parameters they have
 
 
 @dataclass
 class Units:
-    """The search for the units of a program.
+    """The search for the units of a program."""
 
-    Attributes:
-        program: whose model is finished.
-        most: parameters that a unit should have at the most; None leaves that to the blocks of the model.
-        refusals: what would be a unit if it could be gathered by itself.
-    """
-
-    program: Program
-    most: int | None = None
+    program: Program  # whose model is finished
+    most: int | None = None  # parameters of a unit; None leaves that to the blocks
     refusals: list[Refusal] = field(default_factory=list[Refusal])
     _sizes: dict[str, int] = field(default_factory=dict[str, int], init=False)
 

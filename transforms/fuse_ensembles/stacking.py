@@ -35,11 +35,7 @@ __all__ = ["common_name", "fuse", "tensor_of"]
 
 
 def fuse(sites: Sequence[Site], edit: Edit) -> None:
-    """Rewrite sites of one owner; ensembles that are computed in the same graphs are written at once.
-
-    Raises:
-        MatchFailure: if one of them cannot be written; `edit.failed_at` is that one.
-    """
+    """Rewrite sites of one owner, those of the same graphs at once; `edit.failed_at` is one that cannot be written."""
     left = list(sites)
     while left:
         together = _written_at_once([_located(site, edit) for site in left])

@@ -22,11 +22,7 @@ _BY_SIZE = "the loop decides by how many tokens an expert gets"
 
 
 def check_decisions(unrolled: Unrolled) -> None:
-    """Check what holds whatever the loop is like.
-
-    Raises:
-        MatchFailure: if calls leave something on modules, or decide by numbers that another call may not have.
-    """
+    """Raise MatchFailure where calls leave something on modules, or decide by what another call may not have."""
     if unrolled.specialization.volatile:
         raise MatchFailure(VOLATILE)
     for decided in unrolled.decided:
@@ -37,11 +33,7 @@ def check_decisions(unrolled: Unrolled) -> None:
 
 
 def check_loop(unrolled: Unrolled, loop: Loop) -> None:
-    """Check decisions and slices by what they have to do with a loop.
-
-    Raises:
-        MatchFailure: if the loop does something else with other numbers.
-    """
+    """Raise MatchFailure where the loop would do something else with other numbers."""
     nodes = set(unrolled.graph.nodes)
     for decided in unrolled.decided:
         if not decided.uses.isdisjoint(loop.tainted):

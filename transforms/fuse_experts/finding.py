@@ -46,11 +46,7 @@ def find_mixtures(program: Program) -> Iterator[Mixture | tuple[str, str]]:
 
 
 def mixture_at(program: Program, owner: str) -> Mixture:
-    """Return the mixture in one module.
-
-    Raises:
-        MatchFailure: if there is none.
-    """
+    """Return the mixture in one module, or raise MatchFailure."""
     if not program.inputs:
         raise MatchFailure(_NO_CALL)
     ((_, found),) = _looked_at(program, [owner])
@@ -145,11 +141,7 @@ class _Reader:
         return mixture
 
     def _check_empty(self, opened: list[nn.Module], mixture: Mixture) -> None:
-        """Check that a loop that asks whether an expert has tokens does nothing else with the answer.
-
-        Raises:
-            MatchFailure: if it ends there, or counts experts.
-        """
+        """Raise MatchFailure where a loop ends, or counts, by whether an expert has tokens, instead of skipping it."""
         value = mixture.unrolled.values[mixture.routed.chosen]
         asks = any(decided.kind == "emptiness" for decided in mixture.unrolled.decided)
         if not asks or mixture.routed.kind != "chosen" or value.shape[-1] >= mixture.count:

@@ -27,17 +27,11 @@ def operands(node: fx.Node) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Items:
-    """The children of a container, or what is inside each of them under one name.
+    """The children of a container, or what is inside each of them under one name."""
 
-    Attributes:
-        container: its path, as seen from the owner.
-        names: of its children, in their order.
-        inside: the path inside a child.
-    """
-
-    container: str
-    names: tuple[str, ...]
-    inside: str = ""
+    container: str  # its path, as seen from the owner
+    names: tuple[str, ...]  # of its children, in their order
+    inside: str = ""  # the path inside a child
 
     def within(self, name: str) -> Items:
         """Return what is called so in each of them."""
@@ -58,15 +52,10 @@ class Items:
 
 @dataclass(frozen=True)
 class Slices:
-    """The slices of a tensor along its first dimension.
+    """The slices of a tensor along its first dimension."""
 
-    Attributes:
-        stack: the node that gives the tensor.
-        count: how many there are.
-    """
-
-    stack: fx.Node
-    count: int
+    stack: fx.Node  # the node that gives the tensor
+    count: int  # how many there are
 
     @property
     def family(self) -> str:

@@ -23,23 +23,14 @@ _MOST_ROUTINGS = 8
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts.
+    """A mixture of experts."""
 
-    Attributes:
-        owner: name of the module that computes it.
-        unrolled: a call of that module.
-        loop: what it does.
-        template: what each expert computes.
-        routed: where the routing comes from.
-        count: how many experts there are.
-    """
-
-    owner: str
-    unrolled: Unrolled
-    loop: Loop
-    template: Template
-    routed: RoutedBy
-    count: int
+    owner: str  # name of the module that computes it
+    unrolled: Unrolled  # a call of that module
+    loop: Loop  # what it does
+    template: Template  # what each expert computes
+    routed: RoutedBy  # where the routing comes from
+    count: int  # how many experts there are
 
     @property
     def sources(self) -> list[Source]:
@@ -98,12 +89,7 @@ class Mixture:
 
 
 def routings_to(mixture: Mixture, unread: set[int]) -> Iterator[dict[str, Tensor]]:
-    """Yield routings that reach experts which have no tokens, while there are any.
-
-    Args:
-        mixture: as the example routes its tokens.
-        unread: is given the numbers of those experts; whoever runs a routing takes away what it reached.
-    """
+    """Yield routings to experts without tokens, noted in `unread`; whoever runs one takes away what it reached."""
     unread |= set(range(mixture.count)) - mixture.reached
     for _ in range(_MOST_ROUTINGS):
         if not unread:

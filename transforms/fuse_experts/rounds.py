@@ -25,68 +25,40 @@ _RESHAPES = ("to", "type_as", "squeeze", "unsqueeze", "view", "reshape", "contig
 
 @dataclass(frozen=True)
 class Round:
-    """One expert applied to its tokens.
+    """One expert applied to its tokens."""
 
-    Attributes:
-        experts: the number of the expert, for each of its tokens [n]; several where rows of all were laid side by side.
-        tokens: the numbers of its tokens [n].
-        weights: what its outputs are multiplied by [n], or None.
-        scale: what they are multiplied by besides.
-        rows: the node that gives its tokens' inputs.
-        output: the node that gives its outputs.
-        nodes: what it computes from tensors of its own, `output` included, in order.
-        idle: dropouts behind it.
-    """
-
-    experts: Tensor
-    tokens: Tensor
-    weights: Tensor | None
+    experts: Tensor  # the expert of each of its tokens [n]
+    tokens: Tensor  # the numbers of its tokens [n]
+    weights: Tensor | None  # what its outputs are multiplied by [n], or None
     weighting: fx.Node | None
-    scale: float
-    rows: fx.Node
-    output: fx.Node
-    nodes: Sequence[fx.Node]
-    idle: Sequence[fx.Node] = ()
+    scale: float  # what they are multiplied by besides
+    rows: fx.Node  # the node that gives its tokens' inputs
+    output: fx.Node  # the node that gives its outputs
+    nodes: Sequence[fx.Node]  # what it computes from tensors of its own, `output` included, in order
+    idle: Sequence[fx.Node] = ()  # dropouts behind it
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop over experts.
+    """A loop over experts."""
 
-    Attributes:
-        rounds: one for each time that an expert was called.
-        target: the node of the tensor that results are added to.
-        result: the node that stands for that tensor after the loop; in place it is `target`.
-        tokens: how many tokens there are.
-        tainted: every node that depends on a tensor of an expert.
-        writes: the nodes that add results to it.
-        joined: see `Joined`.
-        called: the expert of each round; -1 of all.
-    """
-
-    rounds: Sequence[Round]
-    target: fx.Node
-    result: fx.Node
-    tokens: int
-    tainted: frozenset[fx.Node]
-    writes: Sequence[fx.Node]
-    joined: Mapping[fx.Node, Joined]
-    called: Sequence[int]
+    rounds: Sequence[Round]  # one for each time that an expert was called
+    target: fx.Node  # the node of the tensor that results are added to
+    result: fx.Node  # the node that stands for that tensor after the loop; in place it is `target`
+    tokens: int  # how many tokens there are
+    tainted: frozenset[fx.Node]  # every node that depends on a tensor of an expert
+    writes: Sequence[fx.Node]  # the nodes that add results to it
+    joined: Mapping[fx.Node, Joined]  # see `Joined`
+    called: Sequence[int]  # the expert of each round; -1 of all
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Linear layers of all experts, each of rows of its own, and their results side by side.
+    """Linear layers of all experts, each of rows of its own, and their results side by side."""
 
-    Attributes:
-        rows: the node whose rows are split among them.
-        sizes: how many rows each expert has.
-        first: the layer of one of them.
-    """
-
-    rows: fx.Node
-    sizes: Sequence[int]
-    first: fx.Node
+    rows: fx.Node  # the node whose rows are split among them
+    sizes: Sequence[int]  # how many rows each expert has
+    first: fx.Node  # the layer of one of them
 
 
 @dataclass(frozen=True)
@@ -355,15 +327,8 @@ def draws(node: fx.Node, owner: nn.Module) -> bool:
 def find_loop(
     owner: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any], sources: Mapping[fx.Node, tuple[Source, int]]
 ) -> Loop | None:
-    """Return the loop over experts of a call that was written out, or None where there is none.
+    """Return the loop over experts of a call that was written out, None where there is none.
 
-    Args:
-        owner: the module.
-        graph: of the call.
-        values: of its nodes.
-        sources: the nodes that read tensors of single experts.
-
-    Raises:
-        MatchFailure: if there is one that does something else than to add weighted outputs of experts.
+    MatchFailure says that there is one that does something else than to add weighted outputs of experts.
     """
     return _Reader(owner, graph, values, sources).loop()

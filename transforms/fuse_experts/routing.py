@@ -19,34 +19,17 @@ __all__ = ["RoutedBy", "routing_of"]
 
 @dataclass(frozen=True)
 class RoutedBy:
-    """Where a loop has its routing from.
+    """Where a loop has its routing from."""
 
-    Attributes:
-        hidden: the node of the inputs of all tokens [..., in].
-        chosen: the node of the choices [..., k], or of a mask [..., experts].
-        weights: the node of what results are multiplied by, or None.
-        kind: see `FusedExperts`.
-        spare: how many numbers past that of the last expert stand for none.
-    """
-
-    hidden: fx.Node
-    chosen: fx.Node
-    weights: fx.Node | None
-    kind: Routing
-    spare: int = 0
+    hidden: fx.Node  # the node of the inputs of all tokens [..., in]
+    chosen: fx.Node  # the node of the choices [..., k], or of a mask [..., experts]
+    weights: fx.Node | None  # the node of what results are multiplied by, or None
+    kind: Routing  # see `FusedExperts`
+    spare: int = 0  # how many numbers past that of the last expert stand for none
 
 
 def routing_of(loop: Loop, count: int, values: Mapping[fx.Node, Any]) -> RoutedBy:
-    """Return where the routing of a loop comes from.
-
-    Args:
-        loop: the loop.
-        count: how many experts there are.
-        values: of nodes.
-
-    Raises:
-        MatchFailure: if no values fit.
-    """
+    """Return where the routing of a loop comes from, or raise MatchFailure where no values fit."""
     pairs = _Pairs(loop.rounds, count)
     search = _Search(loop, count, values, pairs)
     return search.find()
@@ -118,10 +101,7 @@ class _Search:
         raise MatchFailure("no tensor in its forward says which experts each token goes to, and with which weight")
 
     def _hidden(self, chosen: fx.Node) -> fx.Node:
-        """Return the node that has the inputs of all tokens, of which the rounds take theirs.
-
-        What is picked by the choices has other rows with others, also where an expert has all tokens of the example.
-        """
+        """Return the node of the inputs of all tokens; what is picked by the choices has other rows with others."""
         rounds, picked = self.loop.rounds, _made_from(chosen)
         for node in _upwards(rounds[0].rows):
             if node not in picked and all(self._has_rows(node, each) for each in rounds):

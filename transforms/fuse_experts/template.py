@@ -27,32 +27,20 @@ _CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "contiguous", 
 
 @dataclass
 class Layer:
-    """One linear layer of all experts.
+    """One linear layer of all experts."""
 
-    Attributes:
-        weight: of which family its weights are.
-        bias: likewise, or None.
-        transposed: whether weights are [in, out].
-    """
-
-    weight: Source
-    bias: Source | None = None
-    transposed: bool = False
+    weight: Source  # of which family its weights are
+    bias: Source | None = None  # likewise, or None
+    transposed: bool = False  # whether weights are [in, out]
 
 
 @dataclass(frozen=True)
 class Template:
-    """What each expert computes.
+    """What each expert computes."""
 
-    Attributes:
-        compute: of rows and linear layers.
-        layers: the linear layers.
-        idle: dropouts that were left out.
-    """
-
-    compute: fx.GraphModule
-    layers: Sequence[Layer]
-    idle: Sequence[fx.Node]
+    compute: fx.GraphModule  # of rows and linear layers
+    layers: Sequence[Layer]  # the linear layers
+    idle: Sequence[fx.Node]  # dropouts that were left out
 
 
 def description(each: Round, owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]]) -> tuple[Any, ...]:
@@ -96,18 +84,7 @@ def template_of(
     sources: Mapping[fx.Node, tuple[Source, int]],
     values: Mapping[fx.Node, Any],
 ) -> Template:
-    """Return what an expert computes.
-
-    Args:
-        each: a round.
-        loop: that it is of.
-        owner: the module that has the loop.
-        sources: the nodes that read tensors of single experts.
-        values: of nodes.
-
-    Raises:
-        MatchFailure: if that is not rows through linear layers, with operations row by row between them.
-    """
+    """Return what an expert computes: rows through linear layers, with operations row by row, or raise MatchFailure."""
     return _Writer(each, loop, owner, sources, values).template()
 
 

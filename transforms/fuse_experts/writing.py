@@ -30,14 +30,7 @@ def tensor_names(source: Items) -> list[str]:
 
 
 def write(mixture: Mixture, lowering: Lowering, edit: Edit, *, always: bool) -> None:
-    """Let the module compute its experts together.
-
-    Args:
-        mixture: what it computes.
-        lowering: how the experts are applied.
-        edit: of the module.
-        always: take it for any number of tokens, not only for about as many as the call had.
-    """
+    """Let the module compute its experts together, for any number of tokens or for about as many as the call had."""
     graph, new = _copied(mixture.unrolled.graph)
     edit.give_graph(mixture.unrolled.specialization)
     layers = mixture.template.layers

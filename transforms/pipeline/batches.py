@@ -15,11 +15,7 @@ __all__ = ["divided", "divided_target", "rows_of"]
 
 
 def rows_of(call: Inputs) -> int:
-    """Return the batch size: the first dimension of the first tensor.
-
-    Raises:
-        UsageError: there is no tensor with rows.
-    """
+    """Return the batch size, the first dimension of the first tensor; UsageError where there is none."""
     tensors = (tensor for tensor in tensors_within((call.args, call.kwargs)) if tensor.ndim)
     first = next(tensors, None)
     if first is None:
@@ -28,11 +24,7 @@ def rows_of(call: Inputs) -> int:
 
 
 def divided(call: Inputs, count: int) -> list[Inputs]:
-    """Return the microbatches of a batch; a tensor that has another number of rows is given to each of them.
-
-    Raises:
-        UsageError: the rows do not divide.
-    """
+    """Return the microbatches of a batch; what has other rows goes to each. UsageError: it does not divide."""
     rows = rows_of(call)
     if rows % count:
         raise UsageError(
@@ -46,11 +38,7 @@ def divided(call: Inputs, count: int) -> list[Inputs]:
 
 
 def divided_target(target: Any, rows: int, count: int) -> Sequence[Any]:
-    """Return the microbatches of a target.
-
-    Raises:
-        UsageError: it has another number of rows than the batch.
-    """
+    """Return the microbatches of a target; UsageError where it has other rows than the batch."""
     for tensor in tensors_within(target):
         if tensor.ndim and tensor.shape[0] != rows:
             raise UsageError(f"the target has {tensor.shape[0]} rows, the batch {rows}; give one row of it for each")

@@ -49,25 +49,15 @@ class Kind(enum.Enum):
 
 @dataclass
 class NodeFacts:
-    """What is known of one node.
+    """What is known of one node."""
 
-    Attributes:
-        cost: of running it forward.
-        kind: of its value.
-        size: of its value, in bytes.
-        repeatable: it hangs on inputs and buffers alone: every stage that needs it computes it for itself.
-        repeatable_when_told: so it does, but it hangs on plain values of other stages, too.
-        last_writer: the last node that writes into its memory, if any.
-        tuple_length: of its value, if that is a tuple of tensors and plain values: these can cross one by one.
-    """
-
-    cost: float = 0.0
-    kind: Kind = Kind.OTHER
-    size: int = 0
-    repeatable: bool = False
-    repeatable_when_told: bool = False
-    last_writer: fx.Node | None = None
-    tuple_length: int | None = None
+    cost: float = 0.0  # of running it forward
+    kind: Kind = Kind.OTHER  # of its value
+    size: int = 0  # of its value, in bytes
+    repeatable: bool = False  # it hangs on inputs and buffers alone: every stage that needs it computes it for itself
+    repeatable_when_told: bool = False  # so it does, but it hangs on plain values of other stages, too
+    last_writer: fx.Node | None = None  # the last node that writes into its memory, if any
+    tuple_length: int | None = None  # if it is a tuple whose items can cross one by one
 
 
 @dataclass
@@ -86,17 +76,9 @@ class _Run:
 def observed(
     opened: Opened, model: nn.Module, call: Inputs, cost: Cost, *, training: bool
 ) -> tuple[dict[fx.Node, NodeFacts], dict[str, list[int]]]:
-    """Run an opened graph; return what is known of each node, and which graphs each captured module would run, by path.
+    """Run an opened graph; return what is known of each node, and by path which graphs captured modules would run.
 
-    Args:
-        opened: the graph.
-        model: whose it is; left as it was.
-        call: an example.
-        cost: what is counted.
-        training: the mode to run in.
-
-    Raises:
-        GuardError: the graphs that are looked into are not for this call.
+    The model is left as it was. GuardError says that the graphs are not for this call.
     """
     run = _Run(opened, model, cost)
     with ExitStack() as around:

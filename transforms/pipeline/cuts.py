@@ -24,17 +24,11 @@ _PICKS = (getattr, operator.getitem, len, require)
 
 @dataclass(frozen=True)
 class Stages:
-    """A division of a line into stages.
+    """A division of a line into stages."""
 
-    Attributes:
-        starts: position of the first item of each stage.
-        costs: of each stage.
-        crossing: bytes that cross, over all cuts.
-    """
-
-    starts: tuple[int, ...]
-    costs: tuple[float, ...]
-    crossing: int
+    starts: tuple[int, ...]  # position of the first item of each stage
+    costs: tuple[float, ...]  # of each stage
+    crossing: int  # bytes that cross, over all cuts
 
     @property
     def imbalance(self) -> float:
@@ -45,25 +39,17 @@ class Stages:
 
 @dataclass(frozen=True)
 class Line:
-    """The nodes of an opened graph in the order in which they run.
+    """The nodes of an opened graph in the order in which they run."""
 
-    Attributes:
-        items: nodes that belong to one stage each.
-        place: node -> position of the item that it goes with; of all that is in one stage only.
-        costs: of each item.
-        crossing: bytes that cross a cut before an item; None where there can be no cut.
-    """
-
-    items: Sequence[fx.Node]
-    place: Mapping[fx.Node, int]
-    costs: Sequence[float]
-    crossing: Sequence[int | None]
+    items: Sequence[fx.Node]  # nodes that belong to one stage each
+    place: Mapping[fx.Node, int]  # node -> position of the item that it goes with; of all that is in one stage only
+    costs: Sequence[float]  # of each item
+    crossing: Sequence[int | None]  # bytes that cross a cut before an item; None where there can be no cut
 
     def cut(self, stages: int) -> Stages | None:
-        """Return the division that crosses the fewest bytes among those with the best balance, or nearly; None if none.
+        """Return the division that crosses the fewest bytes among those with nearly the best balance, or None.
 
-        Two runs of dynamic programming over the positions: the first finds the least cost of the slowest stage, the
-        second the fewest bytes with no stage over that, or over the mean and `BALANCE`.
+        Dynamic programming over positions: first the least cost of the slowest stage, then the fewest bytes under it.
         """
         sums = [0.0, *accumulate(self.costs)]
         cuts = [number for number, crossing in enumerate(self.crossing) if crossing is not None and number]
@@ -120,13 +106,7 @@ def _fewest_bytes(
 
 
 def line_of(graph: fx.Graph, seen: Mapping[fx.Node, NodeFacts], model: nn.Module) -> Line:
-    """Return the nodes of an opened graph as a line that can be cut.
-
-    Args:
-        graph: the graph.
-        seen: what is known of its nodes.
-        model: whose it is.
-    """
+    """Return the nodes of an opened graph as a line that can be cut."""
     items: list[fx.Node] = []
     place: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -178,10 +158,7 @@ def _crossing(
 
 
 def _calls_of_stateful(graph: fx.Graph, place: Mapping[fx.Node, int], model: nn.Module) -> list[list[int]]:
-    """Return, for each module that is called more than once and must be on one stage, where it is called.
-
-    A layer that only has parameters may be on two stages: its weights are tied then.
-    """
+    """Return where modules are called that are called twice and must be on one stage; plain layers may be tied."""
     calls: dict[nn.Module, list[int]] = {}
     for node in graph.find_nodes(op="call_module"):
         module: Any = model.get_submodule(str(node.target))

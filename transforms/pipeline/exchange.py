@@ -22,23 +22,14 @@ Crossed = tuple[list[Tensor], list[Any]]
 
 @dataclass(frozen=True)
 class Relay:
-    """The stages of this rank among those of all ranks.
+    """The stages of this rank among those of all ranks."""
 
-    Attributes:
-        stages: of this rank, by number.
-        count: of all stages.
-        device: of this rank.
-    """
-
-    stages: Mapping[int, StageModule]
-    count: int
-    device: torch.device
+    stages: Mapping[int, StageModule]  # of this rank, by number
+    count: int  # of all stages
+    device: torch.device  # of this rank
 
     def run(self, number: int) -> dict[int, Forms]:
-        """Run a microbatch through all stages; return what crossed before each, as far as this rank has seen it.
-
-        What the last stage returns is in its feed, and so is what the stages were told.
-        """
+        """Run a microbatch through all stages; return what crossed before each, as far as this rank has seen it."""
         seen: dict[int, Forms] = {}
         crossed: Crossed = ([], [])
         for key in range(self.count):

@@ -17,46 +17,27 @@ __all__ = ["Layout", "Part"]
 
 @dataclass(frozen=True)
 class Part:
-    """What one stage does.
+    """What one stage does."""
 
-    Attributes:
-        number: of the stage.
-        nodes: what it runs, in order.
-        received: values that come from the stage before, in order.
-        sent: values that go on to the next stage, in order; some only pass through.
-        result: what the last stage returns: a structure in which nodes stand for values.
-    """
-
-    number: int
-    nodes: Sequence[fx.Node]
-    received: Sequence[fx.Node]
-    sent: Sequence[fx.Node]
-    result: Any = None
+    number: int  # of the stage
+    nodes: Sequence[fx.Node]  # what it runs, in order
+    received: Sequence[fx.Node]  # values that come from the stage before, in order
+    sent: Sequence[fx.Node]  # values that go on to the next stage, in order; some only pass through
+    result: Any = None  # what the last stage returns: a structure in which nodes stand for values
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model, divided into stages.
+    """A model, divided into stages."""
 
-    Attributes:
-        opened: the model as one graph.
-        parts: the stages.
-        repeated: what hangs on inputs and buffers alone: computed by every stage that needs it, and checked on all.
-        plain: the values that are no tensors.
-    """
-
-    opened: Opened
-    parts: Sequence[Part]
-    repeated: Sequence[fx.Node]
-    plain: frozenset[fx.Node]
+    opened: Opened  # the model as one graph
+    parts: Sequence[Part]  # the stages
+    repeated: Sequence[fx.Node]  # hangs on inputs and buffers alone: computed wherever needed
+    plain: frozenset[fx.Node]  # the values that are no tensors
 
     @classmethod
     def of(cls, model: nn.Module, data: Mapping[str, Any]) -> Layout:
-        """Return the layout that `Found.data` describes.
-
-        Raises:
-            PlanError: it is of another model.
-        """
+        """Return the layout that `Found.data` describes, or raise PlanError where it is of another model."""
         opened = opened_graph(model, data["opened"], data["unpacked"])
         by_name = {node.name: node for node in opened.graph.nodes}
         missing = [name for name in (*data["stages"], *data["repeated"]) if name not in by_name]
@@ -96,14 +77,7 @@ class Layout:
 
 
 class _Needs:
-    """Which stages need what.
-
-    Args:
-        graph: of the whole model.
-        stage_of: stage of each node that belongs to one.
-        late: nodes that each stage which needs them computes for itself.
-        count: of the stages.
-    """
+    """Which stages need what; `late` nodes are computed by each stage that needs them."""
 
     def __init__(self, graph: fx.Graph, stage_of: Mapping[fx.Node, int], late: Collection[fx.Node], count: int) -> None:
         self.graph, self.stage_of, self.late, self.count = graph, stage_of, late, count

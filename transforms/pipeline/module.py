@@ -32,23 +32,14 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What is ready for batches of one form.
+    """What is ready for batches of one form."""
 
-    Attributes:
-        schedule: of torch.
-        plain: the values from other stages that are no tensors.
-    """
-
-    schedule: Any
-    plain: Mapping[fx.Node, Any]
+    schedule: Any  # of torch
+    plain: Mapping[fx.Node, Any]  # the values from other stages that are no tensors
 
 
 class PipelineModule(Part):
-    """One rank's stages of a model: `step` trains all stages together, a call evaluates them.
-
-    Attributes:
-        stages: the numbers of this rank's stages.
-    """
+    """One rank's stages of a model: `step` trains all stages together, a call evaluates them."""
 
     def __init__(self, model: nn.Module, layouts: Sequence[Layout], schedule: Schedule, microbatches: int) -> None:
         placement = Placement.of(model, layouts)
@@ -124,11 +115,7 @@ class PipelineModule(Part):
         return calls, None
 
     def _agree(self, calls: Sequence[Inputs], failed: FxoptError | None) -> None:
-        """Make sure, before the first step, that no rank waits for one that was given something else.
-
-        Raises:
-            UsageError: another rank was.
-        """
+        """Raise UsageError, before the first step, where another rank was given something else."""
         everyone: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, (None if failed is None else str(failed), list(map(_form, calls[:1]))))
         for rank, (message, form) in enumerate(everyone):

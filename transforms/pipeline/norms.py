@@ -12,11 +12,7 @@ __all__ = ["check_norms"]
 
 
 def check_norms(model: nn.Module) -> None:
-    """Make sure that no batch norm computes statistics.
-
-    Raises:
-        UsageError: one does.
-    """
+    """Raise UsageError where a batch norm computes statistics: they would be of microbatches."""
     for name, module in modules_by_name(model).items():
         if isinstance(module, BATCH_NORMS) and (module.training or not module.track_running_stats):
             raise UsageError(

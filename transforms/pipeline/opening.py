@@ -21,14 +21,7 @@ __all__ = ["Holds", "Opened", "depends_on_mode", "opened_graph", "why_closed"]
 
 
 class Holds:
-    """Check, in the middle of a graph, the guards under which the graph of an opened module holds.
-
-    Args:
-        module: the opened one.
-        capture: its graphs.
-        guards: those that are not met for certain.
-        name: of the module, for the message.
-    """
+    """Check, in the middle of a graph, the guards of an opened module that are not met for certain."""
 
     __name__ = "holds"
 
@@ -63,47 +56,25 @@ class Holds:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model as one graph.
+    """A model as one graph."""
 
-    Attributes:
-        graph: calls modules by their qualified names; modules that are looked into are not called.
-        chosen: path of calls ("" is the root, then names of nodes) -> which graph of the module there is looked into.
-        unpacked: name of a node that gives a tuple -> its length; its items are values by themselves.
-        sources: name of a placeholder -> where its value is in the arguments of the model's forward.
-        holds: checks the guards of the root.
-        paths: name of a call of a captured module -> the path by which it may be opened.
-        names: path of a module that is looked into -> its qualified name.
-    """
-
-    graph: fx.Graph
-    chosen: Mapping[str, int]
-    unpacked: Mapping[str, int]
-    sources: Mapping[str, Source]
-    holds: Holds
-    paths: Mapping[str, str]
-    names: Mapping[str, str]
+    graph: fx.Graph  # calls modules by their qualified names; modules that are looked into are not called
+    chosen: Mapping[str, int]  # path of calls ("" is the root) -> which graph of the module is looked into
+    unpacked: Mapping[str, int]  # name of a node that gives a tuple -> its length; its items are values by themselves
+    sources: Mapping[str, Source]  # name of a placeholder -> where its value is in the arguments of the model's forward
+    holds: Holds  # checks the guards of the root
+    paths: Mapping[str, str]  # name of a call of a captured module -> the path by which it may be opened
+    names: Mapping[str, str]  # path of a module that is looked into -> its qualified name
 
     def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[fx.Node, Any]:
-        """Return the values of the placeholders in one call of the model.
-
-        Raises:
-            GuardError: the call is not of the kind that the graph is for.
-        """
+        """Return the values of the placeholders in one call of the model, or raise GuardError."""
         self.holds(args, kwargs)
         read = reader({"self": self.holds.module, **self.holds.capture.parameters.bind(args, dict(kwargs))})
         return {node: read(self.sources[node.name]) for node in self.graph.find_nodes(op="placeholder")}
 
 
 def opened_graph(model: nn.Module, chosen: Mapping[str, int], unpacked: Mapping[str, int]) -> Opened:
-    """Return a model as one graph.
-
-    Args:
-        model: captured; its root is always looked into.
-        chosen, unpacked: see `Opened`.
-
-    Raises:
-        MatchFailure: one of the modules cannot be looked into.
-    """
+    """Return a captured model as one graph; MatchFailure: a `chosen` module cannot be looked into."""
     reason = why_closed(model)
     capture = capture_of(model)
     if reason is not None or capture is None:

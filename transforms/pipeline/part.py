@@ -16,14 +16,9 @@ __all__ = ["Part"]
 
 
 class Part(InParts):
-    """The part of a model that is on this rank.
+    """The part of a model that is on this rank, under the original names; the model loses the rest.
 
-    Its parameters, buffers and children are those of the model that are on this rank, under the original names; a child
-    that is elsewhere is an `Elsewhere`. Attributes of the model (`config`) are read through.
-
-    Args:
-        model: whose part it is; it loses what is on other ranks.
-        placement: says what is.
+    A child that is elsewhere is an `Elsewhere`; attributes of the model (`config`) are read through.
     """
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:

@@ -20,11 +20,7 @@ __all__ = ["Elsewhere", "Placement"]
 
 
 class Elsewhere(nn.Module):
-    """Stand for a module that is on another rank.
-
-    Attributes:
-        stage: the first that it belongs to.
-    """
+    """Stand for a module that is on another rank."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
@@ -41,34 +37,21 @@ class Elsewhere(nn.Module):
 
 @dataclass(frozen=True)
 class Tied:
-    """A parameter that several ranks hold.
+    """A parameter that several ranks hold."""
 
-    Attributes:
-        parameter: this rank's.
-        group: of the ranks that hold it.
-        is_first: whether this rank is the first of them.
-    """
-
-    parameter: nn.Parameter
-    group: Any
-    is_first: bool
+    parameter: nn.Parameter  # this rank's
+    group: Any  # of the ranks that hold it
+    is_first: bool  # whether this rank is the first of them
 
 
 @dataclass(frozen=True)
 class Placement:
-    """This rank's share of a model.
+    """This rank's share of a model."""
 
-    Attributes:
-        own: its stages.
-        stages_of: id of a tensor -> the stages that need it.
-        called: module that is called -> by which stages.
-        tied: the parameters that other ranks hold, too.
-    """
-
-    own: tuple[int, ...]
-    stages_of: Mapping[int, Collection[int]]
-    called: Mapping[nn.Module, Collection[int]]
-    tied: tuple[Tied, ...]
+    own: tuple[int, ...]  # its stages
+    stages_of: Mapping[int, Collection[int]]  # id of a tensor -> the stages that need it
+    called: Mapping[nn.Module, Collection[int]]  # module that is called -> by which stages
+    tied: tuple[Tied, ...]  # the parameters that other ranks hold, too
 
     @classmethod
     def of(cls, model: nn.Module, layouts: Sequence[Layout]) -> Placement:

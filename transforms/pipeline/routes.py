@@ -29,22 +29,14 @@ _TRIES = 16
 
 @dataclass(frozen=True)
 class _Route:
-    """One way through a model.
+    """One way through a model."""
 
-    Attributes:
-        opened: the graph.
-        seen: what is known of its nodes.
-    """
-
-    opened: Opened
-    seen: Mapping[fx.Node, NodeFacts]
+    opened: Opened  # the graph
+    seen: Mapping[fx.Node, NodeFacts]  # what is known of its nodes
 
 
 def other_routes(program: Program, found: Found) -> Iterator[dict[str, Any] | Refusal]:
-    """Yield, as `Layout.of` takes it, each way that an example call takes in either mode, but the one that was found.
-
-    A call that cannot be divided like the first one is refused: the pipeline will not take its kind.
-    """
+    """Yield, as `Layout.of` takes it, each other way of an example call in either mode, or why it is refused."""
     names, homes, count = set(found.opened.names.values()), _homes(found), len(found.stages.starts)
     known = [dict(found.opened.chosen)]
     for number, call in enumerate(program.whole_calls):
@@ -70,11 +62,7 @@ def _modes(program: Program, names: Collection[str], *, is_first: bool) -> list[
 
 
 def _route(model: nn.Module, call: Inputs, names: Collection[str], training: bool) -> _Route:
-    """Return the way that a call takes, through the modules that are to be looked into.
-
-    Raises:
-        GuardError: none was found.
-    """
+    """Return the way of a call through the modules that are looked into, or raise GuardError."""
     with in_phase(model, training):
         fits = fitting(model, call.args, call.kwargs)
     capture = required_capture(model)
@@ -116,8 +104,7 @@ def _homes(found: Found) -> dict[str, list[int]]:
 def _divided(route: _Route, homes: Mapping[str, Sequence[int]], model: nn.Module) -> dict[fx.Node, int]:
     """Return the stage of each node: its module's or its tensors' own, else that of what it is computed from.
 
-    Raises:
-        MatchFailure: the way visits the stages in another order, or what cannot cross would.
+    MatchFailure: the way visits the stages in another order, or what cannot cross would.
     """
     place = line_of(route.opened.graph, route.seen, model).place
     stage_of: dict[fx.Node, int] = {}

@@ -30,13 +30,7 @@ def last_uses(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node
 
 
 class Steps:
-    """Some nodes of an opened graph, ready to run.
-
-    Args:
-        nodes: in the order of the graph.
-        model: holds the modules and tensors that they name.
-        results: what is wanted of them, or of what they are given: a structure in which nodes stand for values.
-    """
+    """Nodes of an opened graph, in order, ready to run; `results` is a structure in which nodes stand for values."""
 
     def __init__(self, nodes: Sequence[fx.Node], model: nn.Module, results: Any) -> None:
         self.results = results
@@ -58,30 +52,16 @@ class Steps:
 
 @dataclass
 class Feed:
-    """What the stages of this rank are given for one step, besides what they send to each other.
+    """What the stages of this rank are given for one step besides tensors; schedules know microbatches by number."""
 
-    Schedules know microbatches by their numbers alone.
-
-    Attributes:
-        ways: by microbatch, the number of the layout that it takes, and what every stage computes for itself.
-        targets: by microbatch, what its results are compared with.
-        results: by microbatch, what the last stage returned.
-        plain: the values that are no tensors, from other stages; equal for all microbatches.
-    """
-
-    ways: Sequence[tuple[int, Mapping[fx.Node, Any]]] = ()
-    targets: Sequence[Any] = ()
-    results: dict[int, Any] = field(default_factory=dict[int, Any])
-    plain: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
+    ways: Sequence[tuple[int, Mapping[fx.Node, Any]]] = ()  # by microbatch: number of its layout, repeated values
+    targets: Sequence[Any] = ()  # by microbatch, what its results are compared with
+    results: dict[int, Any] = field(default_factory=dict[int, Any])  # by microbatch, what the last stage returned
+    plain: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])  # from other stages, no tensors
 
 
 class PartRun:
-    """Run what one stage does, on one way through the model.
-
-    Attributes:
-        received, sent: tensors that come from the stage before, and that go on.
-        hears, tells: other values that do.
-    """
+    """Run what one stage does, on one way through the model."""
 
     def __init__(self, part: Part, model: nn.Module, plain: Collection[fx.Node], *, is_last: bool) -> None:
         self.received = [node for node in part.received if node not in plain]
@@ -92,14 +72,7 @@ class PartRun:
 
 
 class StageModule(nn.Module):
-    """Run one stage: what `torch.distributed.pipelining` calls. It owns no tensors; the model does.
-
-    Args:
-        layouts: the ways through the model.
-        number: of the stage.
-        model: holds the modules and tensors.
-        feed: of this rank.
-    """
+    """Run one stage: what `torch.distributed.pipelining` calls. It owns no tensors; the model does."""
 
     def __init__(self, layouts: Sequence[Layout], number: int, model: nn.Module, feed: Feed) -> None:
         super().__init__()
@@ -128,22 +101,13 @@ class StageModule(nn.Module):
 
 
 class Ways:
-    """Find the way of a call through the model, and compute what every stage computes for itself.
-
-    Args:
-        layouts: the ways.
-        model: holds the modules and buffers.
-    """
+    """Find the way of a call through the model, and compute what every stage computes for itself."""
 
     def __init__(self, layouts: Sequence[Layout], model: nn.Module) -> None:
         self._ways = [_Repeated(layout, model) for layout in layouts]
 
     def of(self, call: Inputs) -> tuple[int, dict[fx.Node, Any]]:
-        """Return the number of the first layout that a call fits, and what hangs on its inputs and buffers alone.
-
-        Raises:
-            GuardError: the call is of another kind than the example inputs.
-        """
+        """Return the number of the first layout that a call fits, and what hangs on its inputs and buffers alone."""
         failure: GuardError | None = None
         for number, way in enumerate(self._ways):
             try:

@@ -19,19 +19,12 @@ __all__ = ["Found", "described", "find_stages", "unpackable"]
 
 @dataclass(frozen=True)
 class Found:
-    """Where a model is to be cut.
+    """Where a model is to be cut."""
 
-    Attributes:
-        opened: its graph.
-        seen: what is known of each node.
-        line: the nodes in order.
-        stages: the division.
-    """
-
-    opened: Opened
-    seen: Mapping[fx.Node, NodeFacts]
-    line: Line
-    stages: Stages
+    opened: Opened  # its graph
+    seen: Mapping[fx.Node, NodeFacts]  # what is known of each node
+    line: Line  # the nodes in order
+    stages: Stages  # the division
 
     @property
     def stage_of(self) -> dict[fx.Node, int]:
@@ -67,14 +60,7 @@ def unpackable(opened: Opened, seen: Mapping[fx.Node, NodeFacts]) -> dict[str, i
 
 
 def find_stages(program: Program, stages: int, cost: Cost) -> Found:
-    """Return where to cut a model into stages.
-
-    Modules are looked into, the one around an ideal cut first, until the slowest stage is within `BALANCE` of the mean
-    or nothing is left to look into.
-
-    Raises:
-        MatchFailure: it cannot be cut into so many.
-    """
+    """Return where to cut a model into stages, looking into modules until `BALANCE` is reached or nothing is left."""
     chosen, unpacked, model = {"": 0}, dict[str, int](), program.model
     best: Found | None = None
     while True:

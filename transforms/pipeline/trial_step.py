@@ -22,13 +22,9 @@ __all__ = ["run_trial_step"]
 
 
 def run_trial_step(model: nn.Module, layouts: Sequence[Layout], call: Inputs, *, training: bool) -> None:
-    """Compare what the stages give, for the whole batch and for two halves of it, with what the model gives.
+    """Raise MatchFailure where the stages give something else than the model, for the batch and two halves of it.
 
-    In evaluation, where the graphs hold there; dropout would draw otherwise for halves.
-
-    Raises:
-        MatchFailure: they differ.
-        GuardError: the stages are not for this call.
+    In evaluation, where the graphs hold there: dropout would draw otherwise for halves. GuardError: not for this call.
     """
     failure: GuardError | None = None
     rows = rows_of(call)

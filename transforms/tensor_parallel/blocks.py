@@ -33,17 +33,11 @@ def is_conv1d(module: nn.Module) -> bool:
 
 @dataclass
 class Blocks:
-    """Follows the values of a program through its graphs, as they are where layers are split over processes.
-
-    Attributes:
-        program: whose layers.
-        processes: how many.
-        refusals: blocks that almost are.
-    """
+    """Follows the values of a program through its graphs, as they are where layers are split over processes."""
 
     program: Program
-    processes: int
-    refusals: list[Refusal] = field(default_factory=list[Refusal])
+    processes: int  # how many
+    refusals: list[Refusal] = field(default_factory=list[Refusal])  # blocks that almost are
 
     def find(self) -> list[Block]:
         """Return the blocks; what cannot be one is left whole, and the rest is looked at again."""
@@ -81,22 +75,14 @@ class Blocks:
 
 @dataclass
 class _Run:
-    """One walk through all graphs of each mode, in the order in which they run.
+    """One walk through all graphs of each mode, in the order in which they run."""
 
-    Attributes:
-        program, processes: as of `Blocks`.
-        left_out: layers that are left whole.
-        flipped: whether the graphs are followed for the other mode than the model is in.
-        blocks: what was found.
-        roles: how each layer is split.
-    """
-
-    program: Program
+    program: Program  # as of `Blocks`
     processes: int
-    left_out: set[str]
-    flipped: bool = False
-    blocks: list[Block] = field(default_factory=list[Block])
-    roles: dict[str, str] = field(default_factory=dict[str, str])
+    left_out: set[str]  # layers that are left whole
+    flipped: bool = False  # whether the graphs are followed for the other mode than the model is in
+    blocks: list[Block] = field(default_factory=list[Block])  # what was found
+    roles: dict[str, str] = field(default_factory=dict[str, str])  # how each layer is split
 
     @cached_property
     def read(self) -> set[int]:

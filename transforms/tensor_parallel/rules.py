@@ -20,18 +20,11 @@ _SHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "expand"})
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator.
+    """One call of an operator."""
 
-    Attributes:
-        node: which.
-        value: gives the value of an argument.
-        processes: over how many it is split.
-        args, kwargs: the node's arguments, with values in the place of nodes.
-    """
-
-    node: fx.Node
-    value: Callable[[Any], Any]
-    processes: int
+    node: fx.Node  # which
+    value: Callable[[Any], Any]  # gives the value of an argument
+    processes: int  # over how many it is split
 
     @property
     def parts(self) -> list[Part | PartSize]:
@@ -48,11 +41,7 @@ class Call:
 
 
 def result_of(call: Call) -> Any:
-    """Return what a call gives of which each process has a part.
-
-    Raises:
-        Stop: it needs the whole.
-    """
+    """Return what a call gives of which each process has a part; Stop says that it needs the whole."""
     name = canonical_name(call.node)
     if call.node.target is getattr:
         return _attribute(call)

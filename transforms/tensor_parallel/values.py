@@ -24,18 +24,12 @@ class Stop(Exception):
 
 @dataclass(eq=False)
 class Block:
-    """Layers that are split together, because their results meet.
+    """Layers that are split together, because their results meet."""
 
-    Attributes:
-        columns, rows: names of the layers that are split by outputs, and of those after them, by inputs.
-        stop: why it cannot be split after all.
-        joined: the block that has taken this one in.
-    """
-
-    columns: list[str]
+    columns: list[str]  # names of the layers that are split by outputs, and of those after them, by inputs
     rows: list[str]
-    stop: Stop | None = None
-    joined: Block | None = None
+    stop: Stop | None = None  # why it cannot be split after all
+    joined: Block | None = None  # the block that has taken this one in
 
     @property
     def whole(self) -> Block:
@@ -55,15 +49,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of which each process has a part.
+    """A tensor of which each process has a part."""
 
-    Attributes:
-        dim: along which it is split, counted from the last: -1.
-        block: which layers did it.
-    """
-
-    dim: int
-    block: Block
+    dim: int  # along which it is split, counted from the last: -1
+    block: Block  # which layers did it
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,7 @@ def leaf_graph_of(module: nn.Module) -> fx.Graph | None:
 def specialization_of_call(
     module: nn.Module, capture: Capture, given: Mapping[str, Any], flipped: bool
 ) -> Specialization | None:
-    """Return the graph that a module runs for a call in its mode or, if `flipped`, in the other one.
-
-    None where it is not settled by what the call passes. Of a single graph the other conditions are left to the caller.
-    """
+    """Return the graph that a module runs for a call in its mode (or the other one); None: that depends."""
     in_mode = [
         specialization
         for specialization in capture.specializations

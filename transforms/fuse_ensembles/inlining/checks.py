@@ -27,15 +27,7 @@ __all__ = ["write_checks"]
 
 
 def write_checks(guards: Sequence[Guard], names: Mapping[str, Any]) -> tuple[fx.Graph, dict[str, Any]] | None:
-    """Return a graph that checks conditions on types, ranks and sizes, and what its placeholders stand for.
-
-    Args:
-        guards: the conditions.
-        names: the arguments that they may look at; others make a condition one that cannot be written.
-
-    Returns:
-        None where a condition is of another form.
-    """
+    """Return a graph that checks types, ranks and sizes, and what its placeholders stand for; else None."""
     graph = fx.Graph()
     inputs = {name: graph.placeholder(name) for name in names}
     for guard in guards:

@@ -23,42 +23,24 @@ __all__ = ["InlinedGraph", "Operation", "is_chain", "operations_in"]
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """One operator, module call, attribute read, input or output of an expanded dataflow.
+    """One operator, module call, attribute read, input or output of an expanded dataflow."""
 
-    Attributes:
-        name: unique and stable: the owner node's name, then those inside the children, joined by "/".
-        kind: the fx opcode.
-        target: the fx target; of a call_module or get_attr, qualified from the owner module.
-        args, kwargs: like the node's, with operations in the place of nodes.
-        inputs: the operations in these, each as often as it is read.
-        operator: canonical operator name, or None.
-        node: the node it stands for; of an expanded child, the child's own node.
-        call: name of the owner graph's node that it is part of.
-        index: position in execution order.
-        level: length of the longest path from an input.
-        users: the operations that read it, in order.
-        example: what is known of its value: shape, dtype, device of a tensor; None where nothing is.
-        mutates: whether it writes into one of its operands.
-        pattern: of what an inlined module does, the operation that stands for this one in all modules of its kind.
-        canonical: of a pattern, its canonical form once that was asked for.
-    """
-
-    name: str
-    kind: str
-    target: Any
-    args: tuple[Any, ...]
+    name: str  # unique and stable: the owner node's name, then those inside the children, joined by "/"
+    kind: str  # the fx opcode
+    target: Any  # the fx target; of a call_module or get_attr, qualified from the owner module
+    args: tuple[Any, ...]  # like the node's, with operations in the place of nodes
     kwargs: dict[str, Any]
-    operator: str | None
-    node: fx.Node
-    call: str
-    index: int
-    inputs: Sequence[Operation] = ()
-    level: int = 0
+    operator: str | None  # canonical operator name, or None
+    node: fx.Node  # the node it stands for; of an expanded child, the child's own node
+    call: str  # name of the owner graph's node that it is part of
+    index: int  # position in execution order
+    inputs: Sequence[Operation] = ()  # the operations in these, each as often as it is read
+    level: int = 0  # length of the longest path from an input
     users: list[Operation] = field(default_factory=lambda: [])  # noqa: PIE807  `list[...]()` is slow
-    example: Any = None
-    mutates: bool = False
-    pattern: Operation | None = None
-    canonical: Any = None
+    example: Any = None  # what is known of its value: shape, dtype, device of a tensor; None where nothing is
+    mutates: bool = False  # whether it writes into one of its operands
+    pattern: Operation | None = None  # what stands for it in all modules of its kind
+    canonical: Any = None  # of a pattern, its canonical form once that was asked for
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.operator or self.target}>"
@@ -66,25 +48,15 @@ class Operation:
 
 @dataclass(frozen=True)
 class InlinedGraph:
-    """The operations of one owner graph in execution order.
+    """The operations of one owner graph in execution order."""
 
-    Attributes:
-        operations: all of them, inputs and the output included.
-        results: name of each owner node -> its value: an operation, or a structure of them.
-        closed: name of each module call that must stay one -> why.
-        conditional: name of each module call whose graph does not hold for every call -> under what it does.
-        modules: name of each owner node -> the modules inlined to see what it calls, qualified from the owner.
-        assumed: name of each owner node -> what is taken to be the mode of modules in it, as guards of the owner.
-        may_restart: whether the owner may run the original forward after its graph has begun: it writes nothing.
-    """
-
-    operations: tuple[Operation, ...]
-    results: Mapping[str, Any]
-    closed: Mapping[str, str]
-    conditional: Mapping[str, str]
-    modules: Mapping[str, Sequence[str]]
-    assumed: Mapping[str, Sequence[Guard]]
-    may_restart: bool
+    operations: tuple[Operation, ...]  # all of them, inputs and the output included
+    results: Mapping[str, Any]  # name of each owner node -> its value: an operation, or a structure of them
+    closed: Mapping[str, str]  # name of each module call that must stay one -> why
+    conditional: Mapping[str, str]  # module call -> under what alone its graph holds
+    modules: Mapping[str, Sequence[str]]  # owner node -> the modules inlined there, qualified from the owner
+    assumed: Mapping[str, Sequence[Guard]]  # owner node -> modes taken for granted, as guards of the owner
+    may_restart: bool  # whether the owner may run the original forward after its graph has begun: it writes nothing
 
     def __getitem__(self, name: str) -> Operation:
         for operation in self.operations:

@@ -55,14 +55,7 @@ class InlinedGraphs:
         return self._owners[key]
 
     def of(self, module: nn.Module, graph: fx.Graph, may_restart: bool, flipped: bool) -> InlinedGraph:
-        """Return the inlined form of a module's graph.
-
-        Args:
-            module: the module.
-            graph: one of its graphs, or what a leaf calls.
-            may_restart: whether what calls it, or the module itself, may start over where a check in the graph fails.
-            flipped: see `inlined_graph`.
-        """
+        """Return the inlined form of a graph; `may_restart`: the caller may start over where a check in it fails."""
         key = self._likeness.of(module), graph, may_restart, flipped
         if key not in self._known:
             builder = _Builder(self, module, may_restart, flipped)
@@ -83,10 +76,7 @@ class InlinedGraphs:
 
 
 def inlined_graph(program: Program, owner: str, specialization: int = 0, *, flipped: bool = False) -> InlinedGraph:
-    """Return the dataflow of module `owner` with captured children and `torch.nn` leaves inlined.
-
-    Children whose graphs differ by mode are taken to be in the mode that they are in or, if `flipped`, in the other.
-    """
+    """Return what a module computes with what it calls opened, in its mode or, if `flipped`, in the other one."""
     return program.analyses[InlinedGraphs].of_owner(owner, specialization, flipped)
 
 
@@ -155,10 +145,7 @@ class _Builder:
         return (result,)
 
     def alike(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[int, int, bool, bool] | None:
-        """Return what calls that are inlined alike have in common; None where constants are passed, or a value twice.
-
-        Nothing is known of values but which argument each is: for modules of a kind it is the same.
-        """
+        """Return what calls that are inlined alike have in common; None for constants, or a value twice."""
         plain = not kwargs and all(type(value) is Operation for value in args) and len(set(args)) == len(args)
         return (self.graphs.kind(module), len(args), self.may_restart, self.flipped) if plain else None
 
@@ -215,14 +202,7 @@ class _Builder:
         return self.graphs.of(module, graph, self.may_restart, self.flipped)
 
     def insert(self, inner: InlinedGraph, inputs: Sequence[Operation], *, prefix: str, path: str, call: str) -> Any:
-        """Append what a called module computes; return what it outputs.
-
-        Args:
-            inner: the inlined graph of the module.
-            inputs: what its placeholders receive, in their order.
-            prefix, path: what goes before the names of operations and of modules and tensors.
-            call: the owner's node.
-        """
+        """Append what a called module computes; return what it outputs. Names get `prefix`, those of modules `path`."""
         values: list[Operation] = []
         read: list[Operation] = []
 

@@ -15,17 +15,11 @@ __all__ = ["Case", "cases_of", "child_guard", "is_passed_on"]
 
 @dataclass(frozen=True)
 class Case:
-    """One of a owner's graphs in one mode.
+    """One of a owner's graphs in one mode."""
 
-    Attributes:
-        specialization: its number.
-        flipped: whether every module is in the other mode than now.
-        asks: whether the graph itself is for one mode only.
-    """
-
-    specialization: int
-    flipped: bool
-    asks: bool
+    specialization: int  # its number
+    flipped: bool  # whether every module is in the other mode than now
+    asks: bool  # whether the graph itself is for one mode only
 
 
 def cases_of(program: Program, owner: str) -> list[Case]:
@@ -58,11 +52,7 @@ def _cases_of(module: nn.Module) -> list[Case]:
 
 
 def is_passed_on(guard: Guard) -> bool:
-    """Say whether a module that opens another one takes this condition of it for its own.
-
-    It is one on modes, on what is outside of the module, or on an attribute of a module inside, which nothing protects
-    where no graph calls that module.
-    """
+    """Say whether a module that opens another takes this condition for its own: nothing else asks for it there."""
     sources = list(guard.sources())
     return guard.asks_for_training or any(is_outside(each) or _is_of_a_child(each) for each in sources)
 

@@ -26,14 +26,9 @@ Values = Sequence[fx.Node]
 
 @dataclass(frozen=True)
 class BatchingRule:
-    """How a vectorizable operator is written for N members at once: a note of its `OpInfo`.
+    """How a vectorizable operator is written for N members at once: a note of its `OpInfo`."""
 
-    Attributes:
-        write: of a pack, its operands as written and the graph; it adds nodes and returns the last one, or returns None
-            where `torch.func.vmap` is to be used.
-    """
-
-    write: Callable[[Pack, Values, fx.Graph], fx.Node | None]
+    write: Callable[[Pack, Values, fx.Graph], fx.Node | None]  # None: use torch.func.vmap
 
 
 def write_layer(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:

@@ -43,10 +43,7 @@ def keys_of(operand: Operand) -> Sequence[Any]:
 
 
 def stacked(operand: Operand, count: int, task: Task, writer: Writer, *, flat: bool = False) -> fx.Node:
-    """Write an operand with the members along dimension 0 (a shared one as it is).
-
-    Vectors that are parameters may stay behind one another, `flat`, for what takes them so.
-    """
+    """Write an operand with the members along dimension 0, a shared one as it is; `flat` vectors side by side."""
     graph = writer.graph
     match operand:
         case Pack() | Shared():

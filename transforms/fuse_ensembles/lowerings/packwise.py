@@ -23,15 +23,10 @@ __all__ = ["Packwise"]
 
 @dataclass(frozen=True)
 class Packwise:
-    """Write an ensemble pack by pack; its linear layers become one function or another of `layers.ensemble`.
+    """Write an ensemble pack by pack; its linear layers become one function or another of `layers.ensemble`."""
 
-    Attributes:
-        of_one_input: what linears become that all read one input.
-        of_own_inputs: what other linears become.
-    """
-
-    of_one_input: Callable[..., Tensor]
-    of_own_inputs: Callable[..., Tensor]
+    of_one_input: Callable[..., Tensor]  # what linears become that all read one input
+    of_own_inputs: Callable[..., Tensor]  # what other linears become
 
     def __call__(self, task: Task) -> list[Unit]:
         """Return a unit for each pack; those that may write to the same buffers keep their order."""

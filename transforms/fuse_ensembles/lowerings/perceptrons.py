@@ -22,13 +22,9 @@ Perceptron = Sequence[Pack]
 
 @dataclass(frozen=True)
 class Perceptrons:
-    """Write the multilayer perceptrons in an ensemble as one operator each.
+    """Write the multilayer perceptrons in an ensemble as one operator each."""
 
-    Attributes:
-        others: how all else is written.
-    """
-
-    others: Packwise
+    others: Packwise  # how all else is written
 
     def __call__(self, task: Task) -> list[Unit]:
         """Return a unit for each perceptron, and one for each other pack."""

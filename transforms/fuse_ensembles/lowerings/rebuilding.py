@@ -21,35 +21,22 @@ __all__ = ["Unit", "Writer", "rebuild"]
 
 @dataclass
 class Unit:
-    """A piece of the new graph: what it reads, what it gives, and how it is written.
+    """A piece of the new graph: what it reads, what it gives, and how it is written."""
 
-    Attributes:
-        order: position among units that could come next; the smallest goes first.
-        needs, gives: keys of values: operations, or any object that stands for a new value.
-        emit: writes the nodes and stores what it gives in `writer.values`.
-        barrier: it writes into memory, so everything earlier stays before it and everything later behind.
-    """
-
-    order: int
-    needs: Sequence[Hashable]
+    order: int  # position among units that could come next; the smallest goes first
+    needs: Sequence[Hashable]  # keys of values: operations, or any object that stands for a new value
     gives: Sequence[Hashable]
-    emit: Callable[[Writer], None]
-    barrier: bool = False
+    emit: Callable[[Writer], None]  # writes the nodes and stores what it gives in `writer.values`
+    barrier: bool = False  # it writes into memory, so everything earlier stays before it and everything later behind
 
 
 @dataclass
 class Writer:
-    """The new graph and the values written so far.
+    """The new graph and the values written so far."""
 
-    Attributes:
-        graph: the new one.
-        values: key -> node.
-        origins: node of the old graph -> the calls that it stood for at first; itself, if nothing was rewritten yet.
-    """
-
-    graph: fx.Graph
-    values: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    origins: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    graph: fx.Graph  # the new one
+    values: dict[Any, Any] = field(default_factory=dict[Any, Any])  # key -> node
+    origins: Mapping[str, Any] = field(default_factory=dict[str, Any])  # old node -> what it stood for at first
 
     def origin_of(self, members: Iterable[Operation]) -> tuple[str, ...]:
         """Return the calls that the members of a pack were parts of at first."""
@@ -65,10 +52,7 @@ def rebuild(
 ) -> fx.Graph:
     """Return a new graph in which `replacements` stand for the `covered` operations.
 
-    Module calls of which nothing is covered are kept as they are; of the others, what is not covered is written out.
-
-    Raises:
-        MatchFailure: if the replacements depend on one another in a circle.
+    Calls of which nothing is covered are kept; of the others, what is not covered is written out.
     """
     covered = set(covered)
     written_out = {operation.call for operation in covered}

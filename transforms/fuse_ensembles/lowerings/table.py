@@ -1,8 +1,4 @@
-"""The lowerings that `fuse_ensembles` chooses between, one row each.
-
-A new one is a name in `Lowering`, a row in `LOWERINGS` and, where it writes what no other does, a file beside this one
-with a function from a task to units of graph. What the rewritten graph calls at run time belongs to `fxopt.layers`.
-"""
+"""The lowerings there are, a row each: a name, a row and, if it writes what no other does, a file beside this one."""
 
 from __future__ import annotations
 
@@ -38,21 +34,13 @@ class Lowering(enum.Enum):
 
 @dataclass(frozen=True)
 class LoweringRule:
-    """One lowering.
+    """One lowering."""
 
-    Attributes:
-        write: returns the units of graph that compute the packs of an ensemble.
-        suits: says of an ensemble whether this computes it in another way than the other rows do.
-        input_first: whether weights [N, out, in] of linears that read one input lie in memory as [in, N, out].
-        in_autocast: whether it may stand where a region autocasts.
-        for_kernels: whether it can be the fastest only where kernels of fxopt's own compute.
-    """
-
-    write: Callable[[Task], Sequence[Unit]]
-    suits: Callable[[Ensemble], bool]
-    input_first: bool = False
-    in_autocast: bool = True
-    for_kernels: bool = False
+    write: Callable[[Task], Sequence[Unit]]  # returns the units of graph that compute the packs of an ensemble
+    suits: Callable[[Ensemble], bool]  # says whether other rows compute it otherwise
+    input_first: bool = False  # weights [N, out, in] of one input lie in memory as [in, N, out]
+    in_autocast: bool = True  # whether it may stand where a region autocasts
+    for_kernels: bool = False  # whether it can be the fastest only where kernels of fxopt's own compute
 
 
 def _shares_input(ensemble: Ensemble) -> bool:
@@ -84,13 +72,7 @@ LOWERINGS: Mapping[Lowering, LoweringRule] = MappingProxyType(
 
 
 def lowerings_for(ensemble: Ensemble, *, autocast: bool, kernels: bool = False) -> tuple[str, ...]:
-    """Return the names of the lowerings to try for an ensemble, in order of preference.
-
-    Args:
-        ensemble: what is to be written.
-        autocast: whether that stands where a region autocasts.
-        kernels: whether kernels of fxopt's own compute there.
-    """
+    """Return the names of the lowerings to try for an ensemble, in order of preference."""
 
     def fits(rule: LoweringRule) -> bool:
         return (rule.in_autocast or not autocast) and (kernels or not rule.for_kernels) and rule.suits(ensemble)
@@ -99,11 +81,7 @@ def lowerings_for(ensemble: Ensemble, *, autocast: bool, kernels: bool = False) 
 
 
 def rule_called(name: str) -> LoweringRule:
-    """Return the lowering of a name.
-
-    Raises:
-        MatchFailure: there is none, as where a plan was made by another version.
-    """
+    """Return the lowering of a name; one in a plan of another version may not be there."""
     rules = {lowering.value: rule for lowering, rule in LOWERINGS.items()}
     if name not in rules:
         raise MatchFailure(f"there is no lowering '{name}'; there are {', '.join(rules)}")

@@ -16,21 +16,13 @@ __all__ = ["Task"]
 
 @dataclass(frozen=True)
 class Task:
-    """One ensemble that is to be written into a graph, and what is at hand for that.
+    """One ensemble that is to be written into a graph, and what is at hand for that."""
 
-    Attributes:
-        ensemble: what to write.
-        names: the parameters of each position -> the name of the stacked tensor that holds them.
-        vectors: name of a stacked tensor in which vectors lie behind one another -> their length.
-        add_module: registers a module in the owner and returns its name.
-        may_restart: whether the owner may run its original forward after having begun with its graph.
-    """
-
-    ensemble: Ensemble
-    names: Mapping[tuple[str, ...], str]
-    vectors: Mapping[str, int]
-    add_module: Callable[[nn.Module], str]
-    may_restart: bool
+    ensemble: Ensemble  # what to write
+    names: Mapping[tuple[str, ...], str]  # parameters of a position -> name of their stack
+    vectors: Mapping[str, int]  # name of a stacked tensor in which vectors lie behind one another -> their length
+    add_module: Callable[[nn.Module], str]  # registers a module in the owner and returns its name
+    may_restart: bool  # whether the owner may run its original forward after having begun with its graph
 
     @cached_property
     def joins(self) -> Mapping[Pack, list[Join]]:

@@ -94,17 +94,11 @@ def same_type(one: Operation, other: Operation) -> bool:
 
 @dataclass(frozen=True)
 class CanonicalForm:
-    """The canonical form of operations of one pattern.
+    """The canonical form of operations of one pattern."""
 
-    Attributes:
-        arguments: positional and keyword arguments with slots in the place of operands; in-place flags are left out.
-        text: all that `arguments` say.
-        order: for each slot the operand's place among the inputs.
-    """
-
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    text: str
-    order: tuple[int, ...]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]  # with slots for operands, without in-place flags
+    text: str  # all that `arguments` say
+    order: tuple[int, ...]  # for each slot the operand's place among the inputs
 
 
 def canonical_form(operation: Operation) -> CanonicalForm:

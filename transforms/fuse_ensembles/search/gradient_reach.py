@@ -16,10 +16,7 @@ __all__ = ["GradientReach", "differentiable_outputs", "used_by"]
 
 
 def differentiable_outputs(inlined: InlinedGraph) -> dict[Operation, int]:
-    """Return for each operation a bit mask of the module's output leaves that it can receive gradients from.
-
-    A call that is not understood is taken to pass gradients on.
-    """
+    """Return for each operation a bit mask of the output leaves that it may receive gradients from."""
     reach: dict[Operation, int] = {}
     leaves = _output_leaves(inlined)
     for operation in reversed(inlined.operations):
@@ -78,13 +75,7 @@ def _paths(name: str) -> Iterator[str]:
 
 
 def used_by(program: Program, owner: str, names: Collection[str]) -> str | None:
-    """Return which module outside of `owner` calls a part of it, or reads a tensor, that concerns these parameters.
-
-    Args:
-        program: the model.
-        owner: the qualified name of a module; of what runs under a context only the members' own graphs count as parts.
-        names: of parameters, qualified from `owner`.
-    """
+    """Return what outside of `owner` calls a part of it, or reads a tensor, that concerns these parameters of it."""
     borrowers, holder = program.analyses[_Borrowers].regions, holder_of(program.model, owner)
     if not owner and not borrowers:
         return None

@@ -15,21 +15,13 @@ __all__ = ["Join", "find_joins"]
 
 @dataclass(frozen=True)
 class Join:
-    """One operation, or chain of them, that consumes every member of a pack exactly once.
+    """One operation, or chain of them, that consumes every member of a pack exactly once."""
 
-    Attributes:
-        kind: `stack` or `cat` along `dim`, or `sum` over the members.
-        root: the operation whose value the join gives.
-        removed: the operations that the join replaces, the root among them.
-        dim: of a stack or cat, as the user wrote it.
-        addends: of a sum, what else is added: tensors as operations, all members of another pack as that pack, numbers.
-    """
-
-    kind: Literal["stack", "cat", "sum"]
-    root: Operation
-    removed: tuple[Operation, ...]
-    dim: int = 0
-    addends: tuple[Any, ...] = ()
+    kind: Literal["stack", "cat", "sum"]  # `stack` or `cat` along `dim`, or `sum` over the members
+    root: Operation  # the operation whose value the join gives
+    removed: tuple[Operation, ...]  # the operations that the join replaces, the root among them
+    dim: int = 0  # of a stack or cat, as the user wrote it
+    addends: tuple[Any, ...] = ()  # of a sum: what else is added; whole packs as such
 
 
 def find_joins(ensemble: Ensemble) -> dict[Pack, list[Join]]:
@@ -62,10 +54,9 @@ def _list_join(user: Operation, pack: Pack) -> Join | None:
 
 
 def _sum_chain(pack: Pack, kept: Collection[Operation], packs: Sequence[Pack]) -> Join | None:
-    """Return the sum whose addends include each member once, found by climbing the additions from the members.
+    """Return the sum whose addends include each member once.
 
-    Only additions on the way from a member to the sum are taken apart: others may mean something else, as those of
-    booleans do, and those in `kept` are not to be.
+    Other additions than those on the way to it may mean something else, as those of booleans do.
     """
     inner: dict[Operation, None] = {}
     for member in pack.members:

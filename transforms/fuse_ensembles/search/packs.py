@@ -64,32 +64,18 @@ class Gathered:
 
 @dataclass(eq=False)
 class Pack:
-    """Isomorphic, independent operations, one for each member and in member order.
+    """Isomorphic, independent operations, one for each member and in member order."""
 
-    Attributes:
-        operator: the canonical operator that each computes.
-        members: the operations.
-        arguments: positional and keyword arguments with a `Slot` for each tensor operand.
-        operands: what fills each slot.
-        operand_ranks: for each slot what decides its number of dimensions, which may differ from call to call; nothing
-            where it has one at the most.
-        dimensional: the slots of which each member is known to have one dimension at the least.
-        function: what computes it, as `operators.resolve` finds it; of a module call "".
-        result: whether a batched call gives one stacked tensor, several of them, or one value common to all members.
-        state: of a module call, the names of the tensors and flags that the last operands stand for.
-        module: of a module call, the first member's module, to read its options from.
-    """
-
-    operator: str
-    members: tuple[Operation, ...]
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    operands: tuple[Operand, ...]
-    operand_ranks: tuple[frozenset[object], ...]
-    dimensional: frozenset[int]
-    function: str = ""
+    operator: str  # the canonical operator that each computes
+    members: tuple[Operation, ...]  # the operations
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]  # with a `Slot` for each operand
+    operands: tuple[Operand, ...]  # what fills each slot
+    operand_ranks: tuple[frozenset[object], ...]  # by slot, what decides its number of dimensions
+    dimensional: frozenset[int]  # the slots of which each member is known to have one dimension at the least
+    function: str = ""  # what computes it, as `operators.resolve` finds it; of a module call ""
     result: Literal["stacked", "several", "common"] = "stacked"
-    state: tuple[str, ...] = ()
-    module: nn.Module | None = None
+    state: tuple[str, ...] = ()  # of a module call, the names of the tensors and flags that the last operands stand for
+    module: nn.Module | None = None  # of a module call, the first member's module, to read its options from
 
     @property
     def options(self) -> Mapping[str, Any]:

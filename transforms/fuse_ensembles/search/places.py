@@ -24,17 +24,11 @@ __all__ = ["Place", "places_of", "present_cases", "rewritten_specializations"]
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """An ensemble in one graph of its owner, and in one mode.
+    """An ensemble in one graph of its owner, and in one mode."""
 
-    Attributes:
-        case: which graph and mode.
-        inlined: of that graph in that mode.
-        ensemble: the members as they are there.
-    """
-
-    case: Case
-    inlined: InlinedGraph
-    ensemble: Ensemble
+    case: Case  # which graph and mode
+    inlined: InlinedGraph  # of that graph in that mode
+    ensemble: Ensemble  # the members as they are there
 
     @property
     def assumed(self) -> tuple[Guard, ...]:
@@ -75,11 +69,7 @@ def present_cases(program: Program, owner: str) -> list[Case]:
 
 
 def places_of(ensemble: Ensemble, case: Case, program: Program, owner: str) -> list[Place]:
-    """Return where an ensemble that was found in one graph is computed in all graphs of its owner and in both modes.
-
-    Raises:
-        MatchFailure: if some graph computes with its parameters otherwise.
-    """
+    """Return where an ensemble is computed in all graphs of its owner and in both modes; raise where one differs."""
     places = [Place(case, inlined_graph(program, owner, case.specialization, flipped=case.flipped), ensemble)]
     for other in cases_of(program, owner):
         if other == case or _is_covered(other, places):
@@ -98,10 +88,9 @@ def places_of(ensemble: Ensemble, case: Case, program: Program, owner: str) -> l
 def rewritten_specializations(
     rows: Sequence[Sequence[Place]], graphs: Sequence[fx.Graph], before: Sequence[Specialization]
 ) -> tuple[list[Specialization], list[int]]:
-    """Return all graphs of a owner, some of them rewritten, and the numbers of those they were made from.
+    """Return all graphs of an owner, those of `rows` rewritten, and the numbers of those they were made from.
 
-    A row holds the places of all ensembles that were rewritten in one graph and mode; `graphs` has the graph of each.
-    Numbers stay what they are, for other sites of the same owner; where one graph becomes two, the second comes last.
+    Numbers stay; where one graph becomes two, the second comes last.
     """
     replaced = {row[0].case.specialization for row in rows}
     specializations = [
