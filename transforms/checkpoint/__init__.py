@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .checkpointing import Checkpoint
+from .checkpoint import Checkpoint
 
 __all__ = ["Checkpoint"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .replicas import Ddp
+from .ddp import Ddp
 
 __all__ = ["Ddp"]

@@ -19,7 +19,7 @@ from ...passes.timing import forward_seconds
 from ...runtime.graphs import Region, Specialization, required_capture
 from ...runtime.values import keep, qualified
 from ...tracing.program import Program, is_called
-from .writing import Flat, flattened, is_written_out
+from .write import Flat, flattened, is_written_out
 
 __all__ = ["FlattenCalls"]
 

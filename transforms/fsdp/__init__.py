@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .sharding import Fsdp
+from .fsdp import Fsdp
 
 __all__ = ["Fsdp"]

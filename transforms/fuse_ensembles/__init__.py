@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .fusion import FuseEnsembles, Lowering
+from .fuse_ensembles import FuseEnsembles, Lowering
 from .lowerings import BatchingRule
 
 __all__ = ["BatchingRule", "FuseEnsembles", "Lowering"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .fusion import FuseExperts, Lowering
+from .fuse_experts import FuseExperts, Lowering
 
 __all__ = ["FuseExperts", "Lowering"]

@@ -15,7 +15,7 @@ from ...operators import canonical_name
 from ...runtime.values import tensors_in
 from .members import Source, operands
 
-__all__ = ["Joined", "Loop", "Round", "draws", "dropping_module", "find_loop", "is_dropout"]
+__all__ = ["Loop", "Round", "draws", "dropping_module", "find_loop", "is_dropout"]
 
 _TRAINS_BY_DEFAULT = {"dropout": True, "alpha_dropout": False}
 """Functions that drop elements -> what they take the mode for where a call does not say it."""

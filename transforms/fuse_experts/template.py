@@ -18,7 +18,7 @@ from ...runtime.values import all_tensors
 from .members import Items, Slices, Source, operands
 from .rounds import Loop, Round, draws, is_dropout
 
-__all__ = ["Layer", "Template", "description", "template_of"]
+__all__ = ["Template", "description", "template_of"]
 
 _ALONG = {"chunk": 2, "split": 2, "softmax": 1, "log_softmax": 1, "glu": 1, "cat": 1}
 """Operations along one dimension, and which argument says it."""

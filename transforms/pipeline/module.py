@@ -9,19 +9,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, distributed, fx, nn
 
+from ...compat import modules_by_name
 from ...errors import FxoptError, UsageError
+from ...layers.sync_batch_norm import BATCH_NORMS
 from ...runtime.values import map_tensors, tensors_within
 from ...tracing.examples import Inputs, normalize_inputs
 from ...tracing.isolation import preserved
-from .batches import divided, divided_target, rows_of
-from .exchange import Forms, Relay
 from .layout import Layout
-from .norms import check_norms
-from .part import Part
-from .placement import Placement
-from .running import Feed, StageModule, Ways
+from .part import Part, Placement
+from .running import Feed, Forms, Relay, StageModule, Ways
 
-__all__ = ["PipelineModule", "Schedule"]
+__all__ = ["PipelineModule", "Schedule", "check_norms", "divided", "rows_of"]
+
 
 Schedule = Literal["1f1b", "gpipe", "interleaved"]
 """The order of forwards and backwards; classes of `torch.distributed.pipelining` run them."""
@@ -223,3 +222,54 @@ def _one_call(batch: object) -> Inputs:
     if len(calls) != 1:
         raise UsageError("step takes one batch: a tuple (positional), a dict (keywords), fxopt.Inputs or a tensor")
     return calls[0]
+
+
+def rows_of(call: Inputs) -> int:
+    """Return the batch size, the first dimension of the first tensor; UsageError where there is none."""
+    tensors = (tensor for tensor in tensors_within((call.args, call.kwargs)) if tensor.ndim)
+    first = next(tensors, None)
+    if first is None:
+        raise UsageError("the batch holds no tensor with rows, so it cannot be divided into microbatches")
+    return first.shape[0]
+
+
+def divided(call: Inputs, count: int) -> list[Inputs]:
+    """Return the microbatches of a batch; what has other rows goes to each. UsageError: it does not divide."""
+    rows = rows_of(call)
+    if rows % count:
+        raise UsageError(
+            f"a batch of {rows} rows does not divide into {count} microbatches: give a multiple of {count} rows "
+            "(drop_last=True in the DataLoader), or another number of microbatches to the pass"
+        )
+    return [
+        Inputs(*_slice(call.args, rows, number, count), **_slice(call.kwargs, rows, number, count))
+        for number in range(count)
+    ]
+
+
+def divided_target(target: Any, rows: int, count: int) -> Sequence[Any]:
+    """Return the microbatches of a target; UsageError where it has other rows than the batch."""
+    for tensor in tensors_within(target):
+        if tensor.ndim and tensor.shape[0] != rows:
+            raise UsageError(f"the target has {tensor.shape[0]} rows, the batch {rows}; give one row of it for each")
+    return [_slice(target, rows, number, count) for number in range(count)]
+
+
+def _slice(value: Any, rows: int, number: int, count: int) -> Any:
+    size = rows // count
+
+    def part(tensor: Tensor) -> Tensor:
+        has_rows = tensor.ndim and tensor.shape[0] == rows
+        return tensor[number * size : (number + 1) * size] if has_rows else tensor
+
+    return map_tensors(part, value)
+
+
+def check_norms(model: nn.Module) -> None:
+    """Raise UsageError where a batch norm computes statistics: they would be of microbatches."""
+    for name, module in modules_by_name(model).items():
+        if isinstance(module, BATCH_NORMS) and (module.training or not module.track_running_stats):
+            raise UsageError(
+                f"'{name}' is a {type(module).__name__} in training, and a pipeline would give it statistics of "
+                "microbatches: freeze it (.eval() after every model.train()), or use GroupNorm"
+            )

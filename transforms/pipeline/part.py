@@ -1,18 +1,150 @@
-"""One rank's part of a model as a module of its own: its registers, its state, and what is on other ranks."""
+"""One rank's part of a model as a module of its own, and which tensors stay on which rank."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from ...compat import own_buffers, own_children, own_parameters
-from ...runtime.state import InParts
-from .placement import Placement
+from ...compat import all_modules, own_buffers, own_children, own_parameters, own_tensor, submodule
+from ...errors import StateError
+from ...runtime.state import STATE_MAP, VIEWS, InParts, StateMap, StateStep
+from ...runtime.values import all_tensors
+from .layout import Layout
 
-__all__ = ["Part"]
+__all__ = ["Part", "Placement"]
+
+
+class Elsewhere(nn.Module):
+    """Stand for a module that is on another rank."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to run."""
+        raise StateError(f"this module is on stage {self.stage}, on another rank; call the whole model, on every rank")
+
+    def extra_repr(self) -> str:
+        """Name the stage."""
+        return f"stage={self.stage}"
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that several ranks hold."""
+
+    parameter: nn.Parameter  # this rank's
+    group: Any  # of the ranks that hold it
+    is_first: bool  # whether this rank is the first of them
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This rank's share of a model."""
+
+    own: tuple[int, ...]  # its stages
+    stages_of: Mapping[int, Collection[int]]  # id of a tensor -> the stages that need it
+    called: Mapping[nn.Module, Collection[int]]  # module that is called -> by which stages
+    tied: tuple[Tied, ...]  # the parameters that other ranks hold, too
+
+    @classmethod
+    def of(cls, model: nn.Module, layouts: Sequence[Layout]) -> Placement:
+        """Return this rank's share; every rank calls this."""
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        stages_of: dict[int, set[int]] = {}
+        called: dict[nn.Module, set[int]] = {}
+        for layout in layouts:
+            for stage, tensors in layout.tensors(model).items():
+                for key in tensors:
+                    stages_of.setdefault(key, set()).add(stage)
+            for module, stages in layout.called(model).items():
+                called.setdefault(module, set()).update(stages)
+        everything = all_tensors(all_modules(model))
+        for tensor in everything:
+            stages_of.setdefault(id(tensor), {0})  # nothing reads it, but checkpoints have it
+        shared = {
+            parameter: tuple(sorted({stage % size for stage in stages_of[id(parameter)]}))
+            for parameter in everything
+            if isinstance(parameter, nn.Parameter)
+        }
+        shared = {parameter: ranks for parameter, ranks in shared.items() if len(ranks) > 1}
+        groups: dict[tuple[int, ...], Any] = {
+            ranks: distributed.new_group(list(ranks)) for ranks in sorted(set(shared.values()))
+        }
+        tied = tuple(Tied(p, groups[ranks], ranks[0] == rank) for p, ranks in shared.items() if rank in ranks)
+        for parameter, ranks in shared.items():
+            if rank in ranks:
+                distributed.broadcast(parameter.detach(), src=ranks[0], group=groups[ranks])
+        return cls(tuple(range(rank, len(layouts[0].parts), size)), stages_of, called, tied)
+
+    def free(self, model: nn.Module) -> None:
+        """Take out of a model what no stage of this rank needs."""
+        needed = {module: self._stages(module) for module in all_modules(model)}
+        for module in needed:
+            for registry in (own_parameters(module), own_buffers(module)):
+                for name, tensor in registry.items():
+                    if tensor is not None and not self._is_own(self.stages_of[id(tensor)]):
+                        registry[name] = None
+            for name, child in own_children(module).items():
+                if child is not None and needed.get(child) and not self._is_own(needed[child]):
+                    own_children(module).update({name: Elsewhere(min(needed[child]))})
+        for module in needed:
+            if STATE_MAP in vars(module):
+                vars(module)[STATE_MAP] = _of_this_rank(module, vars(module)[STATE_MAP])
+
+    def _stages(self, module: nn.Module) -> set[int]:
+        """Return the stages that need a module, or anything in it."""
+        inside = all_modules(module)
+        views: list[Any] = [view for each in inside for view in vars(each).get(VIEWS, {}).values()]
+        calls = {stage for each in inside for stage in self.called.get(each, ())}
+        tensors = [*all_tensors(inside), *(view.stacked for view in views)]
+        return calls | {stage for tensor in tensors for stage in self.stages_of[id(tensor)]}
+
+    def _is_own(self, stages: Collection[int]) -> bool:
+        return any(stage in self.own for stage in stages)
+
+    @contextmanager
+    def synchronised(self) -> Generator[None]:
+        """Add up, on leaving, the gradients that the ranks have made meanwhile of the parameters that they share."""
+        trained = [tied for tied in self.tied if tied.parameter.requires_grad]
+        before = [tied.parameter.grad for tied in trained]
+        for tied in trained:
+            tied.parameter.grad = None
+        yield
+        for tied, earlier in zip(trained, before, strict=True):
+            made = tied.parameter.grad
+            gradient = torch.zeros_like(tied.parameter) if made is None else made
+            distributed.all_reduce(gradient, group=tied.group)
+            tied.parameter.grad = gradient if earlier is None else earlier.add_(gradient)
+
+    def counted(self, parameters: Collection[nn.Parameter]) -> list[Tensor]:
+        """Return the gradients of some parameters; of those that several ranks hold, the first one's."""
+        others = {id(tied.parameter) for tied in self.tied if not tied.is_first}
+        return [p.grad for p in parameters if p.grad is not None and id(p) not in others]
+
+
+def _of_this_rank(module: nn.Module, state_map: StateMap) -> StateMap:
+    """Return a module's map without the steps whose tensors are elsewhere."""
+    gone = {name for name in state_map.targets if not _has(module, name)}
+    steps: list[StateStep] = []
+    for step in reversed(state_map.steps):
+        if gone.issuperset(step.targets):
+            gone.update(step.sources)
+        else:
+            steps.append(step)
+    return replace(state_map, steps=tuple(reversed(steps)))
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    path, _, last = name.rpartition(".")
+    holder = submodule(module, path)
+    return holder is not None and own_tensor(holder, last) is not None
 
 
 class Part(InParts):

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .parallel import TensorParallel
+from .tensor_parallel import TensorParallel
 
 __all__ = ["TensorParallel"]

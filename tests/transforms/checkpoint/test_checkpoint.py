@@ -29,8 +29,7 @@ from fxopt.runtime.graphs import WrappedRegion
 from fxopt.tracing.examples import normalize_inputs
 from fxopt.tracing.program import Program
 from fxopt.transforms.checkpoint import Checkpoint, forward, recomputation
-from fxopt.transforms.checkpoint.choices import Choices, choices
-from fxopt.transforms.checkpoint.spans import Search
+from fxopt.transforms.checkpoint.find import Choices, Search, choices
 
 Made = tuple[nn.Module, Tensor]
 

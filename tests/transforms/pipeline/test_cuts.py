@@ -16,10 +16,10 @@ from fxopt.errors import MatchFailure
 from fxopt.passes.pipeline import parse
 from fxopt.transforms.pipeline import Pipeline
 from fxopt.transforms.pipeline.cuts import BALANCE, Line, Stages
+from fxopt.transforms.pipeline.find import Found, find_stages
 from fxopt.transforms.pipeline.layout import Layout
 from fxopt.transforms.pipeline.opening import why_closed
-from fxopt.transforms.pipeline.search import Found, find_stages
-from fxopt.transforms.pipeline.trial_step import run_trial_step
+from fxopt.transforms.pipeline.pipeline import run_trial_step
 
 
 def line(costs: list[float], crossing: list[int | None]) -> Line:

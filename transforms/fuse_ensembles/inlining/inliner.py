@@ -22,7 +22,7 @@ from .checks import write_checks
 from .dataflow import InlinedGraph, Operation, operations_in
 from .mode_guards import child_guard, is_passed_on
 
-__all__ = ["InlinedGraphs", "inlined_graph"]
+__all__ = ["inlined_graph"]
 
 _Way = tuple[InlinedGraph, Sequence[Any], Sequence[Guard]]
 """How a call is inlined: what is inserted, what its placeholders receive, and the conditions that are passed on."""

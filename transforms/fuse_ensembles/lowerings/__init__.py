@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from .batching_rules import BatchingRule
-from .leaving import leaving_units
 from .rebuilding import Unit, Writer, rebuild
 from .table import Lowering, LoweringRule, lowerings_for, rule_called
-from .task import Task
+from .units import Task, leaving_units
 
 __all__ = [
     "BatchingRule",

@@ -14,9 +14,8 @@ from ....layers.vectorized import VectorizedMembers
 from ....operators import function_of, operator_info
 from ..search import Operand, Pack, Parameters, Shared, is_stacked
 from .batching_rules import filled, write_layer
-from .operands import keys_of, members_dims, order_of, stacked, template_of
 from .rebuilding import Unit, Writer
-from .task import Task
+from .units import Task, keys_of, members_dims, order_of, stacked, template_of
 
 __all__ = ["Packwise"]
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from torch.fx.node import Argument
 
 from ..search import Ensemble, Operand, Pack, Parameters, is_stacked
-from .operands import keys_of, order_of, stacked
 from .packwise import Packwise
 from .rebuilding import Unit, Writer
-from .task import Task
+from .units import Task, keys_of, order_of, stacked
 
 __all__ = ["Perceptrons", "has_perceptrons"]
 

@@ -13,10 +13,10 @@ from ..search import Ensemble
 from .packwise import Packwise
 from .perceptrons import Perceptrons, has_perceptrons
 from .rebuilding import Unit
-from .task import Task
+from .units import Task
 from .vmap import vmapped
 
-__all__ = ["LOWERINGS", "Lowering", "LoweringRule", "lowerings_for", "rule_called"]
+__all__ = ["Lowering", "LoweringRule", "lowerings_for", "rule_called"]
 
 
 class Lowering(enum.Enum):

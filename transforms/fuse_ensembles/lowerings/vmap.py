@@ -15,9 +15,8 @@ from ....layers.vectorized import VectorizedMembers, graph_of_member
 from ....operators import function_of, operator_info
 from ..search import Ensemble, Operand, Pack
 from .batching_rules import call, filled
-from .operands import keys_of, members_dims, order_of, stacked, template_of
 from .rebuilding import Unit, Writer
-from .task import Task
+from .units import Task, keys_of, members_dims, order_of, stacked, template_of
 
 __all__ = ["vmapped"]
 

@@ -13,7 +13,6 @@ from ....runtime.values import map_leaves
 from ..inlining import Operation
 
 __all__ = [
-    "CanonicalForm",
     "canonical_form",
     "gives_new_value",
     "may_share_memory",

@@ -12,7 +12,7 @@ from ....runtime.state import holder_of
 from ....tracing.program import Program
 from ..inlining import InlinedGraph, Operation
 
-__all__ = ["GradientReach", "differentiable_outputs", "used_by"]
+__all__ = ["GradientReach", "used_by"]
 
 
 def differentiable_outputs(inlined: InlinedGraph) -> dict[Operation, int]:

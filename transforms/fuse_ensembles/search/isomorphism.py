@@ -22,11 +22,24 @@ from ....operators import function_path, operator_info
 from ....tracing.program import Program
 from ..inlining import InlinedGraph, Operation, inlined_graph, module_signature, state_names
 from .canonicalization import canonical_form, packable
-from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, is_stacked
-from .picks import is_one_of_several_places, selected, selection
-from .ranks import dimensional_slots, operand_ranks
+from .packs import (
+    Ensemble,
+    Flags,
+    Gathered,
+    Operand,
+    Pack,
+    Parameters,
+    Selected,
+    Shared,
+    dimensional_slots,
+    is_one_of_several_places,
+    is_stacked,
+    operand_ranks,
+    selected,
+    selection,
+)
 
-__all__ = ["Ensembles", "find_ensembles"]
+__all__ = ["find_ensembles"]
 
 _SIZES = frozenset(("shape", "size", "dim", "numel", "len"))
 _NUMBER = re.compile(r"\d+")

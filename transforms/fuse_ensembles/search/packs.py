@@ -1,11 +1,12 @@
-"""What a batched operation would stand for: packs of isomorphic operations, and the ensembles that packs make up."""
+"""What a batched operation would stand for: packs of isomorphic operations, and the ensembles that they make up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+import torch
 from torch import nn
 
 from ....compat import submodule
@@ -22,7 +23,12 @@ __all__ = [
     "Selected",
     "Shared",
     "attribute",
+    "dimensional_slots",
+    "is_one_of_several_places",
     "is_stacked",
+    "operand_ranks",
+    "selected",
+    "selection",
 ]
 
 
@@ -138,3 +144,108 @@ def attribute(owner: nn.Module, name: str) -> object:
     """Return the attribute that a dotted name means, or None."""
     path, _, last = name.rpartition(".")
     return getattr(submodule(owner, path), last, None)
+
+
+def selected(operation: Operation) -> tuple[Operation, int, int] | None:
+    """Return (source, dim, index) where `operation` is `source[..., index, ...]` with full slices elsewhere."""
+    if operation.operator != "getitem" or len(operation.args) != 2 or not isinstance(operation.args[0], Operation):
+        return None
+    index = operation.args[1]
+    parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
+    places = [i for i, part in enumerate(parts) if isinstance(part, int) and not isinstance(part, bool)]
+    others = [part for part in parts if not isinstance(part, int)]
+    if len(places) != 1 or not _keeps_everything(others) or not _is_tensor(operation.args[0]):
+        return None
+    if others and others[0] is Ellipsis:
+        return (operation.args[0], places[0] - len(parts), parts[places[0]])
+    return operation.args[0], places[0], parts[places[0]]
+
+
+def is_one_of_several_places(operation: Operation) -> bool:
+    """Say whether a member picks its own place from an attribute of which other places are picked, too."""
+    picked = selected(operation)
+    if picked is None or picked[0].kind != "get_attr":
+        return False
+    others = (selected(user) for user in picked[0].users)
+    return any(other is not None and other[2] != picked[2] for other in others)
+
+
+def _keeps_everything(parts: Sequence[object]) -> bool:
+    if any(part is Ellipsis for part in parts):
+        return len(parts) == 1
+    return all(part == slice(None) for part in parts)
+
+
+def _is_tensor(operation: Operation) -> bool:
+    return operation.kind == "get_attr" or hasattr(operation.example, "dtype")
+
+
+def selection(column: Sequence[Operation]) -> Selected | None:
+    """Return the tensor of which the members pick the places 0, 1, ... in order, or None."""
+    picks = [selected(operand) for operand in column]
+    first = picks[0]
+    if first is None or any(pick != (first[0], first[1], i) for i, pick in enumerate(picks)):
+        return None
+    return Selected(first[0], first[1])
+
+
+def operand_ranks(operand: Operand, owner: nn.Module) -> frozenset[object]:
+    """Return what decides an operand's number of dimensions; nothing where it has one at the most."""
+    match operand:
+        case Pack():
+            return operand.ranks if operand.result == "stacked" else frozenset[object]()
+        case Shared() if _is_flat(operand.operation.example) or _is_flat_attribute(operand.operation, owner):
+            return frozenset()
+        case Parameters() if _is_flat(attribute(owner, operand.names[0])):
+            return frozenset()
+        case Selected():
+            return frozenset((Selected(operand.source, 0),))
+        case _:
+            return frozenset((operand,))
+
+
+def dimensional_slots(operands: Sequence[Operand], owner: nn.Module) -> frozenset[int]:
+    """Return the positions of stacked operands of which each member has one dimension at the least, at every call."""
+    return frozenset(slot for slot, operand in enumerate(operands) if _has_dimensions(operand, owner))
+
+
+def _has_dimensions(operand: Operand, owner: nn.Module) -> bool:
+    if isinstance(operand, Parameters):
+        tensor = attribute(owner, operand.names[0])
+        return isinstance(tensor, torch.Tensor) and tensor.dim() > 0
+    if not isinstance(operand, Pack):
+        return False
+    if operator_info(operand.operator).elementwise:
+        return bool(operand.dimensional)
+    return _gives_dimensions(operand) or _keeps_dimensions(operand)
+
+
+def _gives_dimensions(pack: Pack) -> bool:
+    """Say whether results have one dimension at the least, whatever is read; of modules only such ones are packed."""
+    return pack.operator in ("module", "recurrent") or operator_info(pack.operator).has_dimensions
+
+
+def _keeps_dimensions(pack: Pack) -> bool:
+    """Say whether an operator keeps dimensions of its first operand, or is told how many to give."""
+    args, _ = pack.arguments
+    if pack.operator in ("view", "reshape", "expand"):
+        sizes: tuple[Any, ...] = args[1:]
+        if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+            return len(cast("Sequence[Any]", sizes[0])) > 0
+        return len(sizes) > 1
+    if pack.operator == "getitem":
+        index = args[1]
+        parts = cast("tuple[object, ...]", index if isinstance(index, tuple) else (index,))
+        source = pack.operands[0]
+        several = isinstance(source, Pack) and source.result == "several" and _gives_dimensions(source)
+        return several or any(part is None or isinstance(part, slice) for part in parts)
+    return operator_info(pack.operator).keeps_rank and pack.has_dimensions(0)
+
+
+def _is_flat(value: object) -> bool:
+    """Say whether a value is a number, or a parameter or buffer with one dimension at the most."""
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() <= 1)
+
+
+def _is_flat_attribute(operation: Operation, owner: nn.Module) -> bool:
+    return operation.kind == "get_attr" and _is_flat(attribute(owner, str(operation.target)))

@@ -18,10 +18,10 @@ from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...passes.verification import TensorOwners
 from ...runtime.values import qualified, user_class
 from ...tracing.program import Program
-from .finding import find_mixtures, mixture_at
+from .find import find_mixtures, mixture_at
 from .members import Items
 from .mixtures import Mixture, members_of
-from .writing import tensor_names, write
+from .write import tensor_names, write
 
 __all__ = ["FuseExperts", "Lowering"]
 

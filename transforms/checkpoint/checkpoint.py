@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...compat import all_modules
-from ...errors import BudgetError
+from ...errors import BudgetError, UsageError
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...runtime.graphs import WrappedRegion
 from ...storage import byte_text
 from ...tracing.program import Program
-from .budget import limit_of
-from .choices import Choice, Choices, choices
+from .find import Choice, Choices, Stretch, choices
 from .recomputation import Recomputation, counts
-from .spans import Stretch
 
 __all__ = ["Checkpoint"]
 
@@ -119,3 +118,22 @@ def _site(program: Program, stretch: Stretch) -> Site:
     count = "1 node" if len(units) == 1 else f"{len(units)} nodes"
     how = ", with its matrix products" if region.selective else ""
     return Site(program, units[0].owner, nodes, units[0].specialization, detail=f"{count}: {detail}{how}", data=data)
+
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]+)\s*")
+
+
+def limit_of(budget: float | str, saved: int) -> float:
+    """Return how many bytes a budget allows: a share of `saved`, or text with a unit; UsageError if it is neither."""
+    if isinstance(budget, str):
+        parts = _BYTES.fullmatch(budget)
+        unit = _UNITS.get(parts[2].lower()) if parts else None
+        if parts is not None and unit is not None:
+            return float(parts[1]) * unit
+    elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0 <= budget <= 1:
+        return budget * saved
+    raise UsageError(
+        f"pass 'checkpoint': budget={budget!r}; give a share of what the model saves, from 0 to 1, or bytes with a "
+        "unit, such as 2GiB or 512MiB"
+    )

@@ -11,7 +11,7 @@ from torch import distributed, nn
 from ...passes.contract import Pass, device_type, mesh_of_same_weights, require_process_group
 from ...passes.sites import Goal, Phase, Refusal, Site
 from ...tracing.program import Program
-from .blocks import Blocks, is_conv1d
+from .find import Blocks, is_conv1d
 
 __all__ = ["TensorParallel"]
 
@@ -49,7 +49,7 @@ class TensorParallel(Pass):
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         from torch.distributed.tensor.parallel import parallelize_module
 
-        from .styles import column_style, row_style
+        from .write import column_style, row_style
 
         mesh = mesh_of_same_weights(model, self.name)
         plan = {

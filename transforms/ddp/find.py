@@ -1,17 +1,21 @@
-"""What the example calls show of a training step: which parameters get gradients, which buffers a forward writes."""
+"""What example calls and graphs show of a training step: which parameters it uses, which buffers it writes."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ...errors import one_line
 from ...layers.sync_batch_norm import SyncBatchNorm
+from ...operators import operator_info
 from ...passes.verification import is_on_meta
+from ...runtime.graphs import Specialization
+from ...runtime.guards import require
 from ...runtime.state import copied_module
 from ...runtime.values import RandomState, tensors_in
 from ...tracing.examples import Inputs
@@ -19,7 +23,7 @@ from ...tracing.isolation import in_phase
 from ...tracing.program import Program
 from ...tracing.recording import copy_inputs
 
-__all__ = ["TrialStep", "run_trial_step"]
+__all__ = ["TrialStep", "branching", "run_trial_step"]
 
 
 @dataclass(frozen=True)
@@ -79,3 +83,48 @@ def _sum(tensors: Iterable[Tensor]) -> Tensor | None:
     """Return something that every result with a gradient goes into."""
     sums = [tensor.abs().sum().double() for tensor in tensors if tensor.requires_grad]
     return torch.stack(sums).sum() if sums else None
+
+
+def branching(program: Program) -> str | None:
+    """Return a module that may use other parameters in another step, or None: its graphs for training differ, or draw.
+
+    Of one without a graph nothing is known, save that it uses its own parameters.
+    """
+    for name in program.opaque:
+        if _has_trained_children(program.module(name)):
+            return name or "(root)"
+    for name, capture in program.captures.items():
+        training = [each for each in capture.specializations if not _is_for_evaluation(each, program.module(name))]
+        if len(set(map(_used, training))) > 1 or any(map(_decides_at_random, training)):
+            return name or "(root)"
+    return None
+
+
+def _has_trained_children(module: nn.Module) -> bool:
+    return any(p.requires_grad for child in module.children() for p in child.parameters())
+
+
+def _used(specialization: Specialization) -> frozenset[str]:
+    return frozenset(str(n.target) for n in specialization.graph.nodes if n.op in ("call_module", "get_attr"))
+
+
+def _decides_at_random(specialization: Specialization) -> bool:
+    decided = (node.args[0] for node in specialization.graph.nodes if node.target is require)
+    return any(isinstance(value, fx.Node) and _is_drawn(value) for value in decided)
+
+
+def _is_drawn(decided: fx.Node) -> bool:
+    """Say whether a decision hangs on a number that is drawn; none is less than 0, the share of layers to drop."""
+    seen, pending = {decided}, [decided]
+    for node in pending:
+        if node.target is operator.lt and node.args[1] == 0:
+            continue
+        if not node.all_input_nodes and operator_info(getattr(node.target, "__name__", None)).random:
+            return True
+        pending += [source for source in node.all_input_nodes if source not in seen]
+        seen.update(node.all_input_nodes)
+    return False
+
+
+def _is_for_evaluation(specialization: Specialization, module: nn.Module) -> bool:
+    return specialization.runs_in_mode(module, flipped=module.training)

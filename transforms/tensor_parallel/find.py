@@ -16,8 +16,7 @@ from ...runtime.graphs import Specialization, capture_of, specializations_of
 from ...runtime.guards import Argument, reader
 from ...runtime.values import qualified, user_class
 from ...tracing.program import Program
-from .rules import Call, result_of
-from .values import Block, Part, PartSize, Stop, parts_in
+from .rules import Block, Call, Part, PartSize, Stop, parts_in, result_of
 
 __all__ = ["Blocks", "is_conv1d"]
 

@@ -1,10 +1,10 @@
-"""Which parts of a forward may be run again: stretches of the nodes of one graph."""
+"""Which parts of a forward may be run again, and the sets of them worth choosing from, from fastest to smallest."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -15,11 +15,14 @@ from ...runtime.graphs import capture_of
 from ...runtime.guards import require
 from ...runtime.values import is_leaf, qualified, user_class
 from ...tracing.program import Program
-from .forward import Forward, Unit
-from .problem import Problem, Region
+from .forward import Forward, Unit, traced_forward
+from .orders import as_run, reordered
+from .problem import Problem, Region, Schedule
 from .recomputation import counts
+from .solver import front, frontier
 
-__all__ = ["Search", "Stretch"]
+__all__ = ["Choice", "Choices", "Search", "Stretch", "choices"]
+
 
 _PLACES = 40
 """Of one graph so many places, those that the least memory crosses, may be where a region begins or ends."""
@@ -164,3 +167,56 @@ def _name(node: fx.Node, program: Program, owner: str) -> str | None:
 def _is_ours(node: fx.Node) -> bool:
     """Say whether a node calls what a pass has put into the graph; what that writes is seen as it runs."""
     return str(getattr(node.target, "__module__", "")).startswith(_OURS)
+
+
+_OVERHEAD = 1e7
+"""Operations that take as long as entering a region, leaving it and entering it again: a fifth of a millisecond."""
+
+_MOST_SPANS = 600
+"""Up to so many possible regions are also looked for in another order of the steps."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Regions of a model."""
+
+    schedule: Schedule  # what is to be expected of them
+    stretches: tuple[Stretch, ...]  # the nodes of each
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a budget chooses from."""
+
+    problem: Problem  # the forward as it runs
+    frontier: Sequence[Choice]  # choices of less and less memory, each the cheapest known for its own
+    obstacles: Mapping[str, str]  # name of a node -> why it is in no region
+
+
+def choices(program: Program) -> Choices:
+    """Return the regions worth choosing from for the model's first example call."""
+    forward = traced_forward(program)
+    search = Search(program, forward)
+    found = search.stretches()
+    problem = forward.problem(list(found), _OVERHEAD)
+    known = [Choice(each, tuple(found[region] for region in each.regions)) for each in frontier(problem)]
+    if len(found) <= _MOST_SPANS:
+        known += _in_another_order(program, forward, search, problem)
+    schedules = {id(choice.schedule): choice for choice in known}
+    best = [schedules[id(schedule)] for schedule in front([choice.schedule for choice in known])]
+    return Choices(problem, best, search.obstacles)
+
+
+def _in_another_order(program: Program, forward: Forward, search: Search, problem: Problem) -> list[Choice]:
+    """Return what is found where each branch is finished before the next begins."""
+    moved, order = reordered(forward, search.repeats)
+    if order == sorted(order):
+        return []
+    found = Search(program, moved).stretches()
+    choices: list[Choice] = []
+    for schedule in frontier(replace(problem, steps=moved.steps, spans=list(found))):
+        regions = [(frozenset(order[each.start : each.stop]), each.selective) for each in schedule.regions]
+        expected = as_run(problem, regions)
+        if expected is not None:
+            choices.append(Choice(expected, tuple(found[region] for region in schedule.regions)))
+    return choices

@@ -15,8 +15,7 @@ from ...passes.contract import Pass, require_process_group
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...runtime.values import is_sharded
 from ...tracing.program import Program
-from .flow import branching
-from .trial_step import TrialStep, run_trial_step
+from .find import TrialStep, branching, run_trial_step
 
 __all__ = ["Ddp"]
 

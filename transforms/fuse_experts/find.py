@@ -16,9 +16,8 @@ from ...runtime.values import is_container, is_leaf, qualified, same_kind, tenso
 from ...tracing.examples import Untraceable
 from ...tracing.program import BY_DATA, Program, Unrolled, Unroller, unrolling
 from ...tracing.recording import Call
-from .decisions import check_decisions, check_loop
 from .members import Items, Source, family_of, find_sources
-from .mixtures import Mixture, routing_over, routings_to
+from .mixtures import Mixture, check_decisions, check_loop, routing_over, routings_to
 from .rounds import Loop, find_loop, is_dropout
 from .routing import routing_of
 from .template import description, template_of
