@@ -6,22 +6,35 @@ from .changes import UnnotedChange, only_reading
 from .edit import Edit
 from .effects import handed_out, has_effects, writes, written_values
 from .holding import asks_unchanged, hold_written_out, opened_by
-from .inlining import lasting_guards, obstacle_at, obstacle_to_inlining, unmet_guards
+from .inlining import (
+    Checks,
+    Opener,
+    bound,
+    lasting_guards,
+    obstacle_at,
+    obstacle_to_inlining,
+    received,
+    substituted,
+    unmet_guards,
+)
 from .matching import Found, Held, Place, call_in
 from .patterns import Match, Pattern, anything, either, module, operation
 from .snapshot import Snapshot
 
 __all__ = [
+    "Checks",
     "Edit",
     "Found",
     "Held",
     "Match",
+    "Opener",
     "Pattern",
     "Place",
     "Snapshot",
     "UnnotedChange",
     "anything",
     "asks_unchanged",
+    "bound",
     "call_in",
     "either",
     "handed_out",
@@ -34,6 +47,8 @@ __all__ = [
     "only_reading",
     "opened_by",
     "operation",
+    "received",
+    "substituted",
     "unmet_guards",
     "writes",
     "written_values",

@@ -1,9 +1,11 @@
-"""Which modules may be looked into from outside, and where a graph of theirs holds."""
+"""Look into modules from outside: which may be, where a graph of theirs holds, and their graphs written in as one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -11,14 +13,35 @@ from torch.nn.utils import parametrize
 
 from ...compat import all_modules, has_hooks
 from ...runtime.graphs import Capture, Specialization, WrappedRegion
-from ...runtime.guards import SELF, Argument, Attribute, Guard, Source, is_outside, is_switch
-from ...runtime.values import user_class
+from ...runtime.guards import (
+    SELF,
+    Argument,
+    Attribute,
+    Call,
+    Constant,
+    Equals,
+    Guard,
+    Item,
+    Known,
+    Method,
+    Source,
+    Truth,
+    is_outside,
+    is_switch,
+    require,
+)
+from ...runtime.values import map_leaves, user_class
 from ..sites import VOLATILE, is_volatile
 
 __all__ = [
+    "Checks",
+    "Opener",
+    "bound",
     "lasting_guards",
     "obstacle_at",
     "obstacle_to_inlining",
+    "received",
+    "substituted",
     "unmet_guard",
     "unmet_guards",
 ]
@@ -86,3 +109,140 @@ def _looks_inside(source: Source, module: nn.Module) -> bool:
         return False
     value = vars(module).get(source.name)
     return value is not None and not isinstance(value, torch.Tensor)
+
+
+# -- graphs of what is called, in the place of the calls -----------------------------------------------------------
+
+
+class Opener:
+    """Go through a graph and those of what it calls; a subclass says which are opened, and what becomes of other nodes.
+
+    What it makes of nodes are their values: nodes of a new graph, say. Items of structures of values are known.
+    """
+
+    def run(self, graph: fx.Graph, place: Any, inputs: Sequence[Any]) -> Any:
+        """Return what a graph gives of `inputs`; `place` says to the subclass where it is called."""
+        values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        for node in graph.nodes:
+            if node.op == "output":
+                return substituted(node.args[0], values)
+            if node.op != "placeholder":
+                values[node] = self.value(node, place, values)
+        return None
+
+    def value(self, node: fx.Node, place: Any, values: Mapping[fx.Node, Any]) -> Any:
+        """Return the value of a node, neither input nor output, given those of the nodes before."""
+        args, kwargs = substituted(node.args, values), substituted(node.kwargs, values)
+        if node.target is operator.getitem and _is_item(*args):
+            return args[0][args[1]]
+        if node.target is len and isinstance(args[0], (tuple, list, dict)):
+            return len(cast("Sequence[Any]", args[0]))
+        opened = self.opened(node, place, args, kwargs) if node.op == "call_module" else None
+        return self.made(node, place, args, kwargs) if opened is None else opened[0]
+
+    def opened(self, node: fx.Node, place: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+        """Return what a call gives of a module that is looked into, or None."""
+        raise NotImplementedError
+
+    def made(self, node: fx.Node, place: Any, args: Any, kwargs: Any) -> Any:
+        """Return the value of any other node."""
+        raise NotImplementedError
+
+
+def _is_item(container: Any, index: Any) -> bool:
+    return isinstance(container, (tuple, list, dict)) and isinstance(index, (int, str, slice))
+
+
+def substituted(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """Return arguments with the values of nodes in their places."""
+    return map_leaves(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf, argument)
+
+
+def bound(capture: Capture, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what a call passes by argument, or None where it does not fit."""
+    try:
+        return capture.parameters.bind(args, kwargs)
+    except TypeError:
+        return None
+
+
+def received(specialization: Specialization, given: Mapping[str, Any], kind: type) -> list[Any] | None:
+    """Return what each placeholder receives, or None where one receives no value, of this kind, by itself."""
+    sources = map(specialization.argument, specialization.graph.find_nodes(op="placeholder"))
+    values = [given.get(source.name) if isinstance(source, Argument) else None for source in sources]
+    return values if all(isinstance(value, kind) for value in values) else None
+
+
+# -- conditions on what is computed, as checks in the graph around --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Calculation:
+    """What a condition looks at: a function, or a method by its name, of a value and constants."""
+
+    function: Callable[..., Any] | str
+    args: tuple[Any, ...]
+
+
+def _comparison(guard: Guard, given: Mapping[str, Any]) -> tuple[fx.Node | _Calculation, int] | None:
+    """Return what a condition on types, ranks and sizes of arguments compares with what; None for other conditions."""
+    match guard.check:
+        case Equals(Constant(value=int() as expected)) if not isinstance(expected, bool):
+            pass
+        case Truth(expected):
+            pass
+        case _:
+            return None
+    asked = _asked(guard.source, given)
+    return None if asked is None else (asked, expected)
+
+
+def _asked(source: Source, given: Mapping[str, Any]) -> fx.Node | _Calculation | None:
+    match source:
+        case Argument(name):
+            return value if isinstance(value := given.get(name), fx.Node) else None
+        case Attribute(owner, "shape"):
+            function, rest = getattr, ("shape",)
+        case Item(owner, Constant(value=int() as place)):
+            function, rest = operator.getitem, (place,)
+        case Call(function, (owner,)) if function is len:
+            rest = ()
+        case Method(owner, "dim" | "is_floating_point" as function, ()):
+            rest = ()
+        case Call(function, (owner, Constant(value=int() as other))) if function in (operator.eq, operator.ne):
+            rest = (other,)
+        case Call(function, (owner, Known(value=type() as kind))) if function is isinstance:
+            rest = (kind,)
+        case _:
+            return None
+    read = _asked(owner, given)
+    return None if read is None else _Calculation(function, (read, *rest))
+
+
+class Checks:
+    """Checks in a graph, each written once; where one fails, the module that runs the graph starts over."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._nodes: dict[Any, fx.Node] = {}
+
+    def write(self, guards: Sequence[Guard], given: Mapping[str, Any]) -> bool:
+        """Write conditions on types, ranks and sizes of what is `given`, by argument; False, and none, for others."""
+        compared = [_comparison(guard, given) for guard in guards]
+        if None in compared:
+            return False
+        for guard, (asked, expected) in zip(guards, cast("list[tuple[Any, int]]", compared), strict=True):
+            key = asked, type(expected), expected  # True is 1
+            if key not in self._nodes:
+                args = (self._node(asked), expected, guard.reason, True)
+                self._nodes[key] = self._graph.call_function(require, args)
+        return True
+
+    def _node(self, asked: fx.Node | _Calculation) -> fx.Node:
+        if isinstance(asked, fx.Node):
+            return asked
+        if asked not in self._nodes:
+            args = (self._node(asked.args[0]), *asked.args[1:])
+            create = self._graph.call_method if isinstance(asked.function, str) else self._graph.call_function
+            self._nodes[asked] = cast("Any", create)(asked.function, args)
+        return self._nodes[asked]

@@ -18,9 +18,10 @@ from ...runtime.graphs import Region
 from ...runtime.state import Holder, holder_of
 from ...runtime.values import qualified
 from ...tracing.program import Program
-from .inlining import Case, InlinedGraph, Operation, inlined_graph, is_chain
+from .inlining import InlinedGraph, Operation, inlined_graph, is_chain
 from .lowerings import Lowering, lowerings_for
 from .search import (
+    Case,
     Ensemble,
     Flags,
     GradientReach,

@@ -18,9 +18,10 @@ from ...passes.sites import Site
 from ...runtime.graphs import capture_of, required_capture
 from ...runtime.state import Stack, merge
 from ...tracing.program import Program
-from .inlining import Case, Operation
+from .inlining import Operation
 from .lowerings import LoweringRule, Task, Unit, Writer, leaving_units, rebuild, rule_called
 from .search import (
+    Case,
     Ensemble,
     Parameters,
     Place,

@@ -13,7 +13,7 @@ from mixtures import EXPERTS, WIDTH, Plain
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.transforms.fuse_experts import finding
+from fxopt.transforms.fuse_experts import find
 
 
 class Loop(nn.Module):
@@ -277,6 +277,6 @@ class Positions(nn.Module):
 
 
 def test_positions_are_no_stack_of_experts_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finding, "unrolling", pytest.fail)
+    monkeypatch.setattr(find, "unrolling", pytest.fail)
     program = fxopt.capture(nn.Sequential(Positions(), nn.Linear(8, 8)).eval(), (torch.randn(2, 5, 8),))
-    assert list(finding.find_mixtures(program)) == []
+    assert list(find.find_mixtures(program)) == []

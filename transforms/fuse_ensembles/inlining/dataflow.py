@@ -1,24 +1,28 @@
-"""A module's dataflow with its children inlined, as plain records: what structural analyses read.
-
-Captured children and `torch.nn` leaves are expanded into the operators they call, so that a loop over Sequentials, a
-comprehension over user classes and a line of functional calls all look the same. Nothing here changes the program;
-each record knows the node it came from.
-"""
+"""A module's dataflow with its children inlined, as plain records that know the nodes they came from."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
-from torch import fx
+from torch import fx, nn
 
+from ....compat import modules_by_name
 from ....errors import CaptureError
 from ....runtime.guards import Guard
 
-__all__ = ["InlinedGraph", "Operation", "is_chain", "operations_in"]
+__all__ = [
+    "InlinedGraph",
+    "Operation",
+    "is_chain",
+    "module_operator",
+    "module_signature",
+    "operations_in",
+    "state_names",
+]
 
 
 @dataclass(eq=False, slots=True)
@@ -113,3 +117,52 @@ def _collect(argument: Any, found: list[Operation]) -> None:
             _collect(item, found)
     elif isinstance(argument, slice):
         _collect((argument.start, argument.stop, argument.step), found)
+
+
+_OPERATORS: dict[type[nn.Module], str] = {
+    nn.BatchNorm1d: "batch_norm",
+    nn.BatchNorm2d: "batch_norm",
+    nn.BatchNorm3d: "batch_norm",
+    nn.InstanceNorm1d: "module",
+    nn.InstanceNorm2d: "module",
+    nn.InstanceNorm3d: "module",
+    nn.LSTM: "recurrent",
+    nn.GRU: "recurrent",
+    nn.RNN: "recurrent",
+    nn.MultiheadAttention: "module",
+    nn.TransformerEncoderLayer: "module",
+    nn.TransformerDecoderLayer: "module",
+}
+
+
+def module_operator(module: nn.Module) -> str | None:
+    """Return what a `torch.nn` leaf computes: `batch_norm`, `recurrent`, any `module` under vmap; None if unknown."""
+    operator = _OPERATORS.get(type(module))
+    if operator == "batch_norm" and getattr(module, "momentum", None) is None:
+        return None  # the cumulative average divides by a tensor's value
+    if operator == "recurrent" and getattr(module, "proj_size", 0):
+        return None
+    return operator
+
+
+def state_names(module: nn.Module) -> Iterator[str]:
+    """Yield what the module's forward reads of itself: parameters, buffers and training flags, in a fixed order."""
+    for path, child in modules_by_name(module).items():
+        dotted = f"{path}." if path else ""
+        for register in ("_parameters", "_buffers"):
+            yield from (dotted + name for name, tensor in vars(child)[register].items() if tensor is not None)
+        yield f"{dotted}training"
+
+
+def module_signature(module: nn.Module) -> tuple[Any, ...]:
+    """Return what has to be equal for two modules to compute the same function of inputs and state."""
+    return tuple(
+        (path, type(child), *((n, repr(v)) for n, v in sorted(vars(child).items()) if _decides(n, v)))
+        for path, child in modules_by_name(module).items()
+    )
+
+
+def _decides(name: str, value: object) -> bool:
+    if name.startswith("_") or name == "training":
+        return False
+    return callable(value) or isinstance(value, (bool, int, float, str, tuple, list, type(None)))

@@ -1,28 +1,32 @@
-"""Inline what a graph of a owner calls: captured children and `torch.nn` leaves."""
+"""A module's dataflow with captured children and `torch.nn` leaves inlined, worked out once for modules of a kind."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import fx, nn
 
 from .... import operators
 from ....compat import submodule
-from ....passes.rewriting import obstacle_to_inlining, unmet_guards, writes
+from ....passes.rewriting import (
+    Checks,
+    Opener,
+    bound,
+    obstacle_to_inlining,
+    received,
+    unmet_guards,
+    writes,
+)
 from ....runtime.graphs import Capture, Specialization, capture_of
-from ....runtime.guards import Argument, Guard
+from ....runtime.guards import SELF, Attribute, Guard, Item, Source, is_outside, module_at, require
 from ....runtime.values import map_leaves
 from ....tracing.analyses import StructuralHash
 from ....tracing.program import Program
-from .batchable_modules import module_operator
-from .called_graphs import checks_on_the_way, has_plain_output, leaf_graph_of, specialization_of_call
-from .checks import write_checks
-from .dataflow import InlinedGraph, Operation, operations_in
-from .mode_guards import child_guard, is_passed_on
+from ....tracing.rules import leaf_graph
+from .dataflow import InlinedGraph, Operation, module_operator, operations_in
 
-__all__ = ["inlined_graph"]
+__all__ = ["child_guard", "inlined_graph", "is_passed_on"]
 
 _Way = tuple[InlinedGraph, Sequence[Any], Sequence[Guard]]
 """How a call is inlined: what is inserted, what its placeholders receive, and the conditions that are passed on."""
@@ -59,8 +63,7 @@ class InlinedGraphs:
         key = self._likeness.of(module), graph, may_restart, flipped
         if key not in self._known:
             builder = _Builder(self, module, may_restart, flipped)
-            builder.run(graph, prefix="", inputs=None, call=None)
-            self._known[key] = builder.result()
+            self._known[key] = builder.inlined(graph)
         return self._known[key]
 
     def kind(self, module: nn.Module) -> int:
@@ -80,7 +83,9 @@ def inlined_graph(program: Program, owner: str, specialization: int = 0, *, flip
     return program.analyses[InlinedGraphs].of_owner(owner, specialization, flipped)
 
 
-class _Builder:
+class _Builder(Opener):
+    """Append the operations of a graph. A place is what goes before their names, and the owner's node."""
+
     def __init__(self, graphs: InlinedGraphs, root: nn.Module, may_restart: bool, flipped: bool) -> None:
         self.graphs = graphs
         self.root = root
@@ -91,52 +96,37 @@ class _Builder:
         self.conditional: dict[str, str] = {}
         self.modules: dict[str, list[str]] = {}
         self.assumed: dict[str, list[Guard]] = {}
-        self.results: dict[str, Any] = {}
 
-    def result(self) -> InlinedGraph:
+    def inlined(self, graph: fx.Graph) -> InlinedGraph:
+        values: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            values[node] = self.value(node, ("", node.name), values)
+        results = {node.name: value for node, value in values.items()}
         return InlinedGraph(
-            tuple(self.operations), self.results, self.closed, self.conditional, self.modules, self.assumed,
+            tuple(self.operations), results, self.closed, self.conditional, self.modules, self.assumed,
             self.may_restart,
         )  # fmt: skip
 
-    def run(self, graph: fx.Graph, *, prefix: str, inputs: Mapping[str, Any] | None, call: str | None) -> Any:
-        """Append the operations of `graph`; return what it outputs."""
-        values: dict[fx.Node, Any] = {}
-        for node in graph.nodes:
-            if node.op == "placeholder" and inputs is not None:
-                values[node] = inputs[node.name]
-            elif node.op == "output" and inputs is not None:
-                return _substitute(node.args[0], values)
-            else:
-                values[node] = self.visit(node, values, prefix, call or node.name)
-            if inputs is None:
-                self.results[node.name] = values[node]
-        return None
-
-    def visit(self, node: fx.Node, values: dict[fx.Node, Any], prefix: str, call: str) -> Any:
-        args, kwargs = _substitute(node.args, values), _substitute(node.kwargs, values)
-        if node.target is operator.getitem and _is_item(*args):
-            return args[0][args[1]]
-        if node.target is len and isinstance(args[0], (tuple, list, dict)):
-            return len(cast("Sequence[Any]", args[0]))
-        if node.op == "call_module":
-            inlined = self.inline(node, args, kwargs, prefix, call)
-            if inlined is not None:
-                return inlined[0]
-        return self.append(node, args, kwargs, prefix, call)
-
-    def inline(self, node: fx.Node, args: Any, kwargs: Any, prefix: str, call: str) -> tuple[Any] | None:
+    def opened(self, node: fx.Node, place: tuple[str, str], args: Any, kwargs: Any) -> tuple[Any] | None:
         """Inline a module call, or say why not and return None."""
-        module = self.child(str(node.target))
+        prefix, call = place
+        module, path = self.child(str(node.target)), str(node.target)
         obstacle = self.graphs.obstacle(module)
         if obstacle is not None:
             self.closed[prefix + node.name] = obstacle
             return None
-        found = self.known_way(module, args, kwargs) or self.way(node, module, args, kwargs, prefix, call)
-        if found is None:
+        # Nothing is known of values but which argument each is: calls of modules of a kind are inlined alike.
+        plain = not kwargs and all(type(value) is Operation for value in args) and len(set(args)) == len(args)
+        alike = (self.graphs.kind(module), len(args), self.may_restart, self.flipped) if plain else None
+        known, before = self.graphs.ways.get(alike), len(self.operations)
+        way = known or self.way(node, module, args, kwargs, place)
+        if way is None:
             return None
-        inner, inputs, passed_on = found
-        path = str(node.target)
+        inner, inputs, passed_on = way
+        if known is not None:
+            inputs = [args[position] for position in inputs]
+        elif alike is not None and len(self.operations) == before:  # else this call is checked by itself
+            self.graphs.ways[alike] = inner, [args.index(value) for value in inputs], passed_on
         if passed_on:
             self.assumed.setdefault(call, []).extend(child_guard(guard, path) for guard in passed_on)
         result = self.insert(inner, inputs, prefix=f"{prefix}{node.name}/", path=path, call=call)
@@ -144,59 +134,29 @@ class _Builder:
             result.example = node.meta.get("val")  # leaves are traced without example values
         return (result,)
 
-    def alike(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[int, int, bool, bool] | None:
-        """Return what calls that are inlined alike have in common; None for constants, or a value twice."""
-        plain = not kwargs and all(type(value) is Operation for value in args) and len(set(args)) == len(args)
-        return (self.graphs.kind(module), len(args), self.may_restart, self.flipped) if plain else None
-
-    def known_way(self, module: nn.Module, args: Any, kwargs: Any) -> _Way | None:
-        """Return how a call is inlined, if one like it was before."""
-        known = self.graphs.ways.get(self.alike(module, args, kwargs))
-        if known is None:
-            return None
-        inner, positions, passed_on = known
-        return inner, [args[position] for position in positions], passed_on
-
-    def way(self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any, prefix: str, call: str) -> _Way | None:
+    def way(self, node: fx.Node, module: nn.Module, args: Any, kwargs: Any, place: tuple[str, str]) -> _Way | None:
         """Append what checks that a module may be inlined for a call, and return how it is; None, and why, if not."""
         capture = capture_of(module)
         if capture is None:
-            graph = leaf_graph_of(module)
-            names = [] if graph is None else [n.name for n in graph.nodes if n.op == "placeholder"]
-            plain = not kwargs and len(args) == len(names) and all(isinstance(value, Operation) for value in args)
-            if graph is None or not plain:
-                return None
-            return self.noted((self.inside(module, graph), args, ()), module, args, kwargs)
-        given = _given(capture, args, kwargs)
+            graph = None if module_operator(module) is not None else leaf_graph(module)
+            count = 0 if graph is None else len(graph.find_nodes(op="placeholder"))
+            plain = not kwargs and len(args) == count and all(isinstance(value, Operation) for value in args)
+            return None if graph is None or not plain else (self.inside(module, graph), args, ())
+        given = bound(capture, args, kwargs)
         if given is None:
             return None
-        specialization = specialization_of_call(module, capture, given, self.flipped)
+        specialization = _specialization_of_call(module, capture, given, self.flipped)
         if specialization is None:
-            self.conditional[prefix + node.name] = "it has different graphs for different calls"
+            self.conditional[place[0] + node.name] = "it has different graphs for different calls"
             return None
-        inputs = _received(specialization, given)
-        if inputs is None or not has_plain_output(specialization.graph):
+        graph, inputs = specialization.graph, received(specialization, given, Operation)
+        if inputs is None or not isinstance(graph.output_node().args[0], (fx.Node, tuple, list, dict)):
             return None
-        before = len(self.operations)
-        refusal = self.check(node, module, specialization, given, prefix, call)
+        refusal = self.check(node, module, specialization, given, place)
         if refusal is not None:
-            self.conditional[prefix + node.name] = refusal
+            self.conditional[place[0] + node.name] = refusal
             return None
-        way = (
-            self.inside(module, specialization.graph),
-            inputs,
-            [guard for guard in specialization.guards if is_passed_on(guard)],
-        )
-        checked = len(self.operations) > before  # this call by itself
-        return way if checked else self.noted(way, module, args, kwargs)
-
-    def noted(self, way: _Way, module: nn.Module, args: Any, kwargs: Any) -> _Way:
-        """Keep how a call was inlined for others like it."""
-        alike = self.alike(module, args, kwargs)
-        if alike is not None:
-            inner, inputs, passed_on = way
-            self.graphs.ways[alike] = inner, [args.index(value) for value in inputs], passed_on
-        return way
+        return self.inside(module, graph), inputs, [guard for guard in specialization.guards if is_passed_on(guard)]
 
     def inside(self, module: nn.Module, graph: fx.Graph) -> InlinedGraph:
         return self.graphs.of(module, graph, self.may_restart, self.flipped)
@@ -235,11 +195,11 @@ class _Builder:
             if o.kind == "output":
                 return args[0]
             target = f"{path}.{o.target}" if o.kind in _NAMED else o.target
-            copy = Operation(
+            copied = Operation(
                 prefix + o.name, o.kind, target, args, kwargs, o.operator, o.node, call, len(self.operations),
                 sources, example=o.example, mutates=o.mutates, pattern=o.pattern or o,
             )  # fmt: skip
-            values.append(self.add(copy))
+            values.append(self.add(copied))
         return None
 
     def check(
@@ -248,20 +208,19 @@ class _Builder:
         module: nn.Module,
         specialization: Specialization,
         given: Mapping[str, Any],
-        prefix: str,
-        call: str,
+        place: tuple[str, str],
     ) -> str | None:
         """Append what checks that a module's graph holds for a call, or return under what it does."""
         guards = [guard for guard in unmet_guards(module, specialization, given) if not is_passed_on(guard)]
-        values = {name: value for name, value in given.items() if isinstance(value, Operation)}
-        checks = write_checks(guards, values) if guards else None
-        if guards and (checks is None or not self.may_restart):
-            return f"its graph holds only where {guards[0]} ({guards[0].reason})"
-        if checks_on_the_way(specialization.graph) and not self.may_restart:
+        if guards:
+            graph, values = fx.Graph(), {n: value for n, value in given.items() if isinstance(value, Operation)}
+            inputs = {name: graph.placeholder(name) for name in values}
+            if not (self.may_restart and Checks(graph).write(guards, inputs)):
+                return f"its graph holds only where {guards[0]} ({guards[0].reason})"
+            graph.output(None)
+            self.run(graph, (f"{place[0]}{node.name}/check_", place[1]), list(values.values()))
+        elif not self.may_restart and specialization.graph.find_nodes(op="call_function", target=require, sort=False):
             return "it checks values in the middle, and its caller cannot start again after it has written something"
-        if checks is not None:
-            written, inputs = checks
-            self.run(written, prefix=f"{prefix}{node.name}/check_", inputs=inputs, call=call)
         return None
 
     def child(self, name: str) -> nn.Module:
@@ -270,7 +229,8 @@ class _Builder:
             raise LookupError(f"there is no module '{name}'")
         return found
 
-    def append(self, node: fx.Node, args: Any, kwargs: Any, prefix: str, call: str) -> Operation:
+    def made(self, node: fx.Node, place: tuple[str, str], args: Any, kwargs: Any) -> Operation:
+        prefix, call = place
         target = str(node.target) if node.op in _NAMED else node.target
         operation = Operation(
             prefix + node.name, node.op, target, args, kwargs,
@@ -291,25 +251,33 @@ class _Builder:
         return operation
 
 
-def _is_item(container: Any, index: Any) -> bool:
-    """Say whether an item is picked from a structure that an inlined module returned."""
-    return isinstance(container, (tuple, list, dict)) and isinstance(index, (int, str, slice))
+def _specialization_of_call(
+    module: nn.Module, capture: Capture, given: Mapping[str, Any], flipped: bool
+) -> Specialization | None:
+    """Return the graph that a module runs for a call in its mode (or the other one); None: that depends.
+
+    Of a single graph the other conditions are left to the caller.
+    """
+    in_mode = [each for each in capture.specializations if each.runs_in_mode(module, flipped=flipped)]
+    if len(in_mode) == 1:
+        return in_mode[0]
+    return next((each for each in in_mode if all(map(is_passed_on, unmet_guards(module, each, given)))), None)
 
 
-def _given(capture: Capture, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return what a call passes by argument, or None where that is not plain."""
-    try:
-        return capture.parameters.bind(args, dict(kwargs))
-    except TypeError:
-        return None
+def is_passed_on(guard: Guard) -> bool:
+    """Say whether a module that opens another takes this condition for its own: nothing else asks for it there."""
+    sources = list(guard.sources())
+    return guard.asks_for_training or any(is_outside(each) or _is_of_a_child(each) for each in sources)
 
 
-def _received(specialization: Specialization, given: Mapping[str, Any]) -> Sequence[Any] | None:
-    """Return what each placeholder of a child's graph receives, or None where it is not one operation's value."""
-    sources = map(specialization.argument, specialization.graph.find_nodes(op="placeholder"))
-    received = [given.get(source.name) if isinstance(source, Argument) else None for source in sources]
-    return received if all(isinstance(value, Operation) for value in received) else None
+def _is_of_a_child(source: Source) -> bool:
+    match source:
+        case Attribute(Item(Attribute(_, "_modules")), name):
+            return name != "_modules"
+        case _:
+            return False
 
 
-def _substitute(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
-    return map_leaves(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf, argument)
+def child_guard(guard: Guard, path: str) -> Guard:
+    """Return a child's condition as one of the module that holds it at `path`."""
+    return guard.over({SELF: module_at(path.split("."))})

@@ -7,9 +7,10 @@ from .gradient_reach import GradientReach, used_by
 from .isomorphism import find_ensembles
 from .joins import Join, find_joins
 from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, attribute, is_stacked
-from .places import Place, places_of, present_cases, rewritten_specializations
+from .places import Case, Place, places_of, present_cases, rewritten_specializations
 
 __all__ = [
+    "Case",
     "Ensemble",
     "Flags",
     "Gathered",

@@ -11,15 +11,49 @@ from torch import fx, nn
 
 from ....compat import modules_by_name, submodule
 from ....errors import MatchFailure
-from ....runtime.graphs import Specialization, capture_of, copy_graph
+from ....runtime.graphs import Specialization, capture_of, copy_graph, required_capture
 from ....runtime.guards import Guard
 from ....tracing.program import Program
-from ..inlining import Case, InlinedGraph, Operation, cases_of, inlined_graph
+from ..inlining import InlinedGraph, Operation, inlined_graph
 from .isomorphism import find_ensembles
 from .joins import find_joins
 from .packs import Ensemble, Parameters
 
-__all__ = ["Place", "places_of", "present_cases", "rewritten_specializations"]
+__all__ = ["Case", "Place", "places_of", "present_cases", "rewritten_specializations"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One of a owner's graphs in one mode."""
+
+    specialization: int  # its number
+    flipped: bool  # whether every module is in the other mode than now
+    asks: bool  # whether the graph itself is for one mode only
+
+
+def cases_of(program: Program, owner: str) -> list[Case]:
+    """Return every graph of a owner in each mode that it runs in, those that run in the present mode first."""
+    known = program.analyses[_Cases].by_owner
+    if owner not in known:
+        module = program.module(owner)
+        known[owner] = [
+            Case(number, flipped, any(guard.asks_for_training for guard in specialization.guards))
+            for flipped in (False, True)
+            for number, specialization in enumerate(required_capture(module).specializations)
+            if specialization.runs_in_mode(module, flipped=flipped)
+        ]
+    return known[owner]
+
+
+class _Cases:
+    """The cases of each owner, worked out once until the program changes."""
+
+    def __init__(self) -> None:
+        self.by_owner: dict[str, list[Case]] = {}
+
+    @classmethod
+    def compute(cls, program: Program) -> _Cases:
+        return cls()
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from fxopt.runtime.guards import (
     type_of,
 )
 from fxopt.tracing.reads import guards_on
-from fxopt.transforms.fuse_ensembles.inlining.mode_guards import child_guard, is_passed_on
+from fxopt.transforms.fuse_ensembles.inlining.inliner import child_guard, is_passed_on
 
 KIND = "self"
 
