@@ -23,9 +23,9 @@ from ...runtime.graphs import (
     install,
     regions_of,
 )
-from ...runtime.guards import Argument, require
+from ...runtime.guards import require
 from ...runtime.values import Signature, map_leaves
-from .inlining import obstacle_at, unmet_guard
+from .inlining import obstacle_at, received, substituted, unmet_guard
 from .order import check_runs_as_one
 from .tree_edit import TreeEdit
 
@@ -182,7 +182,10 @@ def inline(edit: TreeEdit, call: fx.Node) -> list[fx.Node]:
     graph = capture.specializations[0].graph
     given = capture.parameters.bind(call.args, dict(call.kwargs))
     _check_always_runs(module, capture, given, str(call.target))
-    values = _bound(capture, given, call)
+    inputs = received(capture.specializations[0], given, fx.Node)
+    if inputs is None:
+        raise MatchFailure(f"'{call.name}' passes its arguments in a form that cannot be inlined")
+    values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     new: list[fx.Node] = []
     with edit.graph.inserting_before(call):
         for node in graph.nodes:
@@ -194,8 +197,7 @@ def inline(edit: TreeEdit, call: fx.Node) -> list[fx.Node]:
             if node.op in ("call_module", "get_attr") and not isinstance(module, Region):
                 values[node].target = f"{call.target}.{node.target}"
             new.append(values[node])
-    result = map_leaves(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf, graph.output_node().args[0])
-    _hand_over(edit, call, result)
+    _hand_over(edit, call, substituted(graph.output_node().args[0], values))
     if isinstance(module, Region):
         edit.remove_region(str(call.target))
     return new
@@ -211,19 +213,6 @@ def _check_always_runs(module: nn.Module, capture: Capture, given: Mapping[str, 
         raise MatchFailure(f"the graph of '{name}' holds only where {guard} ({guard.reason})")
     if capture.specializations[0].graph.find_nodes(op="call_function", target=require):
         raise MatchFailure(f"the graph of '{name}' checks values on the way")
-
-
-def _bound(capture: Capture, given: Mapping[str, Any], call: fx.Node) -> dict[fx.Node, Any]:
-    values: dict[fx.Node, Any] = {}
-    for node in capture.specializations[0].graph.nodes:
-        if node.op != "placeholder":
-            continue
-        source = capture.specializations[0].argument(node)
-        value = given.get(source.name) if isinstance(source, Argument) else None
-        if not isinstance(value, fx.Node):
-            raise MatchFailure(f"'{call.name}' passes '{node.name}' in a form that cannot be inlined")
-        values[node] = value
-    return values
 
 
 def _hand_over(edit: TreeEdit, call: fx.Node, result: Any) -> None:

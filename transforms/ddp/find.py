@@ -16,10 +16,9 @@ from ...operators import operator_info
 from ...passes.verification import is_on_meta
 from ...runtime.graphs import Specialization
 from ...runtime.guards import require
-from ...runtime.state import copied_module
-from ...runtime.values import RandomState, tensors_in
+from ...runtime.values import tensors_in
 from ...tracing.examples import Inputs
-from ...tracing.isolation import in_phase
+from ...tracing.isolation import in_phase, preserved
 from ...tracing.program import Program
 from ...tracing.recording import copy_inputs
 
@@ -62,21 +61,17 @@ def _own_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _step(model: nn.Module, inputs: Inputs, trained: Mapping[str, nn.Parameter]) -> tuple[set[str], set[str]]:
     """Return the names of the parameters that one call sends gradients to, and of the buffers that it writes."""
-    # On a copy with the same parameters: what a forward in training writes is not put back without a trace.
-    model = copied_module(model, {id(parameter): parameter for parameter in model.parameters()})
-    given, before = copy_inputs(inputs), {name: buffer.clone() for name, buffer in model.named_buffers()}
-    random = RandomState()
-    try:
-        with in_phase(model, training=True), torch.enable_grad():
-            loss = _sum(tensors_in(model(*given.args, **given.kwargs)))
-            values = list(trained.values()) if loss is not None else []
-            found = torch.autograd.grad(loss, values, allow_unused=True) if loss is not None and values else ()
-    finally:
-        random.restore()
-    now = dict(model.named_buffers())
-    gradients = dict(zip(trained, cast("tuple[Tensor | None, ...]", found), strict=False))
-    reached = {name for name, gradient in gradients.items() if gradient is not None}
-    return reached, {name for name, old in before.items() if name not in now or not torch.equal(now[name], old)}
+    given = copy_inputs(inputs)
+    with preserved(model), in_phase(model, training=True), torch.enable_grad():
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        loss = _sum(tensors_in(model(*given.args, **given.kwargs)))
+        now = dict(model.named_buffers())
+        written = {name for name, old in before.items() if name not in now or not torch.equal(now[name], old)}
+        if loss is None or not trained:
+            return set(), written
+        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    gradients = zip(trained, cast("tuple[Tensor | None, ...]", found), strict=True)
+    return {name for name, gradient in gradients if gradient is not None}, written
 
 
 def _sum(tensors: Iterable[Tensor]) -> Tensor | None:

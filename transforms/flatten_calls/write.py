@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from torch import fx, nn
 
 from ...compat import own_buffers, own_children, own_parameters
 from ...layers.packed import keep_narrow
 from ...layers.written_out import Opened, UnchangedGuard
-from ...passes.rewriting import asks_unchanged, lasting_guards, obstacle_at, opened_by, writes
+from ...passes.rewriting import (
+    Checks,
+    Opener,
+    asks_unchanged,
+    bound,
+    lasting_guards,
+    obstacle_at,
+    opened_by,
+    received,
+    writes,
+)
 from ...runtime.graphs import Capture, Region, Specialization, capture_of
 from ...runtime.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require
-from ...runtime.values import PLAIN_TYPES, keep, map_leaves, qualified, user_class
+from ...runtime.values import PLAIN_TYPES, keep, qualified, user_class
 from ...tracing.program import Program
 from .leaves import leaf_body, settings_of, shorten
-from .sizes import Size, size_asked
 
 __all__ = ["Flat", "flattened", "is_written_out"]
 
@@ -41,7 +49,7 @@ def flattened(program: Program, name: str, specialization: Specialization) -> Fl
     writer = _Writer(program, name, owner)
     placeholders = specialization.graph.find_nodes(op="placeholder")
     inputs = [writer.input(node, specialization.argument(node)) for node in placeholders]
-    writer.graph.output(writer.run(specialization.graph, "", inputs, ""))
+    writer.graph.output(writer.run(specialization.graph, ("", ""), inputs))
     shorten(writer.graph)
     keep_narrow(writer.graph, exactly=True)
     writer.graph.eliminate_dead_code(is_impure_node=_stays)
@@ -53,7 +61,7 @@ def flattened(program: Program, name: str, specialization: Specialization) -> Fl
     reads = dict.fromkeys(guards)
     arguments = {new.name: specialization.argument(old) for old, new in zip(placeholders, inputs, strict=True)}
     flat = replace(specialization, graph=writer.graph, guards=tuple(reads), arguments=arguments)
-    return Flat(flat, writer.calls, writer.opened, writer.closed)
+    return Flat(flat, writer.calls, frozenset(writer.found), writer.closed)
 
 
 def is_written_out(guard: Guard) -> bool:
@@ -65,18 +73,18 @@ def _stays(node: fx.Node) -> bool:
     return node.op != "get_attr"
 
 
-class _Writer:
-    """Write what a module calls into one graph."""
+class _Writer(Opener):
+    """Write what a module calls into one graph. A place is the path of a module, and what stood there before."""
 
     def __init__(self, program: Program, name: str, owner: nn.Module) -> None:
         self.program, self.name, self.owner, self.graph = program, name, owner, fx.Graph()
-        self.guards: list[Guard] = []
+        self.guards: list[Guard] = []  # conditions of the graphs that were opened, as those of the owner
         self.calls, self.closed = 0, dict[str, str]()
-        self._opened: dict[str, Opened] = {}
+        self.found: dict[str, Opened] = {}  # the modules that were opened
         self._computed: dict[str, Opened] = {}
         self._sources: dict[fx.Node, Source] = {}
         self._has_written = False
-        self._required, self._shapes = set[Size](), dict[fx.Node, fx.Node]()
+        self._checks = Checks(self.graph)
 
     def input(self, node: fx.Node, source: Source) -> fx.Node:
         """Add an argument of the owner's."""
@@ -84,82 +92,51 @@ class _Writer:
         self._sources[new] = source
         return new
 
-    @property
-    def opened(self) -> frozenset[str]:
-        """Return the names of the modules that were opened."""
-        return frozenset(self._opened)
-
     def opened_modules(self) -> list[Opened]:
         """Return the modules that were opened, and those on the way there, each behind the one that holds it."""
-        known = {**self._computed, **self._opened}
+        known = {**self._computed, **self.found}
         paths = dict.fromkeys(part for path in known for part in _ways(path))
-        return [known.get(path) or self._on_the_way(path) for path in sorted(paths, key=lambda p: p.count("."))]
+        return [
+            known.get(path) or Opened.leaf(path, self.owner.get_submodule(path), ())
+            for path in sorted(paths, key=lambda p: p.count("."))
+        ]
 
     def note_computed(self, guards: Iterable[Guard], path: str) -> None:
         """Ask, with all others, for the modules that a graph of the module at `path` computes itself."""
         opened = (each.inside(path) for guard in guards if asks_unchanged(guard) for each in opened_by(guard))
         self._computed |= {each.path: each for each in opened}
 
-    def _on_the_way(self, path: str) -> Opened:
-        return Opened.leaf(path, self.owner.get_submodule(path), ())
-
-    def run(self, graph: fx.Graph, path: str, inputs: Sequence[Any], call: str) -> Any:
-        """Write the operations of a graph; return what it gives. `call` stood for all of them before."""
-        values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
-        for node in graph.nodes:
-            if node.op == "output":
-                return _substituted(node.args[0], values)
-            if node.op != "placeholder":
-                values[node] = self._visit(node, path, values, call)
-        return None
-
-    def _visit(self, node: fx.Node, path: str, values: Mapping[fx.Node, Any], call: str) -> Any:
-        args, kwargs = _substituted(node.args, values), _substituted(node.kwargs, values)
-        if node.target is operator.getitem and type(args[0]) is tuple and isinstance(args[1], int):
-            return args[0][args[1]]
-        if node.target is len and type(args[0]) is tuple:
-            return len(cast("tuple[Any, ...]", args[0]))
+    def made(self, node: fx.Node, place: tuple[str, str], args: Any, kwargs: Any) -> Any:
+        """Write any other node, or return what is known of it."""
         if node.target is require and _is_met(*args[:2]):
             return None
-        if node.op == "get_attr" and self._is_mode(_joined(path, str(node.target))):
-            return self.owner.get_submodule(_joined(path, str(node.target)).rpartition(".")[0]).training
-        if node.op == "get_attr" and self._is_without(_joined(path, str(node.target))):
+        target = qualified(place[0], str(node.target)) if node.op in ("call_module", "get_attr") else node.target
+        parent, _, last = str(target).rpartition(".")
+        if node.op == "get_attr" and self._is_mode(parent, last):
+            return self.owner.get_submodule(parent).training
+        if node.op == "get_attr" and parent in self.found and last in self.found[parent].without:
             return None
-        if node.op == "call_module":
-            opened = self._open(node, _joined(path, str(node.target)), args, kwargs, call)
-            if opened is not None:
-                return opened[0]
-        self._has_written = self._has_written or writes(node, self.program, qualified(self.name, path))
-        return self._copy(node, path, args, kwargs, call)
-
-    def _is_mode(self, target: str) -> bool:
-        """Say whether an attribute is the mode of the owner, or of a module that was opened; note that it is read."""
-        path, _, name = target.rpartition(".")
-        if name != "training" or (path and path not in self._opened):
-            return False
-        if path:
-            self._opened[path] = self._opened[path].with_setting(name, self.owner.get_submodule(path).training)
-        return True
-
-    def _is_without(self, target: str) -> bool:
-        """Say whether a tensor of a module that was opened is None."""
-        path, _, name = target.rpartition(".")
-        return path in self._opened and name in self._opened[path].without
-
-    def _copy(self, node: fx.Node, path: str, args: Any, kwargs: Any, call: str) -> fx.Node:
-        target = _joined(path, str(node.target)) if node.op in ("call_module", "get_attr") else node.target
+        self._has_written = self._has_written or writes(node, self.program, qualified(self.name, place[0]))
         new = self.graph.create_node(node.op, target, args, kwargs, node.name)
         new.meta = dict(node.meta)
-        if call:
-            new.meta["origin"] = call
+        if place[1]:
+            new.meta["origin"] = place[1]
         if node.op == "get_attr":
-            parent, _, name = str(target).rpartition(".")
             module = self.owner.get_submodule(parent)
-            new.meta["parameter"], new.meta["buffer"] = name in own_parameters(module), name in own_buffers(module)
+            new.meta["parameter"], new.meta["buffer"] = last in own_parameters(module), last in own_buffers(module)
         return new
 
-    def _open(self, node: fx.Node, path: str, args: Any, kwargs: Any, call: str) -> tuple[Any] | None:
+    def _is_mode(self, path: str, name: str) -> bool:
+        """Say whether an attribute is the mode of the owner, or of a module that was opened; note that it is read."""
+        if name != "training" or (path and path not in self.found):
+            return False
+        if path:
+            self.found[path] = self.found[path].with_setting(name, self.owner.get_submodule(path).training)
+        return True
+
+    def opened(self, node: fx.Node, place: tuple[str, str], args: Any, kwargs: Any) -> tuple[Any] | None:
         """Write what a called module computes; None where it stays a call."""
+        path = qualified(place[0], str(node.target))
         module = self.owner.get_submodule(path)
         reason = obstacle_at(module)
         if reason is not None or isinstance(module, Region) or not _is_held(self.owner, path):
@@ -175,7 +152,7 @@ class _Writer:
             self.closed.setdefault(path, "")
             return None
         graph, inputs = found
-        result = self.run(graph, path, inputs, call or str(node.meta.get("origin", node.name)))
+        result = self.run(graph, (path, place[1] or str(node.meta.get("origin", node.name))), inputs)
         self.calls += 1
         return (result,)
 
@@ -183,44 +160,28 @@ class _Writer:
         graph, settings = leaf_body(module), settings_of(module)
         if graph is None or settings is None or kwargs or len(args) != len(graph.find_nodes(op="placeholder")):
             return None
-        self._opened[path] = Opened.leaf(path, module, settings)
+        self.found[path] = Opened.leaf(path, module, settings)
         return graph, args
 
     def _captured(
         self, module: nn.Module, capture: Capture, path: str, args: Any, kwargs: Any
     ) -> tuple[fx.Graph, Sequence[Any]] | None:
-        try:
-            given = capture.parameters.bind(tuple(args), dict(kwargs))
-        except TypeError:
-            return None
+        given = bound(capture, args, kwargs)
         fitting = [each for each in capture.specializations if each.runs_in_mode(module)]
-        if len(fitting) != 1 or not self._may_restart(fitting[0].graph):
+        if given is None or len(fitting) != 1 or not self._may_restart(fitting[0].graph):
             return None
-        inputs = _received(fitting[0], given)
-        result = fitting[0].graph.output_node().args[0]
+        inputs = received(fitting[0], given, fx.Node)
+        if inputs is None or not isinstance(fitting[0].graph.output_node().args[0], (fx.Node, tuple)):
+            return None
         lasting = [guard for guard in lasting_guards(module, fitting[0], given) if not asks_unchanged(guard)]
         asked = {guard: self._of_owner(guard, path, given) for guard in lasting}
-        sizes = {size_asked(guard, given): guard.reason for guard, over in asked.items() if over is None}
-        if inputs is None or None in sizes or not isinstance(result, (fx.Node, tuple)):
-            return None
-        if sizes and self._has_written:
+        computed = [guard for guard, over in asked.items() if over is None]
+        if computed and (self._has_written or not self._checks.write(computed, given)):
             return None  # the owner could not start over
-        for size, reason in sizes.items():
-            self._require(size, reason)
         self.guards += [guard for guard in asked.values() if guard is not None]
         self.note_computed(fitting[0].guards, path)
-        self._opened[path] = Opened.captured(path, module, sorted(fitting[0].reads))
+        self.found[path] = Opened.captured(path, module, sorted(fitting[0].reads))
         return fitting[0].graph, inputs
-
-    def _require(self, size: Size | None, reason: str) -> None:
-        """Let the graph ask for a size of what it computes, once; where it is another, the owner starts over."""
-        if size is None or size in self._required:
-            return
-        self._required.add(size)
-        if size.x not in self._shapes:
-            self._shapes[size.x] = self.graph.call_function(getattr, (size.x, "shape"))
-        found = self.graph.call_function(operator.getitem, (self._shapes[size.x], size.index))
-        self.graph.call_function(require, (found, size.expected, reason, True))
 
     def _may_restart(self, graph: fx.Graph) -> bool:
         """Say whether the owner may start over where a check in a graph fails: nothing was written before."""
@@ -251,13 +212,6 @@ def _counts_children(guard: Guard, owner: nn.Module) -> bool:
     return counts is nn.Sequential.__len__ and guard.source == length_of(SELF)
 
 
-def _received(specialization: Specialization, given: Mapping[str, Any]) -> list[Any] | None:
-    """Return what each placeholder receives; None where that is no argument by itself."""
-    sources = [specialization.argument(node) for node in specialization.graph.find_nodes(op="placeholder")]
-    received = [given.get(source.name) if isinstance(source, Argument) else None for source in sources]
-    return received if all(isinstance(value, fx.Node) for value in received) else None
-
-
 def _is_held(owner: nn.Module, path: str) -> bool:
     """Say whether modules, and no regions, lead to a module."""
     ways = [owner.get_submodule(part) for part in _ways(path)]
@@ -267,11 +221,3 @@ def _is_held(owner: nn.Module, path: str) -> bool:
 def _ways(path: str) -> list[str]:
     parts = path.split(".")
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
-
-
-def _substituted(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
-    return map_leaves(lambda leaf: values[leaf] if isinstance(leaf, fx.Node) else leaf, argument)

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import fx, nn
-from torch.fx.node import map_arg
 
 from ...compat import submodule
 from ...errors import GuardError, MatchFailure
-from ...passes.rewriting import obstacle_at, unmet_guards
-from ...runtime.graphs import Capture, Specialization, capture_of, specializations_of
+from ...passes.rewriting import Opener, obstacle_at, unmet_guards
+from ...runtime.graphs import Capture, capture_of, specializations_of
 from ...runtime.guards import NOT_HELD, SELF, Argument, Attribute, Constant, Guard, Item, Source, reader, require
 from ...runtime.values import keep, qualified
 
@@ -93,8 +92,8 @@ def depends_on_mode(module: nn.Module) -> bool:
     return any(guard.asks_for_training for each in specializations_of(module) for guard in each.guards)
 
 
-class _Opener:
-    """Write the graph, module by module."""
+class _Opener(Opener):
+    """Write the graph. A place is a path of calls, and the qualified name of the module there."""
 
     def __init__(self, model: nn.Module, chosen: Mapping[str, int], unpacked: Mapping[str, int]) -> None:
         self.model = model
@@ -105,62 +104,44 @@ class _Opener:
 
     def result(self, capture: Capture) -> Opened:
         specialization = capture.specializations[self.chosen.get("", 0)]
-        values: dict[fx.Node, Any] = {}
-        sources: dict[str, Source] = {}
-        for node in specialization.graph.find_nodes(op="placeholder"):
-            values[node] = self.graph.placeholder(node.name)
-            sources[values[node].name] = specialization.argument(node)
+        placeholders = specialization.graph.find_nodes(op="placeholder")
+        inputs = [self.graph.placeholder(node.name) for node in placeholders]
+        sources = {new.name: specialization.argument(old) for new, old in zip(inputs, placeholders, strict=True)}
         # Nothing is known of the arguments: any node stands for a value that may be anything.
         anything = fx.Graph().placeholder("anything")
         unknown = {parameter.name: anything for parameter in capture.parameters.parameters}
         guards = unmet_guards(self.model, specialization, unknown)
-        self.graph.output(self._inside("", "", specialization, values))
+        self.graph.output(self.run(specialization.graph, ("", ""), inputs))
         holds = Holds(self.model, capture, guards, "")
         return Opened(self.graph, self.chosen, self.unpacked, sources, holds, self.paths, self.names)
 
-    def _inside(self, path: str, owner: str, specialization: Specialization, values: dict[fx.Node, Any]) -> Any:
-        """Add what a module does; return its result, in which nodes stand for values."""
-        for node in specialization.graph.nodes:
-            if node.op == "output":
-                return _mapped(node.args[0], values)
-            if node.op != "placeholder":
-                values[node] = self._added(path, owner, node, values)
-        raise MatchFailure(f"the graph of '{owner}' returns nothing")
-
-    def _added(self, path: str, owner: str, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    def made(self, node: fx.Node, place: tuple[str, str], args: Any, kwargs: Any) -> Any:
         """Add what a node does; return its value, which is a node or known already."""
+        path, owner = place
         if node.target is keep:  # notes what to take back before the original forward runs, which is no more
             return None
-        args: Any = _mapped(node.args, values)
-        kwargs: Any = _mapped(dict(node.kwargs), values)
-        if node.op == "call_module":
-            return self._called(path, owner, node, args, kwargs)
         if node.target is require:
             args, kwargs = (*args[:3], False), dict[str, Any]()
+            if not isinstance(args[0], fx.Node):
+                return _checked(args)
         if node.target is getattr and args[1:] == ("device",):  # all of a stage is where its inputs are
             args = (next(iter(self.graph.find_nodes(op="placeholder")), args[0]), "device")
-        if node.op == "call_function" and _is_known(node.target, args):
-            return _computed(node, args)
-        target = qualified(owner, str(node.target)) if node.op == "get_attr" else node.target
-        return self._unpacked(self.graph.create_node(node.op, target, args, kwargs, name=_name(path, node)))
-
-    def _unpacked(self, node: fx.Node) -> Any:
-        count = self.unpacked.get(node.name)
+        target = qualified(owner, str(node.target)) if node.op in ("get_attr", "call_module") else node.target
+        name = "_".join((*path.split("/"), node.name)) if path else node.name
+        new = self.graph.create_node(node.op, target, args, kwargs, name=name)
+        if node.op == "call_module":
+            new.meta.update({"region": True} if node.meta.get("region") else {})
+            self.paths[new.name] = _inside(path, node)
+        count = self.unpacked.get(new.name)
         if count is None:
-            return node
-        return tuple(self.graph.call_function(operator.getitem, (node, number)) for number in range(count))
+            return new
+        return tuple(self.graph.call_function(operator.getitem, (new, number)) for number in range(count))
 
-    def _called(self, path: str, owner: str, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        inner, name = f"{path}/{node.name}" if path else node.name, qualified(owner, str(node.target))
-        if inner in self.chosen:
-            return self._opened(inner, name, args, kwargs)
-        call = self.graph.create_node("call_module", name, args, kwargs, name=_name(path, node))
-        if node.meta.get("region"):
-            call.meta["region"] = True
-        self.paths[call.name] = inner
-        return self._unpacked(call)
-
-    def _opened(self, path: str, name: str, args: Any, kwargs: Any) -> Any:
+    def opened(self, node: fx.Node, place: tuple[str, str], args: Any, kwargs: Any) -> tuple[Any] | None:
+        """Add what a chosen module does, and checks of its guards."""
+        path, name = _inside(place[0], node), qualified(place[1], str(node.target))
+        if path not in self.chosen:
+            return None
         module = submodule(self.model, name)
         capture = None if module is None else capture_of(module)
         if module is None or capture is None:
@@ -169,16 +150,13 @@ class _Opener:
         specialization = capture.specializations[self.chosen[path]]
         given = capture.parameters.bind(args, kwargs)
         guards = unmet_guards(module, specialization, given)
-        self._check(Holds(module, capture, [g for g in guards if not any(map(_reads_call, g.sources()))], name))
         of_call = [guard for guard in guards if any(map(_reads_call, guard.sources()))]
-        self._check(Holds(module, capture, of_call, name), tuple(args), dict(kwargs))
+        for some, call in (([g for g in guards if g not in of_call], ()), (of_call, (tuple(args), dict(kwargs)))):
+            if some:
+                self.graph.call_function(Holds(module, capture, some, name), call)
         placeholders = specialization.graph.find_nodes(op="placeholder")
-        values = {node: self._at(specialization.argument(node), given, name) for node in placeholders}
-        return self._inside(path, name, specialization, values)
-
-    def _check(self, holds: Holds, *call: Any) -> None:
-        if holds.guards:
-            self.graph.call_function(holds, call)
+        inputs = [self._at(specialization.argument(each), given, name) for each in placeholders]
+        return (self.run(specialization.graph, (path, name), inputs),)
 
     def _at(self, source: Source, given: Mapping[str, Any], name: str) -> Any:
         """Return what is passed at a source: a node, or a value that is known."""
@@ -201,21 +179,13 @@ def _reads_call(source: Source) -> bool:
     return any(isinstance(part, Argument) and part != SELF for part in source.all())
 
 
-def _mapped(value: Any, values: Mapping[fx.Node, Any]) -> Any:
-    return map_arg(value, lambda node: values[node])
+def _inside(path: str, call: fx.Node) -> str:
+    return f"{path}/{call.name}" if path else call.name
 
 
-def _name(path: str, node: fx.Node) -> str:
-    return "_".join((*path.split("/"), node.name)) if path else node.name
-
-
-def _is_known(target: Any, args: Sequence[Any]) -> bool:
-    """Say whether a function only picks from, or checks, what is known while the graph is written."""
-    return target in (operator.getitem, len, require) and not isinstance(args[0], fx.Node)
-
-
-def _computed(node: fx.Node, args: Sequence[Any]) -> Any:
+def _checked(args: Sequence[Any]) -> None:
+    """Check what is known while the graph is written."""
     try:
-        return cast("Any", node.target)(*args)
+        cast("Any", require)(*args)
     except GuardError as error:
         raise MatchFailure(str(error)) from error
