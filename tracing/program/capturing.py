@@ -63,6 +63,7 @@ class Captures:
         leaves: names of the modules that are never looked into.
         uncertain: whether other numbers in the examples might have given more: a forward failed, or decided by data.
         names: of the model's modules, if these are still all once the captures are installed.
+        exact_types: the modules whose exact class may be asked for, with where: they run their original forward.
         seconds: of processor time that the captured model took on the calls of the whole; 0 where none was made.
     """
 
@@ -71,6 +72,7 @@ class Captures:
     leaves: list[str]
     uncertain: bool = False
     names: ModelNames | None = None
+    exact_types: dict[nn.Module, str] = field(default_factory=dict[nn.Module, str])
     seconds: float = 0.0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 from torch import fx, nn
@@ -72,6 +72,7 @@ class Program:
         replaying: whether a plan says what is rewritten: then no site is refused for want of example inputs.
         forward_seconds: of processor time that the whole calls took, once captured; 0 where they were not made.
         opaque: name -> why that module runs its original forward.
+        exact_types: the modules whose exact class may be asked for, with where: no pass may give them another.
         analyses: `program.analyses[AnalysisType]`, kept until the next change.
         version: counts changes.
     """
@@ -92,6 +93,7 @@ class Program:
         self.held: int | None = None
         self.forward_seconds = 0.0
         self.opaque = dict(opaque or {})
+        self.exact_types: Mapping[nn.Module, str] = {}
         self.training = model.training if training is None else training
         self.analyses = Analyses(self)
         self.version = 0
@@ -247,5 +249,5 @@ def capture_program(model: nn.Module, example_inputs: object = None, *, training
     phase = model.training if training is None else training
     found = capture_model(model, inputs, phase)
     program = Program(model, inputs, found.opaque, found.leaves, training=phase, names=found.names)
-    program.forward_seconds = found.seconds
+    program.forward_seconds, program.exact_types = found.seconds, found.exact_types
     return program
