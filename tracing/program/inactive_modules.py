@@ -15,10 +15,7 @@ __all__ = ["deactivate", "exact_types", "with_inactive"]
 
 
 def deactivate(modules: Collection[nn.Module]) -> None:
-    """Let each module of a model whose graphs are as they were captured run its original forward; the graphs are kept.
-
-    It is then of the user's very class. Its graphs count while the attributes that they read are what they were.
-    """
+    """Let modules whose graphs are as captured run their original forward, in the user's class; graphs are kept."""
     inactive: dict[int, Capture] = {}
     for module in filter(_may_be_inactive, modules):
         capture = required_capture(module)

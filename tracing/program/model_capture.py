@@ -52,13 +52,7 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
 def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) -> Captures:
     """Install a graph on every module of `model` that can be captured, and check the whole against the original.
 
-    Args:
-        model: changed in place; as before if anything raises.
-        inputs: the example inputs; none means to trace without example values.
-        training: the mode to record in.
-
-    Raises:
-        InputError: if the model refuses the inputs, or has lazy parameters that were never initialised.
+    Without inputs, forwards are traced without values. If anything raises, the model is as before.
     """
     names = ModelNames(model)
     _check_initialised(names)
