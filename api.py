@@ -52,7 +52,7 @@ from .settings import Measure, current
 from .storage import as_path
 from .tracing.examples import normalize_inputs
 from .tracing.isolation import eagerly, in_phase, rewrite_lock
-from .tracing.program import Program, capture_program, deactivate_type_checkers
+from .tracing.program import Program, capture_program
 from .tracing.recording import attach, detach, misses_in
 
 __all__ = [
@@ -176,7 +176,6 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
         with plain_registries(fresh):
             attach(fresh)
             program = capture_program(fresh, example_inputs)
-            deactivate_type_checkers(fresh)
             detach(program.names)
         program.touch()  # the user may change the model, and its modules what they hold
     return program

@@ -25,7 +25,6 @@ from ..pipeline import Decision, Plan, Ranks, as_in_twin, check_behind, on_all_r
 from ..sites import Phase
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget, collection_paused, forward_seconds
 from ..verification import is_on_meta
-from .exact_type_checks import forbid_type_checking_forwards
 from .history import Rewrite
 from .manager import Manager
 from .own_forward import forbid_lost_forwards
@@ -206,7 +205,6 @@ def _rewritten(
     else:
         vars(fast)[RECORD_KEY] = record  # the root stays of the user's very class
     forbid_lost_forwards(fast, manager.rewrites, record)
-    forbid_type_checking_forwards(program.names.distinct)
     detach(program.names)
     _limit_to_evaluation(fast, manager.rewrites, record)
     # The old tensors go now, and not when Python's collector finds that nobody needs them.

@@ -17,7 +17,6 @@ from ..pipeline import Decision
 from ..rewriting import Snapshot, UnnotedChange, only_reading
 from ..sites import VOLATILE, Cause, Phase, Refusal, Site, is_volatile
 from ..verification import depends_on_mode
-from .exact_type_checks import TypeCheckers
 
 __all__ = ["admitted", "described", "found", "is_for_evaluation", "is_missing", "key_of"]
 
@@ -104,12 +103,12 @@ def _reason_against(
     program: Program, pass_: Pass, site: Site, phase: Phase | None, trained: Collection[nn.Module]
 ) -> tuple[str, Cause]:
     """Return why no pass may rewrite a place, or ""."""
-    if is_volatile(holder_of(program.model, site.owner).module):
+    holder = holder_of(program.model, site.owner).module
+    if is_volatile(holder):
         return VOLATILE, Cause.VOLATILE
     if (phase or pass_.phase) is Phase.EVAL and _is_trained(program, site, trained):
         return _IN_TRAINING, Cause.IN_TRAINING
-    around = program.analyses[TypeCheckers].around
-    return (around.get(program.module(site.owner), "") if around else ""), Cause.EXACT_TYPE
+    return program.exact_types.get(holder, ""), Cause.EXACT_TYPE
 
 
 def _is_trained(program: Program, site: Site, trained: Collection[nn.Module]) -> bool:

@@ -30,12 +30,7 @@ _GRAPH = "changed the graph of '{}' itself", "the nodes of edit.graph, which sit
 
 
 class UnnotedChange(MatchFailure):
-    """A pass changed something otherwise than through its edit.
-
-    Attributes:
-        what: it did, a clause without its subject.
-        instead: what to use in `rewrite`.
-    """
+    """A pass changed something otherwise than through its edit: `what` it did, a clause, and what to use `instead`."""
 
     def __init__(self, kind: tuple[str, str], name: str) -> None:
         self.what, self.instead = kind[0].format(name), kind[1]
@@ -43,13 +38,7 @@ class UnnotedChange(MatchFailure):
 
 
 class Watch:
-    """Hold what a part of a program is, to see later what became of it.
-
-    Args:
-        snapshot: knows what the modules were.
-        program: which is about to be rewritten.
-        name: of the module that is watched, with all inside it.
-    """
+    """Hold what a module of a program, with all inside it, is, to see later what became of it."""
 
     def __init__(self, snapshot: Snapshot, program: Program, name: str) -> None:
         names = ModelNames(program.module(name)) if name else program.names
@@ -65,11 +54,7 @@ class Watch:
                 self._accepted[module] = AttributeState(module)
 
     def check_module(self, module: nn.Module) -> None:
-        """Make sure that a module holds what it should.
-
-        Raises:
-            UnnotedChange: if it does not.
-        """
+        """Raise UnnotedChange if a module does not hold what it should."""
         if module not in self._names:
             return
         state = self._accepted.get(module) or self._states.by_module[module].attributes
@@ -82,11 +67,7 @@ class Watch:
             )
 
     def check(self) -> list[ModuleState]:
-        """Return what the modules were that are changed, having made sure that this was accepted.
-
-        Raises:
-            UnnotedChange: naming the first change that was not, and what to use instead.
-        """
+        """Return what the changed modules were; raise UnnotedChange for the first change that was not accepted."""
         for key in self.data.changed():
             raise UnnotedChange(_IN_PLACE, self._name_of(key))
         changed = self._states.changed()
@@ -128,11 +109,7 @@ def watching(snapshot: Snapshot, program: Program, name: str) -> Generator[Watch
 
 @contextmanager
 def only_reading(program: Program, snapshot: Snapshot) -> Generator[None]:
-    """Watch a program while a pass looks for sites; the pass may run the model.
-
-    Raises:
-        UnnotedChange: if the pass changed anything.
-    """
+    """Watch a program while a pass looks for sites, and may run the model; UnnotedChange if it changed anything."""
     watch = Watch(snapshot, program, "")
     renormalised = {id(m.weight) for m in program.names.distinct if vars(m).get("max_norm") is not None}
     parameters = {name: p for name, p in program.names.parameters().items() if id(p) not in renormalised}

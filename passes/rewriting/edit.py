@@ -81,4 +81,4 @@ class Edit(TreeEdit):
 
     def run_function(self, function: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
         """Give the site's graph to a function as a `GraphModule` and take the graph it returns; see `run_function`."""
-        self.set_graph(run_function(function, self.owner, self.graph, self.adopt))
+        self.set_graph(run_function(function, self.owner, self.graph, self.adopt, self._journal.watch))

@@ -170,11 +170,7 @@ def _leaf_writes(module: nn.Module) -> bool:
 
 
 def overwrites_unseen(node: fx.Node, program: Program, owner: str) -> bool:
-    """Say whether an in-place operation acts as its functional form would.
-
-    It does if the value that it overwrites, its first operand, shares no memory with anything, and is read by nothing
-    after it.
-    """
+    """Say whether an operation in place does as its functional form: it overwrites no view, and nothing read later."""
     overwritten = node.args[0] if node.args and node.kwargs.get("out") is None else None
     if not isinstance(overwritten, fx.Node) or overwritten.op not in ("call_function", "call_method", "call_module"):
         return False

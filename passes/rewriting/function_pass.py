@@ -6,17 +6,14 @@ so it may not touch the tensors that are there, nor put others in their places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from ...compat import modules_by_name
 from ...errors import CaptureError, MatchFailure, UsageError
 from ...runtime.values import Absent
-from ...tracing.isolation import AttributeState
+from .changes import UnnotedChange, Watch
 
 __all__ = ["Adopt", "run_function"]
 
@@ -25,58 +22,30 @@ Adopt = Callable[[str, Any], None]
 
 
 def run_function(
-    function: Callable[[fx.GraphModule], fx.GraphModule], owner: nn.Module, graph: fx.Graph, adopt: Adopt
+    function: Callable[[fx.GraphModule], fx.GraphModule],
+    owner: nn.Module,
+    graph: fx.Graph,
+    adopt: Adopt,
+    watch: Watch | None,
 ) -> fx.Graph:
-    """Return the graph that a function makes of `graph`, having adopted what it calls.
-
-    Args:
-        function: is given a `GraphModule` and returns one.
-        owner: the module that the graph is of; nothing of it may be changed by the function itself.
-        graph: a copy; the function may edit it in place.
-        adopt: puts new modules and tensors into the owner.
+    """Return the graph that a function makes of `graph`, which it may edit in place, having adopted what it calls.
 
     Raises:
-        UsageError: if the function returns anything else, or changes the owner in place.
+        UsageError: if the function returns no `GraphModule`, or changes what `watch` watches.
         CaptureError: if the graph it returns refers to something that is not there.
         MatchFailure: if it puts a module with tensors, or a tensor, in the place of another.
     """
-    given = fx.GraphModule(owner, graph, type(owner).__name__)
-    with _unchanged(owner):
-        returned = function(given)
+    returned = function(fx.GraphModule(owner, graph, type(owner).__name__))
+    try:
+        if watch is not None:
+            watch.check()
+    except UnnotedChange as change:
+        raise UsageError(f"it {change.what}; a pass function may change only the graph it is given") from change
     if not isinstance(returned, fx.GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UsageError(f"returned {type(returned).__name__}; a pass function returns a torch.fx.GraphModule")
     for target in dict.fromkeys(str(n.target) for n in returned.graph.nodes if n.op in ("call_module", "get_attr")):
         _take_over(target, returned, owner, adopt)
     return returned.graph
-
-
-@contextmanager
-def _unchanged(owner: nn.Module) -> Generator[None]:
-    """Put back whatever is changed of a module, and say so."""
-    attributes = {name: AttributeState(module) for name, module in modules_by_name(owner).items()}
-    tensors = {**dict(owner.named_parameters()), **dict(owner.named_buffers())}
-    values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    try:
-        yield
-    finally:
-        changed = [f"{name}.{what}".strip(".") for name, state in attributes.items() if (what := state.changed())]
-        for state in attributes.values():
-            state.restore()
-        changed += [name for name, tensor in tensors.items() if not _same(tensor, values[name])]
-        with torch.no_grad():
-            for name in changed:
-                if name in values:
-                    tensors[name].copy_(values[name])
-    if changed:
-        raise UsageError(f"changed '{changed[0]}' in place; a pass function may change only the graph it is given")
-
-
-def _same(tensor: Tensor, value: Tensor) -> bool:
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
-        return True
-    if torch.equal(tensor, value):
-        return True
-    return torch.equal(tensor.isnan(), value.isnan()) and torch.equal(tensor.nan_to_num(), value.nan_to_num())
 
 
 def _take_over(target: str, returned: fx.GraphModule, owner: nn.Module, adopt: Adopt) -> None:

@@ -25,11 +25,7 @@ def hold_written_out(
 
     A seal refuses what goes through attributes, and says why. What goes past them (`_modules[...]`, `__class__`,
     `__dict__["forward"]`, hooks on all modules) is seen at the next call, which runs the module's original forward.
-
-    Args:
-        edit: of the site.
-        paths: names of the modules in the owner.
-        free: gives the settings of a module that may change: where they count, the graph does not hold.
+    `free` gives the settings of a module that may change: where they count, the graph does not hold.
     """
     for path, names in written_out(edit.owner, paths).items():
         module = edit.owner.get_submodule(path)
@@ -62,11 +58,7 @@ def unchanged_guard(opened: Iterable[Opened]) -> Guard:
 
 
 def asks_unchanged(guard: Guard, *, compiled: bool = True) -> bool:
-    """Say whether a condition is that modules which a graph computes itself are what they were.
-
-    Args:
-        compiled: of the two kinds, that which holds under compilers; see `UnchangedGuard`.
-    """
+    """Say whether a condition, of the kind for compilers or the other, is that written out modules are unchanged."""
     source = guard.source
     return (
         isinstance(source, Call)

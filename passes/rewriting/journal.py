@@ -14,14 +14,7 @@ __all__ = ["Journal"]
 
 
 class Journal:
-    """Note changes, each with what takes it back.
-
-    Args:
-        snapshot: knows what modules are; what is changed here is forgotten there.
-
-    Attributes:
-        watch: finds changes that were not noted; None where nobody asks for them.
-    """
+    """Note changes, each with what takes it back; the snapshot forgets what is changed, and `watch` finds the rest."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
@@ -43,11 +36,7 @@ class Journal:
 
     @contextmanager
     def changing(self, *modules: nn.Module) -> Generator[None]:
-        """Note what modules hold, in its order, before a change of them; the change is made inside.
-
-        Raises:
-            UnnotedChange: if one was changed before without being noted here.
-        """
+        """Note what modules hold before a change that is made inside; raise UnnotedChange if one was not noted."""
         for module in modules:
             if self.watch is not None:
                 self.watch.check_module(module)

@@ -17,11 +17,7 @@ __all__ = ["check_order_of_writes", "check_runs_as_one", "has_write_between"]
 
 
 class _Memory:
-    """Which values of a graph may lie in the same memory, and who writes into it.
-
-    Attributes:
-        writers: the nodes that may write, in order.
-    """
+    """Which values of a graph may lie in the same memory, and its nodes, in order, that may write into it."""
 
     def __init__(self, graph: fx.Graph, program: Program, owner: str) -> None:
         self.writers = [node for node in graph.nodes if _writes(node, program, owner)]
@@ -85,11 +81,7 @@ def _from(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def check_runs_as_one(chosen: Sequence[fx.Node], program: Program, owner: str) -> None:
-    """Make sure that nodes may run together although others run between them.
-
-    Raises:
-        MatchFailure: if a write in place would come before what reads the old value, or after what reads the new one.
-    """
+    """Raise MatchFailure if nodes that run as one would carry a write in place over what reads the same memory."""
     memory = _Memory(chosen[0].graph, program, owner)
     inside, writers = set(chosen), set(memory.writers)
     if not writers:
@@ -108,16 +100,7 @@ def check_runs_as_one(chosen: Sequence[fx.Node], program: Program, owner: str) -
 
 
 def check_order_of_writes(graph: fx.Graph, before: fx.Graph, program: Program, owner: str) -> None:
-    """Make sure that what a rewritten graph reads is written before, or after, as it was.
-
-    Args:
-        graph: the rewritten one.
-        before: what it was made from.
-        program, owner: whose graph it is.
-
-    Raises:
-        MatchFailure: naming the node that reads and the one that writes.
-    """
+    """Raise MatchFailure if a rewritten graph reads before a write what it read after it, or the other way round."""
     memory = _Memory(before, program, owner)
     if not memory.writers:
         return

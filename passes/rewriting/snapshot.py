@@ -45,17 +45,7 @@ class GraphState:
 
 
 class ModuleState:
-    """What a module was: its class, attributes, children in their order, hooks and mode, and its tensors' gradients.
-
-    What tensors hold is not kept.
-
-    Attributes:
-        module: the module.
-        attributes: what it holds.
-        cls: its class.
-        flags: its tensors, whether each wants a gradient, and the one that it has.
-        graphs: what its graphs were.
-    """
+    """What a module was: its class, attributes, children, hooks and mode, and its tensors' gradients, but no data."""
 
     __slots__ = ("_capture", "attributes", "cls", "flags", "graphs", "module")
 
@@ -107,11 +97,7 @@ def _registered(module: nn.Module) -> Iterator[Tensor]:
 
 
 class ModuleStates:
-    """What several modules are, to see in one go that nothing has changed of any.
-
-    Attributes:
-        by_module: the state of each.
-    """
+    """What several modules are, to see in one go that nothing has changed of any."""
 
     def __init__(self, by_module: dict[nn.Module, ModuleState]) -> None:
         self.by_module = by_module
@@ -138,10 +124,9 @@ class ModuleStates:
 
 
 class Snapshot:
-    """Hold what modules were when they were last asked for, until that is forgotten.
+    """Hold what modules were when they were last asked for, until a rewrite changes them with its edit's knowledge.
 
-    One serves a whole run: what a rewrite has changed with its edit's knowledge is forgotten, and taken anew when it is
-    asked for again. Whatever else differs was changed behind an edit's back.
+    Whatever else differs was changed behind an edit's back.
     """
 
     def __init__(self) -> None:

@@ -18,10 +18,7 @@ Shapes = dict[str, torch.Size]
 
 
 def lasting_shapes(holder: Holder) -> Shapes:
-    """Return the shape of each tensor that a holder writes into a state dict, by its qualified name.
-
-    What regions borrow is written by whom they borrow it from.
-    """
+    """Return the shape of each tensor that a holder writes into a state dict, by its name; regions borrow theirs."""
     found: Shapes = {}
     for prefix, module in _modules(holder):
         transient = absent_from_checkpoints(module)
@@ -55,11 +52,7 @@ def check_mapped(
     state_map: StateMap,
     added: Collection[str] = (),
 ) -> None:
-    """Make sure that the steps of a rewrite account for the tensors that it left.
-
-    Raises:
-        MatchFailure: naming one that no step makes, takes away or gives its shape, or one of `added` that was changed.
-    """
+    """Raise MatchFailure if the steps of a rewrite do not account for the tensors that it left."""
     _check_added(after.keys() - before.keys(), state_map, added)
     expected: dict[str, torch.Size | None] = dict(before)
     for step in state_map.steps:

@@ -139,6 +139,8 @@ class TreeEdit(GraphEdit):
         if has_hooks(old):
             raise MatchFailure(f"'{name}' has hooks, which the module in its place would not have")
         module.train(old.training)
+        if old in self.program.exact_types:
+            raise MatchFailure(self.program.exact_types[old])
         for holder, last in self._places_of_module(old, name):
             with self._journal.changing(holder):
                 own_children(holder).update({last: module})  # fused members refuse items

@@ -12,16 +12,7 @@ __all__ = ["check_well_formed", "is_same_graph"]
 
 
 def check_well_formed(graph: fx.Graph, before: fx.Graph, owner: nn.Module) -> None:
-    """Check a rewritten graph.
-
-    Args:
-        graph: of `owner`.
-        before: what it was made from; it has the same inputs.
-        owner: has what the graph calls and reads.
-
-    Raises:
-        CaptureError: if the graph is not well formed.
-    """
+    """Raise CaptureError if a rewritten graph of `owner` is malformed, or has other inputs than before."""
     try:
         graph.lint()
         _check_targets(graph, owner)

@@ -53,12 +53,9 @@ _Parts = list[tuple[str | None, "Tensor | nn.Module"]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Described:
-    """A module as it is now, with all that is inside it.
+    """A module as it is now: its `key` is equal for alike modules, down to which of their tensors and modules are one.
 
-    Attributes:
-        key: equal for modules that are alike, down to which of their tensors and modules are one.
-        paths: of the modules in it, by their names in it.
-        tensors: id -> name of each tensor in it; None for one that no parameter or buffer registers.
+    `paths` are the names of the modules in it, `tensors` those of its tensors by id; None if they are not registered.
     """
 
     key: Hashable
@@ -72,11 +69,7 @@ class StructuralHash:
 
     Modules are alike that have one class (which stands for the code of their graphs), the same settings and flags, the
     same names, shapes, types, devices, strides and `requires_grad` of their tensors, and under the same names children
-    that are alike. A module with hooks is like no other.
-
-    Args:
-        alike: in what sense.
-        numbers: description -> number, where those of several objects are to be compared.
+    that are alike. A module with hooks is like no other. `numbers` are shared where several objects are to be compared.
     """
 
     def __init__(self, alike: HashLevel = HashLevel.TRACED, numbers: dict[Hashable, int] | None = None) -> None:

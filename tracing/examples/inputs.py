@@ -30,9 +30,7 @@ _FORMS = (
 class Inputs:
     """Hold the positional and keyword arguments of one call of a model.
 
-    Attributes:
-        module: the qualified name of the part of the model that is called around the model's own forward, as `generate`
-            calls an encoder; "" is the model itself.
+    `module` names the part that is called around the model's own forward, as `generate` calls an encoder.
     """
 
     __slots__ = ("args", "kwargs", "module")
@@ -53,10 +51,8 @@ class Inputs:
     def generating(*args: Any, **settings: Any) -> Generating:
         """Return, as example inputs, the calls that a model of `transformers` makes of itself while it generates.
 
-        Args:
-            args: what `model.generate` is given by position: token identifiers.
-            settings: what it is given by name, as in use: `attention_mask`, `num_beams`, `do_sample`,
-                `cache_implementation`, an assistant model, ... Without a length, a prompt and two steps are generated.
+        The arguments are those of `model.generate`: token identifiers, then, by name, what is in use (`attention_mask`,
+        `num_beams`, `cache_implementation`, an assistant model, ...). Without a length, two steps follow a prompt.
         """
         return Generating(*args, **settings)
 
@@ -98,17 +94,10 @@ class Generating(Inputs):
 
 
 def normalize_inputs(example_inputs: object, model: object = None) -> tuple[Inputs, ...]:
-    """Return the calls meant by `example_inputs`.
-
-    A tuple is positional, a mapping is keywords, `Inputs` is both, a tensor or a graph of torch-geometric is the one
-    argument, a list is several calls, a DataLoader stands for its first batches, None is none.
-
-    Args:
-        example_inputs: any of these.
-        model: whose forward says which parts of a DataLoader's batches it takes.
+    """Return the calls meant by `example_inputs`, in any of the forms that `optimize` takes.
 
     Raises:
-        UsageError: for anything else, naming the forms; for batches that the forward takes nothing of.
+        UsageError: for anything else, naming the forms; for batches that the model's forward takes nothing of.
         InputError: the DataLoader raises, or is empty.
     """
     if example_inputs is None:
@@ -126,20 +115,12 @@ def normalize_inputs(example_inputs: object, model: object = None) -> tuple[Inpu
 
 
 def call_of_batch(batch: object, model: nn.Module) -> Inputs:
-    """Return the call that a batch of a loader stands for, without what the forward does not take: labels above all.
-
-    Raises:
-        UsageError: the forward takes nothing of it.
-    """
+    """Return the call that a batch of a loader stands for, without labels, say; UsageError if nothing is taken."""
     return _call_of_batch(batch, _parameters(model.forward))
 
 
 def check_whole(calls: Sequence[Inputs]) -> None:
-    """Refuse calls of a part of a model, where the model itself is to be called.
-
-    Raises:
-        UsageError: one is.
-    """
+    """Raise UsageError for calls of a part of a model, where the model itself is to be called."""
     for number, call in enumerate(calls):
         if isinstance(call, Generating):
             raise UsageError(f"example call {number} is Inputs.generating; give calls of the model itself")

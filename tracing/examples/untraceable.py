@@ -6,12 +6,7 @@ __all__ = ["Untraceable"]
 
 
 class Untraceable(Exception):
-    """A forward does something that a graph cannot say.
-
-    Attributes:
-        reason: one clause about the forward ("it calls itself").
-        location: the user's line, as "file.py:12"; empty if unknown.
-    """
+    """A forward does what no graph can say: the reason is a clause, the location the user's "file.py:12", or ""."""
 
     def __init__(self, reason: str, location: str = "") -> None:
         super().__init__(reason)

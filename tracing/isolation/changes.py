@@ -25,13 +25,9 @@ __all__ = ["Change", "Changes", "Watch", "is_repeatable"]
 
 @dataclass
 class Change:
-    """What an operation changed that outlives the call.
+    """What an operation changed that outlives the call: by argument the `paths` in it, and attributes by their setters.
 
-    Attributes:
-        revocable: it only gave objects other contents, all of them found by `paths`, or set `attributes`.
-        objects: whether an object or a container was given other contents, and not tensors only.
-        paths: argument -> the paths in it to what was changed.
-        attributes: where the `__setattr__` of a module is, and the name of an attribute that was set.
+    It is `revocable` if that is all; `objects` or containers were given other contents, and not tensors only.
     """
 
     revocable: bool
@@ -75,11 +71,7 @@ class Watch:
 
 
 class Changes:
-    """Know which example values come from outside of the traced forward, and what belongs to them.
-
-    Attributes:
-        roots: the arguments that are objects.
-    """
+    """Know which example values come from outside of the traced forward, and what belongs to them."""
 
     def __init__(self) -> None:
         self.roots: dict[fx.Node, Any] = {}

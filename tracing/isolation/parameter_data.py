@@ -48,11 +48,7 @@ class _Kept(NamedTuple):
 
 
 class ParameterData:
-    """Notice when the data of parameters is reached for, and put it back.
-
-    Args:
-        parameters: those to look after.
-    """
+    """Notice when the data of parameters is reached for, and put it back."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = parameters

@@ -51,8 +51,7 @@ def memory_of(tensor: Tensor) -> int:
 class AttributeState:
     """Hold a module's attributes, registries and plain containers, to put back or to compare.
 
-    What `install` keeps on a module (`_fxopt_capture`, and regions) is left alone. A region's register of children is
-    its owner's, and is kept there.
+    What `install` keeps on a module (`_fxopt_capture`, and regions) is left alone, and children that a region borrows.
     """
 
     __slots__ = ("_attributes", "_copies", "_copy", "_lengths", "_others", "_registries")
@@ -188,12 +187,7 @@ def _same(container: Any, copy: Any) -> bool:
 
 
 class Contents:
-    """Hold what is in many containers, to see in one go that none of them has changed.
-
-    Args:
-        containers: of any kinds.
-        named: whether all are dictionaries with texts for keys, which `==` may compare.
-    """
+    """Hold what is in many containers, to see in one go that none has changed; `named` ones have texts for keys."""
 
     def __init__(self, containers: list[Any], *, named: bool = False) -> None:
         self._containers = containers
@@ -226,12 +220,6 @@ class ModelState:
     These are: buffers (in place), attributes of every module with the plain containers and tensors in them, registries,
     training flags, `.grad`, and the random state of torch (CPU, CUDA), Python and numpy. Parameters are not copied, but
     for those whose `data` is reached for while it is watched.
-
-    Attributes:
-        modules: of the model, each once.
-        tensors: all parameters and buffers, and the plain tensors in attributes.
-        data: what those parameters hold, and plain tensors whose `data` is reached for.
-        is_meta: whether all of the parameters are on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -284,11 +272,7 @@ class ModelState:
         self._generators.restore()
 
     def check_parameters(self, model: nn.Module) -> None:
-        """Make sure that no parameter was changed in place.
-
-        Raises:
-            InputError: if one was, for that cannot be taken back.
-        """
+        """Raise InputError if a parameter was changed in place, for that cannot be taken back."""
         kept = {id(tensor) for tensor, _ in self._copies}
         for key, parameter in self._parameters.items():
             if change_count(parameter) != self._counts[key] and key not in kept:
@@ -301,11 +285,7 @@ class ModelState:
 
 @contextmanager
 def preserved(model: nn.Module) -> Generator[None]:
-    """Put back, on leaving, what running `model` changes (see `ModelState`), also when it raises.
-
-    Raises:
-        InputError: if a parameter was changed in place, which cannot be undone.
-    """
+    """Put back, on leaving, what running `model` changes (see `ModelState`); InputError if it changed parameters."""
     state = ModelState(model)
     with restoring(state):
         yield
@@ -314,11 +294,9 @@ def preserved(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def restoring(state: ModelState, assigned: dict[nn.Module, frozenset[str]] | None = None) -> Generator[None]:
-    """Put `state` back on leaving; on the meta device, let what is made without a device be made there meanwhile.
+    """Put `state` back on leaving, and fill in which attributes were `assigned`, by module.
 
-    Args:
-        state: of the model that is run meanwhile.
-        assigned: is given, by module, the names of the attributes that were set.
+    On the meta device, what is made without a device is made there meanwhile.
     """
     try:
         with torch.device("meta") if state.is_meta else nullcontext(), state.data.watched():

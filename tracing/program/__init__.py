@@ -7,12 +7,7 @@ from .call_forms import call_forms, calls_of_forms
 from .called import is_called
 from .capturing import Opaque
 from .example_calls import captured_on
-from .inactive_modules import (
-    deactivate,
-    deactivate_type_checkers,
-    type_checkers_around_changes,
-    type_checkers_without_answer,
-)
+from .inactive_modules import deactivate
 from .program import Program, capture_program
 from .shapes import changed_metas
 from .unrolling import Unrolled, Unroller, unrolling
@@ -29,9 +24,6 @@ __all__ = [
     "captured_on",
     "changed_metas",
     "deactivate",
-    "deactivate_type_checkers",
     "is_called",
-    "type_checkers_around_changes",
-    "type_checkers_without_answer",
     "unrolling",
 ]

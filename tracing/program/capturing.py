@@ -55,15 +55,10 @@ class Opaque:
 
 @dataclass
 class Captures:
-    """What capturing a model gave.
+    """What capturing a model gave, by the modules' names; `leaves` are never looked into.
 
-    Attributes:
-        captured: qualified name -> capture.
-        opaque: qualified name -> why there is none.
-        leaves: names of the modules that are never looked into.
-        uncertain: whether other numbers in the examples might have given more: a forward failed, or decided by data.
-        names: of the model's modules, if these are still all once the captures are installed.
-        seconds: of processor time that the captured model took on the calls of the whole; 0 where none was made.
+    It is `uncertain` whether other numbers might have given more: a forward failed, or decided by data. `names` are
+    those of the model's modules, if still all once the captures are installed; see `Program` for the rest.
     """
 
     captured: dict[str, Capture]
@@ -71,16 +66,12 @@ class Captures:
     leaves: list[str]
     uncertain: bool = False
     names: ModelNames | None = None
+    exact_types: dict[nn.Module, str] = field(default_factory=dict[nn.Module, str])
     seconds: float = 0.0
 
 
 def capture_modules(names: ModelNames, recording: Recording | None) -> Captures:
-    """Trace every module that is neither leaf nor container; nothing is installed yet.
-
-    Args:
-        names: the model.
-        recording: its calls on the example inputs; None traces without example values.
-    """
+    """Trace every module but leaves and containers, on recorded calls or without values; nothing is installed yet."""
     result = Captures({}, {}, [])
     with tracing_session(names.modules.values()) as session:
         capturer = _Capturer(names, recording, session)

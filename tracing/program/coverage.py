@@ -13,13 +13,9 @@ __all__ = ["Coverage"]
 
 @dataclass(frozen=True)
 class Coverage:
-    """Count a model's modules by how they run.
+    """Count a model's modules by how they run: from a graph, as one operation each, or their original forward, and why.
 
-    Attributes:
-        captured: names of the modules that run from a graph.
-        leaves: names of the modules that are one operation each.
-        opaque: the modules that run their original forward, with the reason.
-        missed: the guards that turned calls away since the model was handed over, by module.
+    `missed` are the guards that turned calls away since the model was handed over, by module.
     """
 
     captured: Sequence[str]

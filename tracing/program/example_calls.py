@@ -15,16 +15,7 @@ __all__ = ["captured_on"]
 
 
 def captured_on(model: nn.Module, inputs: Sequence[Inputs], *, training: bool) -> tuple[Program, str]:
-    """Give a model its graphs, those for the calls of its own `generate` too; say so where it cannot have these.
-
-    Args:
-        model: a copy of the user's.
-        inputs: the example calls, as the user gave them; may be none.
-        training: the phase to record in.
-
-    Raises:
-        InputError: if the model refuses the example inputs.
-    """
+    """Give a copy of the user's model its graphs, for calls of its own `generate`, too; say so where it has none."""
     given = [call for each in inputs for call in _calls(model, each)]
     added, remark = ([], "") if training or len(given) != len(inputs) else calls_of_generate(model, given)
     if added:

@@ -25,11 +25,7 @@ __all__ = ["ExtraArguments"]
 
 
 class ExtraArguments:
-    """Find out which graphs hold with an argument more.
-
-    Args:
-        names: of the model.
-    """
+    """Find out which graphs hold with an argument more."""
 
     def __init__(self, names: ModelNames) -> None:
         self._names = names
@@ -46,15 +42,7 @@ class ExtraArguments:
         found: Specialization,
         trace: Callable[[Call], Specialization],
     ) -> None:
-        """Trace a forward once more, with the argument, where a call may come to it.
-
-        Args:
-            module: whose forward it is.
-            signature: of the forward.
-            call: that `found` was traced for.
-            found: its graph.
-            trace: gives the graph of another call.
-        """
+        """Trace a forward once more, with the argument, where a call may come to it; `found` is the graph without."""
         rest = _rest(signature)
         if call is None or rest is None or module not in self._reached or VARYING in call.forward_arguments[1]:
             return

@@ -17,7 +17,7 @@ from ..examples import Generating, Inputs, normalize_inputs
 from ..isolation import ModelState, in_phase, restoring
 from ..recording import Recording, disagreeing, expectations, generated_calls, record
 from .capturing import Captures, Opaque, capture_modules
-from .inactive_modules import inactive_inside_type_checkers
+from .inactive_modules import exact_types, with_inactive
 
 __all__ = ["capture_model", "inputs_for"]
 
@@ -52,13 +52,7 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
 def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) -> Captures:
     """Install a graph on every module of `model` that can be captured, and check the whole against the original.
 
-    Args:
-        model: changed in place; as before if anything raises.
-        inputs: the example inputs; none means to trace without example values.
-        training: the mode to record in.
-
-    Raises:
-        InputError: if the model refuses the inputs, or has lazy parameters that were never initialised.
+    Without inputs, forwards are traced without values. If anything raises, the model is as before.
     """
     names = ModelNames(model)
     _check_initialised(names)
@@ -69,17 +63,17 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
             _record_other_mode(model, names, inputs, recording)
         with restoring(state):
             found = capture_modules(names, recording)
-        if recording is None:
-            found.captured = inactive_inside_type_checkers(names, found.captured)
-            _install(names, found)
-            return found
-        if found.uncertain and not recording.is_exact():
+        if recording is not None and found.uncertain and not recording.is_exact():
             # Where forwards work in place, the numbers recorded are what became of them.
             recording = record(model, inputs, state=state)
             _record_other_mode(model, names, inputs, recording)
             with restoring(state):
                 found = capture_modules(names, recording)
-        found.captured = inactive_inside_type_checkers(names, found.captured)
+        found.exact_types = exact_types(names)
+        found.captured = with_inactive(found.captured, names, found.exact_types)
+        if recording is None:
+            _install(names, found)
+            return found
         _install_checked(model, names, found, inputs, recording, state)
         recording.forget()
     return found

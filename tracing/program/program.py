@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol, TypeVar, cast
 
 from torch import fx, nn
@@ -72,6 +72,7 @@ class Program:
         replaying: whether a plan says what is rewritten: then no site is refused for want of example inputs.
         forward_seconds: of processor time that the whole calls took, once captured; 0 where they were not made.
         opaque: name -> why that module runs its original forward.
+        exact_types: the modules whose exact class may be asked for, with where: no pass may give them another.
         analyses: `program.analyses[AnalysisType]`, kept until the next change.
         version: counts changes.
     """
@@ -92,6 +93,7 @@ class Program:
         self.held: int | None = None
         self.forward_seconds = 0.0
         self.opaque = dict(opaque or {})
+        self.exact_types: Mapping[nn.Module, str] = {}
         self.training = model.training if training is None else training
         self.analyses = Analyses(self)
         self.version = 0
@@ -134,32 +136,20 @@ class Program:
         }
 
     def module(self, name: str) -> nn.Module:
-        """Return a module by its qualified name.
-
-        Raises:
-            CaptureError: if there is none; the message has the nearest names.
-        """
+        """Return a module by its qualified name; raise CaptureError with the nearest names if there is none."""
         module = submodule(self.model, name)
         if module is None:
             raise CaptureError(f"the model has no module {name!r}{_nearest(name, self.names.modules)}")
         return module
 
     def name_of(self, module: nn.Module) -> str:
-        """Return the qualified name of a module; where it is shared, its first.
-
-        Raises:
-            CaptureError: if it is not in the model.
-        """
+        """Return the qualified name of a module, of a shared one its first; CaptureError if it is not in the model."""
         if module not in self.names:
             raise CaptureError(f"this {type(module).__name__} is not in the model")
         return self.names.name(module)
 
     def graph(self, owner: str, specialization: int = 0) -> fx.Graph:
-        """Return a graph of the module called `owner`.
-
-        Raises:
-            CaptureError: if the module has no graph, or not so many.
-        """
+        """Return a graph of the module called `owner`; raise CaptureError if it has none, or not so many."""
         capture = capture_of(self.module(owner))
         if capture is None or specialization >= len(capture.specializations):
             why = f": {self.opaque[owner].reason}" if owner in self.opaque else ""
@@ -167,11 +157,7 @@ class Program:
         return capture.specializations[specialization].graph
 
     def node(self, owner: str, name: str, specialization: int = 0) -> fx.Node:
-        """Return a node by its name, or the one that took its place since.
-
-        Raises:
-            CaptureError: if the graph has none of that name (any more); the message has the nearest names.
-        """
+        """Return a node by its name, or what took its place since; else CaptureError, with the nearest names."""
         graph = self.graph(owner, specialization)
         of_graph, known = self._nodes.get((owner, specialization)) or (graph, dict[str, fx.Node]())
         # Editing makes and erases nodes: they are listed anew only where the one asked for is not known to be there.
@@ -184,11 +170,7 @@ class Program:
         return known[name]
 
     def callee(self, owner: str, node: fx.Node) -> nn.Module:
-        """Return the module that a call_module node in the graph of `owner` calls.
-
-        Raises:
-            CaptureError: if the node calls none, or one that is gone.
-        """
+        """Return the module that a node in the graph of `owner` calls; CaptureError if it calls none that is there."""
         if node.op != "call_module":
             raise CaptureError(f"node {node.name!r} in {owner or '(root)'!r} calls no module: it is a {node.op}")
         return self.module(qualified(owner, str(node.target)))
@@ -203,10 +185,7 @@ class Program:
         return Coverage(captured, self._leaves, tuple(self.opaque.values()), misses_in(self.names.distinct))
 
     def recording(self, modules: Collection[nn.Module] | None = None) -> Recording:
-        """Run the model on its example inputs, in the program's phase, and return how its modules are called.
-
-        Args:
-            modules: those wanted; None means all.
+        """Run the model on its example inputs, in the program's phase; return how its modules (None: all) are called.
 
         Raises:
             InputError: if the program has no example inputs, or the model fails on them.
@@ -231,13 +210,9 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def capture_program(model: nn.Module, example_inputs: object = None, *, training: bool | None = None) -> Program:
-    """Give every module of `model` that can be captured its graph, in place.
+    """Give every module of `model` that can be captured its graph, in place, in the phase that it is in by default.
 
-    Args:
-        model: the model; its weights, buffers, flags and the random state stay as they are.
-        example_inputs: one call or several, see `normalize_inputs`; without, arguments take their defaults and every
-            argument without one is a tensor.
-        training: the phase to record in; by default the one the model is in.
+    `example_inputs` as for `normalize_inputs`; without, arguments take their defaults, and all others are tensors.
 
     Raises:
         InputError: if the model refuses the example inputs, or has lazy parameters that were never initialised.
@@ -247,5 +222,5 @@ def capture_program(model: nn.Module, example_inputs: object = None, *, training
     phase = model.training if training is None else training
     found = capture_model(model, inputs, phase)
     program = Program(model, inputs, found.opaque, found.leaves, training=phase, names=found.names)
-    program.forward_seconds = found.seconds
+    program.forward_seconds, program.exact_types = found.seconds, found.exact_types
     return program

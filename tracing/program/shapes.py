@@ -23,11 +23,7 @@ __all__ = ["changed_metas"]
 def changed_metas(owner: nn.Module, changed: Sequence[object]) -> Mapping[nn.Module, Mapping[fx.Node, Meta]]:
     """Return what nodes give that gave something of another form before, by the module in whose graphs they are.
 
-    Only what reads a changed value runs. What cannot run without data, and code without a graph, counts as before.
-
-    Args:
-        owner: its graphs, and those that they call, are looked at.
-        changed: new tensors and modules inside of it.
+    Only what reads one of the `changed` tensors and modules in `owner` runs. Code without a graph counts as before.
     """
     run, capture = _Run(changed), capture_of(owner)
     if capture is not None:

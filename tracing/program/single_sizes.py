@@ -21,10 +21,7 @@ Traced = list[tuple[Call | None, Specialization]]
 
 
 def told_apart(traced: Traced, signature: Signature) -> list[Specialization]:
-    """Return graphs that no call enters in vain where one argument has a size of one for some of them only.
-
-    A step behind a prompt, say: the prompt's graph would project the token, find that it is one, and start over.
-    """
+    """Return graphs that no call enters in vain where one argument has a size of one for some of them only."""
     return [_asking(call, each, traced, signature) for call, each in traced]
 
 

@@ -26,14 +26,7 @@ __all__ = ["Unrolled", "Unroller", "unrolling"]
 
 @dataclass(frozen=True)
 class Unrolled:
-    """One call of a module as it went.
-
-    Attributes:
-        specialization: its graph, and what it holds under, but for what data decided.
-        values: node -> its value in that call.
-        decided: what data decided in it.
-        shaped: the nodes whose shapes hang on data.
-    """
+    """One call of a module as it went: its graph, the value of each node, what data decided, what it shaped."""
 
     specialization: Specialization
     values: Mapping[fx.Node, Any]
@@ -58,17 +51,10 @@ class Unroller:
         opened: Collection[nn.Module] = (),
         overwritten: Mapping[str, Tensor] | None = None,
     ) -> Unrolled:
-        """Return a recorded call of the module called `owner`.
+        """Return a recorded call of the module called `owner`, traced through the calls of `opened` modules inside.
 
-        Args:
-            owner: its name.
-            call: as `Program.recording` has it.
-            opened: the modules inside whose calls are traced through.
-            overwritten: name of a node -> the value that it is to have, in the place of its own.
-
-        Raises:
-            Untraceable: if the forward does something that no graph can say.
-            Exception: whatever the forward raises when it is run on proxies.
+        `overwritten` gives nodes, by name, other values. Raise Untraceable if no graph can say it, or what the forward
+        raises.
         """
         call = dataclasses.replace(call, children=[])  # they may be called otherwise than they were
         tracer = UnrollingTracer(self._session, self._program.names, owner, call, lambda _: False, {})

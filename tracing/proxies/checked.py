@@ -19,11 +19,7 @@ class _Text(NamedTuple):
 
 
 class Messages:
-    """Know which texts of values were asked for, and whether only messages of checks were made of them.
-
-    A check that fails makes the module run its original forward, which writes the message anew: so such texts decide
-    nothing, and may be anything.
-    """
+    """Know which texts of values were asked for: those in the message of a check decide nothing."""
 
     def __init__(self) -> None:
         self._unread: list[_Text] = []

@@ -28,8 +28,7 @@ UNKNOWN = _Unknown()
 class ValueProxy(fx.Proxy):
     """Record operations as nodes, and answer questions from an example value.
 
-    A question whose answer steers the Python around it (`if`, `range`, `len`, unpacking) is a decision: the tracer
-    turns it into a guard, or gives up where it hangs on the data in a tensor.
+    Where the answer steers Python (`if`, `range`, `len`), the tracer makes a guard of it, or gives up if data decide.
     """
 
     node: fx.Node

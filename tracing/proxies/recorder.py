@@ -63,13 +63,7 @@ class Interception(Protocol):
 
 
 class Recorder(Protocol):
-    """A tracer, as the proxies that it hands out know it.
-
-    Attributes:
-        changes: what the forward changes that outlives the call.
-        session: the ways out of the interception.
-        decisions: answers the questions that steer.
-    """
+    """A tracer, as the proxies that it hands out know it; `changes` are those that outlive the call."""
 
     changes: Changes
 

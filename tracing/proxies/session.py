@@ -102,10 +102,6 @@ class Session(Generic[TracerT]):
     """Know which tracer, if any, the code that runs now belongs to.
 
     What is patched is worked out once; a session that is closed may be opened again.
-
-    Attributes:
-        observers: see what the traced module's forward reads.
-        autocasts: what each autocast that traced code made was made with.
     """
 
     def __init__(self) -> None:

@@ -13,11 +13,7 @@ __all__ = ["AttributeWatch"]
 
 
 class AttributeWatch:
-    """Hold what some attributes are now, to see later which have been set.
-
-    Args:
-        watched: module -> names of its attributes.
-    """
+    """Hold what some attributes of modules are now, to see later which have been set."""
 
     def __init__(self, watched: Mapping[nn.Module, Collection[str]]) -> None:
         self._start = {(m, name): m.__dict__.get(name, Absent) for m, names in watched.items() for name in names}

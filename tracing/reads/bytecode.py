@@ -64,14 +64,7 @@ Value = Variable | Read | Asked | Display | Plain | None
 
 
 class Use(NamedTuple):
-    """One step of the code.
-
-    Attributes:
-        operation: its name in `dis`.
-        argument: the name, for what reads or sets by one.
-        taken: what it takes from the stack, the last put there last.
-            line: in the file.
-    """
+    """One step of the code: its name in `dis`, the name in it, what it takes from the stack, and its line."""
 
     operation: str
     argument: Any

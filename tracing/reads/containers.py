@@ -25,13 +25,7 @@ def listing_of(module: nn.Module, source: Source = SELF) -> Source:
 
 
 def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str]) -> list[Guard]:
-    """Return guards on the number of items in each container that a forward went through: loops are unrolled.
-
-    Args:
-        module: the traced module.
-        graph: what came out.
-        read: names of the module's attributes that were read.
-    """
+    """Return guards on the number of items in each container that a forward went through: loops are unrolled."""
     guards: dict[str, Guard] = {}
     seen: set[str] = set()
     if not _WHOLE.isdisjoint(read):

@@ -24,14 +24,9 @@ _DESCRIPTIONS: Any = (
 
 
 class DataFlow:
-    """Follow, node by node, what the values of a graph depend on.
+    """Follow, node by node, what the values of a graph depend on, given their example values.
 
-    Args:
-        examples: node -> its example value.
-
-    Attributes:
-        shaped: values whose shapes hang on data.
-        later: values that hang on what was read of an object after objects had been changed.
+    The shapes of `shaped` ones hang on data; `later` ones on what was read of objects after objects had been changed.
     """
 
     def __init__(self, examples: Mapping[fx.Node, Any]) -> None:
@@ -46,13 +41,7 @@ class DataFlow:
         self.later: set[fx.Node] = set()
 
     def note(self, node: fx.Node, *, fixed: bool = False, changes: bool = False) -> None:
-        """Follow a new node.
-
-        Args:
-            node: the node.
-            fixed: the structure of its value never changes.
-            changes: it changes objects that outlive the call.
-        """
+        """Follow a new node: the structure of a `fixed` value never changes; `changes` says that it changes objects."""
         inputs = node.all_input_nodes
         value: Any = self._examples.get(node)
         kind = cast("type[object]", type(value))

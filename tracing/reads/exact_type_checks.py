@@ -26,15 +26,7 @@ _TOLD = frozenset(("__name__", "__qualname__", "__module__", "__doc__"))
 
 
 def checks_exact_types(modules: Sequence[nn.Module], *, forwards: bool = True) -> str:
-    """Return where the code that calling `modules` runs, but for the forwards of those inside, may ask for a class.
-
-    Args:
-        modules: may be called.
-        forwards: or only what runs around their forwards, such as hooks.
-
-    Returns:
-        "file.py:12" of the first such line; empty if there is none.
-    """
+    """Return where the code that calling `modules` runs, but for the forwards of those inside, may ask for a class."""
     return next((place for reached in reached_functions(modules, forwards=forwards) if (place := _place(reached))), "")
 
 

@@ -44,12 +44,7 @@ _DEEPEST = 3
 
 
 class NestedReads:
-    """Lend a noting class to the plain objects in a module's attributes, and to those inside them that are read.
-
-    Args:
-        module: the traced module.
-        names: returns id of a tensor -> its name, of all that are registered in the module or inside.
-    """
+    """Lend a noting class to the plain objects in a module's attributes, and to those inside them that are read."""
 
     def __init__(self, module: nn.Module, names: Callable[[], Mapping[int, str]]) -> None:
         self._module, self._names = module, names
@@ -86,11 +81,7 @@ class NestedReads:
             self._keep(guard, "")
 
     def guards(self, plain: set[str]) -> list[Guard]:
-        """Return conditions under which the same is read again.
-
-        Args:
-            plain: the module's own attributes that were read; setting one is noticed, changing what is in it is not.
-        """
+        """Return conditions under which the same is read again; `plain` are the own attributes that were read."""
         attributes = self._module.__dict__
         for name in sorted(plain):
             value, source = attributes.get(name), Attribute(SELF, name)
@@ -137,10 +128,7 @@ class NestedReads:
     def _direct(
         self, cls: type, held: dict[str, Any], name: str, value: Any, place: tuple[str, Source]
     ) -> Source | None:
-        """Return how a guard reads an attribute from the dictionary of its object, in a tenth of the time; else None.
-
-        So it does not look like a tensor's, either: moving the model changes types and devices of those.
-        """
+        """Return how a guard reads an attribute from its object's dictionary, in a tenth of the time; else None."""
         root, source = place
         key = _key(cls, name)
         if key is None or held.get(key, self) is not value:
@@ -193,10 +181,7 @@ class NestedReads:
 
 
 def _key(cls: type, name: str) -> str | None:
-    """Return under which name objects of a class hold an attribute: a property may return another one, and only that.
-
-    None where some other code decides.
-    """
+    """Return under which name objects of a class hold an attribute (a property has another); None if code decides."""
     found = class_attribute(cls, name)
     if not isinstance(found, property):
         return None if hasattr(cast("type[Any]", type(found)), "__set__") else name

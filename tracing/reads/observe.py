@@ -29,11 +29,7 @@ class Seen:
 
 
 class Observers:
-    """Make, once per class, a class that notes every attribute read, and lend it to a module.
-
-    Args:
-        wrappers: id of a function -> what stands for it, also where an attribute holds it.
-    """
+    """Make, once per class, a class that notes every attribute read, and lend it to a module."""
 
     def __init__(self, wrappers: Mapping[int, Any]) -> None:
         self._wrappers = wrappers
@@ -91,10 +87,7 @@ def _taken_off(cls: type, own: Set[str]) -> set[str]:
 
 
 def _is_plain(module: nn.Module, name: str) -> bool:
-    """Tell whether an attribute is a value that a graph would hold, and not a method, tensor or child.
-
-    What is not there, or is None in the place of a tensor or child, is one, too: the forward may have asked for it.
-    """
+    """Tell whether an attribute is a value that a graph would hold, or not there, and not a method, tensor or child."""
     if name in INTERNAL or name.startswith("_fxopt"):
         return False
     if name in module.__dict__:

@@ -34,14 +34,7 @@ __all__ = ["OutsideReads", "guards_on"]
 
 
 class OutsideReads:
-    """Hold what a forward, and the functions that it names, read from outside the modules, as it is now.
-
-    Args:
-        module: about to be traced.
-
-    Raises:
-        Untraceable: if that code sets something out there.
-    """
+    """Hold what a forward, and functions that it names, read from outside the modules; Untraceable if they set it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._class = module, type(module)
@@ -57,11 +50,7 @@ class OutsideReads:
             self._note_attributes(_read_of_class(function.__code__))
 
     def guards(self, read: Iterable[str]) -> Iterator[Guard]:
-        """Yield conditions under which the same is read again.
-
-        Args:
-            read: names of the module's plain attributes that were read; its class may have them.
-        """
+        """Yield conditions under which the same is read again, and `read` attributes if the module's class has them."""
         self._note_attributes(name for name in read if name not in vars(self._module))
         yield from self._guards
 

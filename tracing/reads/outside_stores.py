@@ -23,15 +23,7 @@ _CONTAINERS = (list, dict, set)
 
 
 class _Store(NamedTuple):
-    """A line that may set something.
-
-    Attributes:
-        owner: the variable, or the value of which an attribute or item is set.
-        name: the attribute, if there is one.
-        line: of the file.
-        is_variable: the variable itself is set.
-        by_method: a method is called that would change a container.
-    """
+    """A line that may set a variable, or an attribute or item of an owner, or call what would change a container."""
 
     owner: Value
     name: str

@@ -28,11 +28,7 @@ _BUILTINS: Mapping[str, Any] = vars(builtins)
 
 
 class Reached(NamedTuple):
-    """A function that may run, and what the globals and closed over variables that it names are now.
-
-    Attributes:
-        names: such a variable, or an attribute that leads on from one, and the value; `MISSING` where it is unknown.
-    """
+    """A function that may run, and what outside of it its code names, with the value now, `MISSING` if unknown."""
 
     function: FunctionType
     names: list[tuple[Value, Any]]
@@ -41,13 +37,8 @@ class Reached(NamedTuple):
 def reached_functions(modules: Sequence[nn.Module], *, forwards: bool = True, hooks: bool = True) -> Iterator[Reached]:
     """Yield each function that calling `modules` may run, but for the forwards of those inside, nearest first.
 
-    These are their forwards, their hooks, the functions that these name, and the methods that they name of the modules
-    inside. What is called in other ways is not found.
-
-    Args:
-        modules: may be called.
-        forwards: or only what runs around their forwards: hooks, and a `__call__` of their own.
-        hooks: or only their forwards.
+    These are `forwards`, `hooks` (and a `__call__` of their own), what they name, and methods that they name of the
+    modules inside. What is called in other ways is not found.
     """
     methods: Mapping[str, list[Any]] | None = None
     pending = deque(_entries(modules, forwards, hooks))

@@ -50,10 +50,7 @@ _DROPPED = "most calls had tensor data that the graph does not fit, so it was dr
 class Fallback:
     """Count what happened to one module since the model was handed over, and warn of it.
 
-    Attributes:
-        name: the module's qualified name.
-        warned: the guards that a warning told of; the modules of a model share them, for one call misses in many.
-        generates: the model calls itself while it generates.
+    The modules of a model share what they `warned` of, for one call misses in many.
     """
 
     name: str
@@ -169,11 +166,7 @@ def fallback_of(module: nn.Module) -> Fallback | None:
 
 
 def detach(names: ModelNames) -> None:
-    """Hand a model over to its user: from now on its modules tell of calls that they have no graph for.
-
-    Args:
-        names: of the model, captured, and rewritten as far as it will be.
-    """
+    """Hand a model over to its user: from now on its modules tell of calls that they have no graph for."""
     warned: set[str] = set()
     generates = callable(getattr(names.modules[""], "generate", None))
     for name, module in names.modules.items():
@@ -182,10 +175,7 @@ def detach(names: ModelNames) -> None:
 
 
 def attach(model: nn.Module) -> None:
-    """Take a model back from its user, to work on it; what its modules told so far is forgotten.
-
-    Graphs of inactive modules go where they are not what these would run from any more.
-    """
+    """Take a model back from its user; drop what its modules told, and graphs that inactive ones no longer fit."""
     for module in all_modules(model):
         module.__dict__.pop(HANDLER, None)
         if capture_of(module) is None:

@@ -24,14 +24,9 @@ __all__ = ["Expectation", "disagreeing", "expectations"]
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the model's original forward gives on one of its inputs, in one mode.
+    """What the model's original forward gives on one of its inputs, in one mode, and the seconds that the graphs took.
 
-    Attributes:
-        inputs: of the call.
-        training: the mode.
-        output: what it gives.
-        twice: whether calls keep something on the model, and a backward pass after each of two calls in a row works.
-        seconds: of processor time that each run of the captured model on them took.
+    If calls keep something on the model, `twice` says that a backward pass after each of two calls in a row works.
     """
 
     inputs: Inputs
@@ -48,15 +43,7 @@ def expectations(
     recording: Recording,
     state: ModelState,
 ) -> list[Expectation]:
-    """Return what was recorded and, where a graph may depend on it, what the model gives in the other mode.
-
-    Args:
-        model: the model, its captures not yet installed.
-        captured: name -> capture.
-        inputs: the example inputs.
-        recording: of the model on them.
-        state: put back after each run.
-    """
+    """Return what was recorded and, where a graph may depend on it, what the model gives in the other mode."""
     pairs = zip(inputs, recording.outputs, strict=True)
     keeps = bool(recording.assigning)
     expected = [
@@ -86,14 +73,8 @@ def disagreeing(
 ) -> list[str]:
     """Return the names of the captured modules without which the model gives what its original forward gives.
 
-    Their graphs are taken out, and come back in groups, innermost first; one that does not agree is halved.
-
-    Args:
-        model: the model, its captures installed; those returned are not any more.
-        captured: name -> capture, outermost first.
-        expected: what its original forward gives.
-        state: put back after each run.
-        grad: whether to run with gradients.
+    The graphs, which are installed, are taken out, and come back in groups, innermost first; one that does not agree is
+    halved, and those found stay out.
     """
     if _agrees(model, expected, state, grad):
         return []
@@ -121,13 +102,7 @@ def disagreeing(
 
 
 def _depends_on_mode(find: Callable[[str], nn.Module], capture: Capture, known: Mapping[nn.Module, Capture]) -> bool:
-    """Tell whether a graph has other code for the other mode, or takes apart what a child may give in another form.
-
-    Args:
-        find: returns a child of the module by its name.
-        capture: of the module; its regions are not made yet.
-        known: the captures of all modules that have one.
-    """
+    """Tell whether a graph has other code for the other mode, or takes apart what a child may give in another form."""
     if len(capture.specializations) != 1:
         return bool(capture.specializations)
     for node in capture.specializations[0].graph.find_nodes(op="call_module"):

@@ -136,18 +136,11 @@ def record(
     state: ModelState | None = None,
     exact: bool = True,
 ) -> Recording:
-    """Run `model` once for each of `inputs`, as it is, and return how its modules were called.
+    """Run `model` once for each of `inputs`, as it is, and return how its modules (None: all) were called.
 
-    Flags, buffers, attributes, gradients and random state are put back, also when the model raises. The tensors
-    recorded are those at the time of the call: where one is changed in place afterwards, copies are recorded. A
-    model that needs gradients to run at all (it calls `torch.autograd.grad`) is run with them.
-
-    Args:
-        modules: record these modules only, and where examples will do what they call; None means all.
-        state: the state to put back; by default the present one.
-        grad: run with gradients, so that outputs are attached to parameters and to inputs that require them.
-        exact: False where examples will do: tensors that are changed in place afterwards have the shapes that they had
-            at the time of the call, but later numbers (see `Recording.is_exact`). Then the model is run only once.
+    What that changes is put back to `state`, by default the present one. Tensors are those at the time of the call; if
+    not `exact`, those changed in place afterwards have later numbers, and the model is run only once. With `grad`, or
+    where the model needs gradients to run at all, outputs are attached to parameters and inputs.
 
     Raises:
         InputError: where the model itself raises; chained, naming the innermost module.
@@ -187,13 +180,9 @@ def _record(
 
 
 class _Recorder:
-    """Record calls, in one of three ways.
+    """Record calls: of some modules, with copies of tensors or tensors lent, and what `watched` attributes are.
 
-    Args:
-        modules: of these modules only; None means all.
-        copying: tensors are copied as they are met; else they are lent.
-        spare: lent tensors may be worked on in place, so they are aliases, and those of the model are copied.
-        watched: note for each call what these attributes are.
+    Lent tensors that are `spare` may be worked on in place, so they are aliases, and those of the model are copied.
     """
 
     def __init__(

@@ -35,11 +35,7 @@ _idle: list[TracingSession] = []
 
 @contextmanager
 def tracing_session(modules: Iterable[nn.Module]) -> Generator[TracingSession]:
-    """Intercept, while inside, what traced forwards do; code that is not traced runs as always.
-
-    Args:
-        modules: those that will be traced, and all that are inside them.
-    """
+    """Intercept, while inside, what forwards of `modules` and of those inside them do while they are traced."""
     with patching:
         session = _idle.pop() if _idle else None
         if session is None or not session.is_current():

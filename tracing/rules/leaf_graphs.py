@@ -41,7 +41,7 @@ def _no(_: nn.Module) -> bool:
 
 
 def trace_leaf(module: nn.Module) -> fx.Graph:
-    """Return what the forward of a leaf calls, traced without example values; `self.training` stays a read.
+    """Return what the forward of a leaf calls, traced without values; `self.training` stays a read.
 
     Raises:
         CaptureError: if the forward cannot be traced.

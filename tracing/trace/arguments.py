@@ -57,15 +57,8 @@ def _is_key(key: object) -> bool:
 class Arguments:
     """Walk the arguments of a call: each tensor, and each size that the caller computed, becomes a placeholder.
 
-    Objects (caches, say) are placeholders, too, whose class is guarded. The rest is bound and guarded.
-
-    Args:
-        signature: of the forward.
-        placeholder: makes the placeholder for a tensor, from its name and example value (None if there is none).
-        places: filled in: name of a placeholder -> where its value is in the forward's arguments.
-
-    Attributes:
-        guards: conditions under which another call has the same structure and the same bound values.
+    Objects (caches, say) are placeholders, too, whose class is guarded. The rest is bound and guarded. `places` is
+    filled in: where the value of a placeholder is in the arguments.
     """
 
     def __init__(self, signature: Signature, placeholder: Callable[[str, Any], Any], places: dict[str, Source]) -> None:

@@ -44,22 +44,10 @@ def assign(setter: Callable[[str, Any], None], name: str, value: Any) -> None:
 
 
 class Assignments:
-    """Record the attributes that a traced forward sets.
+    """Record the attributes that a traced forward sets: they are there for the rest of the trace, as proxies.
 
-    What is set is there for the rest of the trace, as a proxy where it was computed.
-
-    Args:
-        tracer: the trace that they belong to.
-        by_calls: module -> its own attributes that calls set.
-        state: attributes that modules are to have, where they are not those that they have now.
-        keep: makes a node of a tensor that a module holds now.
-        recorded: whether it is known which attributes calls set.
-
-    Attributes:
-        nodes: those that set an attribute.
-        names: of the traced module's own attributes that calls set.
-        guards: conditions under which what was read of such attributes is the same again.
-        left: attributes that the call leaves, where the next one may need another graph; else None.
+    `by_calls` are the modules' own attributes that calls set, if that is `recorded`; `state` is what attributes are
+    to be; `left` is what the call leaves where the next one may need another graph.
     """
 
     def __init__(
@@ -101,11 +89,7 @@ class Assignments:
         return (module, name) in self._written
 
     def record(self, module: nn.Module, path: str, name: str, value: Any) -> None:
-        """Record one.
-
-        Raises:
-            Untraceable: if no graph can say it.
-        """
+        """Record one; give up if no graph can say it."""
         target = qualified(path, name)
         with self._tracer.session.aside():
             if _held(module, name) is value and not self._may_be_another(module, name):

@@ -24,17 +24,7 @@ __all__ = ["Attributes"]
 
 
 class Attributes:
-    """Hand out one proxy for each tensor and flag of the traced module and those inside it.
-
-    Args:
-        tracer: the trace they belong to.
-        answers: what switches (`self.training`) are to answer, where it is not what they say now.
-        questions: what the forward asks of its children.
-        contexts: those that the forward opens.
-        assignments: the attributes that the forward sets.
-        nested: what the forward reads from plain objects.
-        called: tells whether a module, or one that it is inside of, was called.
-    """
+    """Hand out one proxy for each tensor and flag of the traced module and those inside it."""
 
     def __init__(
         self,
@@ -67,11 +57,7 @@ class Attributes:
         return proxy
 
     def of_tensor(self, tensor: Tensor) -> ValueProxy:
-        """Return the proxy of a tensor that traced code holds itself (`for p in self.parameters()`).
-
-        Raises:
-            Untraceable: if no module inside holds it.
-        """
+        """Return the proxy of a tensor that traced code holds itself (`for p in self.parameters()`); else give up."""
         name = self.tensor_names().get(id(tensor))
         if name is not None:
             return self.proxy(name, tensor)
@@ -171,11 +157,7 @@ class Attributes:
         return self._tracer.source_node("call_function", function, value, args, kwargs)
 
     def accepts(self, module: nn.Module, name: str, value: Any) -> bool:
-        """Tell whether an assignment is to be made now; to the traced module, or one inside it, nodes make it.
-
-        Raises:
-            Untraceable: if it assigns what no graph can.
-        """
+        """Tell whether an assignment is to be made now; to the traced module, or one inside it, nodes make it."""
         path = self._tracer.names.relative(self._tracer.owner, module)
         if path is None:
             return True
@@ -186,14 +168,7 @@ class Attributes:
         return False
 
     def check_arrays(self, plain: set[str]) -> None:
-        """Give up on what was read that is numpy's, unless nodes were given it whole.
-
-        Args:
-            plain: the module's own attributes that were read.
-
-        Raises:
-            Untraceable: if there is such a value.
-        """
+        """Give up on numpy's values, read of `plain` attributes or inside, that nodes were not given whole."""
         for root, source, array in self._nested.arrays:
             if id(array) not in self._handed_on and (not root or root in plain):
                 self._tracer.fail(f"it reads the numpy value {source}, which may change; make it a buffer", "")

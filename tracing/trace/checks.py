@@ -21,17 +21,9 @@ _Lasting = Callable[[fx.Node], Change | None]
 
 
 def order_checks(graph: fx.Graph, module: nn.Module, decisions: Decisions, lasting: _Lasting, *, marks: bool) -> None:
-    """Move checks to before what cannot be done twice, or let the graph note what is to be taken back.
+    """Move checks to before what cannot be done twice, or let the graph note what is to be taken back; else give up.
 
-    Args:
-        graph: as it was traced.
-        module: its owner.
-        decisions: that the checks are of.
-        lasting: tells what running a node changes that outlives the call.
-        marks: whether the graph is to announce changes to its callers; False where it makes none.
-
-    Raises:
-        Untraceable: if a check comes after a change that cannot be undone.
+    `lasting` tells what running a node changes that outlives the call; with `marks`, the graph announces that.
     """
     _Order(graph, module, decisions, lasting).run(marks=marks)
 
@@ -65,10 +57,7 @@ class _Order:
                 node.meta["changes"] = node.op == "call_module" or node not in noted
 
     def _mark_random_effects(self) -> None:
-        """Mark what draws from generators outside torch, and what draws before a check that starts over by itself.
-
-        The generated forward takes the latter back; it announces the former, for a caller may have to take it back.
-        """
+        """Mark what draws outside torch, for callers to take back, and before a check, for the generated forward to."""
         checks = self._graph.find_nodes(op="call_function", target=require)
         before = set(_up_to_last(self._graph, checks) if checks else ())
         from_host = tree_uses_host_random(self._module)

@@ -29,11 +29,7 @@ _REGISTRIES = ("__dict__", "_parameters", "_buffers", "_modules")
 
 
 class ChildReads:
-    """Note what is asked of the modules inside the traced one.
-
-    Attributes:
-        read: names of the module's own children that were read for more than to be called.
-    """
+    """Note what is asked of the modules inside the traced one; `read` are own children, if not only to be called."""
 
     def __init__(self, tracer: Tracer, nested: NestedReads) -> None:
         self.read: set[str] = set()

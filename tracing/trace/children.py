@@ -22,14 +22,7 @@ __all__ = ["Children"]
 
 
 class Children:
-    """Record the calls of children; each gives what the same call gave when the model was recorded.
-
-    Args:
-        tracer: the trace they belong to.
-        call: the recorded call of the parent; None if there is none.
-        questions: what the forward asks of its children.
-        changes: what the forward changes that outlives the call.
-    """
+    """Record the calls of children; each gives what the same call gave when the model was recorded."""
 
     def __init__(self, tracer: Tracer, call: Call | None, questions: ChildReads, changes: Changes) -> None:
         self._tracer = tracer

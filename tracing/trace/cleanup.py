@@ -48,15 +48,9 @@ def late_checks(
     fixed: Collection[fx.Node] = (),
     later: Collection[fx.Node] = (),
 ) -> list[fx.Node]:
-    """Return the checks that come after something that must not be done twice, by which the module could start over.
+    """Return the checks behind the first node that is `lasting`: it must not be done twice, so they cannot start over.
 
-    Those that need nothing of what is done there are moved to before it.
-
-    Args:
-        graph: as it was traced.
-        lasting: tells whether running a node changes what outlives the call (an argument, a buffer).
-        fixed: the checks that stay where they are: what they ask may be changed in place.
-        later: what was read of objects after they had been changed, which stays where it is too.
+    Those that need nothing of what is done there are moved to before it, but for `fixed` ones, and what reads `later`.
     """
     checks = graph.find_nodes(op="call_function", target=require)
     if not checks:
@@ -76,16 +70,7 @@ def _from(first: fx.Node) -> Iterator[fx.Node]:
 
 
 def _advanced(check: fx.Node, first: fx.Node, late: set[fx.Node], later: Collection[fx.Node]) -> bool:
-    """Move a check to before the node `first`, with what it reads.
-
-    That cannot be if it reads `first` itself, or what has to come later.
-
-    Args:
-        check: a node.
-        first: a node before it.
-        late: `first` and all nodes after it; those that are moved are taken out.
-        later: nodes that stay where they are.
-    """
+    """Move a check, and what it reads, from `late` to before `first`; say whether none of it has to stay there."""
     needed: dict[fx.Node, None] = {check: None}
     pending = [check]
     while pending:

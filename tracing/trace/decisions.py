@@ -51,11 +51,8 @@ class Pending:
 class Decisions:
     """Answer the questions that decide something, and keep each answer as a guard.
 
-    Attributes:
-        guards: over the arguments, each once.
-        flags: switches that decided (`self.training`) -> the answer given.
-        structural: the `require` nodes that check how a value is built, and decide nothing else.
-        by_data: the `require` nodes that ask what the data in a tensor decide.
+    `flags` are switches (`self.training`) with the answers given; of the `require` nodes, `structural` ones only check
+    how a value is built, and those `by_data` ask what the data in a tensor decide.
     """
 
     def __init__(self, tracer: Tracer, messages: Messages) -> None:
@@ -185,11 +182,7 @@ class Decisions:
         self.plain(self._tracer.create_proxy("call_function", getattr, (kind, "__qualname__"), {}))
 
     def missing(self, proxy: ValueProxy, name: str) -> NoReturn:
-        """Note that a value has no attribute called `name`.
-
-        Raises:
-            AttributeError: always, as the value itself does.
-        """
+        """Note that a value has no attribute called `name`, and raise AttributeError as it does."""
         if self._tracer.data.is_object(proxy.node):
             self.truth(self._tracer.create_proxy("call_function", hasattr, (proxy, name), {}))
         raise AttributeError(f"{type(proxy.fxopt_value).__name__!r} object has no attribute {name!r}")

@@ -30,11 +30,7 @@ class NodeArguments:
         return tuple(self.value(item) for item in args), {key: self.value(item) for key, item in kwargs.items()}
 
     def value(self, value: Any) -> Any:
-        """Return one argument for a node.
-
-        Raises:
-            Untraceable: if it is, or holds, something that a graph cannot.
-        """
+        """Return one argument for a node; give up if it is, or holds, something that a graph cannot."""
         kind = cast("type[object]", type(value))
         if issubclass(kind, ValueProxy):
             return self._node(value)

@@ -26,12 +26,7 @@ _COMPARISONS = (operator.eq, operator.ne)
 
 
 class NoneGuards:
-    """Collect what a traced forward read of objects and found there, and check it once the whole graph is known.
-
-    Args:
-        tracer: the trace they belong to.
-        decisions: keep the checks.
-    """
+    """Collect what a traced forward read of objects and found there, and check it once the whole graph is known."""
 
     def __init__(self, tracer: Tracer, decisions: Decisions) -> None:
         self._tracer = tracer

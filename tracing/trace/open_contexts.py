@@ -24,11 +24,7 @@ class _Open(NamedTuple):
 
 
 class OpenContexts:
-    """Know which contexts are open at the place in a forward that is being traced.
-
-    Attributes:
-        used: whether any was opened.
-    """
+    """Know which contexts are open at the place in a forward that is being traced, and whether any was `used`."""
 
     def __init__(self, tracer: Tracer) -> None:
         self.used = False
@@ -42,11 +38,7 @@ class OpenContexts:
         mark(self._tracer.graph, context)
 
     def leave(self, key: object, error: object = None) -> None:
-        """Note that `key` closes its context, perhaps because of an error.
-
-        Raises:
-            Untraceable: if it is not the last one that was opened.
-        """
+        """Note that `key` closes its context, perhaps because of an error; give up if it is not the last one opened."""
         place = next((i for i, entry in reversed(list(enumerate(self._open))) if entry.key is key), None)
         entry = None if place is None else self._open.pop(place)
         if self._tracer.failure is not None:
@@ -65,22 +57,13 @@ class OpenContexts:
                 undo()
 
     def check(self) -> None:
-        """Make sure that everything was closed.
-
-        Raises:
-            Untraceable: if it was not.
-        """
+        """Give up unless everything was closed."""
         if self._open:
             last = self._open[-1]
             self._tracer.fail(f"it leaves {last.context.kind} switched on when it returns", last.source)
 
     def knows(self, question: str, args: tuple[Any, ...]) -> bool | None:
-        """Return the answer to a question about a mode that the open contexts decide, or None where they do not.
-
-        Args:
-            question: the name of torch's function.
-            args: what it is called with.
-        """
+        """Return what torch's function named `question` answers if the open contexts decide it, or None."""
         for entry in reversed(self._open):
             context, settings = entry.context, entry.context.settings
             if question == "is_grad_enabled" and context.gradients is not None:

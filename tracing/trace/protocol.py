@@ -19,15 +19,8 @@ __all__ = ["Tracer"]
 class Tracer(Recorder, Protocol):
     """A tracer, as its parts know it.
 
-    Attributes:
-        graph: what is recorded.
-        module, owner: the traced module, and its qualified name.
-        names: of the whole model.
-        examples: the example value of each node.
-        data: which values hang on the data in tensors.
-        places: name of a placeholder -> where its value is in the forward's arguments.
-        liftable: whether what decides may be asked before the graph runs: no tensor was reshaped in place so far.
-        failure: why the module was given up; None as long as it was not.
+    `places` says where a placeholder's value is in the arguments; questions are `liftable` to before the graph runs
+    while no tensor was reshaped in place; `failure` is why the module was given up.
     """
 
     graph: fx.Graph

@@ -75,12 +75,7 @@ class _Span:
 def with_regions(
     module: nn.Module, specializations: Sequence[Specialization]
 ) -> tuple[list[Specialization], dict[str, RegionPlan]]:
-    """Return graphs that call a region where they had marks, and the regions by the names that they call them by.
-
-    Args:
-        module: the traced module; it is only looked at.
-        specializations: its graphs as they were traced.
-    """
+    """Return a module's graphs with calls of regions where they had marks, and the regions by their names."""
     plans: dict[str, RegionPlan] = {}
     cut = [
         _Cutter(module, plans).cut(v) if v.graph.find_nodes(op="call_function", target=opened) else v
@@ -91,12 +86,7 @@ def with_regions(
 
 @dataclass
 class _Body:
-    """A graph under way.
-
-    Attributes:
-        plans: the regions that it calls.
-        values: node as traced -> node here.
-    """
+    """A graph under way, the regions that it calls, and its nodes by those that were traced."""
 
     plans: dict[str, RegionPlan]
     values: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
@@ -104,12 +94,7 @@ class _Body:
 
 
 class _Cutter:
-    """Write one graph anew.
-
-    Args:
-        module: its owner.
-        plans: the regions of the owner so far; those of this graph are added.
-    """
+    """Write one graph of a module anew, and add the regions that it calls to `plans`."""
 
     def __init__(self, module: nn.Module, plans: dict[str, RegionPlan]) -> None:
         self._module = module

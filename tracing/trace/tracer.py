@@ -44,15 +44,9 @@ _ACCESSOR = property_access()
 class ModuleTracer:
     """Run a module's forward once on proxies, and keep what it did as a graph.
 
-    Args:
-        session: intercepts what the forward does.
-        names: of the whole model.
-        owner: name of the module to trace.
-        call: the call to trace, with its children's results; None traces without example values.
-        stateful: tells whether calling a module changes something that outlives the call.
-        assigned: module -> its own attributes that calls set.
-        answers: what switches (`self.training`) are to answer, where it is not what they say now.
-        state: attributes that modules are to have, where they are not those that they have now.
+    `call` is the one to trace; None traces without example values. `stateful` tells whether calling a module changes
+    what outlives the call, `assigned` which own attributes of modules calls set. `answers` of switches and `state`
+    of attributes are to be found in the place of what they are now.
     """
 
     def __init__(
@@ -94,12 +88,7 @@ class ModuleTracer:
         self._lasting: dict[fx.Node, Change] = {}
 
     def trace(self, signature: Signature) -> Specialization:
-        """Return the module's graph for the call at hand.
-
-        Raises:
-            Untraceable: if the forward does something that no graph can say.
-            Exception: whatever the forward raises when it is run on proxies.
-        """
+        """Return the graph of the call; raise Untraceable if none can say it, or whatever the forward raises."""
         arguments = Arguments(signature, self._placeholder, self.places)
         forward, outside = self.forward, OutsideReads(self.module)
         self.session.wrap_globals(inspect.unwrap(forward))
@@ -143,11 +132,7 @@ class ModuleTracer:
         return Decisions(self, self.messages)
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
-        """Give the module up.
-
-        Raises:
-            Untraceable: always; code that catches it cannot save the graph.
-        """
+        """Give the module up: raise Untraceable; code that catches it cannot save the graph."""
         raise self.give_up(reason, location)
 
     def give_up(self, reason: str, location: str | None = None) -> Untraceable:
@@ -260,14 +245,10 @@ class ModuleTracer:
         fixed: bool = False,
         lasting: Change | None = None,
     ) -> Any:
-        """Add a node, and return what the traced code sees of its value.
+        """Add a node with an example value, and return what the traced code sees of it.
 
-        Args:
-            kind, target, args, kwargs: of the node, its arguments still proxies.
-            value: its example value.
-            optional: the value may be None in one call and a tensor in another.
-            fixed: the structure of the value never changes.
-            lasting: what the node changes that outlives the call.
+        The value may be None in another call if it is `optional`; its structure never changes if it is `fixed`;
+        `lasting` is what the node changes that outlives the call.
         """
         with self.session.aside():
             node = self.graph.create_node(kind, target, *self._arguments.arguments(args, kwargs))

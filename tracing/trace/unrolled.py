@@ -29,14 +29,10 @@ _COUNTS = ("numel", "len", "size", "shape", "sum", "count_nonzero", "bincount", 
 
 @dataclass(frozen=True)
 class Decided:
-    """What a forward decided by data.
+    """What a forward decided by data, where, and the nodes that the answer was computed from.
 
-    Attributes:
-        kind: by whether there is anything (`numel() == 0`, `any()`), by which number something has, by how many there
-            are, or by other values.
-        place: where.
-        uses: the nodes that the answer was computed from.
-        compared: the comparison of floats whose result `any` was asked of, if there is one.
+    It asked whether there is anything (`numel() == 0`, `any()`, of floats that were `compared`), which number something
+    has, how many there are, or for other values.
     """
 
     kind: Literal["emptiness", "number", "size", "value"]
@@ -46,13 +42,9 @@ class Decided:
 
 
 class UnrollingTracer(ModuleTracer):
-    """Trace a call as it went. The graph is to be read: it holds for the recorded numbers only.
+    """Trace a call as it went, through calls of `opened` children; the graph holds for the numbers in it only.
 
-    Attributes:
-        seen: node -> its value in the recorded call, as the operation gave it.
-        opened: the children whose calls are traced through.
-        overwritten: name of a node -> the value that it is to have, in the place of its own.
-        decided: what data decided, in order.
+    `seen` has the value of each node in that call, but for nodes, by name, whose values are `overwritten`.
     """
 
     opened: frozenset[nn.Module] = frozenset()
