@@ -11,9 +11,8 @@ from torch import fx
 from ..passes.contract import Pass
 from ..passes.rewriting import Edit, handed_out, has_effects, writes
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ..passes.verification import found_in_graphs
 from ..runtime.values import is_plain_structure, map_leaves
-from ..tracing.program import Program
+from ..tracing.program import Program, found_in_graphs
 
 __all__ = ["EliminateCommonSubexpressions"]
 

@@ -11,8 +11,7 @@ from torch import fx
 from ..passes.contract import Pass
 from ..passes.rewriting import Edit, has_effects
 from ..passes.sites import Goal, Numerics, Phase, Site
-from ..passes.verification import found_in_graphs
-from ..tracing.program import Program
+from ..tracing.program import Program, found_in_graphs
 
 __all__ = ["EliminateDeadCode"]
 

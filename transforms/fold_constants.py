@@ -13,10 +13,9 @@ from ..errors import UsageError
 from ..passes.contract import Pass, check_option_types
 from ..passes.rewriting import Edit, handed_out, has_effects, written_values
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ..passes.verification import found_in_graphs
 from ..runtime.graphs import ContextRegion
 from ..runtime.values import is_meta, qualified
-from ..tracing.program import Program
+from ..tracing.program import Program, found_in_graphs
 
 __all__ = ["FoldConstants"]
 

@@ -14,11 +14,10 @@ from ..compat import children_of, modules_by_name
 from ..layers.packed import Packed, PackedConvolution, PackedLinear, refuse_checkpoints, release_weight
 from ..passes.contract import Pass
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ..passes.verification import TensorOwners
 from ..runtime.graphs import capture_of
 from ..runtime.values import qualified
 from ..storage import byte_text
-from ..tracing.program import Program
+from ..tracing.program import Program, TensorOwners
 
 __all__ = ["Release"]
 

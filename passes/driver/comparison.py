@@ -15,12 +15,12 @@ from ...compat import all_modules
 from ...runtime.graphs import AutocastState, specializations_of
 from ...runtime.state import StateMap, shallow_clone
 from ...tracing.examples import Inputs
-from ...tracing.program import Program, deactivate
+from ...tracing.program import Program, deactivate, is_on_meta
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
 from ..sites import Numerics
-from ..verification import is_on_meta, modes_to_check
+from ..verification import modes_to_check
 from .groups import Group
 
 __all__ = ["UNNAMED", "Comparison"]

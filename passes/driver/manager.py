@@ -14,13 +14,12 @@ from torch import nn
 from ...errors import MatchFailure, PassError, PlanError, one_line
 from ...runtime.state import shallow_clone
 from ...settings import Settings
-from ...tracing.program import Program
+from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
 from ..pipeline import Decision, Plan
 from ..rewriting import Snapshot
 from ..sites import Cause, Goal, Numerics, Refusal, Site, StaleSite
 from ..timing import TimeBudget
-from ..verification import is_on_meta
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Candidate, Group, grouped, grouped_in_order, narrowed, rewriting, sharing
 from .history import History, Rewrite

@@ -18,13 +18,12 @@ from ...runtime.values import ModelNames, RandomState, all_tensors, is_scripted,
 from ...settings import Measure, Settings
 from ...tracing.examples import Inputs
 from ...tracing.isolation import eagerly, rewrite_lock
-from ...tracing.program import Program, call_forms, captured_on, deactivate
+from ...tracing.program import Program, call_forms, captured_on, deactivate, is_on_meta
 from ...tracing.recording import attach, detach
 from ..contract import Pass, check_option_types
 from ..pipeline import Decision, Plan, Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget, collection_paused, forward_seconds
-from ..verification import is_on_meta
 from .history import Rewrite
 from .manager import Manager
 from .own_forward import forbid_lost_forwards

@@ -12,13 +12,12 @@ from torch import nn
 from ...errors import MatchFailure
 from ...runtime.state import copied_module
 from ...settings import Settings
-from ...tracing.program import Program
+from ...tracing.program import Program, is_on_meta
 from .. import timing
 from ..contract import Pass
 from ..pipeline import supervised
 from ..rewriting import Edit, Snapshot
 from ..sites import Cause, Goal, Phase, Site
-from ..verification import is_on_meta
 from .comparison import UNNAMED, Comparison
 from .groups import Candidate, Group, Race, changes, identity, is_like
 from .site_calls import SiteCalls

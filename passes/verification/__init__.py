@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .analyses import CallSites, TensorOwners, TensorReads, found_in_graphs, is_on_meta
 from .compare import Tolerance, distance, form_problem, half_the_digits, rounding, scale_of
 from .demands import Verdict
 from .float64 import Float64Mode, double_defaults, narrow, widened
@@ -17,7 +16,6 @@ from .whole_model import Original, Simulation
 
 __all__ = [
     "NO_ELEMENTS",
-    "CallSites",
     "Data",
     "Float64Mode",
     "MapState",
@@ -27,18 +25,14 @@ __all__ = [
     "Simulation",
     "Sizes",
     "Tape",
-    "TensorOwners",
-    "TensorReads",
     "Tolerance",
     "Verdict",
     "depends_on_mode",
     "distance",
     "double_defaults",
     "form_problem",
-    "found_in_graphs",
     "gradients_within",
     "half_the_digits",
-    "is_on_meta",
     "jittered",
     "modes_to_check",
     "narrow",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..trace import BY_DATA
+from .analyses import CallSites, TensorOwners, TensorReads, found_in_graphs, is_on_meta
 from .call_forms import call_forms, calls_of_forms
 from .called import is_called
 from .capturing import Opaque
@@ -14,8 +15,11 @@ from .unrolling import Unrolled, Unroller, unrolling
 
 __all__ = [
     "BY_DATA",
+    "CallSites",
     "Opaque",
     "Program",
+    "TensorOwners",
+    "TensorReads",
     "Unrolled",
     "Unroller",
     "call_forms",
@@ -24,6 +28,8 @@ __all__ = [
     "captured_on",
     "changed_metas",
     "deactivate",
+    "found_in_graphs",
     "is_called",
+    "is_on_meta",
     "unrolling",
 ]

@@ -12,11 +12,10 @@ from ...compat import all_modules, has_hooks, own_parameters
 from ...operators import canonical_name, operator_info, operator_of_module
 from ...passes.contract import names_module
 from ...passes.sites import Refusal
-from ...passes.verification import CallSites
 from ...runtime.graphs import Context, WrappedRegion, capture_of, required_capture, specializations_of
 from ...runtime.values import is_leaf, qualified, user_class
 from ...tracing.examples import TensorMeta
-from ...tracing.program import Program
+from ...tracing.program import CallSites, Program
 from .leaf import AutocastLeaf
 from .lists import Kind, kind_of_layer
 from .parts import in_float32, kind_of_operation, parts_of

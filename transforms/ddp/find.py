@@ -13,13 +13,12 @@ from torch import Tensor, fx, nn
 from ...errors import one_line
 from ...layers.sync_batch_norm import SyncBatchNorm
 from ...operators import operator_info
-from ...passes.verification import is_on_meta
 from ...runtime.graphs import Specialization
 from ...runtime.guards import require
 from ...runtime.values import tensors_in
 from ...tracing.examples import Inputs
 from ...tracing.isolation import in_phase, preserved
-from ...tracing.program import Program
+from ...tracing.program import Program, is_on_meta
 from ...tracing.recording import copy_inputs
 
 __all__ = ["TrialStep", "branching", "run_trial_step"]

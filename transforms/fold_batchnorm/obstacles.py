@@ -9,11 +9,10 @@ from torch import Tensor, fx, nn
 from ...layers.masked import has_only_masks
 from ...layers.sync_batch_norm import SYNCHRONIZED
 from ...passes.rewriting import obstacle_to_inlining
-from ...passes.verification import CallSites, TensorOwners, TensorReads
 from ...runtime.graphs import Region, Specialization
 from ...runtime.values import qualified, user_class
 from ...tracing.examples import TensorMeta
-from ...tracing.program import Program
+from ...tracing.program import CallSites, Program, TensorOwners, TensorReads
 from .find import Pair, evaluated
 from .own_forward import tail_of
 from .parts import LAYERS, NORMS, Layer, Norm, tensor_at

@@ -11,10 +11,9 @@ from torch import nn
 
 from ...compat import own_children
 from ...passes.sites import Refusal
-from ...passes.verification import TensorOwners, TensorReads
 from ...runtime.graphs import Region, specializations_of
 from ...runtime.values import qualified, user_class
-from ...tracing.program import Program
+from ...tracing.program import Program, TensorOwners, TensorReads
 
 __all__ = ["Units"]
 

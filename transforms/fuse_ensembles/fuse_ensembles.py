@@ -13,11 +13,10 @@ from ...errors import MatchFailure
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ...passes.verification import TensorOwners, is_on_meta
 from ...runtime.graphs import Region
 from ...runtime.state import Holder, holder_of
 from ...runtime.values import qualified
-from ...tracing.program import Program
+from ...tracing.program import Program, TensorOwners, is_on_meta
 from .inlining import InlinedGraph, Operation, inlined_graph, is_chain
 from .lowerings import Lowering, lowerings_for
 from .search import (

@@ -15,9 +15,8 @@ from ...layers.members import settings_of
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ...passes.verification import TensorOwners
 from ...runtime.values import qualified, user_class
-from ...tracing.program import Program
+from ...tracing.program import Program, TensorOwners
 from .find import find_mixtures, mixture_at
 from .members import Items
 from .mixtures import Mixture, members_of

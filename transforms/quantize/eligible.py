@@ -14,9 +14,8 @@ from ...operators import Derived
 from ...passes.contract import word_for
 from ...passes.driver import record_of
 from ...passes.sites import Refusal
-from ...passes.verification import TensorOwners, TensorReads
 from ...runtime.values import qualified
-from ...tracing.program import Program
+from ...tracing.program import Program, TensorOwners, TensorReads
 from ..fold_batchnorm.arithmetic import Fold, Folds
 
 __all__ = ["Layer", "already_quantized", "obstacle", "tied_to"]

@@ -9,9 +9,8 @@ from torch import nn
 
 from ...passes.contract import word_for
 from ...passes.sites import Refusal, Site
-from ...passes.verification import is_on_meta
 from ...settings import Measure
-from ...tracing.program import Program
+from ...tracing.program import Program, is_on_meta
 from .eligible import Layer, already_quantized, obstacle
 from .judging import Judgement, Make, judged
 from .settings import Settings

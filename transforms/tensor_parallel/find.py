@@ -11,11 +11,10 @@ from torch import fx, nn
 
 from ...operators import operator_info, operator_of_module
 from ...passes.sites import Refusal
-from ...passes.verification import TensorOwners
 from ...runtime.graphs import Specialization, capture_of, specializations_of
 from ...runtime.guards import Argument, reader
 from ...runtime.values import qualified, user_class
-from ...tracing.program import Program
+from ...tracing.program import Program, TensorOwners
 from .rules import Block, Call, Part, PartSize, Stop, parts_in, result_of
 
 __all__ = ["Blocks", "is_conv1d"]

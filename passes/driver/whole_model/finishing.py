@@ -16,12 +16,12 @@ from ....runtime.state import RECORD_KEY
 from ....runtime.values import tensors_in
 from ....tracing.examples import Inputs
 from ....tracing.isolation import in_phase, preserved
-from ....tracing.program import Program
+from ....tracing.program import Program, is_on_meta
 from ....tracing.recording import copy_inputs
 from ...contract import Pass
 from ...pipeline import Decision, Ranks, heard_of_any, on_all_ranks
 from ...sites import Goal, Numerics, Site
-from ...verification import Tolerance, distance, form_problem, half_the_digits, is_on_meta, scale_of
+from ...verification import Tolerance, distance, form_problem, half_the_digits, scale_of
 from ..record import Record
 from .first_step import FirstStep
 

@@ -8,12 +8,11 @@ import torch
 
 from ....errors import BudgetError
 from ....tracing.isolation import in_phase
-from ....tracing.program import Program
+from ....tracing.program import Program, is_on_meta
 from ...contract import Pass
 from ...pipeline import Decision
 from ...sites import Goal
 from ...timing import MemoryUse, memory_use
-from ...verification import is_on_meta
 
 __all__ = ["measured_memory", "memory_figures"]
 

@@ -18,10 +18,9 @@ from fxopt.errors import MatchFailure
 from fxopt.passes.contract import Pass
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Numerics, Site
-from fxopt.passes.verification import TensorOwners
 from fxopt.runtime.graphs import Region
 from fxopt.runtime.guards import require
-from fxopt.tracing.program import Program
+from fxopt.tracing.program import Program, TensorOwners
 
 
 class Block(nn.Module):

@@ -11,10 +11,9 @@ from torch import fx, nn
 from ....compat import has_hooks
 from ....layers.quantized import FakeQuantized, Freezable, Range
 from ....operators import canonical_name, has_random_effects, operator_of_module
-from ....passes.verification import CallSites
 from ....runtime.graphs import Region, required_capture
 from ....runtime.values import user_class
-from ....tracing.program import Program
+from ....tracing.program import CallSites, Program
 from ...fold_batchnorm.find import pairs_in
 from ...fold_batchnorm.obstacles import obstacles
 from .layout import Followers, followers

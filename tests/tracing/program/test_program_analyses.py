@@ -8,8 +8,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Site
-from fxopt.passes.verification import CallSites, TensorOwners
-from fxopt.tracing.program import Program
+from fxopt.tracing.program import CallSites, Program, TensorOwners
 
 
 class Shared(nn.Module):

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 from ...compat import all_modules
 from ...runtime.graphs import Region
 from ...runtime.values import all_tensors
-from ...tracing.analyses import StructuralHash
-from ...tracing.program import Program
+from ..analyses import StructuralHash
+from .program import Program
 
 __all__ = ["CallSites", "TensorOwners", "TensorReads", "found_in_graphs", "is_on_meta"]
 
