@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .calls import (
+    LAYERS,
     Held,
     Layer,
     LayerCall,
@@ -29,6 +30,7 @@ from .memory_order import lay_out_readers, readers_in
 from .snapshot import Snapshot
 
 __all__ = [
+    "LAYERS",
     "Edit",
     "Held",
     "Layer",

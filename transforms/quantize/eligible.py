@@ -17,7 +17,7 @@ from ...passes.sites import Refusal
 from ...passes.verification import TensorOwners, TensorReads
 from ...runtime.values import qualified
 from ...tracing.program import Program
-from ..fold_batchnorm.arithmetic import Fold, Folds
+from ..fold_batchnorm import Fold, Folds
 
 __all__ = ["Layer", "already_quantized", "obstacle", "tied_to"]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .layers import Layer, LayerCall, call_of_layer, layer_of, objection_to_module, shape_of, tensor_read
+from .layers import LAYERS, Layer, LayerCall, call_of_layer, layer_of, objection_to_module, shape_of, tensor_read
 from .patterns import Match, Pattern, anything, either, module, operation
 from .spelling import Held, call_in, is_undisturbed
 
 __all__ = [
+    "LAYERS",
     "Held",
     "Layer",
     "LayerCall",

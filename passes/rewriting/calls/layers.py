@@ -20,13 +20,25 @@ from ....tracing.examples import TensorMeta
 from ....tracing.program import Program
 from ..inlining import obstacle_to_inlining
 
-__all__ = ["Layer", "LayerCall", "call_of_layer", "layer_of", "objection_to_module", "shape_of", "tensor_read"]
+__all__ = [
+    "LAYERS",
+    "Layer",
+    "LayerCall",
+    "call_of_layer",
+    "layer_of",
+    "objection_to_module",
+    "shape_of",
+    "tensor_read",
+]
 
 _OPERATORS: Mapping[type[nn.Module], str] = {
     nn.Linear: "linear",
     **{getattr(nn, f"Conv{rank}d"): f"conv{rank}d" for rank in (1, 2, 3)},
     **{getattr(nn, f"ConvTranspose{rank}d"): f"conv_transpose{rank}d" for rank in (1, 2, 3)},
 }
+LAYERS = tuple(_OPERATORS)
+"""The linear layer and the convolutions of torch.nn."""
+
 _FUNCTIONS: Mapping[str, Any] = {name: getattr(F, name) for name in _OPERATORS.values()}
 _MASKED = (
     "its weight is masked, and may get zeros at each reading; call fxopt.transforms.prune.remove_masks(model), "
@@ -58,6 +70,11 @@ class Layer:
     @property
     def is_linear(self) -> bool:
         return self.operator == "linear"
+
+    @property
+    def kind(self) -> str:
+        """Return what messages call it."""
+        return "linear" if self.is_linear else "convolution"
 
     @property
     def is_transposed(self) -> bool:
@@ -141,11 +158,10 @@ class LayerCall(Layer):
         return qualified(self.owner, self.name)
 
     @property
-    def paths(self) -> dict[str, str] | None:
-        """Return "weight" and "bias" where they are there -> their paths in the owner; None where one is computed."""
-        given = {"weight": self.weight, "bias": self.bias}
-        found = {name: _path(each) for name, each in given.items() if each is not None}
-        return None if None in found.values() else cast("dict[str, str]", found)
+    def paths(self) -> dict[str, str]:
+        """Return "weight" and "bias", where they are tensors of the model -> their paths in the owner."""
+        given = {"weight": _path(self.weight), "bias": _path(self.bias)}
+        return {name: path for name, path in given.items() if path is not None}
 
     def tensors(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias as they are now."""

@@ -15,8 +15,7 @@ from ....passes.verification import CallSites
 from ....runtime.graphs import Region, required_capture
 from ....runtime.values import user_class
 from ....tracing.program import Program
-from ...fold_batchnorm.find import pairs_in
-from ...fold_batchnorm.obstacles import obstacles
+from ...fold_batchnorm import obstacles, pairs_in
 from .layout import Followers, followers
 from .pools import pooling_of
 
