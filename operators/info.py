@@ -52,6 +52,8 @@ class OpInfo:
         differentiable: gradients may flow through it.
         shape: what the shape of its result depends on: all operands' shapes, the first operand's, or data.
         reference: takes the same arguments and computes it in float64, where the operator has no kernel for that.
+        order: how its result lies in memory, which takes tensors that lie in any order: `kept`, perhaps as they do, or
+            `anew`, as it ever does; None: it may need them in the order of their dimensions, unless it is elementwise.
         notes: what single passes know of it, each a value of the pass's own type.
     """
 
@@ -73,7 +75,13 @@ class OpInfo:
     differentiable: bool = True
     shape: Literal["operands", "first", "data"] = "operands"
     reference: Callable[..., Any] | None = None
+    order: Literal["kept", "anew"] | None = None
     notes: tuple[object, ...] = ()
+
+    @property
+    def memory_order(self) -> Literal["kept", "anew"] | None:
+        """Return `order`, which is `kept` of what works element by element."""
+        return self.order or ("kept" if self.elementwise else None)
 
     def note(self, kind: type[T]) -> T | None:
         """Return what a pass knows of the operator, by the type that the pass keeps it in."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch.nn.functional as F
 from torch import nn
@@ -45,6 +45,17 @@ _MODULES: Mapping[str, tuple[type[nn.Module], ...]] = {
     "pad": (nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
 }
 """Beside those whose name is the operator's, but for case and underscores."""
+_KEPT = frozenset(
+    "packed conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm group_norm layer_norm "
+    "rms_norm instance_norm local_response_norm prelu dropout dropout1d dropout2d dropout3d alpha_dropout identity "
+    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d "
+    "adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d interpolate upsample pad "
+    "pixel_shuffle pixel_unshuffle softmax log_softmax normalize glu cumsum amax amin logsumexp mean prod sum norm std "
+    "var flip roll cat stack chunk split flatten unsqueeze squeeze expand expand_as getitem narrow reshape permute "
+    "transpose unbind laid_last to clone detach float double half bfloat16 type type_as masked_fill".split()
+)
+"""Their results may lie in memory like what they are given."""
+_ANEW = frozenset("linear matmul bmm mm einsum contiguous size shape dim numel len setitem argmax argmin item".split())
 _DROPOUT = Chance("p", 1, 0.5), Chance("training", 2, True)
 _RECURRENT = Chance("dropout", 5, 0.0), Chance("train", 6, True)
 """Of packed sequences, which have one operand more, these places hold the number of layers and the probability."""
@@ -54,7 +65,14 @@ def _rows(names: str, **known: Any) -> list[OpInfo]:
     """Return a row for each name; `abs|absolute` is `abs`, also spelled `absolute`."""
     split = [word.split("|") for word in names.split()]
     known = {"pure": True, "random": False, "fresh": False, **known}
-    return [OpInfo(name, tuple(aliases), _PYTHON.get(name, ()), _modules(name), **known) for name, *aliases in split]
+    return [
+        OpInfo(name, tuple(aliases), _PYTHON.get(name, ()), _modules(name), order=_order(name), **known)
+        for name, *aliases in split
+    ]
+
+
+def _order(name: str) -> Literal["kept", "anew"] | None:
+    return "kept" if name in _KEPT else "anew" if name in _ANEW else None
 
 
 def _modules(name: str) -> tuple[type[nn.Module], ...]:

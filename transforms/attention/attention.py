@@ -13,7 +13,7 @@ from ...cuda_ops import Kernel
 from ...errors import MatchFailure
 from ...operators import hidden_scores, hides_later, scaled_dot_product_attention
 from ...passes.contract import Pass
-from ...passes.rewriting import Edit, Found, Held, Place
+from ...passes.rewriting import Edit, Held
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...runtime.guards import SELF, Attribute, Guard, Truth, attribute_at
 from ...tracing.examples import TensorMeta
@@ -113,13 +113,10 @@ def _site(found: Occurrence, number: int) -> Site:
 def _occurrence(program: Program, owner: str, node: fx.Node) -> Occurrence | str | None:
     """Return the attention whose result a node is; None if it is something else, or why it stays as it is."""
     problem: str | None = None
-    place = Place(program, owner)
-    for found in WRITTEN_OUT.fits(node, place, Found()):
-        if not place.is_undisturbed(found):
-            continue
-        q = found.names["q"].meta.get("val")
+    for found in WRITTEN_OUT.at(program, owner, node):
+        q = found.nodes["q"].meta.get("val")
         settings = {"rank": len(q.shape) if isinstance(q, TensorMeta) else 0}
-        seen = _with_unread(Occurrence(program, owner, node, _KERNEL, found, settings))
+        seen = _with_unread(Occurrence(_KERNEL, found, settings))
         reason = _unfit(seen) if isinstance(seen, Occurrence) else seen
         if isinstance(seen, Occurrence) and reason is None:
             return seen
@@ -140,7 +137,7 @@ def _with_unread(found: Occurrence) -> Occurrence | str:
 
 def _unfit(found: Occurrence) -> str | None:
     """Return why an occurrence cannot be computed by the operator, or None."""
-    values, metas = found.found.values, {k: n.meta.get("val") for k, n in found.found.names.items()}
+    values, metas = found.found.values, {k: n.meta.get("val") for k, n in found.found.nodes.items()}
     if any(isinstance(value, Held) or value is None for value in values.values()) or not all(
         isinstance(meta, TensorMeta) and len(meta.shape) > 1 for meta in metas.values()
     ):

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ...operators import canonical_name
-from ...passes.rewriting import Found, Held, Pattern, Place, either, operation
+from ...passes.rewriting import Held, Match, Pattern, either, operation
 from ..swap_kernels import tensor, through
 
 __all__ = ["WRITTEN_OUT", "number_of"]
@@ -27,7 +27,7 @@ def number_of(value: Any) -> float | None:
 class _Number(Pattern):
     """A number, or a node that computes one."""
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
         if number_of(value) is not None:
             yield from found.holding(str(self.name), value)
 
@@ -36,7 +36,7 @@ class _Number(Pattern):
 class _Mode(Pattern):
     """Whether weights are dropped: what is found is the attribute that says so, "" for never."""
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
         if value is False:
             yield from found.holding(str(self.name), "")
         elif isinstance(value, Held) or (isinstance(value, fx.Node) and value.op == "get_attr"):
@@ -49,7 +49,7 @@ class _Square(Pattern):
 
     number: float = 1.0
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
         if not isinstance(value, fx.Node) or value.target not in (torch.ones, torch.full) or not value.args:
             return
         first = value.args[0]
@@ -66,9 +66,9 @@ class _Flags(Pattern):
 
     computed: Pattern | None = None
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
         if isinstance(value, fx.Node) and value.target == "bool" and self.computed is not None:
-            for inner in self.computed.fits(value.args[0], place, found):
+            for inner in self.computed.fits(value.args[0], found):
                 yield from inner.computed_by(self.name, value)
 
 
@@ -87,13 +87,13 @@ class _Einsum(Pattern):
     letters: tuple[str, str, str] = ("", "", "")
     operands: tuple[Any, Any] = (None, None)
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
         if not isinstance(value, fx.Node) or canonical_name(value) != "einsum" or len(value.args) != 3:
             return
         equation, *given = value.args
         if isinstance(equation, str) and self._is_meant(equation.replace(" ", "")):
-            for first in self.operands[0].fits(given[0], place, found):
-                for both in self.operands[1].fits(given[1], place, first):
+            for first in self.operands[0].fits(given[0], found):
+                for both in self.operands[1].fits(given[1], first):
                     yield from both.computed_by(None, value)
 
     def _is_meant(self, equation: str) -> bool:

@@ -67,7 +67,7 @@ def _mask(name: str, drawn: Tensor) -> Tensor:
 
 def excerpt_of(found: Occurrence) -> Excerpt | None:
     """Return an occurrence by itself; None where its graph does not say all that it is given."""
-    operands, root = found.found.names, found.program.module(found.owner)
+    operands, root = found.found.nodes, found.program.module(found.owner)
     try:
         layout, sources = _layout(operands)
         ways = _before(found), _after(found)
@@ -138,7 +138,7 @@ def _after(found: Occurrence) -> fx.Graph:
 
 def _given(found: Occurrence) -> tuple[fx.Graph, dict[fx.Node, Any]]:
     graph = fx.Graph()
-    return graph, {node: graph.placeholder(name) for name, node in found.found.names.items()}
+    return graph, {node: graph.placeholder(name) for name, node in found.found.nodes.items()}
 
 
 def _behind(result: fx.Node) -> list[fx.Node]:

@@ -99,11 +99,11 @@ class Judge:
 
 def _hides_by_number(found: Occurrence) -> bool:
     number = found.found.values.get("number")
-    return not {"hidden", "shown"}.isdisjoint(found.found.names) and number != -math.inf
+    return not {"hidden", "shown"}.isdisjoint(found.found.nodes) and number != -math.inf
 
 
 def _is_on_cpu(found: Occurrence) -> bool:
-    return all(node.meta["val"].device.type == "cpu" for node in found.found.names.values())
+    return all(node.meta["val"].device.type == "cpu" for node in found.found.nodes.values())
 
 
 def _some(excerpt: Excerpt, given: Sequence[Tensor]) -> list[Tensor]:

@@ -10,10 +10,9 @@ from torch import fx
 
 from ...operators import laid_last
 from ...passes.contract import Pass
-from ...passes.rewriting import Edit
+from ...passes.rewriting import Edit, lay_out_readers
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
-from ..pack.writing import lay_out_readers
 from .find import found_in
 
 __all__ = ["ChannelsLast"]

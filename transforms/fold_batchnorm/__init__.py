@@ -1,7 +1,11 @@
-"""Fold batch norms into the convolutions and linears before them: the pass, what it finds, what it computes."""
+"""Fold batch norms into the convolutions and linears beside them: the pass, what it finds, what it computes."""
 
 from __future__ import annotations
 
-from .fold import FoldBatchnorm
+from .arithmetic import Fold, Folds
+from .dimensions import write_check
+from .find import pairs_in, source_of
+from .fold_batchnorm import FoldBatchnorm
+from .obstacles import obstacles
 
-__all__ = ["FoldBatchnorm"]
+__all__ = ["Fold", "FoldBatchnorm", "Folds", "obstacles", "pairs_in", "source_of", "write_check"]

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...passes.rewriting import LayerCall
 from ...passes.verification import Tolerance, distance, scale_of
 from .arithmetic import Fold
-from .parts import Layer, Norm
+from .parts import Norm
 
 __all__ = ["fault"]
 
@@ -18,7 +19,7 @@ _MOST = 1e-10
 """What a fold may be off by in float64, relative to what it computes with."""
 
 
-def fault(layer: Layer, norm: Norm, fold: Fold, tensors: Sequence[Tensor]) -> str:
+def fault(layer: LayerCall, norm: Norm, fold: Fold, tensors: Sequence[Tensor]) -> str:
     """Return how far off a layer with folded tensors is, or "" where that is rounding.
 
     They are folded anew whenever they change, so others are tried, too: those of a norm that is new hide much, since
@@ -37,7 +38,7 @@ def fault(layer: Layer, norm: Norm, fold: Fold, tensors: Sequence[Tensor]) -> st
         return fault if fault or fold.masked else _fault(layer, norm, fold, _drawn(fold, wide))
 
 
-def _fault(layer: Layer, norm: Norm, fold: Fold, wide: Sequence[Tensor]) -> str:
+def _fault(layer: LayerCall, norm: Norm, fold: Fold, wide: Sequence[Tensor]) -> str:
     own = dict(zip(fold.layer_tensors, wide, strict=False))
     statistics = dict(zip(fold.norm_tensors, wide[len(own) :], strict=False))
     x = _input(layer, wide[0])
@@ -70,7 +71,7 @@ def _drawn(fold: Fold, wide: Sequence[Tensor]) -> list[Tensor]:
     return [*drawn, *wide[len(drawn) :]]
 
 
-def _input(layer: Layer, weight: Tensor) -> Tensor:
+def _input(layer: LayerCall, weight: Tensor) -> Tensor:
     """Return an input that gives the layer one place to compute at, or a few."""
     generator = torch.Generator().manual_seed(0)
     reach = [(size - 1) * step + 1 for size, step in zip(layer.kernel, layer.dilation, strict=True)]

@@ -9,12 +9,16 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import fx, nn
 
+from ...passes.rewriting import LayerCall
+from ...passes.sites import Refusal
 from ...runtime.graphs import Specialization, required_capture
 from ...runtime.values import qualified
 from ...tracing.program import Program
-from .parts import NORMS, Layer, Norm, layer_at, norm_at
+from .parts import NORMS, Norm, layer_at, norm_at
 
-__all__ = ["Call", "Pair", "evaluated", "pairs_in", "source_of"]
+__all__ = ["Call", "Pair", "evaluated", "pairs_in", "source_of", "unfolded"]
+
+_REASON = "it is a call of F.batch_norm with other than tensors of the model, or with a mode that is computed"
 
 
 class Call(NamedTuple):
@@ -37,7 +41,7 @@ class Pair:
     """
 
     owner: str
-    layer: Layer
+    layer: LayerCall
     norm: Norm
     before: bool = False
     calls: list[Call] = field(default_factory=list["Call"])
@@ -52,7 +56,7 @@ class Pair:
     def tensors(self) -> dict[str, str]:
         """Return what goes into the fold: qualified name -> the name in the owner."""
         statistics = {name: path for name, path in self.norm.tensors.items() if name != "num_batches_tracked"}
-        paths = (*self.layer.tensors.values(), *statistics.values())
+        paths = (*self.layer.paths.values(), *statistics.values())
         return {qualified(self.owner, path): path for path in paths}
 
     @property
@@ -86,7 +90,7 @@ def _pairs(program: Program, owner: str, *, modules: bool) -> list[Pair]:
     for number, specialization in evaluated(program, owner):
         for node in _norm_nodes(specialization.graph, modules=modules):
             for layer, norm, call, before in _around(program, owner, number, node):
-                key = layer.tensors.get("weight", layer.name), norm.tensors.get("running_mean", norm.name), before
+                key = layer.paths.get("weight", layer.name), norm.tensors.get("running_mean", norm.name), before
                 found.setdefault(key, Pair(owner, layer, norm, before)).calls.append(call)
     return list(found.values())
 
@@ -100,7 +104,7 @@ def _norm_nodes(graph: fx.Graph, *, modules: bool) -> Iterator[fx.Node]:
 
 def _around(
     program: Program, owner: str, specialization: int, node: fx.Node
-) -> Iterator[tuple[Layer, Norm, Call, bool]]:
+) -> Iterator[tuple[LayerCall, Norm, Call, bool]]:
     """Yield the layer before a norm and the one behind it."""
     norm, source = norm_at(program, owner, node), source_of(node)
     if norm is None or source is None:
@@ -112,3 +116,14 @@ def _around(
     layer = layer_at(program, owner, user)
     if layer is not None and user is not None and layer.rank in norm.ranks and source_of(user) is node:
         yield layer, norm, Call(specialization, user, node), True
+
+
+def unfolded(program: Program) -> Iterator[Refusal]:
+    """Yield calls of `F.batch_norm` behind a layer that compute with something that is not known."""
+    found: dict[str, None] = {}
+    for owner in program.captures if not program.training else ():
+        for _, specialization in evaluated(program, owner):
+            for node in specialization.graph.find_nodes(op="call_function", target=F.batch_norm):
+                if norm_at(program, owner, node) is None and layer_at(program, owner, source_of(node)) is not None:
+                    found.setdefault(qualified(owner, node.name))
+    return (Refusal(_REASON, place) for place in found)

@@ -8,14 +8,14 @@ from torch import Tensor, fx, nn
 
 from ...layers.masked import has_only_masks
 from ...layers.sync_batch_norm import SYNCHRONIZED
-from ...passes.rewriting import obstacle_to_inlining
+from ...passes.rewriting import LAYERS, LayerCall, obstacle_to_inlining
 from ...runtime.graphs import Region, Specialization
 from ...runtime.values import qualified, user_class
 from ...tracing.examples import TensorMeta
 from ...tracing.program import CallSites, Program, TensorOwners, TensorReads
 from .find import Pair, evaluated
 from .own_forward import tail_of
-from .parts import LAYERS, NORMS, Layer, Norm, tensor_at
+from .parts import NORMS, Norm, tensor_at
 
 __all__ = ["has_own_forward", "obstacles"]
 
@@ -216,6 +216,6 @@ def _obstacle_in_shapes(pair: Pair, *, replaying: bool) -> str | None:
     return None
 
 
-def _dimensions_wanted(layer: Layer, norm: Norm) -> int | None:
+def _dimensions_wanted(layer: LayerCall, norm: Norm) -> int | None:
     """Return how many dimensions a layer must give for the norm to norm its channels; None where it refuses others."""
     return None if len(norm.ranks) == 1 else layer.rank + 2

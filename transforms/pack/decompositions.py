@@ -11,9 +11,10 @@ from torch import fx
 from ...cuda_ops import KERNELS
 from ...layers.packed import Activation, known_activations
 from ...operators import canonical_name
-from ...passes.rewriting import Found, Pattern, Place, lasting_guards, obstacle_to_inlining
+from ...passes.rewriting import Pattern, lasting_guards, obstacle_to_inlining
 from ...runtime.graphs import Specialization, capture_of
 from ...tracing.examples import TensorMeta
+from ...tracing.program import Program
 from ..swap_kernels import spelled
 
 __all__ = ["Spelled", "spelled_at", "written_out"]
@@ -22,22 +23,22 @@ _NAMES = {"gelu_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none"), "silu": ("sil
 """What `bias_act` calls them -> operator and `approximate`."""
 
 
-def written_out(place: Place, user: fx.Node, x: fx.Node) -> Activation | None:
+def written_out(program: Program, owner: str, user: fx.Node, x: fx.Node) -> Activation | None:
     """Return the activation that a called module computes of `x` in several operations; None for anything else."""
     if user.op != "call_module" or user.args != (x,) or user.kwargs:
         return None
-    module = place.program.callee(place.owner, user)
+    module = program.callee(owner, user)
     capture = capture_of(module)
     if capture is None or len(capture.specializations) != 1 or obstacle_to_inlining(module) is not None:
         return None
-    (specialization,), inner = capture.specializations, Place(place.program, place.program.name_of(module))
+    (specialization,), inner = capture.specializations, program.name_of(module)
     try:
         given = capture.parameters.bind(user.args, {})
     except TypeError:
         return None
     if lasting_guards(module, specialization, given):
         return None
-    return next((each for pattern, each in _spellings() if _fits(pattern, specialization, inner)), None)
+    return next((each for pattern, each in _spellings() if _fits(pattern, specialization, program, inner)), None)
 
 
 @dataclass(frozen=True)
@@ -55,27 +56,26 @@ class Spelled:
     computed: tuple[fx.Node, ...]
 
 
-def spelled_at(place: Place, node: fx.Node) -> Spelled | None:
+def spelled_at(program: Program, owner: str, node: fx.Node) -> Spelled | None:
     """Return the activation of floats that a node gives, written out in several operations; None for anything else."""
-    found = _of_module(place, node) if node.op == "call_module" else _of_operations(place, node)
+    found = _of_module(program, owner, node) if node.op == "call_module" else _of_operations(program, owner, node)
     meta = None if found is None else found.x.meta.get("val")
     return found if isinstance(meta, TensorMeta) and meta.dtype.is_floating_point else None
 
 
-def _of_module(place: Place, node: fx.Node) -> Spelled | None:
+def _of_module(program: Program, owner: str, node: fx.Node) -> Spelled | None:
     x = node.args[0] if len(node.args) == 1 else None
-    activation = written_out(place, node, x) if isinstance(x, fx.Node) else None
+    activation = written_out(program, owner, node, x) if isinstance(x, fx.Node) else None
     return None if activation is None or not isinstance(x, fx.Node) else Spelled(activation, x, (node,))
 
 
-def _of_operations(place: Place, node: fx.Node) -> Spelled | None:
+def _of_operations(program: Program, owner: str, node: fx.Node) -> Spelled | None:
     if node.op not in ("call_function", "call_method") or canonical_name(node) != "mul":
         return None
     for pattern, activation in _spellings():
-        for found in pattern.fits(node, place, Found()):
-            within, x = set(found.computed), found.names.get("x")
-            inner = within - {node}
-            if x is not None and all(within.issuperset(each.users) for each in inner) and place.is_undisturbed(found):
+        for found in pattern.at(program, owner, node):
+            within, x = set(found.computed), found.nodes.get("x")
+            if x is not None and all(within.issuperset(each.users) for each in within - {node}):
                 return Spelled(activation, x, found.computed)
     return None
 
@@ -96,12 +96,12 @@ def _known() -> Iterator[tuple[Pattern, Activation]]:
             yield found.pattern, activation
 
 
-def _fits(pattern: Pattern, specialization: Specialization, inner: Place) -> bool:
+def _fits(pattern: Pattern, specialization: Specialization, program: Program, owner: str) -> bool:
     """Say whether a graph computes a pattern of its argument, and nothing else."""
     graph = specialization.graph
     given, result = graph.find_nodes(op="placeholder"), graph.output_node().args[0]
     calls = {node for node in graph.nodes if node.op not in ("placeholder", "output")}
     if len(given) != 1 or not isinstance(result, fx.Node):
         return False
-    fits = (each for each in pattern.fits(result, inner, Found()) if each.names.get("x") is given[0])
-    return any(set(each.computed) == calls and inner.is_undisturbed(each) for each in fits)
+    fits = (each for each in pattern.at(program, owner, result) if each.nodes.get("x") is given[0])
+    return any(set(each.computed) == calls for each in fits)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ...layers.packed import Packed
-from ...passes.rewriting import Place
+from ...passes.rewriting import readers_in
 from ...passes.sites import Cause, Refusal, Site
 from ...passes.timing import last_level_bytes
 from ...runtime.graphs import Region
@@ -21,10 +21,8 @@ from .checking import Check
 from .decompositions import spelled_at
 from .epilogue import Epilogue, find_epilogue
 from .interleaved import times_interleaved
-from .layers import Layer, layer_at
-from .reading import graphs_in
+from .layers import Packable, graphs_in, packable_at
 from .timing import LEAST, PACKED, TRANSPOSED, Calls, Gains, Times
-from .views import readers_in
 from .writing import ACTIVATION
 
 __all__ = ["IN_TRAINING", "found_in"]
@@ -54,22 +52,24 @@ class _Found:
     """A layer that can be computed on a packed weight.
 
     Attributes:
-        owner, number: the graph.
+        number: which of its owner's graphs the call is in.
         layer: the call.
         epilogue: what is computed with it.
         dtype: that it would be computed in.
     """
 
-    owner: str
     number: int
-    layer: Layer
+    layer: Packable
     epilogue: Epilogue
     dtype: torch.dtype
 
     @property
+    def place(self) -> tuple[str, int]:
+        return self.layer.call.owner, self.number
+
+    @property
     def name(self) -> str:
-        layer = self.layer
-        return qualified(self.owner, layer.modules[0] if layer.modules else layer.node.name)
+        return self.layer.call.qualified_name
 
     @property
     def kind(self) -> Hashable:
@@ -77,7 +77,7 @@ class _Found:
 
     @property
     def may_be_transposed(self) -> bool:
-        return self.dtype is torch.float32 and self.layer.rows_given == 1 and not self.layer.inputs_first
+        return self.dtype is torch.float32 and self.layer.rows_given == 1 and not self.layer.call.inputs_first
 
     @property
     def has_rows(self) -> bool:
@@ -115,7 +115,7 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
         if refusal := gains.refusal(found.kind, found.name, least):
             yield refusal
         else:
-            graphs.setdefault((found.owner, found.number), []).append(found)
+            graphs.setdefault(found.place, []).append(found)
     packed = {place: _laid_channels_last(group) for place, group in graphs.items()}
     views = readers_in(program, packed) if any(packed.values()) else {}
     spelled = _spelled(program, graphs) if dtype is torch.float32 else {}
@@ -130,9 +130,10 @@ def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_Found]
     taken: set[str] = set()
     for owner, number, graph in graphs_in(program):
         if not isinstance(program.module(owner), Region):
-            place = Place(program, owner)
             within = {node for each in graphs.get((owner, number), ()) for node in each.epilogue.inside}
-            nodes = [node for node in graph.nodes if node not in within and spelled_at(place, node) is not None]
+            nodes = [
+                node for node in graph.nodes if node not in within and spelled_at(program, owner, node) is not None
+            ]
             found[owner, number] = nodes
             taken |= {qualified(owner, str(node.target)) for node in (*within, *nodes) if node.op == "call_module"}
     return {
@@ -157,7 +158,7 @@ def _laid_channels_last(group: Sequence[_Found]) -> set[fx.Node]:
 
 
 def _site(program: Program, place: tuple[str, int], group: Sequence[_Found], other: Nodes, gains: Gains) -> Site:
-    nodes = {f"layer.{count}": found.layer.node.name for count, found in enumerate(group)}
+    nodes = {f"layer.{count}": found.layer.call.node.name for count, found in enumerate(group)}
     kind = (*(found.kind for found in group), *(label for label in other if label.startswith(ACTIVATION)))
     speeds = [round(gains.known[found.kind].gain.mid, 3) for found in group if found.kind in gains.known]
     transposed = [f"layer.{count}" for count, found in enumerate(group) if found.kind in gains.transposed]
@@ -185,19 +186,14 @@ def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refus
     for owner, number, graph in graphs_in(program):
         in_region = isinstance(program.module(owner), Region)
         for node in graph.nodes:
-            layer = layer_at(program, owner, node)
-            if layer is not None:
-                yield _candidate(program, owner, number, layer, dtype, in_region=in_region)
-
-
-def _candidate(
-    program: Program, owner: str, number: int, layer: Layer, dtype: torch.dtype, *, in_region: bool
-) -> _Found | Refusal:
-    found = _Found(owner, number, layer, find_epilogue(Place(program, owner), layer), dtype)
-    reason = layer.objection
-    if in_region:
-        reason = "it is called in a region that does not own it"
-    return Refusal(reason, found.name) if reason else found
+            layer = packable_at(program, owner, node)
+            if layer is None:
+                continue
+            reason = "it is called in a region that does not own it" if in_region else layer.objection
+            if reason:
+                yield Refusal(reason, layer.call.qualified_name)
+            else:
+                yield _Found(number, layer, find_epilogue(layer.call), dtype)
 
 
 def _gains(program: Program, layers: Sequence[_Found], budget: float) -> Gains:
@@ -209,11 +205,11 @@ def _gains(program: Program, layers: Sequence[_Found], budget: float) -> Gains:
     gains, waiting, waits = Gains(), dict[Hashable, dict[str, Calls]](), _waits_for_memory(layers)
     for kind, alike in kinds.items():
         first = alike[0]
-        if first.layer.tensors(program, first.owner)[0].is_meta:
+        if first.layer.call.tensors()[0].is_meta:
             continue
-        lowerings = {PACKED: _calls(program, alike)}
+        lowerings = {PACKED: _calls(alike)}
         if first.may_be_transposed and program.measuring:
-            lowerings[TRANSPOSED] = _calls(program, alike, transposed=True)
+            lowerings[TRANSPOSED] = _calls(alike, transposed=True)
         right = gains.look(kind, lowerings, allowed=None if first.dtype is torch.float32 else budget)
         if not right or not program.measuring:
             continue
@@ -225,11 +221,11 @@ def _gains(program: Program, layers: Sequence[_Found], budget: float) -> Gains:
     for kind, times in times_interleaved(waiting).items() if waiting else ():
         gains.take(kind, times)
     if any(found.layer.rows_given == 1 for found in layers):
-        _take_single_rows(program, kinds, gains)
+        _take_single_rows(kinds, gains)
     return gains
 
 
-def _take_single_rows(program: Program, kinds: Mapping[Hashable, Sequence[_Found]], gains: Gains) -> None:
+def _take_single_rows(kinds: Mapping[Hashable, Sequence[_Found]], gains: Gains) -> None:
     """Choose how layers of several rows compute one row, where the model is called with one row, too.
 
     A module that does not look at what came before has one graph for a prompt and for the steps behind it.
@@ -238,7 +234,7 @@ def _take_single_rows(program: Program, kinds: Mapping[Hashable, Sequence[_Found
     for kind, alike in kinds.items():
         if kind in gains.known and alike[0].has_rows and gains.refusal(kind, alike[0].name) is None:
             ways = {PACKED: False, TRANSPOSED: True}
-            calls = {name: _calls(program, alike, transposed=way, rows=1) for name, way in ways.items()}
+            calls = {name: _calls(alike, transposed=way, rows=1) for name, way in ways.items()}
             right = gains.look(kind, calls, allowed=None)
             single |= {kind: right} if TRANSPOSED in right else {}
     for kind, times in times_interleaved(single).items() if single else ():
@@ -248,14 +244,14 @@ def _take_single_rows(program: Program, kinds: Mapping[Hashable, Sequence[_Found
 
 def _waits_for_memory(layers: Sequence[_Found]) -> bool:
     """Say whether the weights of all linear layers are more than caches hold: between two calls each has left them."""
-    sizes = {found.name: math.prod(found.layer.shape) for found in layers if found.layer.geometry is None}
+    sizes = {found.name: math.prod(found.layer.call.shape) for found in layers if found.layer.geometry is None}
     return _BYTES * sum(sizes.values()) > last_level_bytes()
 
 
-def _calls(program: Program, alike: Sequence[_Found], *, transposed: bool = False, rows: int = 0) -> Calls:
+def _calls(alike: Sequence[_Found], *, transposed: bool = False, rows: int = 0) -> Calls:
     """Return the calls of layers of a kind on what they are given, or on so many rows."""
     first, packed = alike[0], alike[0].packed(transposed=transposed)
-    tensors = [found.layer.tensors(program, found.owner) for found in alike]
+    tensors = [found.layer.call.tensors() for found in alike]
     geometry = first.layer.geometry
     # What feeds a convolution is mostly another one; images are not.
     shape, channels = first.layer.given or (), 0 if geometry is None else tensors[0][0].shape[1] * geometry.groups

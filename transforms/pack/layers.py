@@ -4,75 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
-from ...compat import own_parameters
-from ...layers.masked import Masked
 from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear, TransposedLinear, why_not_packed
-from ...operators import canonical_name, normalized_arguments
-from ...passes.rewriting import Found, Place, call_in, obstacle_to_inlining
-from ...runtime.values import user_class
-from ...tracing.examples import TensorMeta
-from ...tracing.program import Program
-from .geometry import CONVOLUTIONS, NAMES, geometry_of_call, geometry_of_module, padded
-from .reading import computed
+from ...passes.rewriting import LayerCall, call_in, call_of_layer, is_undisturbed, objection_to_module, shape_of
+from ...tracing.program import Program, is_called
 
-__all__ = ["Layer", "layer_at", "module_objection", "shape_of"]
+__all__ = ["Packable", "graphs_in", "packable_at"]
 
 _PADDING = "it pads otherwise than with zeros, or its settings are no plain numbers"
 
 
-_MASKED = (
-    "its weight is masked, and may get zeros at each reading; call fxopt.transforms.prune.remove_masks(model), "
-    "which keeps the zeros, and then pack it"
-)
-
-
 @dataclass(frozen=True)
-class Layer:
-    """A call of a layer.
+class Packable:
+    """A call of a layer that there are packed kernels for.
 
     Attributes:
-        node: the call.
+        call: of the layer.
         x: what it is given.
-        weight, bias: names of its tensors as seen from the graph's owner, or nodes that compute them; no bias is None.
-        shape: of the weight.
-        modules: names of the modules that the graph then no longer calls.
         objection: why it stays as it is, or "".
-        inputs_first: the weight of a linear layer is [inputs, outputs].
         geometry: the settings of a convolution; None of a linear layer.
         pad: what adds zeros before a convolution, and is computed with it; None for nothing.
     """
 
-    node: fx.Node
+    call: LayerCall
     x: fx.Node
-    weight: str | fx.Node
-    bias: str | fx.Node | None
-    shape: tuple[int, ...]
-    modules: tuple[str, ...] = ()
-    objection: str = ""
-    inputs_first: bool = False
+    objection: str
     geometry: Geometry | None = None
     pad: fx.Node | None = None
-
-    def tensors(self, program: Program, owner: str) -> tuple[Tensor, Tensor | None]:
-        """Return its weight and its bias as they are now."""
-        weight, bias = (computed(program, owner, each) for each in (self.weight, self.bias))
-        return cast("Tensor", weight), bias
 
     def packed(
         self, activation: Activation, dtype: torch.dtype, joins: str = "add", *, transposed: bool = False
     ) -> PackedLinear | PackedConvolution:
         """Return what computes it on a packed weight, or at one row on a transposed one."""
         if transposed:
-            return TransposedLinear(activation, joins, self.inputs_first)
+            return TransposedLinear(activation, joins, self.call.inputs_first)
         if self.geometry is None:
-            return PackedLinear(activation, dtype, self.inputs_first, joins)
+            return PackedLinear(activation, dtype, self.call.inputs_first, joins)
         size = None if self.geometry.size is None else self.given
         return PackedConvolution(dataclasses.replace(self.geometry, size=size), activation, dtype)
 
@@ -80,33 +53,25 @@ class Layer:
     def outputs(self) -> tuple[int, int] | None:
         """Return the dimensions of the outputs in the weight and in the result; None where they hang together."""
         if self.geometry is None:
-            return 1 if self.inputs_first else 0, -1
-        return (
-            (0, -self.geometry.rank - 1) if self.geometry.groups == 1 and self.geometry.output_padding is None else None
-        )
+            return 1 if self.call.inputs_first else 0, -1
+        return None if self.call.groups > 1 or self.call.is_transposed else (0, -self.call.rank - 1)
 
     @property
     def terms(self) -> int:
         """Return how many products each output is the sum of, at the most."""
-        is_other_way = self.inputs_first or (self.geometry is not None and self.geometry.output_padding is not None)
-        return math.prod(self.shape) // self.shape[1 if is_other_way else 0]
+        return math.prod(self.call.shape) // self.call.shape[1 if self._is_other_way else 0]
 
     @property
     def rows(self) -> slice:
         """Return which part of what it is given stands for all: the last image."""
-        is_batch = self.geometry is not None and len(shape_of(self.x) or ()) == self.geometry.rank + 2
+        is_batch = self.geometry is not None and len(shape_of(self.x) or ()) == self.call.rank + 2
         return slice(-1, None) if is_batch else slice(None)
 
     @property
     def given(self) -> tuple[int, ...] | None:
         """Return the shape of what it is given, as wide as its weight is by now; None where it is not known."""
-        shape = shape_of(self.x)
-        if self.geometry is None:
-            dim, width = -1, self.shape[0 if self.inputs_first else 1]
-        elif self.geometry.output_padding is None:
-            dim, width = -self.geometry.rank - 1, self.shape[1] * self.geometry.groups
-        else:
-            dim, width = -self.geometry.rank - 1, self.shape[0]
+        shape, dim = shape_of(self.x), -self.call.rank - 1
+        width = self.call.shape[0] if self._is_other_way else self.call.shape[1] * self.call.groups
         if shape is None or len(shape) < -dim:
             return shape
         return (*shape[: len(shape) + dim], width, *shape[len(shape) + dim + 1 :])
@@ -120,85 +85,116 @@ class Layer:
     @property
     def kind(self) -> Hashable:
         """Return what layers that take as long have in common."""
-        return self.given, self.shape, self.inputs_first, self.geometry, self.bias is None
+        return self.given, self.call.shape, self.call.inputs_first, self.geometry, self.call.bias is None
+
+    @property
+    def _is_other_way(self) -> bool:
+        return self.call.inputs_first or self.call.is_transposed
 
 
-def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """Return the shape of what a node gives, where that is known."""
-    meta = node.meta.get("val")
-    return tuple(map(int, meta.shape)) if isinstance(meta, TensorMeta) else None
+def graphs_in(program: Program) -> Iterator[tuple[str, int, fx.Graph]]:
+    """Yield owner, number and graph of all that run in evaluation; of a model in training, all that are called."""
+    for owner, capture in program.captures.items():
+        if is_called(program, owner):
+            module = program.module(owner)
+            for number, specialization in enumerate(capture.specializations):
+                if program.training or specialization.runs_in_mode(module):
+                    yield owner, number, specialization.graph
 
 
-def layer_at(program: Program, owner: str, node: fx.Node) -> Layer | None:
-    """Return the linear layer or the convolution that a node calls; None where it calls none."""
-    if node.op == "call_module":
-        layer = _of_module(program, owner, node)
+def packable_at(program: Program, owner: str, node: fx.Node) -> Packable | None:
+    """Return the linear layer or the convolution in two or three dimensions that a node calls; None for others."""
+    call = call_of_layer(program, owner, node)
+    if call is None or call.x is None or call.rank == 1:
+        return None
+    if call.module is not None and call.base is not None and (reason := objection_to_module(call.module, call.base)):
+        objection = reason
+    elif call.weight is None:
+        objection = "its weight is no parameter of its own"
     else:
-        name = canonical_name(node) if node.op in ("call_function", "call_method") else None
-        layer = _of_function(program, owner, node, name) if name == "linear" or name in NAMES else None
-    return layer if layer is None or layer.geometry is None else _with_pad(program, owner, layer, layer.geometry)
+        objection = why_not_packed(call.tensors()[0])
+    if call.is_linear or not call.shape:
+        return Packable(call, call.x, objection)
+    geometry = _geometry(call)
+    if geometry is None:
+        return Packable(call, call.x, objection or _PADDING)
+    return _with_pad(Packable(call, call.x, objection, geometry), geometry)
 
 
-def _with_pad(program: Program, owner: str, layer: Layer, geometry: Geometry) -> Layer:
+def _with_pad(layer: Packable, geometry: Geometry) -> Packable:
     """Return a convolution with the zeros that are added before it, which nothing else reads."""
-    place = Place(program, owner)
-    call = call_in(place, layer.x, "pad") if len(layer.x.users) == 1 else None
+    program, owner = layer.call.program, layer.call.owner
+    call = call_in(program, owner, layer.x, "pad") if len(layer.x.users) == 1 else None
     if call is None or call.named.get("mode", "constant") != "constant" or call.named.get("value") not in (None, 0):
         return layer
-    (x, *_), kernel = call.orders[0], layer.shape[2:]
-    its = padded(geometry, call.named.get("pad"), kernel)
-    if its is None or not isinstance(x, fx.Node) or not place.is_undisturbed(Found(computed=(layer.x, layer.node))):
+    x, its = call.orders[0][0], _padded(geometry, call.named.get("pad"), layer.call.kernel)
+    if its is None or not isinstance(x, fx.Node) or not is_undisturbed(program, owner, (layer.x, layer.call.node)):
         return layer
     size = None if geometry.size is None else shape_of(x)
-    return dataclasses.replace(layer, x=x, geometry=dataclasses.replace(its, size=size), pad=layer.x)
+    return Packable(layer.call, x, layer.objection, dataclasses.replace(its, size=size), layer.x)
 
 
-def _of_module(program: Program, owner: str, node: fx.Node) -> Layer | None:
-    module, given = program.callee(owner, node), [*node.args, *node.kwargs.values()]
-    kind = user_class(type(module))
-    is_transposed = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
-    base = next((each for each in (nn.Linear, *CONVOLUTIONS) if issubclass(kind, each)), None)
-    if (base is None and not is_transposed) or len(given) != 1 or not isinstance(given[0], fx.Node):
+# -- the settings of convolutions ----------------------------------------------------------------------------------
+
+
+def _geometry(call: LayerCall) -> Geometry | None:
+    """Return the settings of a convolution; None where it pads otherwise than with zeros, or they are no numbers."""
+    named, rank, given = call.settings, call.rank, call.x
+    stride, dilation = (_numbers(named.get(name, 1), rank) for name in ("stride", "dilation"))
+    output_padding = _numbers(named.get("output_padding", 0), rank) if call.is_transposed else None
+    if stride is None or dilation is None or type(named.get("groups", 1)) is not int or call.mode != "zeros":
         return None
-    name, objection = str(node.target), module_objection(module, kind, base)
-    weight = own_parameters(module).get("weight")
-    if weight is None:
-        return Layer(node, given[0], "", None, (), (name,), objection or "its weight is no parameter of its own")
-    bias = None if own_parameters(module).get("bias") is None else f"{name}.bias"
-    geometry = None
-    if base in CONVOLUTIONS:
-        geometry = geometry_of_module(module, shape_of(given[0]))
-        objection = objection or ("" if geometry else _PADDING)
-    return Layer(
-        node, given[0], f"{name}.weight", bias, tuple(weight.shape), (name,), objection or why_not_packed(weight),
-        is_transposed, geometry,
-    )  # fmt: skip
-
-
-def module_objection(module: nn.Module, kind: type[nn.Module], base: type[nn.Module] | None) -> str:
-    """Return why a module stays as it is, or ""; `kind` is the user's class of it, `base` the one of torch."""
-    reason = obstacle_to_inlining(module)
-    if reason is not None:
-        return reason
-    if base is not None and kind is not base:
-        return f"it is a {kind.__name__}, which may compute something else than nn.{base.__name__}"
-    if type(module) is not kind and getattr(type(module), "_fxopt_is_operation", False):
-        if isinstance(module, Masked):
-            return _MASKED
-        return "it is part of something fused"
-    return ""
-
-
-def _of_function(program: Program, owner: str, node: fx.Node, name: str) -> Layer | None:
-    named = normalized_arguments(name, node.target, node.args, node.kwargs).named
-    x, weight, bias = (named.get(each) for each in ("input", "weight", "bias"))
-    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node):
+    both = _padding(named.get("padding", 0), call.kernel, dilation, rank)
+    if both is None or (call.is_transposed and output_padding is None):
         return None
-    tensor = computed(program, owner, weight)
-    if tensor is None or not (bias is None or isinstance(bias, fx.Node)):
+    size = None if given is None else shape_of(given)
+    its = Geometry(stride, (0,) * rank, dilation, call.groups, output_padding, size)
+    return _with_padding(its, both, call.kernel)
+
+
+def _padded(geometry: Geometry, zeros: object, kernel: Sequence[int]) -> Geometry | None:
+    """Return the settings of a convolution behind a pad; None where these are no settings of a convolution.
+
+    Args:
+        geometry: of the convolution.
+        zeros: before and behind each dimension, the last one first, as `F.pad` has them.
+        kernel: the size of its weight, along the dimensions that it moves along.
+    """
+    given = _numbers(zeros, 0)
+    if given is None or len(given) % 2 or len(given) > 2 * geometry.rank or min(given, default=0) < 0:
         return None
-    objection, geometry, shape = why_not_packed(tensor), None, tuple(tensor.shape)
-    if name in NAMES:
-        geometry = geometry_of_call(name, named, shape, shape_of(x))
-        objection = objection or ("" if geometry else _PADDING)
-    return Layer(node, x, weight, bias, shape, (), objection, False, geometry)
+    pairs = [(given[at], given[at + 1]) for at in range(0, len(given), 2)][::-1]
+    pairs = [(0, 0)] * (geometry.rank - len(pairs)) + pairs
+    own = zip(geometry.padding, geometry.padding_after or geometry.padding, strict=True)
+    both = [(before + b, after + a) for (before, after), (b, a) in zip(own, pairs, strict=True)]
+    return None if geometry.output_padding is not None else _with_padding(geometry, both, kernel)
+
+
+def _with_padding(geometry: Geometry, both: Sequence[tuple[int, int]], kernel: Sequence[int]) -> Geometry | None:
+    """Return settings with other padding; None where kernels would start in nothing but zeros."""
+    before, after = tuple(each[0] for each in both), tuple(each[1] for each in both)
+    its = dataclasses.replace(geometry, padding=before, padding_after=None if before == after else after)
+    if its.padding_after is None:
+        return its
+    spans = (d * (k - 1) for d, k in zip(its.dilation, kernel, strict=True))
+    return its if all(zeros <= span for zeros, span in zip(its.even.padding, spans, strict=True)) else None
+
+
+def _padding(
+    given: object, kernel: Sequence[int], dilation: tuple[int, ...], rank: int
+) -> list[tuple[int, int]] | None:
+    """Return how many zeros stand before and behind each dimension."""
+    if not isinstance(given, str):
+        numbers = _numbers(given, rank)
+        return None if numbers is None else [(zeros, zeros) for zeros in numbers]
+    spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=False)] if given == "same" else [0] * rank
+    return [(total // 2, total - total // 2) for total in spans]
+
+
+def _numbers(given: object, rank: int) -> tuple[int, ...] | None:
+    """Return a setting as one number for each dimension; None where it is no plain number. A rank of 0 is any."""
+    values = list(cast("Sequence[object]", given)) if isinstance(given, (tuple, list)) else [given]
+    if not all(type(value) is int for value in values) or (rank and len(values) not in (1, rank)):
+        return None
+    numbers = cast("list[int]", values)
+    return tuple(numbers * (rank if len(numbers) == 1 and rank else 1))

@@ -13,16 +13,15 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_parameters
 from ...layers.packed import PackedLSTM, Recurrence, why_not_packed
-from ...passes.rewriting import Edit
+from ...passes.rewriting import Edit, objection_to_module, shape_of
 from ...passes.sites import Cause, Refusal, Site
 from ...passes.verification import Tolerance, distance
 from ...runtime.graphs import Region
-from ...runtime.values import qualified, user_class
+from ...runtime.values import qualified
 from ...tracing.program import Program
 from .checking import tolerated
 from .finding import IN_TRAINING
-from .layers import module_objection, shape_of
-from .reading import graphs_in
+from .layers import graphs_in
 from .timing import PACKED, Calls, Gains
 from .writing import seal_modules
 
@@ -127,7 +126,7 @@ def _found(program: Program, owner: str, number: int, node: fx.Node) -> _Found |
 
 
 def _objection(program: Program, owner: str, module: nn.LSTM, node: fx.Node) -> str:
-    reason = module_objection(module, user_class(type(module)), nn.LSTM)
+    reason = objection_to_module(module, nn.LSTM)
     if reason:
         return reason
     if module.proj_size:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx, nn
 
 from ...layers.members import settings_of
 from ...layers.packed import keep_narrow
-from ...passes.rewriting import Edit, Place, hold_written_out
+from ...passes.rewriting import Edit, hold_written_out, lay_out_readers
 from ...passes.sites import Site
 from ...runtime.guards import Guard, Truth, attribute_at
 from .decompositions import spelled_at
 from .epilogue import find_epilogue
-from .layers import Layer, layer_at
+from .layers import Packable, packable_at
 
-__all__ = ["ACTIVATION", "lay_out_readers", "seal_modules", "write"]
+__all__ = ["ACTIVATION", "seal_modules", "write"]
 
 ACTIVATION = "activation."
 """What sites call activations that are written out, with a number behind."""
@@ -40,20 +40,20 @@ def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
 
 
 def _write(site: Site, edit: Edit, label: str, dtype: torch.dtype) -> bool:
-    layer = layer_at(edit.program, site.owner, edit.graph_node(label))
+    layer = packable_at(edit.program, site.owner, edit.graph_node(label))
     if layer is None or layer.objection:
         return False
     transposed = label in (site.data or {}).get("transposed", ())
-    found = find_epilogue(Place(edit.program, site.owner), layer)
+    found = find_epilogue(layer.call)
     if found.modes:
         edit.hold_where([Guard(attribute_at(mode), Truth(False), _DROPS) for mode in found.modes])
     around = [each for each in (layer.pad, *found.inside[1:]) if each is not None]
-    modules = [*layer.modules, *(str(each.target) for each in around if each.op == "call_module")]
-    tensors = [_read(name, edit, layer) for name in (layer.weight, layer.bias)]
+    modules = [str(each.target) for each in (layer.call.node, *around) if each.op == "call_module"]
+    tensors = [_read(name, edit, layer) for name in (layer.call.weight, layer.call.bias)]
     more = () if found.other is None else (found.other,)
     function = layer.packed(found.activation, dtype, found.joins, transposed=transposed)
     packed = edit.call(function, layer.x, *tensors, *more, before=found.last)
-    packed.meta["source"] = layer.node.meta.get("source")
+    packed.meta["source"] = layer.call.node.meta.get("source")
     between = [each for each in found.inside if each is not found.last]
     edit.replace(found.last, packed)
     for each in reversed(between):
@@ -66,7 +66,7 @@ def _write(site: Site, edit: Edit, label: str, dtype: torch.dtype) -> bool:
 def _write_activation(site: Site, edit: Edit, label: str) -> bool:
     """Write torch's own function in the place of an activation that is written out."""
     node = edit.graph_node(label)
-    found = spelled_at(Place(edit.program, site.owner), node)
+    found = spelled_at(edit.program, site.owner, node)
     if found is None:
         return False
     function, settings = found.activation.as_function
@@ -77,42 +77,12 @@ def _write_activation(site: Site, edit: Edit, label: str) -> bool:
     return True
 
 
-def _read(tensor: str | fx.Node | None, edit: Edit, layer: Layer) -> fx.Node | None:
+def _read(tensor: str | fx.Node | None, edit: Edit, layer: Packable) -> fx.Node | None:
     if not isinstance(tensor, str):
         return tensor
-    node = edit.get_attr(tensor, before=layer.node)
+    node = edit.get_attr(tensor, before=layer.call.node)
     node.meta["parameter"] = True
     return node
-
-
-def lay_out_readers(edit: Edit, labels: Iterable[str]) -> None:
-    """Lay images out for all who need them in the order of their dimensions.
-
-    Args:
-        edit: of the graph.
-        labels: of `readers_in`, with or without something before them; others are passed over.
-    """
-    for label in labels:
-        start, what, number = ("." + label).rsplit(".", 2)
-        if what == "reader":
-            _lay_out(edit, edit.graph_node(label), edit.graph_node(f"{start}.value.{number}"[1:]))
-        elif what == "output":
-            _lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
-
-
-def _lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
-    """Give who reads a tensor, and all after it, one that lies in memory in the order of its dimensions.
-
-    What reads it may write into it, which those that come later are to see.
-    """
-    if x not in reader.all_input_nodes:
-        return
-    plain = edit.call(".contiguous", x, before=reader)
-    plain.meta["val"] = x.meta.get("val")
-    nodes = list(edit.graph.nodes)
-    for later in nodes[nodes.index(reader) :]:
-        if x in later.all_input_nodes and (later is reader or reader.op == "call_module"):
-            later.replace_input_with(x, plain)
 
 
 def seal_modules(modules: Sequence[str], edit: Edit) -> None:

@@ -16,7 +16,7 @@ from ...passes.driver import record_of
 from ...passes.sites import Refusal
 from ...runtime.values import qualified
 from ...tracing.program import Program, TensorOwners, TensorReads
-from ..fold_batchnorm.arithmetic import Fold, Folds
+from ..fold_batchnorm import Fold, Folds
 
 __all__ = ["Layer", "already_quantized", "obstacle", "tied_to"]
 

@@ -13,7 +13,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from ...errors import UsageError
 from ...operators import canonical_name, normalized_arguments, operator_info
-from ...passes.rewriting import Found, Held, Pattern, Place, operation
+from ...passes.rewriting import Held, Match, Pattern, operation
 from ...tracing.examples import TensorMeta
 
 __all__ = ["Spelled", "is_cast", "spelled", "tensor", "through", "uncast"]
@@ -112,17 +112,17 @@ class _Through(Pattern):
 
     computed: Pattern | None = None
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
         node, found = _looked_through(value, found)
         if isinstance(node, fx.Node) and self.computed is not None:
-            yield from self.computed.fits(node, place, found)
+            yield from self.computed.fits(node, found)
 
 
 @dataclass(frozen=True)
 class _Tensor(Pattern):
     """Any tensor, before it is cast; also one that a called module holds, or none."""
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
         node, found = _looked_through(value, found)
         if isinstance(node, fx.Node):
             yield from found.called(self.name, node)
@@ -136,7 +136,7 @@ class _Plain(Pattern):
 
     kinds: tuple[type, ...] = ()
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
         is_plain = isinstance(value, self.kinds) and not isinstance(value, bool)
         if is_plain and not any(isinstance(item, fx.Node) for item in _items(value)):
             yield from found.holding(str(self.name), value)
@@ -148,7 +148,7 @@ class _Number(Pattern):
 
     number: float = 0.0
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
         items = _items(value)
         one = items[0] if len(items) == 1 else value
         if type(one) in (int, float) and one == self.number:
@@ -179,7 +179,7 @@ def uncast(value: Any) -> Any:
     return value
 
 
-def _looked_through(value: Any, found: Found) -> tuple[Any, Found]:
+def _looked_through(value: Any, found: Match) -> tuple[Any, Match]:
     while isinstance(value, fx.Node) and is_cast(value):
         (found,) = found.computed_by(None, value)
         value = value.args[0]

@@ -14,7 +14,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from ...cuda_ops import Kernel
 from ...errors import UsageError
-from ...passes.rewriting import Edit, Found, Held, hold_written_out
+from ...passes.rewriting import Edit, Held, Match, hold_written_out
 from ...runtime.graphs import Specialization, required_capture
 from ...runtime.guards import Guard, Method, Truth
 from ...tracing.examples import TensorMeta, meta_of
@@ -29,28 +29,35 @@ class Occurrence:
     """A place where operations compute what a kernel does.
 
     Attributes:
-        program, owner: where it is.
-        result: the node that has the result.
         kernel: what may be put there.
-        found: the operations, and their operands by name.
+        found: the operations, their operands by name, and the node that has the result.
         settings: what the spelling says besides.
         second: the node that has the second result, where the kernel gives two.
         unread: the node whose result the graph returns, but no caller reads.
     """
 
-    program: Program
-    owner: str
-    result: fx.Node
     kernel: Kernel
-    found: Found
+    found: Match
     settings: Mapping[str, Any]
     second: fx.Node | None = None
     unread: fx.Node | None = None
 
     @property
+    def program(self) -> Program:
+        return self.found.program
+
+    @property
+    def owner(self) -> str:
+        return self.found.owner
+
+    @property
+    def result(self) -> fx.Node:
+        return self.found.root
+
+    @property
     def covered(self) -> set[fx.Node]:
         """Return the operations, without casts of operands."""
-        operands = set(self.found.names.values())
+        operands = set(self.found.nodes.values())
         return {node for node in self.found.computed if not (is_cast(node) and uncast(node) in operands)}
 
     def problem(self) -> str | None:
@@ -61,9 +68,9 @@ class Occurrence:
         expected = [meta for node in self._results if isinstance(meta := node.meta.get("val"), TensorMeta)]
         if len(expected) < len(self._results) or not all(isinstance(m, TensorMeta) for m in self._tensors.values()):
             return "what it reads is not known to be tensors"
-        late = next((name for name, node in self.found.names.items() if self._is_late(node)), None)
+        late = next((name for name, node in self.found.nodes.items() if self._is_late(node)), None)
         if late is not None:
-            return f"'{self.found.names[late].name}' is computed after what is read elsewhere"
+            return f"'{self.found.nodes[late].name}' is computed after what is read elsewhere"
         try:
             tried = self._tried()
         except UsageError as error:
@@ -73,7 +80,7 @@ class Occurrence:
 
     def computed(self, value_of: Callable[[fx.Node], Any]) -> Any:
         """Return what the kernel makes of operands that nodes of the graph give, as tensors or as proxies of them."""
-        given = {name: value_of(node) for name, node in self.found.names.items()}
+        given = {name: value_of(node) for name, node in self.found.nodes.items()}
         cast = {name: value.to(self._dtype) if self._is_cast(name) else value for name, value in given.items()}
         return self._made(cast, value_of)[0]
 
@@ -99,7 +106,7 @@ class Occurrence:
     def _guards(self, specialization: Specialization) -> Iterator[Guard]:
         """Yield what makes a call the original's, where an argument that holds integers holds probabilities, say."""
         for name in self._tensors:
-            given = _argument(self.found.names[name]) if name in self.found.names else None
+            given = _argument(self.found.nodes[name]) if name in self.found.nodes else None
             if given is not None and not self._tensors[name].dtype.is_floating_point:
                 source = Method(specialization.argument(given), "is_floating_point", ())
                 yield Guard(source, Truth(False), f"{self.kernel.name} takes integers there")
@@ -140,7 +147,7 @@ class Occurrence:
 
     def _of_that(self, user: fx.Node) -> fx.Node | None:
         """Return an operand with the device or dtype that something asks for; all are on one device."""
-        (asked, what), operands = user.args, self.found.names.values()
+        (asked, what), operands = user.args, self.found.nodes.values()
         if what == "dtype" and isinstance(asked, fx.Node) and isinstance(meta := asked.meta.get("val"), TensorMeta):
             return next((each for each in operands if getattr(each.meta.get("val"), "dtype", None) == meta.dtype), None)
         return next(iter(operands)) if what == "device" else None
@@ -163,7 +170,7 @@ class Occurrence:
     @cached_property
     def _tensors(self) -> dict[str, Any]:
         """Return the tensors that are given, described."""
-        nodes = {name: node.meta.get("val") for name, node in self.found.names.items()}
+        nodes = {name: node.meta.get("val") for name, node in self.found.nodes.items()}
         return nodes | {name: meta_of(held) for name, held in self._held.items() if held is not None}
 
     def _plain(self, of_node: Callable[[fx.Node], Any]) -> dict[str, Any]:
@@ -205,7 +212,7 @@ class Occurrence:
         return proxy.to(self._dtype) if self._is_cast(name) else proxy
 
     def _operand(self, name: str, graph: fx.Graph) -> fx.Node:
-        node = self.found.names[name]
+        node = self.found.nodes[name]
         moved = node.op == "get_attr" and self.second is not None  # it may come after the place of the call
         return graph.get_attr(str(node.target)) if moved else node
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import fx, nn
 
 from ...cuda_ops import Kernel
 from ...operators import canonical_name, operator_of_module
-from ...passes.rewriting import Found, Held, Place, obstacle_to_inlining, unmet_guards
+from ...passes.rewriting import Held, Match, obstacle_to_inlining, unmet_guards
 from ...runtime.graphs import Specialization, capture_of
 from ...runtime.guards import SELF, Argument, Attribute, Guard, is_switch
 from ...runtime.values import user_class
@@ -39,17 +40,15 @@ def _found(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Itera
         yield from _spelled(program, owner, node, kernel)
         return
     for last in (*_spelled(program, owner, node, kernel.into), *_called(program, owner, node, kernel.into)):
-        if "x" in last.found.names:
+        if "x" in last.found.nodes:
             yield from _led_into(last, kernel)
 
 
 def _spelled(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iterator[Occurrence]:
     """Yield what is written out in the graph."""
-    place = Place(program, owner)
-    for known in _ending_in(kernel, _operator(place, uncast(node))):
-        for found in known.pattern.fits(node, place, Found()):
-            if place.is_undisturbed(found):
-                yield Occurrence(program, owner, node, kernel, found, known.settings)
+    for known in _ending_in(kernel, _operator(program, owner, uncast(node))):
+        for found in known.pattern.at(program, owner, node):
+            yield Occurrence(kernel, found, known.settings)
 
 
 def _ending_in(kernel: Kernel, operator: str | None) -> Sequence[Spelled]:
@@ -66,25 +65,28 @@ def _by_operator(kernel: Kernel) -> Mapping[str | None, Sequence[Spelled]]:
     return found
 
 
-def _operator(place: Place, node: fx.Node) -> str | None:
+def _operator(program: Program, owner: str, node: fx.Node) -> str | None:
     """Return what computes a node, "" where no operator does; None for a module that may do nothing else."""
     if node.op == "call_module":
-        return operator_of_module(user_class(type(place.program.callee(place.owner, node))))
+        return operator_of_module(user_class(type(program.callee(owner, node))))
     return canonical_name(node) or ""
 
 
 def _led_into(last: Occurrence, kernel: Kernel) -> Iterator[Occurrence]:
     """Yield the same with what its operand is computed by: that is the second result."""
-    place, second = Place(last.program, last.owner), last.found.names["x"]
-    names = {name: node for name, node in last.found.names.items() if name != "x"}
+    second = last.found.nodes["x"]
+    names = {name: node for name, node in last.found.nodes.items() if name != "x"}
     for spelling in kernel.decompositions:
         known = spelled(spelling)
-        for found in known.pattern.fits(second, place, Found()):
-            values = {**last.found.values, **found.values}
-            both = Found({**names, **found.names}, (*last.found.computed, *found.computed), values)
-            if place.is_undisturbed(both):
-                settings = {**last.settings, **known.settings}
-                yield Occurrence(last.program, last.owner, last.result, kernel, both, settings, second)
+        for found in known.pattern.at(last.program, last.owner, second):
+            both = replace(
+                last.found,
+                nodes={**names, **found.nodes},
+                values={**last.found.values, **found.values},
+                computed=(*last.found.computed, *found.computed),
+            )
+            if both.is_undisturbed:
+                yield Occurrence(kernel, both, {**last.settings, **known.settings}, second)
 
 
 # -- modules that do nothing else ----------------------------------------------------------------------------------
@@ -105,10 +107,10 @@ def _called(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iter
         return
     inside = f"{owner}.{node.target}" if owner else str(node.target)
     for found in _spelled(program, inside, result, kernel):
-        seen = _from_outside(found, specialization, given, str(node.target))
-        if seen is not None and _is_all(found, specialization.graph):
-            (called,) = seen.computed_by(None, node)
-            yield Occurrence(program, owner, node, kernel, called, found.settings)
+        operands = _from_outside(found, specialization, given, str(node.target))
+        if operands is not None and _is_all(found, specialization.graph):
+            pattern, (nodes, values) = found.found.pattern, operands
+            yield Occurrence(kernel, Match(program, owner, 0, pattern, node, nodes, values, (node,)), found.settings)
 
 
 def _is_sealed(guard: Guard, module: nn.Module) -> bool:
@@ -124,11 +126,13 @@ def _is_all(found: Occurrence, graph: fx.Graph) -> bool:
     return all(node in found.found.computed or node.target is getattr for node in rest)
 
 
-def _from_outside(found: Occurrence, specialization: Specialization, given: Any, path: str) -> Found | None:
+def _from_outside(
+    found: Occurrence, specialization: Specialization, given: Any, path: str
+) -> tuple[dict[str, fx.Node], dict[str, Any]] | None:
     """Return the operands as the caller sees them, or None where one is nothing that it could name."""
     names: dict[str, fx.Node] = {}
     values = {k: Held(f"{path}.{v.name}") if isinstance(v, Held) else v for k, v in found.found.values.items()}
-    for name, node in found.found.names.items():
+    for name, node in found.found.nodes.items():
         source = specialization.argument(node) if node.op == "placeholder" else None
         value = given.get(source.name) if isinstance(source, Argument) else None
         if isinstance(value, fx.Node):
@@ -137,4 +141,4 @@ def _from_outside(found: Occurrence, specialization: Specialization, given: Any,
             values[name] = Held(f"{path}.{node.target}")
         else:
             return None
-    return Found(names, (), values)
+    return names, values

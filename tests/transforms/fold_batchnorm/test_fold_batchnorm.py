@@ -203,10 +203,10 @@ def test_verification_finds_a_fold_gone_wrong(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_verification_computes_the_fold_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxopt.transforms.fold_batchnorm import fold
+    from fxopt.transforms.fold_batchnorm import write
 
-    right = fold._fold_of
-    monkeypatch.setattr(fold, "_fold_of", lambda *args, **options: replace(right(*args, **options), eps=1e-5 + 1e-8))
+    right = write.fold_of
+    monkeypatch.setattr(write, "fold_of", lambda *args, **options: replace(right(*args, **options), eps=1e-5 + 1e-8))
     (decision,) = fxopt.plan(folded(block())).decisions
     assert decision.status == "refused" and "float64" in decision.reason
 

@@ -14,8 +14,7 @@ from ....operators import canonical_name, has_random_effects, operator_of_module
 from ....runtime.graphs import Region, required_capture
 from ....runtime.values import user_class
 from ....tracing.program import CallSites, Program
-from ...fold_batchnorm.find import pairs_in
-from ...fold_batchnorm.obstacles import obstacles
+from ...fold_batchnorm import obstacles, pairs_in
 from .layout import Followers, followers
 from .pools import pooling_of
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import fx, nn
+from torch import fx
 
-from ....operators import canonical_name
+from ....operators import canonical_name, operator_info, operator_of_module
 from ....runtime.values import user_class
 from ....tracing.examples import TensorMeta
 from ....tracing.program import Program
 
 __all__ = ["Followers", "followers"]
-
-_FREE = frozenset("dim flatten layer_norm linear matmul reshape shape size".split())
-"""What takes any layout, and gives one of its own."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ def followers(program: Program, owner: str, node: fx.Node) -> Followers:
     while pending:
         place, last = pending.pop()
         for user in last.users:
-            if user in seen or canonical_name(user) in _FREE or _has_one_place(user):
+            if user in seen or _has_one_place(user):
                 continue
             seen.add(user)
             if user.op == "call_method" and user.target == "view" and place == owner:
@@ -55,13 +52,13 @@ def _behind(program: Program, owner: str, user: fx.Node) -> list[tuple[str, fx.N
     """Return where a result goes on from a node that reads it; None where that cannot be seen, or is `view`."""
     if user.op == "output":
         return list(_callers(program, owner)) or None
-    if canonical_name(user) == "view":
-        return None
-    if user.op != "call_module":
-        return [(owner, user)]
-    if not _is_plain(program, owner, user):
-        return _placeholders(program, owner, user) or None
-    return [] if isinstance(program.callee(owner, user), nn.Linear) else [(owner, user)]
+    name = canonical_name(user)
+    if user.op == "call_module":
+        name = operator_of_module(user_class(type(program.callee(owner, user))))
+        if name is None:
+            return _placeholders(program, owner, user) or None
+    order = operator_info(name).memory_order
+    return None if order is None else [(owner, user)] if order == "kept" else []
 
 
 def _callers(program: Program, owner: str) -> Iterator[tuple[str, fx.Node]]:
@@ -79,10 +76,6 @@ def _placeholders(program: Program, owner: str, node: fx.Node) -> list[tuple[str
     capture = program.captures.get(name)
     graphs = () if capture is None else (specialization.graph for specialization in capture.specializations)
     return [(name, placeholder) for graph in graphs for placeholder in graph.find_nodes(op="placeholder")]
-
-
-def _is_plain(program: Program, owner: str, node: fx.Node) -> bool:
-    return user_class(type(program.callee(owner, node))).__module__.startswith("torch.nn.")
 
 
 def _has_one_place(node: fx.Node) -> bool:

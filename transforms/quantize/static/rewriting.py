@@ -21,15 +21,12 @@ from ....layers.quantized import (
     max_pool_numbers,
     to_numbers,
 )
-from ....passes.rewriting import Edit
+from ....passes.rewriting import Edit, call_of_layer
 from ....passes.sites import Site
 from ....runtime.state import QuantizeTrained, QuantizeWeight, StateStep
 from ....runtime.values import qualified
 from ....tracing.examples import TensorMeta
-from ...fold_batchnorm.arithmetic import Fold
-from ...fold_batchnorm.dimensions import write_check
-from ...fold_batchnorm.find import source_of
-from ...fold_batchnorm.parts import layer_at
+from ...fold_batchnorm import Fold, source_of, write_check
 from ..linears import CONVOLUTIONS
 from ..replacing import instead_of, put
 from .candidates import is_candidate, objection
@@ -54,7 +51,7 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
     called = members(site, edit)
     nodes = [edit.graph_node(f"layer.{number}") for number in range(len(layers))]
     for number, node in enumerate(nodes):
-        normed = layer_at(edit.program, site.owner, node) if f"norm.{number}" in site.nodes else None
+        normed = call_of_layer(edit.program, site.owner, node) if f"norm.{number}" in site.nodes else None
         x = source_of(node)
         if normed is not None and x is not None:
             write_check(x, normed.rank + 2, edit, before=node)

@@ -1,75 +1,51 @@
-"""Where a pattern is matched: the calls of a graph in one spelling, and what a match consists of so far."""
+"""The calls of a graph in one spelling, whether modules, functions or methods."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
-from ...compat import has_hooks
-from ...operators import CallArguments, canonical_name, mutates, normalized_arguments, operator_info, operator_of_module
-from ...runtime.graphs import capture_of
-from ...runtime.guards import Argument
-from ...runtime.values import user_class
-from ...tracing.program import Program
-from ...tracing.rules import leaf_graph
-from .effects import overwrites_unseen, writes
-from .inlining import lasting_guards, obstacle_to_inlining
+from ....compat import has_hooks
+from ....operators import (
+    CallArguments,
+    canonical_name,
+    mutates,
+    normalized_arguments,
+    operator_info,
+    operator_of_module,
+)
+from ....runtime.graphs import capture_of
+from ....runtime.guards import Argument
+from ....runtime.values import user_class
+from ....tracing.program import Program
+from ....tracing.rules import leaf_graph
+from ..effects import overwrites_unseen, writes
+from ..inlining import lasting_guards, obstacle_to_inlining
 
-__all__ = ["Call", "Found", "Held", "Place", "call_in"]
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a match consists of so far.
-
-    Attributes:
-        names: name given in the pattern -> node.
-        computed: the operations and module calls that were matched.
-        values: name given in the pattern -> what else was found: a plain value, or a tensor that a module holds.
-    """
-
-    names: Mapping[str, fx.Node] = field(default_factory=dict[str, fx.Node])
-    computed: tuple[fx.Node, ...] = ()
-    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-    def called(self, name: str | None, node: fx.Node) -> Iterator[Found]:
-        """Yield the same with a name for a node, unless another node has that name."""
-        if name is None or self.names.get(name) is node:
-            yield self
-        elif name not in self.names:
-            yield Found({**self.names, name: node}, self.computed, self.values)
-
-    def holding(self, name: str, value: Any) -> Iterator[Found]:
-        """Yield the same with a name for what is no node, unless something else has that name."""
-        if name not in self.names and self.values.get(name, value) == value:
-            yield Found(self.names, self.computed, {**self.values, name: value})
-
-    def computed_by(self, name: str | None, node: fx.Node) -> Iterator[Found]:
-        """Yield the same with an operation, and a name for it."""
-        yield from Found(self.names, (*self.computed, node), self.values).called(name, node)
+__all__ = ["Call", "Held", "call_in", "is_undisturbed"]
 
 
 @dataclass(frozen=True)
-class Place:
-    """The graph in which a pattern is matched."""
+class Held:
+    """A tensor or setting that a called module reads of itself, by its name as seen from the graph's owner."""
 
-    program: Program
-    owner: str
+    name: str
 
-    def is_undisturbed(self, found: Found) -> bool:
-        """Say whether nothing is written between the first and the last operation of a match."""
-        if len(found.computed) < 2:
-            return True
-        node, last = min(found.computed), max(found.computed)
-        while node is not last:
-            if node not in found.computed and writes(node, self.program, self.owner):
-                return False
-            node = node.next
+
+def is_undisturbed(program: Program, owner: str, computed: Collection[fx.Node]) -> bool:
+    """Say whether nothing else is written between the first and the last of some nodes of a graph."""
+    if len(computed) < 2:
         return True
+    node, last = min(computed), max(computed)
+    while node is not last:
+        if node not in computed and writes(node, program, owner):
+            return False
+        node = node.next
+    return True
 
 
 @dataclass(frozen=True)
@@ -85,10 +61,10 @@ class Call:
     orders: Sequence[Sequence[Any]]
 
 
-def call_in(place: Place, node: fx.Node, operator: str) -> Call | None:
+def call_in(program: Program, owner: str, node: fx.Node, operator: str) -> Call | None:
     """Return a node's call of an operator, in whatever spelling; None if it computes another one, or writes."""
     if node.op == "call_module":
-        called = _called_by(place.program.callee(place.owner, node), operator, node)
+        called = _called_by(program.callee(owner, node), operator, node)
         if called is None:
             return None
     elif canonical_name(node) == operator:
@@ -96,7 +72,7 @@ def call_in(place: Place, node: fx.Node, operator: str) -> Call | None:
     else:
         return None
     inner, arguments = called
-    if mutates(inner) and not overwrites_unseen(node, place.program, place.owner):
+    if mutates(inner) and not overwrites_unseen(node, program, owner):
         return None
     return Call(arguments.named, _orders(operator, arguments))
 
@@ -171,10 +147,3 @@ def _inside(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Node, C
     given.apply_defaults()
     named = {n.name: given.arguments[str(n.target)] for n in graph.find_nodes(op="placeholder")}
     return calls[0], _as_if_outside(calls[0], operator, node.target, named)
-
-
-@dataclass(frozen=True)
-class Held:
-    """A tensor or setting that a called module reads of itself, by its name as seen from the graph's owner."""
-
-    name: str

@@ -9,28 +9,31 @@ A pattern is a value; `program.matches(pattern)` yields a `Match` for each place
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch import fx, nn
 
-from ...errors import CaptureError, expect
-from ...runtime.values import user_class
-from ...tracing.program import Program
-from ..sites import Site
-from .matching import Found, Place, call_in
+from ....errors import CaptureError, expect
+from ....runtime.values import user_class
+from ....tracing.program import Program
+from ...sites import Site
+from .spelling import call_in, is_undisturbed
 
 __all__ = ["Match", "Pattern", "anything", "either", "module", "operation"]
 
 
 @dataclass(frozen=True)
 class Match:
-    """One place where a pattern fits.
+    """One place where a pattern fits, or what is known of it while the pattern is compared.
 
     Attributes:
         program, owner, specialization: which graph it is in.
         nodes: name given in the pattern -> node.
+        values: name given in the pattern -> what else was found: a plain value, or what a called module holds.
+        computed: the operations and module calls that the pattern stands for.
         pattern: what fits there.
         root: the node that the pattern as a whole stands for.
     """
@@ -38,9 +41,11 @@ class Match:
     program: Program
     owner: str
     specialization: int
-    nodes: Mapping[str, fx.Node]
     pattern: Pattern
     root: fx.Node
+    nodes: Mapping[str, fx.Node] = field(default_factory=dict[str, fx.Node])
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    computed: tuple[fx.Node, ...] = ()
 
     def __getitem__(self, name: str) -> fx.Node:
         return self.nodes[name]
@@ -55,6 +60,27 @@ class Match:
         options = {"is_there": _StillFits(self.pattern, self.root.name)} | options
         return Site(self.program, self.owner, names, self.specialization, **options)
 
+    def called(self, name: str | None, node: fx.Node) -> Iterator[Match]:
+        """Yield the same with a name for a node, unless another node has that name."""
+        if name is None or self.nodes.get(name) is node:
+            yield self
+        elif name not in self.nodes:
+            yield replace(self, nodes={**self.nodes, name: node})
+
+    def holding(self, name: str, value: Any) -> Iterator[Match]:
+        """Yield the same with a name for what is no node, unless something else has that name."""
+        if name not in self.nodes and self.values.get(name, value) == value:
+            yield replace(self, values={**self.values, name: value})
+
+    def computed_by(self, name: str | None, node: fx.Node) -> Iterator[Match]:
+        """Yield the same with an operation, and a name for it."""
+        yield from replace(self, computed=(*self.computed, node)).called(name, node)
+
+    @property
+    def is_undisturbed(self) -> bool:
+        """Say whether nothing is written between its first and its last operation."""
+        return is_undisturbed(self.program, self.owner, self.computed)
+
 
 @dataclass(frozen=True)
 class _StillFits:
@@ -64,14 +90,12 @@ class _StillFits:
     root: str
 
     def __call__(self, site: Site) -> bool:
-        place = Place(site.program, site.owner)
         try:
             root = site.program.node(site.owner, self.root, site.specialization)
         except CaptureError:
             return False
         nodes = {label: site[label] for label in site.nodes}
-        found = (each for each in self.pattern.fits(root, place, Found()) if place.is_undisturbed(each))
-        return any(dict(each.names) == nodes for each in found)
+        return any(found.nodes == nodes for found in self.pattern.at(site.program, site.owner, root))
 
 
 @dataclass(frozen=True)
@@ -88,21 +112,22 @@ class Pattern:
     name: str | None = None
 
     def find(self, program: Program) -> Iterator[Match]:
-        """Yield every match in every captured graph, in execution order; matches may overlap.
+        """Yield one match for each node that it fits, in every captured graph, in execution order; they may overlap."""
+        for owner, capture in program.captures.items():
+            for number, specialization in enumerate(capture.specializations):
+                for node in specialization.graph.nodes:
+                    yield from itertools.islice(self.at(program, owner, node, number), 1)
+
+    def at(self, program: Program, owner: str, node: fx.Node, specialization: int = 0) -> Iterator[Match]:
+        """Yield a match for each way in which it fits one node.
 
         Where something is written between the first and the last operation of a match, there is none: what is read
         first and last may differ.
         """
-        for owner, capture in program.captures.items():
-            for specialization, captured in enumerate(capture.specializations):
-                place = Place(program, owner)
-                for node in captured.graph.nodes:
-                    fitting = self.fits(node, place, Found())
-                    found = next((found for found in fitting if place.is_undisturbed(found)), None)
-                    if found is not None:
-                        yield Match(program, owner, specialization, found.names, self, node)
+        start = Match(program, owner, specialization, self, node)
+        return (found for found in self.fits(node, start) if found.is_undisturbed)
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
         """Yield what is found in every way in which the pattern fits a value, beside what was found already."""
         if isinstance(value, fx.Node):
             yield from found.called(self.name, value)
@@ -114,8 +139,8 @@ class _Operation(Pattern):
     operands: tuple[Any, ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
-        call = call_in(place, value, self.operator) if isinstance(value, fx.Node) else None
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
+        call = call_in(found.program, found.owner, value, self.operator) if isinstance(value, fx.Node) else None
         if call is None or not all(name in call.named for name, _ in self.arguments):
             return
         expected = [*self.operands, *(pattern for _, pattern in self.arguments)]
@@ -123,7 +148,7 @@ class _Operation(Pattern):
         for operands in call.orders:
             if len(self.operands) <= len(operands):
                 values = [*operands[: len(self.operands)], *named]
-                for inner in _all_fit(expected, values, place, found):
+                for inner in _all_fit(expected, values, found):
                     yield from inner.computed_by(self.name, value)
 
 
@@ -132,11 +157,11 @@ class _ModuleCall(Pattern):
     module_type: type[nn.Module] = nn.Module
     operands: tuple[Any, ...] = ()
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
         if not isinstance(value, fx.Node) or value.op != "call_module" or len(value.args) < len(self.operands):
             return
-        if user_class(type(place.program.callee(place.owner, value))) is self.module_type:
-            for inner in _all_fit(self.operands, value.args[: len(self.operands)], place, found):
+        if user_class(type(found.program.callee(found.owner, value))) is self.module_type:
+            for inner in _all_fit(self.operands, value.args[: len(self.operands)], found):
                 yield from inner.computed_by(self.name, value)
 
 
@@ -144,9 +169,9 @@ class _ModuleCall(Pattern):
 class _Either(Pattern):
     alternatives: tuple[Any, ...] = ()
 
-    def fits(self, value: Any, place: Place, found: Found) -> Iterator[Found]:
+    def fits(self, value: Any, found: Match) -> Iterator[Match]:
         for alternative in self.alternatives:
-            for inner in _fit(alternative, value, place, found):
+            for inner in _fit(alternative, value, found):
                 yield from inner.called(self.name, value) if isinstance(value, fx.Node) else (inner,)
 
 
@@ -183,16 +208,16 @@ def either(*alternatives: Any, name: str | None = None) -> Pattern:
     return _Either(name, alternatives)
 
 
-def _fit(pattern: Any, value: Any, place: Place, found: Found) -> Iterator[Found]:
+def _fit(pattern: Any, value: Any, found: Match) -> Iterator[Match]:
     if isinstance(pattern, Pattern):
-        yield from pattern.fits(value, place, found)
+        yield from pattern.fits(value, found)
     elif isinstance(pattern, (list, tuple)):
         patterns = cast("list[Any]", pattern)
         if isinstance(value, (list, tuple)) and len(cast("list[Any]", value)) == len(patterns):
-            yield from _all_fit(patterns, cast("list[Any]", value), place, found)
+            yield from _all_fit(patterns, cast("list[Any]", value), found)
     elif isinstance(pattern, slice):
         if isinstance(value, slice):
-            yield from _all_fit(_bounds(pattern), _bounds(value), place, found)
+            yield from _all_fit(_bounds(pattern), _bounds(value), found)
     elif type(value) is type(pattern) and value == pattern:
         yield found
 
@@ -201,9 +226,9 @@ def _bounds(piece: Any) -> list[Any]:
     return [piece.start, piece.stop, piece.step]
 
 
-def _all_fit(patterns: Any, values: Any, place: Place, found: Found) -> Iterator[Found]:
+def _all_fit(patterns: Any, values: Any, found: Match) -> Iterator[Match]:
     if not patterns:
         yield found
         return
-    for inner in _fit(patterns[0], values[0], place, found):
-        yield from _all_fit(patterns[1:], values[1:], place, inner)
+    for inner in _fit(patterns[0], values[0], found):
+        yield from _all_fit(patterns[1:], values[1:], inner)

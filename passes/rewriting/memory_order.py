@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 
 from torch import fx
 
 from ...layers.packed import PackedConvolution
 from ...operators import canonical_name, operator_info, operator_of_module
-from ...passes.rewriting import obstacle_to_inlining
 from ...runtime.graphs import capture_of
 from ...runtime.values import user_class
 from ...tracing.program import Program
-from .layers import layer_at, shape_of
+from .calls import call_of_layer, shape_of
+from .edit import Edit
+from .inlining import obstacle_to_inlining
 
-__all__ = ["readers_in"]
-
-_KEEPING = frozenset(
-    "packed conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d batch_norm group_norm layer_norm "
-    "rms_norm instance_norm local_response_norm prelu dropout dropout1d dropout2d dropout3d alpha_dropout identity "
-    "adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d "
-    "adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d interpolate upsample pad "
-    "pixel_shuffle pixel_unshuffle softmax log_softmax normalize glu cumsum amax amin logsumexp mean prod sum norm std "
-    "var flip roll cat stack chunk split flatten unsqueeze squeeze expand expand_as getitem narrow reshape permute "
-    "transpose unbind laid_last to clone detach float double half bfloat16 type type_as masked_fill".split()
-)
-"""They take tensors in any order of memory; results may lie like what they are given."""
-
-_ANEW = frozenset("linear matmul bmm mm einsum contiguous size shape dim numel len setitem argmax argmin item".split())
-"""They take tensors in any order of memory; what they give lies as it did."""
+__all__ = ["lay_out_readers", "readers_in"]
 
 _LEAST = 3
 """What a module is given with fewer dimensions is no image."""
@@ -56,6 +43,36 @@ def readers_in(
                 if labels:
                     found[owner, number] = labels
     return found
+
+
+def lay_out_readers(edit: Edit, labels: Iterable[str]) -> None:
+    """Lay images out for all who need them in the order of their dimensions.
+
+    Args:
+        edit: of the graph.
+        labels: of `readers_in`, with or without something before them; others are passed over.
+    """
+    for label in labels:
+        start, what, number = ("." + label).rsplit(".", 2)
+        if what == "reader":
+            _lay_out(edit, edit.graph_node(label), edit.graph_node(f"{start}.value.{number}"[1:]))
+        elif what == "output":
+            _lay_out(edit, edit.graph.output_node(), edit.graph_node(label))
+
+
+def _lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
+    """Give who reads a tensor, and all after it, one that lies in memory in the order of its dimensions.
+
+    What reads it may write into it, which those that come later are to see.
+    """
+    if x not in reader.all_input_nodes:
+        return
+    plain = edit.call(".contiguous", x, before=reader)
+    plain.meta["val"] = x.meta.get("val")
+    nodes = list(edit.graph.nodes)
+    for later in nodes[nodes.index(reader) :]:
+        if x in later.all_input_nodes and (later is reader or reader.op == "call_module"):
+            later.replace_input_with(x, plain)
 
 
 @dataclass
@@ -95,7 +112,7 @@ class _Graph:
             shape = shape_of(node)  # of other graphs, that is, which may have packed convolutions
             return (bool(self.owner) or node.op != "placeholder") and (shape is None or len(shape) >= _LEAST)
         is_packed = node in self.packed or isinstance(node.target, PackedConvolution)
-        return is_packed or (bool(read) and self._name(node) not in _ANEW)
+        return is_packed or (bool(read) and operator_info(self._name(node)).memory_order != "anew")
 
     def _takes_any(self, node: fx.Node) -> bool:
         """Say whether a node takes tensors in any order of memory."""
@@ -105,8 +122,8 @@ class _Graph:
             return not self._is_read_in_order()
         name = self._name(node)
         if name is None:
-            return layer_at(self.program, self.owner, node) is not None
-        return operator_info(name).elementwise or name in _KEEPING or name in _ANEW
+            return call_of_layer(self.program, self.owner, node) is not None
+        return operator_info(name).memory_order is not None
 
     def _name(self, node: fx.Node) -> str | None:
         """Return the operator that a node computes; None where it may do more."""
