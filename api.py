@@ -36,7 +36,7 @@ from .reporting.idle import warn_of
 from .reporting.notes import notes
 from .reporting.progress import progress_line
 from .reporting.report import Report
-from .runtime.graphs import outside_inference_mode, rank_local
+from .runtime.graphs import attach, detach, misses_in, outside_inference_mode, rank_local
 from .runtime.state import (
     StateMap,
     element_wise,
@@ -53,7 +53,6 @@ from .storage import as_path
 from .tracing.examples import normalize_inputs
 from .tracing.isolation import eagerly, in_phase, rewrite_lock
 from .tracing.program import Program, capture_program, deactivate_type_checkers
-from .tracing.recording import attach, detach, misses_in
 
 __all__ = [
     "capture",

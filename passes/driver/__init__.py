@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...runtime.record import PassTrace, Record, needed_record, record_of, state_map_of
 from .groups import Group, grouped, with_lowering
 from .manager import Manager
 from .progress import Progress
-from .record import PassTrace, Record, needed_record, record_of, state_map_of
 from .results import check_optimizer, hand_over, move_optimizer, restored
 from .root import remember
 from .run import Request, check_kind, copied, run_session

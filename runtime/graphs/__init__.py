@@ -25,6 +25,7 @@ from .captured import (
     uninstall,
 )
 from .contexts import Context, Opening, Surrounding
+from .fallback import CACHES, attach, detach, fallback_of, misses_in
 from .inactive import FOUND
 from .items import note_added, note_removed
 from .misses import HANDLER, Miss
@@ -46,6 +47,7 @@ from .shared_slices import MEMBERS, SharedSlices, by_member, sharing
 from .source import generate
 
 __all__ = [
+    "CACHES",
     "EVAL_ONLY",
     "FOUND",
     "HANDLER",
@@ -66,19 +68,23 @@ __all__ = [
     "Surrounding",
     "WrappedRegion",
     "add_region",
+    "attach",
     "autocast_state_now",
     "by_member",
     "capture_of",
     "context_regions",
     "copy_graph",
     "deactivate_again",
+    "detach",
     "drop_specializations",
+    "fallback_of",
     "fitting",
     "function_of_node",
     "generate",
     "install",
     "is_rank_local",
     "is_trial_step",
+    "misses_in",
     "note_added",
     "note_removed",
     "outside_inference_mode",

@@ -12,6 +12,7 @@ from .checkpoints import (
     VIEWS,
     KeepsOriginalNames,
     absent_from_checkpoints,
+    checkpointing_class,
     cut_from_sharded,
 )
 from .copying import copied_module, shallow_clone, skeleton_of
@@ -62,6 +63,7 @@ __all__ = [
     "all_parameters",
     "carry_tensor_hooks",
     "check_type",
+    "checkpointing_class",
     "copied_module",
     "cut_from_sharded",
     "dequantized",

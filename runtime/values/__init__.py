@@ -10,6 +10,7 @@ from .held_tensors import ChangeCounts, change_count, plain_tensors
 from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
 from .leaves import CONTAINERS, counts_items, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
 from .markers import Cache, Factors
+from .meta import Meta, TensorMeta, meta_key, meta_of
 from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, is_sharded, qualified, tensors_by_name
 from .objects import (
     copied_object,
@@ -43,6 +44,7 @@ __all__ = [
     "Factors",
     "FunctionCall",
     "Kept",
+    "Meta",
     "ModelNames",
     "Path",
     "Quiet",
@@ -50,6 +52,7 @@ __all__ = [
     "Remade",
     "Signature",
     "TensorFunction",
+    "TensorMeta",
     "aliased",
     "all_inside",
     "all_tensors",
@@ -86,6 +89,8 @@ __all__ = [
     "leaf_function_places",
     "map_leaves",
     "map_tensors",
+    "meta_key",
+    "meta_of",
     "objects_in",
     "parts_of",
     "plain",

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...layers.folded import Fold
 from ...passes.verification import Tolerance, distance, scale_of
-from .arithmetic import Fold
 from .parts import Layer, Norm
 
 __all__ = ["fault"]

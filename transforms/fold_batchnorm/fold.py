@@ -11,12 +11,12 @@ from torch import fx, nn
 
 from ...compat import padding_around
 from ...errors import MatchFailure
+from ...layers.folded import Fold, Folds
 from ...layers.masked import gone_attribute, gone_of
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit, hold_written_out
 from ...passes.sites import Cause, Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
-from .arithmetic import Fold, Folds
 from .checking import fault
 from .dimensions import write_check
 from .find import Call, Pair, pairs_in, source_of

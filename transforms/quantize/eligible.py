@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat import has_hooks, has_state_hooks, submodule
+from ...layers.folded import Fold, Folds
 from ...layers.quantized import ASKED, QuantizedLayer
 from ...operators import Derived
 from ...passes.contract import word_for
@@ -17,7 +18,6 @@ from ...passes.sites import Refusal
 from ...passes.verification import TensorOwners, TensorReads
 from ...runtime.values import qualified
 from ...tracing.program import Program
-from ..fold_batchnorm.arithmetic import Fold, Folds
 
 __all__ = ["Layer", "already_quantized", "obstacle", "tied_to"]
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ....compat.optimizers import carry_hooks_of_steps
 from ....errors import StateError, UsageError, expect
+from ....runtime.record import Record, record_of
 from ....runtime.state import (
     Holding,
     adopt_added,
@@ -24,7 +25,6 @@ from ....runtime.state import (
     translate_optimizer,
 )
 from ...optimizers import reset_form
-from ..record import Record, record_of
 from .restoration import rebuilt
 from .successors import Successors
 

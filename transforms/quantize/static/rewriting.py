@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from ....compat import own_parameters
 from ....errors import MatchFailure
+from ....layers.folded import Fold
 from ....layers.quantized import (
     FakeQuantized,
     Geometry,
@@ -26,7 +27,6 @@ from ....passes.sites import Site
 from ....runtime.state import QuantizeTrained, QuantizeWeight, StateStep
 from ....runtime.values import qualified
 from ....tracing.examples import TensorMeta
-from ...fold_batchnorm.arithmetic import Fold
 from ...fold_batchnorm.dimensions import write_check
 from ...fold_batchnorm.find import source_of
 from ...fold_batchnorm.parts import layer_at
