@@ -13,8 +13,8 @@ from torch import nn
 
 from ...errors import MatchFailure, PassError, PlanError, one_line
 from ...runtime.record import PassTrace
-from ...runtime.state import shallow_clone
 from ...settings import Settings
+from ...tracing.isolation import shallow_clone
 from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision, Plan

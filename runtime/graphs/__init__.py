@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .autocast_state import AutocastState, autocast_state_now, outside_inference_mode
 from .capture import (
     Capture,
     RegionPlan,
@@ -41,7 +40,6 @@ from .regions import (
     remove_region,
     share_children,
 )
-from .running import GraphRunner, function_of_node
 from .selection import fitting, select
 from .shared_slices import MEMBERS, SharedSlices, by_member, sharing
 from .source import generate
@@ -52,12 +50,10 @@ __all__ = [
     "FOUND",
     "HANDLER",
     "MEMBERS",
-    "AutocastState",
     "Capture",
     "Captured",
     "Context",
     "ContextRegion",
-    "GraphRunner",
     "Miss",
     "Opening",
     "PortableGraph",
@@ -69,7 +65,6 @@ __all__ = [
     "WrappedRegion",
     "add_region",
     "attach",
-    "autocast_state_now",
     "by_member",
     "capture_of",
     "context_regions",
@@ -79,7 +74,6 @@ __all__ = [
     "drop_specializations",
     "fallback_of",
     "fitting",
-    "function_of_node",
     "generate",
     "install",
     "is_rank_local",
@@ -87,7 +81,6 @@ __all__ = [
     "misses_in",
     "note_added",
     "note_removed",
-    "outside_inference_mode",
     "own",
     "own_class",
     "rank_local",

@@ -14,11 +14,13 @@ from .inactive_modules import (
     type_checkers_without_answer,
 )
 from .program import Program, capture_program
+from .running import GraphRunner, function_of_node
 from .shapes import changed_metas
 from .unrolling import Unrolled, Unroller, unrolling
 
 __all__ = [
     "BY_DATA",
+    "GraphRunner",
     "Opaque",
     "Program",
     "Unrolled",
@@ -30,6 +32,7 @@ __all__ = [
     "changed_metas",
     "deactivate",
     "deactivate_type_checkers",
+    "function_of_node",
     "is_called",
     "type_checkers_around_changes",
     "type_checkers_without_answer",

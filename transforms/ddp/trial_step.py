@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from ...errors import one_line
 from ...layers.sync_batch_norm import SyncBatchNorm
 from ...passes.verification import is_on_meta
-from ...runtime.state import copied_module
 from ...runtime.values import RandomState, tensors_in
 from ...tracing.examples import Inputs
-from ...tracing.isolation import in_phase
+from ...tracing.isolation import copied_module, in_phase
 from ...tracing.program import Program
 from ...tracing.recording import copy_inputs
 
