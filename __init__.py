@@ -53,14 +53,14 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
-    from .layers.accumulation import no_sync
+    from .layers.replica import no_sync
     from .operators import OpInfo, register_operator
     from .passes.contract import Pass
-    from .passes.pipeline import Decision, Plan
     from .passes.rewriting import Edit, Match, Pattern, anything, either, module, operation
     from .passes.sites import Cause, Goal, Numerics, OwnForward, Phase, Refusal, Site
     from .reporting.report import Report
     from .runtime.graphs import Context
+    from .runtime.record import Decision, Plan
     from .runtime.state import Concatenate, Mask, Rename, Select, Stack, StateStep
     from .tracing.examples import Inputs
     from .tracing.program import Program
@@ -100,11 +100,11 @@ _PLACES = {
         "InputError MatchFailure ModeError NothingDoneWarning OrderError PassError PipelineError PlanError StateError "
         "StateWarning UnverifiedWarning UsageError VerificationError"
     ),
-    "layers.accumulation": "no_sync",
+    "layers.replica": "no_sync",
     "operators": "OpInfo register_operator",
     "passes.contract": "Pass",
     "passes.rewriting": "Edit Match Pattern anything either module operation",
-    "passes.pipeline": "Decision Plan",
+    "runtime.record": "Decision Plan",
     "runtime.state": "Concatenate Mask Rename Select Stack StateStep",
     "passes.sites": "Cause Goal Numerics OwnForward Phase Refusal Site",
     "reporting.report": "Report",

@@ -36,13 +36,12 @@ from .reporting.idle import warn_of
 from .reporting.notes import notes
 from .reporting.progress import progress_line
 from .reporting.report import Report
-from .runtime.graphs import outside_inference_mode, rank_local
+from .runtime.graphs import attach, detach, misses_in, rank_local
 from .runtime.state import (
     StateMap,
     element_wise,
     functional_state,
     gathered,
-    plain_registries,
     refuse_sharded,
     sharded_state,
     whole_state,
@@ -51,9 +50,8 @@ from .runtime.state import (
 from .settings import Measure, current
 from .storage import as_path
 from .tracing.examples import normalize_inputs
-from .tracing.isolation import eagerly, in_phase, rewrite_lock
+from .tracing.isolation import eagerly, in_phase, outside_inference_mode, plain_registries, rewrite_lock
 from .tracing.program import Program, capture_program
-from .tracing.recording import attach, detach, misses_in
 
 __all__ = [
     "capture",

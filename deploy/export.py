@@ -24,11 +24,10 @@ from ..compat.quantized import simulating
 from ..errors import ArchiveError, FxoptError, InputError, UsageError, one_line
 from ..operators import canonical_name, has_random_effects
 from ..passes.verification import distance, form_problem, rounding
-from ..runtime.graphs import outside_inference_mode
 from ..runtime.values import flatten, map_tensors, plain, structure, tensors_in
 from ..storage import atomic_file
 from ..tracing.examples import Inputs, check_whole
-from ..tracing.isolation import ModelState, in_phase, preserved, restoring
+from ..tracing.isolation import ModelState, in_phase, outside_inference_mode, preserved, restoring
 from ..tracing.reads import raised_at
 from ..tracing.recording import copy_inputs
 from .checksum import drop_checksum, sha256_of, write_checksum

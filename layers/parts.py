@@ -20,11 +20,12 @@ from ..errors import FusedMemberError
 from ..runtime.graphs import Captured, sharing
 from ..runtime.state import VIEWS
 from ..runtime.values import class_recipe, empty_module, subclass, user_class
-from .independent import can_be_independent, make_independent
 from .saving import SavesSlices
 from .slices import ADVICE, View, check_plain, frozen_alone, slices_in
 from .views import (
     SEALED,
+    can_be_independent,
+    make_independent,
     outside_views,
     parameters_among,
     sealed_names,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 from weakref import WeakMethod
@@ -16,7 +17,7 @@ from ..compat.distributed import after_backward, after_forward, before_forward, 
 from ..errors import StateError
 from ..runtime.graphs import is_rank_local, is_trial_step
 
-__all__ = ["REPLICA", "Replica", "is_replicated", "replicate"]
+__all__ = ["REPLICA", "Replica", "is_replicated", "no_sync", "replicate"]
 
 REPLICA = "_fxopt_replica"
 """The entry of a model's `__dict__` that holds its replica."""
@@ -162,3 +163,30 @@ def _average(parameter: nn.Parameter) -> None:
         parameter.grad = torch.zeros_like(parameter)
     parameter.grad.div_(distributed.get_world_size())
     distributed.all_reduce(parameter.grad)
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Generator[None]:
+    """Accumulate gradients in each process by itself: nothing is sent in backward passes whose forward runs in here.
+
+    For all batches but the last one before an optimizer step. In one process, or of a model that is neither
+    replicated nor sharded, it does nothing.
+
+    Args:
+        model: what `fxopt.optimize` returned, with `ddp` or `fsdp` among the passes or not.
+    """
+    replica: Replica | None = vars(model).get(REPLICA)
+    sharded: Any = getattr(model, "set_requires_gradient_sync", None)
+    synced = replica.syncs if replica is not None else True
+    _set_sync(replica, sharded, False)
+    try:
+        yield
+    finally:
+        _set_sync(replica, sharded, synced)
+
+
+def _set_sync(replica: Replica | None, sharded: Any, syncs: bool) -> None:
+    if replica is not None:
+        replica.syncs = syncs
+    if sharded is not None:
+        sharded(syncs)

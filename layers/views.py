@@ -1,18 +1,22 @@
-"""Which tensors of a module are slices of stacked ones, and where these are."""
+"""Which tensors of a module are slices of stacked ones, where these are, and copies that have their own instead."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
-from ..compat import modules_by_name
+from ..compat import REGISTERS, all_modules, modules_by_name, own_buffers, own_parameters
+from ..runtime.graphs import uninstall
 from ..runtime.state import VIEWS
-from ..runtime.values import qualified
+from ..runtime.values import qualified, user_class
 from .slices import View
 
 __all__ = [
     "SEALED",
+    "can_be_independent",
+    "make_independent",
     "outside_views",
     "parameters_among",
     "sealed_names",
@@ -85,3 +89,35 @@ def _families(views: Mapping[str, View]) -> list[list[str]]:
 
 def _is_complete(names: list[str], views: Mapping[str, View]) -> bool:
     return len({views[name].position for name in names}) == views[names[0]].members
+
+
+def can_be_independent(module: nn.Module) -> bool:
+    """Say whether others compute for a module, and what it reads of stacked tensors lives outside, all of it."""
+    outside = outside_views(module)
+    is_part = bool(outside) or "forward" in sealed_names(module)
+    return is_part and len(outside) == sum(len(views_of(inner)) for inner in all_modules(module))
+
+
+def make_independent(copied: nn.Module) -> None:
+    """Give a copy of a member its own tensors in the place of slices, and its original forward."""
+    tensors: dict[View, Tensor] = {}
+    for module in all_modules(copied):
+        views = views_of(module)
+        uninstall(module)
+        for name in [name for name in vars(module) if name.startswith("_fxopt")]:
+            del vars(module)[name]
+        object.__setattr__(module, "__class__", user_class(type(module)))
+        for register in (*REGISTERS, "_modules"):
+            vars(module)[register] = dict(vars(module)[register])
+        for name, view in views.items():
+            tensor = tensors.setdefault(view, _own(view))
+            register = own_parameters(module) if isinstance(tensor, nn.Parameter) else own_buffers(module)
+            register[name] = tensor  # pyright: ignore[reportArgumentType]
+        if isinstance(module, nn.RNNBase):
+            names: list[str] = vars(module).get("_flat_weights_names", [])
+            vars(module)["_flat_weights"] = [getattr(module, name, None) for name in names]
+
+
+def _own(view: View) -> Tensor:
+    own = view.read().detach().clone(memory_format=torch.contiguous_format)
+    return own if view.is_buffer else nn.Parameter(own, view.stacked.requires_grad)

@@ -10,10 +10,10 @@ from torch import nn
 
 from ..compat import all_modules
 from ..errors import UsageError
+from ..passes.driver import lost_hooks_text
 from ..passes.pipeline import Decision, find_pass
 from ..passes.sites import Cause, Phase
 from ..runtime.graphs import capture_of
-from ..runtime.state import lost_hooks_text
 from ..runtime.values import all_tensors, is_sharded
 from ..storage import byte_text
 from .wording import slower_sizes

@@ -57,6 +57,7 @@ ROOMS = {
         ("examples",),
     ),
     "runtime": (
+        ("record",),
         ("state",),
         ("graphs",),
         ("guards",),

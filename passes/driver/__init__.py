@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ...runtime.record import PassTrace, Record, needed_record, record_of, state_map_of
 from .groups import Group, grouped, with_lowering
 from .manager import Manager
 from .progress import Progress
-from .record import PassTrace, Record, needed_record, record_of, state_map_of
-from .results import check_optimizer, hand_over, move_optimizer, restored
+from .results import check_optimizer, hand_over, lost_hooks_text, move_optimizer, restored
 from .root import remember
 from .run import Request, check_kind, copied, run_session
 
@@ -22,6 +22,7 @@ __all__ = [
     "copied",
     "grouped",
     "hand_over",
+    "lost_hooks_text",
     "move_optimizer",
     "needed_record",
     "record_of",

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from ...compat import all_modules
-from ...runtime.graphs import AutocastState, specializations_of
-from ...runtime.state import StateMap, shallow_clone
+from ...runtime.graphs import specializations_of
+from ...runtime.state import StateMap
 from ...tracing.examples import Inputs
+from ...tracing.isolation import AutocastState, shallow_clone
 from ...tracing.program import Program, deactivate, is_on_meta
 from .. import timing, verification
 from ..contract import Pass

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import fx
 
+from ...runtime.record import Record
 from ...runtime.state import StateMap
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
 from ..sites import Cause, Phase, Refusal, Site
 from .groups import Candidate, Group
-from .record import Record
 
 __all__ = ["History", "Rewrite"]
 

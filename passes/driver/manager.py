@@ -12,8 +12,9 @@ from typing import Any
 from torch import nn
 
 from ...errors import MatchFailure, PassError, PlanError, one_line
-from ...runtime.state import shallow_clone
+from ...runtime.record import PassTrace
 from ...settings import Settings
+from ...tracing.isolation import shallow_clone
 from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
 from ..pipeline import Decision, Plan
@@ -24,7 +25,6 @@ from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Candidate, Group, grouped, grouped_in_order, narrowed, rewriting, sharing
 from .history import History, Rewrite
 from .progress import Progress, announced, unheard
-from .record import PassTrace
 from .site_filter import admitted, described, found, is_for_evaluation, is_missing, key_of
 from .tuner import Tuner
 from .whole_model import BatchVerifier, FinalCheck, WholeModel, with_other_sizes

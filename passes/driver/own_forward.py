@@ -8,11 +8,11 @@ from torch import nn
 
 from ...compat import all_modules, submodule
 from ...runtime.graphs import Capture, ContextRegion, Region, capture_of, own, recompile, required_capture
+from ...runtime.record import Record
 from ...runtime.state import holder_of
 from ...runtime.values import qualified
 from ..sites import Numerics, OwnForward
 from .history import Rewrite
-from .record import Record
 
 __all__ = ["forbid_lost_forwards"]
 

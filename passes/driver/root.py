@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import nn
 
 from ...compat import submodule
 from ...runtime.graphs import Capture, capture_of, install, uninstall
-from ...runtime.state import RECORD_KEY, STATE_MAP, KeepsOriginalNames, StateMap
-from ...runtime.values import class_recipe, subclass, user_class
-from .record import Record
+from ...runtime.record import Record
+from ...runtime.state import RECORD_KEY, STATE_MAP, KeepsOriginalNames, StateMap, checkpointing_class
 
 __all__ = ["make_root", "remember"]
 
@@ -41,24 +37,3 @@ def _keep_original_names(module: nn.Module, state_map: StateMap) -> None:
         object.__setattr__(module, "__class__", checkpointing_class(type(module)))
     install(module, capture or Capture(type(module), []))
     module.__dict__[STATE_MAP] = state_map
-
-
-def checkpointing_class(base: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of `base`, named like it, whose checkpoints have the original names."""
-    return subclass(base, (KeepsOriginalNames,), lambda: _body(base), key="checkpointing")
-
-
-def _body(base: type[nn.Module]) -> dict[str, Any]:
-    return {
-        "__init_subclass__": classmethod(_keep_quiet),
-        "_fxopt_base": user_class(base),
-        "_fxopt_recipe": (_checkpointing_class_of, class_recipe(base)),
-    }
-
-
-def _keep_quiet(cls: type, **kwargs: Any) -> None:
-    """Keep the user's own hook for subclasses (registries, say) from seeing the class made here."""
-
-
-def _checkpointing_class_of(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> type[nn.Module]:
-    return checkpointing_class(make(*arguments))

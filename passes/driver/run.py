@@ -12,14 +12,21 @@ from typing import Any
 from torch import nn
 
 from ...errors import InputError, PassError, UsageError
-from ...runtime.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode, rank_local
-from ...runtime.state import RECORD_KEY, InParts, StateMap, copied_module, plain_registries, skeleton_of
+from ...runtime.graphs import EVAL_ONLY, attach, capture_of, deactivate_again, detach, rank_local
+from ...runtime.record import Record, record_of
+from ...runtime.state import RECORD_KEY, InParts, StateMap
 from ...runtime.values import ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ...settings import Measure, Settings
 from ...tracing.examples import Inputs
-from ...tracing.isolation import eagerly, rewrite_lock
+from ...tracing.isolation import (
+    copied_module,
+    eagerly,
+    outside_inference_mode,
+    plain_registries,
+    rewrite_lock,
+    skeleton_of,
+)
 from ...tracing.program import Program, call_forms, captured_on, deactivate, is_on_meta
-from ...tracing.recording import attach, detach
 from ..contract import Pass, check_option_types
 from ..pipeline import Decision, Plan, Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
@@ -28,7 +35,6 @@ from .history import Rewrite
 from .manager import Manager
 from .own_forward import forbid_lost_forwards
 from .progress import Progress, unheard
-from .record import Record, record_of
 from .root import make_root
 from .whole_model import finished, measured_memory, memory_figures
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from ...errors import CaptureError
-from ...runtime.graphs import AutocastState
 from ...tracing.examples import Inputs
+from ...tracing.isolation import AutocastState
 from ...tracing.program import Program
 from ..timing import TimeBudget
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from ...errors import MatchFailure
-from ...runtime.state import copied_module
 from ...settings import Settings
+from ...tracing.isolation import copied_module
 from ...tracing.program import Program, is_on_meta
 from .. import timing
 from ..contract import Pass

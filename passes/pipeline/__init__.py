@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...runtime.record import SCHEMA_VERSION, STATUSES, Decision, Plan
 from .choosing import PassLike, asked_for, chosen_passes, refuse_unfit, unfinished
 from .order import check_behind, check_order
 from .pipeline import parse
-from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
 from .ranks import Ranks, heard_of_any, on_all_ranks, optimized_on_all, ranks
 from .registry import PassInfo, available, find_pass
 from .supervision import supervised

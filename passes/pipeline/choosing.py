@@ -9,11 +9,11 @@ from typing import TypeGuard, cast
 from torch import fx, nn
 
 from ...errors import PipelineError, PlanError, UsageError
+from ...runtime.record import Plan
 from ...tracing.examples import is_input
 from ..contract import FunctionPass, Pass
 from .order import beside_presets, check_order
 from .pipeline import parse, parse_groups
-from .plan import Plan
 
 __all__ = ["PassLike", "asked_for", "chosen_passes", "refuse_unfit", "unfinished"]
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
 from ...errors import OrderError, UsageError
+from ...runtime.record import Decision
 from ..contract import Pass
 from ..sites import Phase
-from .plan import Decision
 from .registry import find_pass
 
 __all__ = ["arranged", "beside_presets", "check_behind", "check_order"]

@@ -18,9 +18,9 @@ from torch import distributed, nn
 
 from ...compat.distributed import shared_store
 from ...errors import BudgetError, FxoptError, InputError, PassError, StateError, UsageError
+from ...runtime.record import Decision, Plan
 from ...runtime.values import tensors_by_name
 from ..contract import Pass
-from .plan import Decision, Plan
 
 __all__ = ["Ranks", "heard_of_any", "on_all_ranks", "optimized_on_all", "ranks"]
 

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from .plan import Decision, Plan
+from ...runtime.record import Decision, Plan
 
 __all__ = ["as_in_twin"]
 

@@ -10,18 +10,10 @@ from typing import Any, cast
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from ...runtime.graphs import (
-    Capture,
-    GraphRunner,
-    Region,
-    Specialization,
-    capture_of,
-    fitting,
-    required_capture,
-    select,
-)
+from ...runtime.graphs import Capture, Region, Specialization, capture_of, fitting, required_capture, select
 from ...runtime.guards import GuardMiss
 from ...runtime.values import Arguments
+from ...tracing.program import GraphRunner
 from .tape import Tape
 
 __all__ = ["graph_forward", "only_forward", "region_forward"]

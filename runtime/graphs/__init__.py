@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .autocast_state import AutocastState, autocast_state_now, outside_inference_mode
 from .capture import (
     Capture,
     RegionPlan,
@@ -25,6 +24,7 @@ from .captured import (
     uninstall,
 )
 from .contexts import Context, Opening, Surrounding
+from .fallback import CACHES, attach, detach, fallback_of, misses_in
 from .inactive import FOUND
 from .items import note_added, note_removed
 from .misses import HANDLER, Miss
@@ -40,22 +40,20 @@ from .regions import (
     remove_region,
     share_children,
 )
-from .running import GraphRunner, function_of_node
 from .selection import fitting, select
 from .shared_slices import MEMBERS, SharedSlices, by_member, sharing
 from .source import generate
 
 __all__ = [
+    "CACHES",
     "EVAL_ONLY",
     "FOUND",
     "HANDLER",
     "MEMBERS",
-    "AutocastState",
     "Capture",
     "Captured",
     "Context",
     "ContextRegion",
-    "GraphRunner",
     "Miss",
     "Opening",
     "PortableGraph",
@@ -66,22 +64,23 @@ __all__ = [
     "Surrounding",
     "WrappedRegion",
     "add_region",
-    "autocast_state_now",
+    "attach",
     "by_member",
     "capture_of",
     "context_regions",
     "copy_graph",
     "deactivate_again",
+    "detach",
     "drop_specializations",
+    "fallback_of",
     "fitting",
-    "function_of_node",
     "generate",
     "install",
     "is_rank_local",
     "is_trial_step",
+    "misses_in",
     "note_added",
     "note_removed",
-    "outside_inference_mode",
     "own",
     "own_class",
     "rank_local",

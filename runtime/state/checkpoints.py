@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, cast
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...compat import modules_by_name, own_buffers, submodule, transient_buffers
 from ...compat.distributed import shard_again
 from ...errors import StateError
-from ..values import is_sharded
+from ..values import class_recipe, is_sharded, subclass, user_class
 from .state_map import StateMap
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "VIEWS",
     "KeepsOriginalNames",
     "absent_from_checkpoints",
+    "checkpointing_class",
     "cut_from_sharded",
     "translate_on_load",
     "translate_saved",
@@ -93,6 +94,27 @@ class KeepsOriginalNames(nn.Module):
         if state_map is not None:
             assign = bool(local_metadata.get("assign_to_params_buffers", False))
             translate_on_load(self, state_map, state_dict, prefix, assign, missing_keys, error_msgs)
+
+
+def checkpointing_class(base: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of `base`, named like it, whose checkpoints have the original names."""
+    return subclass(base, (KeepsOriginalNames,), lambda: _body(base), key="checkpointing")
+
+
+def _body(base: type[nn.Module]) -> dict[str, Any]:
+    return {
+        "__init_subclass__": classmethod(_keep_quiet),
+        "_fxopt_base": user_class(base),
+        "_fxopt_recipe": (_checkpointing_class_of, class_recipe(base)),
+    }
+
+
+def _keep_quiet(cls: type, **kwargs: Any) -> None:
+    """Keep the user's own hook for subclasses (registries, say) from seeing the class made here."""
+
+
+def _checkpointing_class_of(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> type[nn.Module]:
+    return checkpointing_class(make(*arguments))
 
 
 def _refuse_infinite(module: nn.Module, state: Mapping[str, Any]) -> None:

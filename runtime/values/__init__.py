@@ -7,9 +7,9 @@ from .class_cache import cached_by_class
 from .dynamic import Quiet, Remade, class_recipe, empty_module, in_class, same_kind, subclass, user_class
 from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
 from .held_tensors import ChangeCounts, change_count, plain_tensors
-from .leaf_functions import LEAF_LIBRARY, is_leaf_function, leaf_function_places
 from .leaves import CONTAINERS, counts_items, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
 from .markers import Cache, Factors
+from .meta import Meta, TensorMeta, meta_key, meta_of
 from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, is_sharded, qualified, tensors_by_name
 from .objects import (
     copied_object,
@@ -34,7 +34,6 @@ __all__ = [
     "CONTAINERS",
     "DTYPES",
     "INTERNAL",
-    "LEAF_LIBRARY",
     "PLAIN_TYPES",
     "Absent",
     "Arguments",
@@ -43,6 +42,7 @@ __all__ = [
     "Factors",
     "FunctionCall",
     "Kept",
+    "Meta",
     "ModelNames",
     "Path",
     "Quiet",
@@ -50,6 +50,7 @@ __all__ = [
     "Remade",
     "Signature",
     "TensorFunction",
+    "TensorMeta",
     "aliased",
     "all_inside",
     "all_tensors",
@@ -73,7 +74,6 @@ __all__ = [
     "in_class",
     "is_container",
     "is_leaf",
-    "is_leaf_function",
     "is_library",
     "is_meta",
     "is_namedtuple",
@@ -83,9 +83,10 @@ __all__ = [
     "is_sharded",
     "is_whole",
     "keep",
-    "leaf_function_places",
     "map_leaves",
     "map_tensors",
+    "meta_key",
+    "meta_of",
     "objects_in",
     "parts_of",
     "plain",

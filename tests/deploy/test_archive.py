@@ -16,7 +16,8 @@ from fxopt.deploy import archive
 from fxopt.errors import ArchiveError, UsageError
 from fxopt.passes.driver import Record
 from fxopt.passes.pipeline import Decision, Plan
-from fxopt.runtime.state import StateMap, skeleton_of
+from fxopt.runtime.state import StateMap
+from fxopt.tracing.isolation import skeleton_of
 
 SOURCE = """
 import torch

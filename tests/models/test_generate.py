@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.tracing.recording import calls_by_kind, copy_inputs, misses_in
+from fxopt.runtime.graphs import misses_in
+from fxopt.tracing.recording import calls_by_kind, copy_inputs
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

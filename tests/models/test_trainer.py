@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fxopt
-from fxopt.tracing.recording import misses_in
+from fxopt.runtime.graphs import misses_in
 
 transformers = pytest.importorskip("transformers")
 

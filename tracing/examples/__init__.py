@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ...runtime.values import Meta, TensorMeta, meta_key, meta_of
 from .inputs import Generating, Inputs, call_of_batch, check_whole, is_input, normalize_inputs
-from .meta import Meta, TensorMeta, meta_key, meta_of
 from .untraceable import Untraceable
 
 __all__ = [

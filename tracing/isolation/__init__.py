@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from .autocast_state import AutocastState, autocast_state_now, outside_inference_mode
 from .changes import Change, Changes, Watch, is_repeatable
 from .compiled import compiles, eagerly, is_in_compiled
+from .copying import copied_module, plain_registries, shallow_clone, skeleton_of
+from .held import Holding, held_in, parts_of
 from .parameter_data import ParameterData
 from .preserve import AttributeState, Contents, ModelState, in_phase, memory_of, preserved, restoring
 from .redirect import patching, redirect
@@ -11,21 +14,31 @@ from .rewrite_lock import rewrite_lock
 
 __all__ = [
     "AttributeState",
+    "AutocastState",
     "Change",
     "Changes",
     "Contents",
+    "Holding",
     "ModelState",
     "ParameterData",
     "Watch",
+    "autocast_state_now",
     "compiles",
+    "copied_module",
     "eagerly",
+    "held_in",
     "in_phase",
     "is_in_compiled",
     "is_repeatable",
     "memory_of",
+    "outside_inference_mode",
+    "parts_of",
     "patching",
+    "plain_registries",
     "preserved",
     "redirect",
     "restoring",
     "rewrite_lock",
+    "shallow_clone",
+    "skeleton_of",
 ]

@@ -10,12 +10,14 @@ from .capturing import Opaque
 from .example_calls import captured_on
 from .inactive_modules import deactivate
 from .program import Program, capture_program
+from .running import GraphRunner, function_of_node
 from .shapes import changed_metas
 from .unrolling import Unrolled, Unroller, unrolling
 
 __all__ = [
     "BY_DATA",
     "CallSites",
+    "GraphRunner",
     "Opaque",
     "Program",
     "TensorOwners",
@@ -29,6 +31,7 @@ __all__ = [
     "changed_metas",
     "deactivate",
     "found_in_graphs",
+    "function_of_node",
     "is_called",
     "is_on_meta",
     "unrolling",

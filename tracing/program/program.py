@@ -10,12 +10,12 @@ from torch import fx, nn
 
 from ...compat import submodule
 from ...errors import CaptureError, InputError
-from ...runtime.graphs import Capture, Region, capture_of
+from ...runtime.graphs import Capture, Region, capture_of, misses_in
 from ...runtime.values import ModelNames, qualified
 from ...settings import Measure
 from ..examples import Inputs
 from ..isolation import in_phase
-from ..recording import Recording, misses_in, record
+from ..recording import Recording, record
 from .capturing import Opaque
 from .coverage import Coverage
 from .model_capture import capture_model, inputs_for

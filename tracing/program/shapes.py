@@ -12,10 +12,11 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 
 from ...compat import all_modules, fake_tensors, own_buffers, own_parameters
-from ...runtime.graphs import capture_of, function_of_node, select
+from ...runtime.graphs import capture_of, select
 from ...runtime.values import is_leaf
 from ..examples import Meta, TensorMeta, meta_of
 from ..isolation import preserved
+from .running import function_of_node
 
 __all__ = ["changed_metas"]
 

@@ -11,7 +11,8 @@ from torch import Tensor, fx
 
 from ...operators import has_random_effects, info_of
 from ...runtime.guards import DESCRIPTIONS
-from ...runtime.values import is_leaf_function, is_object, tensors_in
+from ...runtime.values import is_object, tensors_in
+from .leaf_functions import is_leaf_function
 
 __all__ = ["DataFlow"]
 

@@ -12,15 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError, UsageError, one_line
+from ...runtime.graphs import CACHES
 from ...runtime.values import flatten, is_meta
 from ..examples import Generating, Inputs
 from ..isolation import in_phase, preserved
 from .example_calls import recording
 
-__all__ = ["CACHES", "NO_STEP", "calls_by_kind", "calls_of_generate", "generated_calls"]
-
-CACHES = ("past_key_values", "cache_params")
-"""By these names a forward takes what earlier steps have computed."""
+__all__ = ["NO_STEP", "calls_by_kind", "calls_of_generate", "generated_calls"]
 
 NO_STEP = "the steps of generate have no graphs"
 

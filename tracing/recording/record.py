@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ...compat import all_modules, has_pre_hooks, modules_by_name, own_parameters
 from ...errors import InputError
-from ...runtime.graphs import AutocastState, autocast_state_now
 from ...runtime.values import (
     ChangeCounts,
     aliased,
@@ -25,7 +24,7 @@ from ...runtime.values import (
     objects_in,
 )
 from ..examples import Inputs
-from ..isolation import ModelState, memory_of, patching, redirect, restoring
+from ..isolation import AutocastState, ModelState, autocast_state_now, memory_of, patching, redirect, restoring
 from ..reads import AttributeWatch
 
 __all__ = ["Call", "Computed", "Recording", "calls_intercepted", "copy_inputs", "record"]

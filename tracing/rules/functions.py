@@ -13,9 +13,9 @@ from torch.autograd import Function
 
 from ...compat.checkpoint import is_reentrant_checkpoint
 from ...compat.interception import function_entries
-from ...runtime.values import LEAF_LIBRARY, FunctionCall, change_count, leaf_function_places, tensors_in
+from ...runtime.values import FunctionCall, change_count, tensors_in
 from ..proxies import UNKNOWN, ValueProxy, proxies_in
-from ..reads import user_frame
+from ..reads import LEAF_LIBRARY, leaf_function_places, user_frame
 from ..trace import ModuleTracer, TracingSession
 
 __all__ = ["patch_checks", "patch_functions", "patch_leaf_functions"]

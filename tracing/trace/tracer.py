@@ -12,11 +12,11 @@ from typing import Any, NoReturn, cast
 from torch import Tensor, fx, nn
 
 from ...compat import all_modules, property_access
-from ...runtime.graphs import AutocastState, Specialization
+from ...runtime.graphs import Specialization
 from ...runtime.guards import Source
 from ...runtime.values import Absent, ModelNames, Signature, copied
 from ..examples import Untraceable, meta_of
-from ..isolation import AttributeState, Change, Changes, Watch, is_repeatable
+from ..isolation import AttributeState, AutocastState, Change, Changes, Watch, is_repeatable
 from ..proxies import UNKNOWN, Messages, MethodProxy, Session, ValueProxy, asks_memo, examples_of, is_tensor_method
 from ..reads import DataFlow, NestedReads, OutsideReads, Seen, container_lengths, source_of
 from ..recording import Call

@@ -11,6 +11,7 @@ from torch import nn
 
 from ...compat import own_children
 from ...errors import UsageError
+from ...layers.autocast import ReturningAutocast
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
@@ -19,7 +20,6 @@ from ...tracing.program import Program
 from .checks import check_dtype, check_words
 from .find import Part, Search
 from .leaf import in_autocast
-from .returning import ReturningAutocast
 
 __all__ = ["Autocast"]
 

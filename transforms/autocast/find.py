@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat import all_modules, has_hooks, own_parameters
+from ...layers.autocast import ReturningAutocast
 from ...operators import canonical_name, operator_info, operator_of_module
 from ...passes.contract import names_module
 from ...passes.sites import Refusal
@@ -19,7 +20,6 @@ from ...tracing.program import CallSites, Program
 from .leaf import AutocastLeaf
 from .lists import Kind, kind_of_layer
 from .parts import in_float32, kind_of_operation, parts_of
-from .returning import ReturningAutocast
 
 __all__ = ["Layer", "Part", "Search"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...layers.autocast import ReturningAutocast
 from ...runtime.values import Remade, class_recipe, in_class, subclass, user_class
-from .returning import ReturningAutocast
 
 __all__ = ["AutocastLeaf", "in_autocast"]
 

@@ -25,12 +25,12 @@ from ...compat import (
 )
 from ...compat.operators import written_arguments
 from ...operators import flops_of
-from ...runtime.graphs import GraphRunner, Specialization, required_capture, select
+from ...runtime.graphs import Specialization, required_capture, select
 from ...runtime.guards import require
 from ...runtime.values import map_tensors, qualified, tensors_in
 from ...tracing.examples import Inputs
 from ...tracing.isolation import in_phase, preserved
-from ...tracing.program import Program
+from ...tracing.program import GraphRunner, Program
 from .problem import Problem, Region, Step
 from .recomputation import PRODUCTS, counts
 

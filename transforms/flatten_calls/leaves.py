@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...compat.calls import DIRECT
+from ...layers.folded import expect_one_of
 from ...runtime.graphs import copy_graph
 from ...runtime.values import INTERNAL, is_plain_structure
 from ...tracing.rules import leaf_graph
@@ -21,12 +22,6 @@ _FRESH = (F.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.batch_norm)
 
 _NORMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 """Kind -> the numbers of dimensions that it takes."""
-
-
-def expect_one_of(found: int, *dimensions: int) -> None:
-    """Raise ValueError if the input of a batch norm has other numbers of dimensions than it takes."""
-    if found not in dimensions:
-        raise ValueError(f"expected {' or '.join(f'{each}D' for each in dimensions)} input (got {found}D input)")
 
 
 def leaf_body(module: nn.Module) -> fx.Graph | None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .arithmetic import Fold, Folds
 from .dimensions import write_check
 from .find import pairs_in, source_of
 from .fold_batchnorm import FoldBatchnorm
 from .obstacles import obstacles
 
-__all__ = ["Fold", "FoldBatchnorm", "Folds", "obstacles", "pairs_in", "source_of", "write_check"]
+__all__ = ["FoldBatchnorm", "obstacles", "pairs_in", "source_of", "write_check"]

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...layers.folded import Fold
 from ...passes.rewriting import LayerCall
 from ...passes.verification import Tolerance, distance, scale_of
-from .arithmetic import Fold
 from .parts import Norm
 
 __all__ = ["fault"]

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from ...errors import GuardError
+from ...layers.folded import expect_dimensions
 from ...operators import info_of, operator_info, operator_of_module
 from ...passes.rewriting import Edit
 from ...runtime.values import user_class
 from .find import source_of
 
-__all__ = ["expect_dimensions", "write_check"]
+__all__ = ["write_check"]
 
 _KEEPS_DIMENSIONS = (nn.Identity, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 """Beside what the table of operators knows."""
-
-
-def expect_dimensions(found: int, count: int) -> None:
-    """Make sure that a batch norm that was folded would have normed the dimension that it was folded for.
-
-    Args:
-        found: how many dimensions an input has.
-        count: how many it must have.
-
-    Raises:
-        GuardError: if it has more or fewer.
-    """
-    if found != count:
-        # Two dimensions may be a batch without positions, which BatchNorm1d takes, and need not lack that of the batch.
-        unbatched = found == count - 1 and found > 2
-        advice = "add that of the batch" if unbatched else "give fxopt.optimize example_inputs with as many"
-        raise GuardError(
-            f"a batch norm was folded for inputs of {count} dimensions, but this input has {found}; {advice}"
-        )
 
 
 def write_check(node: fx.Node, count: int, edit: Edit, *, before: fx.Node | None = None) -> None:

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...compat import own_buffers, own_parameters
+from ...layers.folded import Fold
 from ...layers.masked import gone_of
 from ...operators import normalized_arguments
 from ...passes.rewriting import LayerCall, call_of_layer
 from ...tracing.program import Program
-from .arithmetic import Fold
 
 __all__ = ["NORMS", "Norm", "fold_of", "layer_at", "norm_at", "tensor_at"]
 

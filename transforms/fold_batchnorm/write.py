@@ -11,10 +11,10 @@ from torch import fx, nn
 
 from ...compat import padding_around
 from ...errors import MatchFailure
+from ...layers.folded import Fold, Folds
 from ...layers.masked import gone_attribute
 from ...passes.rewriting import Edit, LayerCall, hold_written_out
 from ...passes.sites import Site
-from .arithmetic import Fold, Folds
 from .dimensions import write_check
 from .find import Call, source_of
 from .obstacles import has_own_forward

@@ -15,12 +15,13 @@ from torch.fx.node import map_arg
 
 from ...compat import all_modules, version_of
 from ...operators import counted_flops
-from ...runtime.graphs import capture_of, fitting, function_of_node
+from ...runtime.graphs import capture_of, fitting
 from ...runtime.guards import require
 from ...runtime.values import is_leaf, is_library, is_plain_structure, tensors_within
 from ...tracing.analyses import has_random_effects, module_has_random_effects
 from ...tracing.examples import Inputs
 from ...tracing.isolation import in_phase, preserved
+from ...tracing.program import function_of_node
 from .opening import Holds, Opened
 from .running import last_uses
 

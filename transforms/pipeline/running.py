@@ -11,8 +11,8 @@ from torch import Tensor, distributed, fx, nn
 from torch.fx.node import map_arg
 
 from ...errors import GuardError
-from ...runtime.graphs import function_of_node
 from ...tracing.examples import Inputs
+from ...tracing.program import function_of_node
 from .layout import Layout, Part
 
 __all__ = ["Feed", "Forms", "Relay", "StageModule", "Ways", "last_uses"]

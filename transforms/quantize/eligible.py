@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat import has_hooks, has_state_hooks, submodule
+from ...layers.folded import Fold, Folds
 from ...layers.quantized import ASKED, QuantizedLayer
 from ...operators import Derived
 from ...passes.contract import word_for
@@ -16,7 +17,6 @@ from ...passes.driver import record_of
 from ...passes.sites import Refusal
 from ...runtime.values import qualified
 from ...tracing.program import Program, TensorOwners, TensorReads
-from ..fold_batchnorm import Fold, Folds
 
 __all__ = ["Layer", "already_quantized", "obstacle", "tied_to"]
 

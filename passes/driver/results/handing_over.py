@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 from ....compat import modules_by_name
 from ....compat.optimizers import rebind_hooks_of_steps
 from ....errors import StateError
-from ....runtime.state import RECORD_KEY, StateMap, held_in, is_element_wise, live_optimizers, translate_optimizer
+from ....runtime.record import Record, record_of, state_map_of
+from ....runtime.state import RECORD_KEY, StateMap, is_element_wise, translate_optimizer
+from ....tracing.isolation import held_in
 from ...optimizers import choose_form
 from ...pipeline import ranks
-from ..record import Record, record_of, state_map_of
 from ..run import Request
+from .added import live_optimizers
 from .optimizer_moves import (
     HeldOptimizer,
     all_or_nothing,

@@ -13,18 +13,11 @@ from torch.optim import Optimizer
 
 from ....compat.optimizers import carry_hooks_of_steps
 from ....errors import StateError, UsageError, expect
-from ....runtime.state import (
-    Holding,
-    adopt_added,
-    all_parameters,
-    check_type,
-    is_element_wise,
-    leave_to_other_ranks,
-    release_added,
-    translate_optimizer,
-)
+from ....runtime.record import Record, record_of
+from ....runtime.state import all_parameters, check_type, is_element_wise, leave_to_other_ranks, translate_optimizer
+from ....tracing.isolation import Holding
 from ...optimizers import reset_form
-from ..record import Record, record_of
+from .added import adopt_added, release_added
 from .restoration import rebuilt
 from .successors import Successors
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ....compat import REGIONS, all_modules, modules_by_name, own_buffers, own_parameters, transient_buffers
 from ....runtime.graphs import deactivate_again, share_children, specializations_of
-from ....runtime.state import carry_tensor_hooks, lost_hooks_text
+from ....runtime.record import Record, record_of
 from ....runtime.values import is_scripted, map_leaves, qualified, same_kind, tensors_in
-from ..record import Record, record_of
+from .tensor_hooks import carry_tensor_hooks, lost_hooks_text
 
 __all__ = ["carry_hooks", "rebuilt", "transplanted"]
 

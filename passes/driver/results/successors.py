@@ -14,8 +14,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from ....compat import modules_by_name
 from ....errors import StateError
-from ....runtime.state import Holding, StateMap, parts_of
+from ....runtime.state import StateMap
 from ....runtime.values import INTERNAL
+from ....tracing.isolation import Holding, parts_of
 
 __all__ = ["ADVICE", "Change", "Successors", "moved_holdings", "refuse_averages"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ....errors import BudgetError, MatchFailure, PassError
-from ....runtime.state import copied_module, shallow_clone
 from ....runtime.values import tensors_by_name
+from ....tracing.isolation import copied_module, shallow_clone
 from ....tracing.program import deactivate
 from ...contract import Pass
 from ...sites import Cause, Numerics, Phase

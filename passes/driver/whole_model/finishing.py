@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ....compat import all_modules
 from ....compat.distributed import shard_again
 from ....errors import FxoptError, PassError
+from ....runtime.record import Record
 from ....runtime.state import RECORD_KEY
 from ....runtime.values import tensors_in
 from ....tracing.examples import Inputs
@@ -22,7 +23,6 @@ from ...contract import Pass
 from ...pipeline import Decision, Ranks, heard_of_any, on_all_ranks
 from ...sites import Goal, Numerics, Site
 from ...verification import Tolerance, distance, form_problem, half_the_digits, scale_of
-from ..record import Record
 from .first_step import FirstStep
 
 __all__ = ["finished"]

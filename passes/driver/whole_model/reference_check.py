@@ -10,8 +10,9 @@ from torch import nn
 
 from ....errors import BudgetError, MatchFailure, PassError
 from ....runtime.graphs import Region
-from ....runtime.state import StateMap, copied_module
+from ....runtime.state import StateMap
 from ....tracing.examples import Inputs
+from ....tracing.isolation import copied_module
 from ... import verification
 from ...contract import Pass
 from ...rewriting import Edit

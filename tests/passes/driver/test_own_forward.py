@@ -13,8 +13,7 @@ import fxopt
 from fxopt.errors import GuardError
 from fxopt.passes.contract import Pass
 from fxopt.passes.sites import Goal, Numerics, OwnForward, Site
-from fxopt.runtime.graphs import capture_of
-from fxopt.tracing.recording import misses_in
+from fxopt.runtime.graphs import capture_of, misses_in
 
 X = torch.randn(4, 3, 8, 8)
 

@@ -16,7 +16,7 @@ import fxopt
 from fxopt import Context, Edit, Goal, Numerics, OwnForward, Pass, Program, Refusal, Site
 from fxopt.errors import GuardError, MatchFailure
 from fxopt.passes.driver import Manager
-from fxopt.tracing.recording import misses_in
+from fxopt.runtime.graphs import misses_in
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
 

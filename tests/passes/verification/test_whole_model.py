@@ -10,9 +10,8 @@ import fxopt
 from fxopt.operators import derived
 from fxopt.passes.verification import Original, demands, tolerances
 from fxopt.passes.verification.whole_model import original
-from fxopt.runtime.graphs import drop_specializations
+from fxopt.runtime.graphs import attach, drop_specializations
 from fxopt.tracing.examples import Inputs
-from fxopt.tracing.recording import attach
 
 SEEN: list[Tensor] = []
 """What the model computed; what it holds itself is put back."""

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import fxopt
-from fxopt.runtime.graphs import capture_of
-from fxopt.tracing.recording import misses_in
+from fxopt.runtime.graphs import capture_of, misses_in
 
 X = torch.randn(5, 6)
 

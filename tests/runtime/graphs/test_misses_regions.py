@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fxopt
-from fxopt.runtime.graphs import capture_of
-from fxopt.tracing.recording import fallback_of
+from fxopt.runtime.graphs import capture_of, fallback_of
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

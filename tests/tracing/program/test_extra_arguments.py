@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.recording import misses_in
+from fxopt.runtime.graphs import misses_in
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 

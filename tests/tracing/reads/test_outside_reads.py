@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.runtime.graphs import capture_of
+from fxopt.runtime.graphs import capture_of, misses_in
 from fxopt.runtime.guards import cells_of
 from fxopt.tracing.reads import OutsideReads
-from fxopt.tracing.recording import misses_in
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.tracing.recording import misses_in
+from fxopt.runtime.graphs import misses_in
 
 
 class AsksWhatIsThere(nn.Module):

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.runtime.graphs import capture_of
-from fxopt.tracing.recording import misses_in
+from fxopt.runtime.graphs import capture_of, misses_in
 
 switch = False
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import fxopt
 from fxopt.errors import UsageError
-from fxopt.tracing.recording import misses_in
+from fxopt.runtime.graphs import misses_in
 
 X = torch.randn(4, 6)
 

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.runtime.graphs import misses_in
 from fxopt.testing import assert_equivalent
 from fxopt.tracing.examples import Inputs
 from fxopt.tracing.isolation import redirect
-from fxopt.tracing.recording import misses_in, record
+from fxopt.tracing.recording import record
 
 
 class Counted(nn.Module):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.runtime.graphs import detach, misses_in
 from fxopt.runtime.values import ModelNames
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.recording import detach, misses_in
 
 X, X2 = torch.arange(1.0, 13.0).reshape(3, 4), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from fxopt.runtime.graphs import detach, misses_in
 from fxopt.runtime.values import ModelNames
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.recording import detach, misses_in
 
 X = torch.arange(1.0, 13.0).reshape(3, 4)
 

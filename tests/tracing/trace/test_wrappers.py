@@ -17,10 +17,9 @@ from torch import nn
 
 import fxopt
 from fxopt.compat import all_modules, own_children
-from fxopt.runtime.graphs import ContextRegion, capture_of, uninstall
+from fxopt.runtime.graphs import ContextRegion, capture_of, misses_in, uninstall
 from fxopt.tracing.isolation import ModelState
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.recording import misses_in
 
 X = (torch.randn(3, 6, generator=torch.Generator().manual_seed(0)),)
 X2 = (torch.randn(5, 6, generator=torch.Generator().manual_seed(1)),)

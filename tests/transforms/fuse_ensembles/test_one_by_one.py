@@ -15,8 +15,7 @@ from torch.nn import functional as F
 
 import fxopt
 from fxopt.passes.driver import record_of
-from fxopt.runtime.graphs import capture_of
-from fxopt.tracing.recording import fallback_of, misses_in
+from fxopt.runtime.graphs import capture_of, fallback_of, misses_in
 from fxopt.transforms.fuse_ensembles import FuseEnsembles, Lowering
 
 N = 4

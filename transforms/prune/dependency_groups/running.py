@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from ....compat import all_modules
-from ....runtime.graphs import Capture, Region, Specialization, capture_of, function_of_node, select
+from ....runtime.graphs import Capture, Region, Specialization, capture_of, select
 from ....tracing.isolation import in_phase, preserved
-from ....tracing.program import Program
+from ....tracing.program import Program, function_of_node
 from ....tracing.recording import calls_intercepted, copy_inputs
 from .dimension_tracker import DimensionTracker, Place
 from .functions import Functions

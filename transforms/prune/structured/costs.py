@@ -15,8 +15,8 @@ from ....operators import counted_flops
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
 from ....passes.timing import runner, time_candidates
-from ....runtime.state import copied_module, shallow_clone
 from ....runtime.values import tensors_by_name
+from ....tracing.isolation import copied_module, shallow_clone
 from ....tracing.program import Program, deactivate
 from .removal import remove
 from .sites import Chosen, kept_indices, sites_of

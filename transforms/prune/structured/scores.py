@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from ....errors import UsageError
-from ....runtime.state import copied_module
 from ....runtime.values import flatten, tensors_by_name
 from ....tracing.examples import Inputs
+from ....tracing.isolation import copied_module
 from ....tracing.program import Program
 from ..checks import check_score
 from ..dependency_groups import Cut, Group, choices_of

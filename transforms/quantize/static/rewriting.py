@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from ....compat import own_parameters
 from ....errors import MatchFailure
+from ....layers.folded import Fold
 from ....layers.quantized import (
     FakeQuantized,
     Geometry,
@@ -26,7 +27,7 @@ from ....passes.sites import Site
 from ....runtime.state import QuantizeTrained, QuantizeWeight, StateStep
 from ....runtime.values import qualified
 from ....tracing.examples import TensorMeta
-from ...fold_batchnorm import Fold, source_of, write_check
+from ...fold_batchnorm import source_of, write_check
 from ..linears import CONVOLUTIONS
 from ..replacing import instead_of, put
 from .candidates import is_candidate, objection

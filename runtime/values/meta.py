@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, Union, cast
 import torch
 from torch import Tensor
 
-from ...runtime.values import PLAIN_TYPES
+from .plain_types import PLAIN_TYPES
 
 __all__ = ["Meta", "TensorMeta", "meta_key", "meta_of"]
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ...compat import modules_by_name
 from ...errors import StateError
-from ..values import INTERNAL
+from ...runtime.values import INTERNAL
 
 __all__ = ["Holding", "held_in", "parts_of"]
 

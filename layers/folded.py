@@ -1,4 +1,4 @@
-"""The arithmetic of folding batch norms into the convolution or linear before or behind them."""
+"""Batch norms as graphs compute them: folded into a layer, with a check on how many dimensions an input has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Fold", "Folds"]
+from ..errors import GuardError
+
+__all__ = ["Fold", "Folds", "expect_dimensions", "expect_one_of"]
 
 
 class _Originals(NamedTuple):
@@ -128,3 +130,32 @@ def _scale(wide: _Originals, eps: float) -> Tensor:
 
 def _shift(wide: _Originals) -> Tensor:
     return -wide.mean if wide.bias is None else wide.bias - wide.mean
+
+
+def expect_dimensions(found: int, count: int) -> None:
+    """Make sure that a batch norm that was folded would have normed the dimension that it was folded for.
+
+    Args:
+        found: how many dimensions an input has.
+        count: how many it must have.
+
+    Raises:
+        GuardError: if it has more or fewer.
+    """
+    if found != count:
+        # Two dimensions may be a batch without positions, which BatchNorm1d takes, and need not lack that of the batch.
+        unbatched = found == count - 1 and found > 2
+        advice = "add that of the batch" if unbatched else "give fxopt.optimize example_inputs with as many"
+        raise GuardError(
+            f"a batch norm was folded for inputs of {count} dimensions, but this input has {found}; {advice}"
+        )
+
+
+def expect_one_of(found: int, *dimensions: int) -> None:
+    """Make sure that a batch norm norms the dimension that is its own.
+
+    Raises:
+        ValueError: if its input has `found` dimensions, and none of those that it takes.
+    """
+    if found not in dimensions:
+        raise ValueError(f"expected {' or '.join(f'{each}D' for each in dimensions)} input (got {found}D input)")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.runtime.state import copied_module, skeleton_of
+from fxopt.tracing.isolation import copied_module, skeleton_of
 
 
 class Block(nn.Module):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...compat import modules_by_name, own_parameters
-from ..values import qualified
-from .checkpoints import ADDED_TENSORS
+from ....compat import modules_by_name, own_parameters
+from ....runtime.state import ADDED_TENSORS
+from ....runtime.values import qualified
 
 __all__ = ["adopt_added", "live_optimizers", "release_added"]
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ...runtime.graphs import Context
+from ..runtime.graphs import Context
 
 __all__ = ["ReturningAutocast"]
 

@@ -60,6 +60,7 @@ class Decision:
     cause: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "cause", str(self.cause))  # a plan holds plain values, not those of the compiler
         if self.status not in STATUSES:
             raise PlanError(f"a decision's status is one of {', '.join(STATUSES)}, not {self.status!r}")
 

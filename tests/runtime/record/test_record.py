@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fxopt.passes.driver import Record, record_of
+from fxopt.runtime.record import Record, record_of
 from fxopt.runtime.state import RECORD_KEY
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxopt.errors import PlanError
-from fxopt.passes.pipeline import SCHEMA_VERSION, STATUSES, Decision, Plan
+from fxopt.runtime.record import SCHEMA_VERSION, STATUSES, Decision, Plan
 from fxopt.version import VERSION
 
 words = st.text(string.printable + "é→𝄞", max_size=20)

@@ -1,10 +1,11 @@
-"""Copies of module trees: with their numbers, as structure alone, and on the same tensors."""
+"""Copies of module trees: with their numbers, as structure alone, on the same tensors; scripted children in them."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -12,12 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...compat import all_modules, own_buffers, own_parameters, transient_buffers
-from ..graphs import capture_of
-from ..values import all_tensors, is_scripted, plain_tensors
+from ...runtime.graphs import capture_of
+from ...runtime.values import all_tensors, is_scripted, plain_tensors
 from .held import held_in
-from .scripted import make_registries_plain
 
-__all__ = ["copied_module", "shallow_clone", "skeleton_of"]
+__all__ = ["copied_module", "plain_registries", "shallow_clone", "skeleton_of"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -61,7 +61,7 @@ def shallow_clone(module: M) -> M:
         if capture is not None:
             memo[id(capture)] = capture
     made = copied_module(module, memo)
-    make_registries_plain(made)
+    _make_registries_plain(made)
     return made
 
 
@@ -93,3 +93,29 @@ def _on_meta(tensor: Tensor) -> Tensor:
         return tensor.to("meta")  # a quantized one, say, which makes no empty one like itself
     skeleton = torch.empty_like(tensor, device="meta", requires_grad=False)
     return nn.Parameter(skeleton, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else skeleton
+
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+@contextmanager
+def plain_registries(model: nn.Module) -> Generator[None]:
+    """Let scripted modules inside `model` show their tensors and children as plain dictionaries for a while."""
+    scripted = [module for module in all_modules(model) if is_scripted(module)]
+    kept = [(vars(module), {name: vars(module)[name] for name in _REGISTRIES}) for module in scripted]
+    try:
+        _make_registries_plain(model)
+        yield
+    finally:
+        for attributes, registries in kept:
+            attributes.update(registries)
+
+
+def _make_registries_plain(model: nn.Module) -> None:
+    """Let scripted modules inside a copy that no user gets show their tensors and children as plain dictionaries."""
+    for module in filter(is_scripted, all_modules(model)):
+        vars(module).update({name: _plain_registry(vars(module)[name]) for name in _REGISTRIES})
+
+
+def _plain_registry(registry: Any) -> dict[str, Any]:
+    return dict(registry.items())

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import fxopt
-from fxopt.runtime.graphs import GraphRunner, function_of_node, required_capture
+from fxopt.runtime.graphs import required_capture
+from fxopt.tracing.program import GraphRunner, function_of_node
 
 X = torch.randn(3, 4)
 

@@ -11,8 +11,8 @@ from torch import Tensor, UntypedStorage, nn
 
 from ...compat import modules_by_name, storage_id
 from ...errors import StateError
-from ...runtime.state import RECORD_KEY, StateMap
-from ..pipeline import Plan
+from ..state import RECORD_KEY, StateMap
+from .plan import Plan
 
 __all__ = ["PassTrace", "Record", "record_of", "state_map_of"]
 

@@ -15,21 +15,17 @@ from torch import Tensor, nn
 
 from ...compat import all_modules
 from ...errors import GuardWarning
-from ...runtime.graphs import (
-    HANDLER,
-    Miss,
-    SharedSlices,
-    Specialization,
-    capture_of,
-    drop_specializations,
-    required_capture,
-    uninstall,
-)
-from ...runtime.guards import Tally, require
-from ...runtime.values import ModelNames, has_attributes, map_leaves
-from .generating import CACHES
+from ..guards import Tally, require
+from ..values import ModelNames, has_attributes, map_leaves
+from .capture import Specialization, capture_of, required_capture
+from .captured import drop_specializations, uninstall
+from .misses import HANDLER, Miss
+from .shared_slices import SharedSlices
 
-__all__ = ["Fallback", "attach", "detach", "fallback_of", "misses_in"]
+__all__ = ["CACHES", "attach", "detach", "fallback_of", "misses_in"]
+
+CACHES = ("past_key_values", "cache_params")
+"""By these names a forward takes what earlier steps have computed."""
 
 _ADD = "Add this call to example_inputs, or record it with fxopt.recording"
 _ADD_INNER = "Add a call of the model that leads to this one to example_inputs, or record it with fxopt.recording"

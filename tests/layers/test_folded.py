@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.transforms.fold_batchnorm.arithmetic import Fold, Folds
+from fxopt.layers.folded import Fold, Folds
 
 
 @st.composite

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ...compat import tensor_hooks
+from ....compat import tensor_hooks
 
 __all__ = ["carry_tensor_hooks", "lost_hooks_text"]
 

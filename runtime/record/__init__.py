@@ -1,0 +1,18 @@
+"""What an optimized model remembers of how it became what it is: its plan and its record, as data."""
+
+from __future__ import annotations
+
+from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
+from .record import PassTrace, Record, needed_record, record_of, state_map_of
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "STATUSES",
+    "Decision",
+    "PassTrace",
+    "Plan",
+    "Record",
+    "needed_record",
+    "record_of",
+    "state_map_of",
+]
