@@ -196,7 +196,7 @@ def test_a_resnet_of_transformers() -> None:
 
 
 def test_verification_finds_a_fold_gone_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxopt.layers.folded import Fold
+    from fxopt.transforms.fold_batchnorm.write import Fold
 
     arithmetic = sys.modules[Fold.__module__]
     monkeypatch.setattr(arithmetic, "_shift", lambda wide: wide.mean if wide.bias is None else wide.bias + wide.mean)
