@@ -55,7 +55,10 @@ class Checkpoint(Pass):
         saved = found.problem.saved if program.held is None else program.held
         choice = self._chosen(found, saved)
         if not choice.stretches:
-            yield Refusal(self._idle(saved), at="(root)")
+            says = f"the model saves {byte_text(saved)} of activations"
+            allowed = limit_of(self.budget, saved) >= saved
+            why = f"which budget={self.budget} allows: nothing has to be computed again"
+            yield Refusal(f"{says}, {why if allowed else 'and no region would lower the peak of a step'}", at="(root)")
         for stretch in choice.stretches:
             yield _site(program, stretch)
         if choice.stretches:
@@ -75,12 +78,6 @@ class Checkpoint(Pass):
                 "give no less, or 0 for the least"
             )
         return choice
-
-    def _idle(self, saved: int) -> str:
-        says = f"the model saves {byte_text(saved)} of activations"
-        if limit_of(self.budget, saved) < saved:
-            return f"{says}, and no region would lower the peak of a step"
-        return f"{says}, which budget={self.budget} allows: nothing has to be computed again"
 
     def check_memory(self, before: int, after: int) -> None:
         limit = limit_of(self.budget, before)

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import fx
-
 from ...compat import has_hooks
 from ...operators import canonical_name, has_random_effects, mutates, operator_of_module
 from ...passes.rewriting import has_effects, writes
@@ -73,10 +71,7 @@ class Search:
             found.append(units)
             pending += [unit.inside for unit in units if unit.inside]
         calls = Counter(units[0].owner for units in found if units)
-        for units in found:
-            owner = self.program.module(units[0].owner) if units else None
-            if owner is not None and calls[units[0].owner] == 1:
-                yield units
+        yield from (units for units in found if units and calls[units[0].owner] == 1)
 
     def runs(self, units: Sequence[Unit]) -> Iterator[list[Unit]]:
         """Yield the longest stretches of units that may all be run again."""
@@ -101,19 +96,21 @@ class Search:
         node = unit.node
         if node.meta.get("draws") == "host":
             return "it draws random numbers from outside of torch"
-        if _name(node, self.program, unit.owner) == "rrelu":
+        called = self.program.callee(unit.owner, node) if node.op == "call_module" else None
+        name = canonical_name(node) if called is None else operator_of_module(user_class(type(called)))
+        if name == "rrelu":
             return "its backward needs the noise that it draws, which is not there yet where recomputation stops"
-        if node.op != "call_module":
-            known = mutates(node) or has_random_effects(node) or _is_ours(node)
+        if called is None:  # what a pass has put into the graph and writes is seen as it runs
+            ours = str(getattr(node.target, "__module__", "")).startswith(_OURS)
+            known = mutates(node) or has_random_effects(node) or ours
             return "" if known or not has_effects(node, self.program, unit.owner) else _UNKNOWN
-        module = self.program.callee(unit.owner, node)
-        if has_hooks(module):
+        if has_hooks(called):
             return "it has hooks, which would run twice"
         if unit.inside:
             return ""
-        if capture_of(module) is not None or not is_leaf(module):
+        if capture_of(called) is not None or not is_leaf(called):
             return "it has no graph for this call"
-        harmless = counts(module) or getattr(module, "inplace", False) or not writes(node, self.program, unit.owner)
+        harmless = counts(called) or getattr(called, "inplace", False) or not writes(node, self.program, unit.owner)
         return "" if harmless else _UNKNOWN
 
     def among(self, run: Sequence[Unit]) -> Iterator[Stretch]:
@@ -155,18 +152,6 @@ class Search:
         saved = self.problem.bytes_of({activation for step in steps for activation in step.saves})
         kept = self.problem.bytes_of(self.problem.keeps(region))
         return Stretch(region, units, saved, kept) if saved - kept > _LEAST_GAIN * self.problem.saved else None
-
-
-def _name(node: fx.Node, program: Program, owner: str) -> str | None:
-    """Return the name of the operator that a node or the layer that it calls computes."""
-    if node.op == "call_module":
-        return operator_of_module(user_class(type(program.callee(owner, node))))
-    return canonical_name(node)
-
-
-def _is_ours(node: fx.Node) -> bool:
-    """Say whether a node calls what a pass has put into the graph; what that writes is seen as it runs."""
-    return str(getattr(node.target, "__module__", "")).startswith(_OURS)
 
 
 _OVERHEAD = 1e7

@@ -6,7 +6,7 @@ import contextlib
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -273,25 +273,26 @@ class _Run:
             number = self.memory.number(tensor, view_of)
             if number is not None and number not in self._free:
                 self._allocated(number, tensor)
-        for number in self._written(operator, args, kwargs):
-            self.forward.written[number].append(len(self.forward.steps))
+        places = written_arguments(operator)
+        written = [value for place, value in (*enumerate(args), *kwargs.items()) if place in places]
+        if operator.overloadpacket.__name__ in _STATISTICS:
+            written += args[3:5]
+        for number in self.memory.numbers(written):
+            if number not in self._counters:  # running statistics of norms
+                self.forward.written[number].append(len(self.forward.steps))
         if draws_randomly(operator, args, kwargs):
             self.forward.random.add(len(self.forward.steps))
-        cost = 0.0 if view_of is not None else _operations(operator, args, kwargs, result)
+        cost = 0.0
+        if view_of is None:  # its multiplications and additions, and the bytes that it moves
+            counted = flops_of(operator, args, kwargs, result)
+            moved = sum(t.numel() * t.element_size() for t in tensors_in((args, dict(kwargs), result)))
+            cost = (counted if math.isfinite(counted) else 0.0) + moved * _PER_BYTE
         self._open.operations += cost + _PER_CALL
         self._open.light += _PER_WATCHED_CALL
         if operator in PRODUCTS:
             self._open.products.update(self.memory.numbers(result))
         else:
             self._open.light += cost
-
-    def _written(self, operator: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterable[int]:
-        """Return the memory that an operator has written into, but for running statistics of norms."""
-        places = written_arguments(operator)
-        values = [value for place, value in (*enumerate(args), *kwargs.items()) if place in places]
-        if operator.overloadpacket.__name__ in _STATISTICS:
-            values += args[3:5]
-        return (number for number in self.memory.numbers(values) if number not in self._counters)
 
 
 class _Operators(DispatchMode):
@@ -322,11 +323,3 @@ class _Runner(GraphRunner):
             return None  # a fake value cannot be looked at
         given = self.fetch_args_kwargs_from_env(n)
         return self._run.node(self._name, self._number, n, given, lambda: super(_Runner, self).run_node(n))
-
-
-def _operations(operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> float:
-    """Return what an operator costs: its multiplications and additions, and the bytes that it moves."""
-    tensors = list(tensors_in((args, dict(kwargs), result)))
-    moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors) * _PER_BYTE
-    counted = flops_of(operator, args, kwargs, result)
-    return counted + moved if math.isfinite(counted) else moved

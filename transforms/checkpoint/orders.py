@@ -92,16 +92,15 @@ class _Mover:
     def moved(self, units: Sequence[Unit]) -> list[Unit]:
         """Return the units of one call, moved, with their new places."""
         found: list[Unit] = []
-        for free, group in groupby(units, self._is_free):
+        for free, group in groupby(
+            units, lambda u: self._repeats(u) and self._writers.isdisjoint(range(u.start, u.stop))
+        ):
             for unit in _depth_first(list(group), self._random) if free else group:
                 start = len(self.order)
                 inside = self.moved(unit.inside)
                 self.order += () if inside else range(unit.start, unit.stop)
                 found.append(replace(unit, start=start, stop=len(self.order), inside=inside))
         return found
-
-    def _is_free(self, unit: Unit) -> bool:
-        return self._repeats(unit) and self._writers.isdisjoint(range(unit.start, unit.stop))
 
 
 def _depth_first(units: list[Unit], random: set[int]) -> list[Unit]:

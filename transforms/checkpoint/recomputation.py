@@ -47,8 +47,10 @@ class Recomputation:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call the region."""
         region = cast("nn.Module", getattr(function, "__self__"))  # noqa: B009  a bound method's, untyped
-        if not (region.training and torch.is_grad_enabled()) or _is_transformed():
-            return function(*args)
+        if not (region.training and torch.is_grad_enabled()) or (
+            not torch.compiler.is_compiling() and is_transformed()
+        ):
+            return function(*args)  # for transforms torch's checkpoint has no rule; a compiler asks for none
         return checkpoint(function, args, self._settings(region))
 
     def _settings(self, region: nn.Module) -> dict[str, Any]:
@@ -66,11 +68,6 @@ class Recomputation:
 
     def __str__(self) -> str:
         return "recomputation of all but matrix products" if self.selective else "recomputation"
-
-
-def _is_transformed() -> bool:
-    """Say whether a transform is at work, for which torch's checkpoint has no rule; a compiler asks for none."""
-    return not torch.compiler.is_compiling() and is_transformed()
 
 
 _Kept = defaultdict[Any, list[Any]]

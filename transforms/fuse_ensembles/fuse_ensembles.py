@@ -45,9 +45,6 @@ which lose: benchmarks/ensembles.py draws the line between them.
 """
 
 
-_MOST_NAMED = 4
-"""Members that no container holds are named one by one up to this many, such as the projections of an attention."""
-
 MEASURED_OPERATORS = ("conv", "recurrent", "scaled_dot_product_attention", "module")
 """Operators whose work is not told by their weights: with images or sequences of some size the loop wins on a CPU."""
 
@@ -87,7 +84,8 @@ class FuseEnsembles(Pass):
                         closed[path] = reason
                         yield Refusal(reason, qualified(owner, path))
                 # Beside a large ensemble that is not fused yet, the gain of a small one is lost in the noise.
-                for ensemble in sorted(find_ensembles(program, owner, case.specialization), key=_extent, reverse=True):
+                found = find_ensembles(program, owner, case.specialization)
+                for ensemble in sorted(found, key=lambda each: -sum(pack.size for pack in each.packs)):
                     positions = frozenset(ensemble.parameters)
                     names = (name for operand in positions for name in operand.names)
                     if positions not in seen and not any(n.startswith(f"{path}.") for path in closed for n in names):
@@ -111,14 +109,14 @@ class FuseEnsembles(Pass):
         doubt = _doubt(ensemble, program, owner) if unmeasured else None
         if doubt is not None:
             return Refusal(f"{doubt}, so fusing them may be slower; give example_inputs to measure it", at)
-        count = sum(1 for _ in ensemble.parameters)
+        count, module = len(list(ensemble.parameters)), program.module(owner)
         members = ((f"{p}.{m}", op.name) for p, pack in enumerate(ensemble.packs) for m, op in enumerate(pack.members))
         return Site(
             program, owner, dict(members), case.specialization,
-            choices=self._choices(ensemble, program.module(owner), holder),
+            choices=self._choices(ensemble, module, holder),
             phase=phase, required=self.lowering is not Lowering.AUTO,
             detail=f"{ensemble.size} members, {count} parameters each", label=at,
-            kind=_kind(ensemble, program.module(owner)),
+            kind=_kind(ensemble, module),
         )  # fmt: skip
 
     def _choices(self, ensemble: Ensemble, owner: nn.Module, holder: Holder) -> tuple[str, ...]:
@@ -148,7 +146,7 @@ def _named(ensemble: Ensemble) -> str:
     if len({name.split(".")[0] for name in modules}) == 1 or "" in modules:
         return common_name(ensemble)
     shown = list(modules)
-    return ", ".join(shown) if len(shown) <= _MOST_NAMED else f"{shown[0]} ... {shown[-1]}"
+    return ", ".join(shown) if len(shown) <= 4 else f"{shown[0]} ... {shown[-1]}"  # an attention has four projections
 
 
 # -- what may be fused ---------------------------------------------------------------------------------------------
@@ -234,7 +232,7 @@ def _casts(holder: Holder, around: int = 0) -> bool:
 
 
 def _order_obstacle(place: Place) -> str | None:
-    ensemble, inlined, inside = place.ensemble, place.inlined, place.covered
+    ensemble, inlined, inside = place.ensemble, place.inlined, place.ensemble.covered
     writing = [operation for operation in inlined.writes if operation not in inside]
     for pack in ensemble.packs:
         first, last = min(m.index for m in pack.members), max(m.index for m in pack.members)
@@ -267,10 +265,6 @@ def _kind(ensemble: Ensemble, owner: nn.Module) -> Hashable:
     packs = tuple((pack.operator, pack.function, repr(pack.arguments)) for pack in ensemble.packs)
     tensors = tuple(tensor_of(owner, operand.names[0]).shape for operand in ensemble.parameters)
     return ensemble.size, packs, tensors, ensemble.shares_input
-
-
-def _extent(ensemble: Ensemble) -> int:
-    return sum(pack.size for pack in ensemble.packs)
 
 
 def _doubt(ensemble: Ensemble, program: Program, owner: str) -> str | None:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import fx, nn
@@ -17,8 +18,7 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Site
 from ...runtime.graphs import capture_of, required_capture
 from ...runtime.state import Stack, merge
-from ...tracing.program import Program
-from .inlining import Operation
+from .inlining import Known, Operation
 from .lowerings import LoweringRule, Task, Unit, Writer, leaving_units, rebuild, rule_called
 from .search import (
     Case,
@@ -48,7 +48,7 @@ def _written_at_once(located: Sequence[_Located]) -> Sequence[_Located]:
     """Return the first ensembles that are computed in the same graphs and share no operation, as one sum of both."""
     covered: set[Operation] = set()
     for number, each in enumerate(located):
-        operations = {operation for place in each.places for operation in place.covered}
+        operations = {operation for place in each.places for operation in place.ensemble.covered}
         if each.cases != located[0].cases or covered & operations:
             return located[:number]
         covered |= operations
@@ -91,10 +91,13 @@ def _lowered(
     units: list[Unit] = []
     covered: set[Operation] = set()
     for place, each, stacked in zip(row, located, names, strict=True):
-        task = _task(place, stacked, edit)
+        name = f"vectorized_{common_name(place.ensemble)}".replace(".", "_")
+        vectors = {stack: size for stack in stacked.values() if (size := vector_size(edit.owner, stack))}
+        add_module = partial(edit.add_module, name=name)
+        task = Task(place.ensemble, stacked, vectors, add_module, place.inlined.may_restart)
         with edit.at(each.site):
             units += [_of_site(u, each.site, edit) for u in (*each.rule.write(task), *leaving_units(task))]
-        covered |= task.covered
+        covered |= task.ensemble.covered
     return rebuild(site.program.graph(site.owner, row[0].case.specialization), inlined, units, covered)
 
 
@@ -111,18 +114,16 @@ def _of_site(unit: Unit, site: Site, edit: Edit) -> Unit:
     return dataclasses.replace(unit, emit=emit)
 
 
-def _task(place: Place, names: Mapping[tuple[str, ...], str], edit: Edit) -> Task:
-    name = f"vectorized_{common_name(place.ensemble)}".replace(".", "_")
-    vectors = {stacked: size for stacked in names.values() if (size := vector_size(edit.owner, stacked))}
-    may_restart = place.inlined.may_restart
-    return Task(place.ensemble, names, vectors, lambda module: edit.add_module(module, name=name), may_restart)
-
-
 def _located(site: Site, edit: Edit) -> _Located:
     """Find the site's ensemble again in the graph as it is now: calls may have been written out since."""
     case = next(case for case in present_cases(site.program, site.owner) if case.specialization == site.specialization)
-    found = site.program.analyses[_Members].of(site.owner, site.specialization)
-    ensemble = found.get(frozenset(map(_written_out, site.nodes.values())))
+    known, key = site.program.analyses[_Members], (site.owner, site.specialization)
+    if key not in known:
+        known[key] = {
+            frozenset(_written_out(member.name) for pack in ensemble.packs for member in pack.members): ensemble
+            for ensemble in find_ensembles(site.program, *key)
+        }
+    ensemble = known[key].get(frozenset(map(_written_out, site.nodes.values())))
     with edit.at(site):
         if ensemble is None:
             raise MatchFailure("an earlier rewrite already uses some of its members")
@@ -130,24 +131,8 @@ def _located(site: Site, edit: Edit) -> _Located:
         return _Located(site, rule, ensemble, places_of(ensemble, case, site.program, site.owner))
 
 
-class _Members:
+class _Members(Known[tuple[str, int], dict[frozenset[str], Ensemble]]):
     """The ensembles of each graph by the names of their members' operations."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._known: dict[tuple[str, int], dict[frozenset[str], Ensemble]] = {}
-
-    @classmethod
-    def compute(cls, program: Program) -> _Members:
-        return cls(program)
-
-    def of(self, owner: str, specialization: int) -> dict[frozenset[str], Ensemble]:
-        if (owner, specialization) not in self._known:
-            self._known[owner, specialization] = {
-                frozenset(_written_out(member.name) for pack in ensemble.packs for member in pack.members): ensemble
-                for ensemble in find_ensembles(self._program, owner, specialization)
-            }
-        return self._known[owner, specialization]
 
 
 def _written_out(name: str) -> str:
@@ -161,10 +146,12 @@ def _stack_parameters(
     """Stack the members' tensors in one new child; return it, the names there and those in the owner."""
     owner, ensemble = edit.owner, located.ensemble
     stored = _store_names(ensemble)
-    input_first = _weights_of_shared_input(ensemble) if located.rule.input_first else ()
     members = {stored[o.names]: [tensor_of(owner, name) for name in o.names] for o in ensemble.parameters}
     stacked = {place: torch.stack([parameter.detach() for parameter in group]) for place, group in members.items()}
-    stacked.update({stored[names]: _input_first(stacked[stored[names]]) for names in input_first})
+    for x, weight, *_ in (p.operands for p in ensemble.packs if located.rule.input_first and p.operator == "linear"):
+        if isinstance(x, Shared) and isinstance(weight, Parameters):  # [N, out, in], in memory as [in, N, out]
+            place = stored[weight.names]
+            stacked[place] = stacked[place].permute(2, 0, 1).contiguous().permute(1, 2, 0)
     parameters = {place: tensor for place, tensor in stacked.items() if isinstance(members[place][0], nn.Parameter)}
     buffers = {place: tensor for place, tensor in stacked.items() if place not in parameters}
     store = FusedMembers(parameters, {place: members[place][0].requires_grad for place in parameters}, buffers)
@@ -174,17 +161,6 @@ def _stack_parameters(
         step = merge(operand.names, f"{child}.{place}", example) if place in parameters else None
         edit.record_state(step or Stack(operand.names, f"{child}.{place}"))
     return store, stored, {names: f"{child}.{place}" for names, place in stored.items()}
-
-
-def _weights_of_shared_input(ensemble: Ensemble) -> list[tuple[str, ...]]:
-    """Return the weights of the linears that all read one input."""
-    linears = (pack.operands for pack in ensemble.packs if pack.operator == "linear")
-    return [o[1].names for o in linears if isinstance(o[0], Shared) and isinstance(o[1], Parameters)]
-
-
-def _input_first(weight: torch.Tensor) -> torch.Tensor:
-    """Return a stacked weight [N, out, in] whose memory is that of a contiguous [in, N, out]."""
-    return weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
 
 
 _Views = dict[str, dict[str, tuple[FusedMembers, str, int]]]

@@ -65,7 +65,9 @@ def _looked_at(program: Program, names: list[str]) -> list[tuple[str, Mixture | 
         for name in sorted(modules, key=lambda name: -name.count(".") if name else 1):
             inside = [other for other, what in found.items() if what is not None and f"{other}.".startswith(f"{name}.")]
             if calls.get(modules[name]) and not (inside or (not name and any(found.values()))):
-                found[name] = _Reader(program, name, max(calls[modules[name]], key=_size), unroller).read()
+                # The largest of several calls says most.
+                call = max(calls[modules[name]], key=lambda c: sum(t.numel() for t in tensors_in((c.args, c.kwargs))))
+                found[name] = _Reader(program, name, call, unroller).read()
     return [(name, found.get(name)) for name in names]
 
 
@@ -77,11 +79,6 @@ def _has_layers_only(module: nn.Module) -> bool:
     return not any(find_sources(module, graph, {}) for graph in graphs)
 
 
-def _size(call: Call) -> int:
-    """Return how many numbers a call was given: the largest of several says most."""
-    return sum(tensor.numel() for tensor in tensors_in((call.args, call.kwargs)))
-
-
 class _Reader:
     """Look for a mixture in one module."""
 
@@ -90,8 +87,9 @@ class _Reader:
         self.module = program.module(name)
 
     def read(self) -> Mixture | str | None:
-        reason = None
-        if not self._is_opaque and any(_groups(each.graph) for each in required_capture(self.module).specializations):
+        reason, is_opaque = None, capture_of(self.module) is None
+        graphs = () if is_opaque else [each.graph for each in required_capture(self.module).specializations]
+        if any("grouped_mm" in getattr(node.target, "__name__", "") for graph in graphs for node in graph.nodes):
             return "its experts are multiplied together already (grouped_mm)"
         for opened in self._openings():
             try:
@@ -99,19 +97,18 @@ class _Reader:
             except MatchFailure as failure:
                 reason = str(failure)
             except Untraceable as error:
-                reason = error.reason if self._is_opaque and _holds_experts(self.module) else None
+                reason = error.reason if is_opaque and _holds_experts(self.module) else None
             except _NoLoopError:
                 continue
         return reason
 
-    @property
-    def _is_opaque(self) -> bool:
-        return capture_of(self.module) is None
-
     def _openings(self) -> Iterator[list[nn.Module]]:
         """Yield what to look into: experts, then whatever holds parameters."""
+        # A Sequential that runs from a graph has the look of an operation.
         inner = [
-            (path, each) for path, each in modules_by_name(self.module).items() if path and not _is_operation(each)
+            (path, each)
+            for path, each in modules_by_name(self.module).items()
+            if path and (not is_leaf(each) or isinstance(each, nn.Sequential))
         ]
         experts = [each for path, each in inner if family_of(self.module, path) is not None]
         yield experts
@@ -156,7 +153,12 @@ class _Reader:
             raise MatchFailure(f"its forward computes with how many experts have tokens, without expert {first}, say")
 
     def _read_call(self, opened: list[nn.Module], overwritten: Mapping[str, Tensor]) -> Mixture:
-        unrolled = self._unrolled(opened, overwritten)
+        try:
+            unrolled = self.unroller.unroll(self.name, self.call, opened, overwritten)
+        except Untraceable:
+            raise
+        except Exception as error:  # the module's own code may raise anything on proxies
+            raise Untraceable(f"reading its forward raised {type(error).__name__}: {error}", "") from error
         sources = find_sources(self.module, unrolled.graph, unrolled.values)
         loop = find_loop(self.module, unrolled.graph, unrolled.values, sources) if sources else None
         if loop is None:
@@ -164,23 +166,6 @@ class _Reader:
         check_decisions(unrolled)
         check_loop(unrolled, loop)
         return _mixture(self.name, self.module, unrolled, loop, sources)
-
-    def _unrolled(self, opened: list[nn.Module], overwritten: Mapping[str, Tensor]) -> Unrolled:
-        try:
-            return self.unroller.unroll(self.name, self.call, opened, overwritten)
-        except Untraceable:
-            raise
-        except Exception as error:  # the module's own code may raise anything on proxies
-            raise Untraceable(f"reading its forward raised {type(error).__name__}: {error}", "") from error
-
-
-def _is_operation(module: nn.Module) -> bool:
-    """Say whether a module is never looked into; a Sequential that runs from a graph has the look of one."""
-    return is_leaf(module) and not isinstance(module, nn.Sequential)
-
-
-def _groups(graph: fx.Graph) -> bool:
-    return any("grouped_mm" in getattr(node.target, "__name__", "") for node in graph.nodes)
 
 
 class _NoLoopError(Exception):
@@ -191,7 +176,8 @@ def _mixture(
     name: str, module: nn.Module, unrolled: Unrolled, loop: Loop, sources: Mapping[fx.Node, tuple[Source, int]]
 ) -> Mixture:
     first, *others = loop.rounds
-    drawing = [node for each in loop.rounds for node in each.nodes if _draws(node, module)]
+    functions = (node for each in loop.rounds for node in each.nodes if node.op != "call_module")
+    drawing = [node for node in functions if bool(info_of(node).random) and not is_dropout(node, module)]
     if drawing:
         raise MatchFailure(f"its experts draw random numbers in evaluation, too ({drawing[0].name})")
     wanted = first.scale, description(first, module, sources)
@@ -207,11 +193,6 @@ def _mixture(
     except MatchFailure as failure:
         raise MatchFailure(_odd_one(module, sources) or str(failure)) from failure
     return Mixture(name, unrolled, loop, template, routed, count)
-
-
-def _draws(node: fx.Node, owner: nn.Module) -> bool:
-    """Say whether a function draws random numbers whatever the mode is."""
-    return node.op != "call_module" and bool(info_of(node).random) and not is_dropout(node, owner)
 
 
 def _odd_one(owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]]) -> str | None:
@@ -237,7 +218,8 @@ def _may_mix(program: Program, name: str) -> bool:
         return False
     if any(isinstance(child, FusedExperts) for child in _children(module)):
         return False
-    return _holds_experts(module) or _is_steered(program, name)
+    # One without a graph may be steered by its data, and hold nothing else of the kind.
+    return _holds_experts(module) or (name in program.opaque and program.opaque[name].reason.startswith(BY_DATA))
 
 
 def _adds_by_expert(program: Program, name: str) -> bool:
@@ -254,9 +236,10 @@ def _adds_by_expert(program: Program, name: str) -> bool:
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    lists = (nn.ModuleList, nn.ModuleDict)
+    if isinstance(module, lists) or _has_stacks(module):
         return True
-    return any(map(_has_family, _children(module))) or _has_stacks(module)
+    return any(isinstance(c, lists) and is_container(c) and len(own_children(c)) > 1 for c in _children(module))
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
@@ -267,16 +250,7 @@ def _has_stacks(module: nn.Module) -> bool:
     return _has_stack(module) or any(not is_leaf(child) and _has_stack(child) for child in _children(module))
 
 
-def _is_steered(program: Program, name: str) -> bool:
-    """Say whether a module has no graph because its data decide, and holds no others of the kind."""
-    return name in program.opaque and program.opaque[name].reason.startswith(BY_DATA)
-
-
 def _has_stack(module: nn.Module) -> bool:
     """Say whether a parameter may be the weights of several experts; one of a single row, such as positions, is not."""
     own = own_parameters(module).values()
     return any(each is not None and each.ndim == 3 and len(each) > 1 for each in own)
-
-
-def _has_family(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and is_container(module) and len(own_children(module)) > 1

@@ -20,7 +20,7 @@ from ...tracing.program import Program, TensorOwners
 from .find import find_mixtures, mixture_at
 from .members import Items
 from .mixtures import Mixture, members_of
-from .write import tensor_names, write
+from .write import write
 
 __all__ = ["FuseExperts", "Lowering"]
 
@@ -28,16 +28,14 @@ __all__ = ["FuseExperts", "Lowering"]
 class Lowering(enum.Enum):
     """How experts are applied to the tokens that chose them."""
 
-    AUTO = "auto"
-    """The fastest of the others, measured; rules decide where calls have under half or over twice as many tokens."""
-    GROUPED = "grouped"
-    """Tokens are sorted by expert, and all groups multiplied by `torch.nn.functional.grouped_mm`."""
-    PADDED = "padded"
-    """Each expert has a block of one length: one batched product."""
-    GATHERED = "gathered"
-    """Weights are copied for each token: for very few of them."""
-    LOOP = "loop"
-    """One expert after another, on stacked parameters that are cut once."""
+    AUTO = "auto"  # the fastest of the others; rules decide where calls have under half or over twice as many tokens
+    GROUPED = "grouped"  # tokens are sorted by expert, and all groups multiplied by `torch.nn.functional.grouped_mm`
+    PADDED = "padded"  # each expert has a block of one length: one batched product
+    GATHERED = "gathered"  # weights are copied for each token: for very few of them
+    LOOP = "loop"  # one expert after another, on stacked parameters that are cut once
+
+
+_LOWERINGS = [lowering.value for lowering in Lowering if lowering is not Lowering.AUTO]
 
 
 @dataclass(frozen=True)
@@ -61,23 +59,16 @@ class FuseExperts(Pass):
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         for found in find_mixtures(program):
-            if isinstance(found, Mixture):
-                yield self._examined(found, program)
-            else:
-                yield Refusal(found[1], found[0] or "(root)")
-
-    def _examined(self, mixture: Mixture, program: Program) -> Site | Refusal:
-        owner = mixture.owner
-        reason = _obstacle(mixture, program)
-        if reason is not None:
-            return Refusal(reason, owner or "(root)")
-        auto = self.lowering is Lowering.AUTO
-        choices = ("grouped", "padded", "gathered", "loop") if auto else (self.lowering.value,)
-        return Site(
-            program, owner, {}, choices=choices, phase=Phase.EVAL if mixture.template.idle else None,
-            required=not auto, detail=f"{mixture.count} experts, {len(mixture.template.layers)} linear layers each",
-            found=mixture,
-        )  # fmt: skip
+            owner, reason = (found.owner, _obstacle(found, program)) if isinstance(found, Mixture) else found
+            if reason is not None or not isinstance(found, Mixture):
+                yield Refusal(reason or "", owner or "(root)")
+                continue
+            auto = self.lowering is Lowering.AUTO
+            yield Site(
+                program, owner, {}, choices=tuple(_LOWERINGS) if auto else (self.lowering.value,),
+                phase=Phase.EVAL if found.template.idle else None, required=not auto, found=found,
+                detail=f"{found.count} experts, {len(found.template.layers)} linear layers each",
+            )  # fmt: skip
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         found = site.found if isinstance(site.found, Mixture) else mixture_at(site.program, site.owner)
@@ -120,7 +111,7 @@ def _obstacle(mixture: Mixture, program: Program) -> str | None:
             f"the examples leave expert {idle[0]} without tokens: it has no gradient then, and would have zeros, which "
             "momentum and weight decay act on; give example_inputs that reach every expert"
         )
-    for names in map(tensor_names, members_of(mixture)):
+    for names in (items.paths for items in members_of(mixture)):
         for name in names:
             others = owners.names(qualified(mixture.owner, name))
             if len(others) > 1:

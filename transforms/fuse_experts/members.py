@@ -42,8 +42,17 @@ class Items:
         return ".".join(part for part in (self.container, self.names[expert], self.inside) if part)
 
     @property
+    def paths(self) -> list[str]:
+        return [self.path(expert) for expert in range(self.count)]
+
+    @property
     def family(self) -> str:
         return f"{self.container}."
+
+    @property
+    def kind(self) -> str:
+        """Return what is equal for the tensors of one name of all experts."""
+        return f"{self.family} {self.inside}"
 
     @property
     def count(self) -> int:
@@ -65,6 +74,10 @@ class Slices:
             views.append(f"{node.target}{operands(node)[1:]}{node.kwargs}")
             node = before
         return f"{node.target} {views}"
+
+    @property
+    def kind(self) -> str:
+        return self.family
 
 
 Source = Items | Slices

@@ -55,8 +55,8 @@ class Mixture:
         mine, theirs = self.routed, other.routed
         if self.loop.rounds[0].scale != other.loop.rounds[0].scale or self.layers != other.layers:
             return False
-        pairs = (mine.chosen, theirs.chosen), (mine.weights, theirs.weights)
-        return mine.kind == theirs.kind and all(_name(a) == _name(b) for a, b in pairs)
+        names = [(each.chosen.name, each.weights and each.weights.name) for each in (mine, theirs)]
+        return mine.kind == theirs.kind and names[0] == names[1]
 
     def reading(self, name: str) -> Mixture:
         """Return it with an earlier node as that of all tokens: where all go to one expert, its rows look so, too."""
@@ -69,7 +69,7 @@ class Mixture:
         return [
             *(f"{node.op} {node.target} {node.args} {node.kwargs}" for node in self.template.compute.graph.nodes),
             *(
-                f"{_family(layer.weight)} {layer.bias and _family(layer.bias)} {layer.transposed}"
+                f"{layer.weight.kind} {layer.bias and layer.bias.kind} {layer.transposed}"
                 for layer in self.template.layers
             ),
         ]
@@ -119,14 +119,6 @@ def routing_over(mixture: Mixture, order: Sequence[int]) -> dict[str, Tensor]:
 def members_of(mixture: Mixture) -> list[Items]:
     """Return the families of tensors that are not stacked yet."""
     return [source for source in mixture.sources if isinstance(source, Items)]
-
-
-def _name(node: fx.Node | None) -> str | None:
-    return None if node is None else node.name
-
-
-def _family(source: Source) -> str:
-    return f"{source.family} {source.inside}" if isinstance(source, Items) else source.family
 
 
 _BY_SIZE = "the loop decides by how many tokens an expert gets"

@@ -86,7 +86,9 @@ class _Reader:
                 continue
             inputs = [self.experts[used] for used in node.all_input_nodes]
             own = frozenset((sources[node][1],)) if node in sources else _NOBODY
-            self.experts[node] = own.union(*inputs) if _holds_tensors(values.get(node)) else _NOBODY
+            # A shape or type of a tensor does not depend on what is in it.
+            holds_tensors = next(tensors_in(values.get(node)), None) is not None
+            self.experts[node] = own.union(*inputs) if holds_tensors else _NOBODY
 
     def _joined(self, node: fx.Node) -> Joined | None:
         """Return what a node joins, if that is the results of linear layers for what was split before."""
@@ -119,16 +121,9 @@ class _Reader:
         result = target if writes[0].in_place else writes[-1].node
         tainted = frozenset(node for node, experts in self.experts.items() if experts)
         count = self.values[target].shape[:-1].numel()
-        return Loop(
-            [self._round(w) for w in writes],
-            target,
-            result,
-            count,
-            tainted,
-            [w.node for w in writes],
-            self.joined,
-            [next(iter(self.experts[write.value])) for write in writes],
-        )
+        called = [next(iter(self.experts[write.value])) for write in writes]
+        rounds, nodes = [self._round(write) for write in writes], [write.node for write in writes]
+        return Loop(rounds, target, result, count, tainted, nodes, self.joined, called)
 
     def _refuse_sorted_rows(self) -> None:
         """Refuse a loop over slices of tokens that were sorted by expert, whose results are joined again."""
@@ -184,15 +179,12 @@ class _Reader:
         if not self.is_tainted(value) or not isinstance(value, fx.Node):
             return None
         if canonical_name(value) == "add" and len(operands(value)) == 2:
-            here = [a for a in operands(value) if self._reads(a, target, key)]
+            items = [a for a in operands(value) if isinstance(a, fx.Node) and a.target is operator.getitem]
+            here = [a for a in items if operands(a)[0] is target and (operands(a)[1] is key or operands(a)[1] == key)]
             rest = [a for a in operands(value) if a not in here]
             if len(here) == 1 and self.is_tainted(rest[0]):
                 value = rest[0]
         return _Write(node, target, self._tokens(target, key), value, in_place=True)
-
-    def _reads(self, node: Any, target: fx.Node, key: Any) -> bool:
-        is_item = isinstance(node, fx.Node) and node.target is operator.getitem and operands(node)[0] is target
-        return is_item and (operands(node)[1] is key or operands(node)[1] == key)
 
     def _tokens(self, target: fx.Node, key: Any) -> Tensor:
         shape = self.values[target].shape[:-1]
@@ -286,11 +278,6 @@ class _Reader:
 
 _NOBODY = frozenset[int]()
 _ALL = -1
-
-
-def _holds_tensors(value: Any) -> bool:
-    """Say whether a value is a tensor, or several: a shape or type of one does not depend on what is in it."""
-    return next(tensors_in(value), None) is not None
 
 
 def is_dropout(node: fx.Node, owner: nn.Module) -> bool:

@@ -30,9 +30,7 @@ class RoutedBy:
 
 def routing_of(loop: Loop, count: int, values: Mapping[fx.Node, Any]) -> RoutedBy:
     """Return where the routing of a loop comes from, or raise MatchFailure where no values fit."""
-    pairs = _Pairs(loop.rounds, count)
-    search = _Search(loop, count, values, pairs)
-    return search.find()
+    return _Search(loop, count, values, _Pairs(loop.rounds, count)).find()
 
 
 _KINDS: Mapping[tuple[str, bool], Routing] = {

@@ -51,30 +51,18 @@ def description(each: Round, owner: nn.Module, sources: Mapping[fx.Node, tuple[S
         if node in places:
             return f"%{places[node]}"
         if node in sources and not isinstance(sources[node][0], Slices):
-            return f"{_family(sources[node][0])}"
+            return sources[node][0].kind
         return "%rows" if node is each.rows else f"%{node.name}"
 
     steps: list[Any] = []
     for node in each.nodes:
-        source = _family(sources[node][0]) if node in sources else None
-        target: Any = node.target
-        if source is not None:
-            target = source
-        own = source is None or node.op == "call_module"
+        target = sources[node][0].kind if node in sources else str(node.target)
+        own = node not in sources or node.op == "call_module"
         args = fx.map_arg((operands(node), dict(node.kwargs)), told) if own else ()
-        steps.append((node.op, str(target), repr(args), _settings(node, owner)))
+        module = owner.get_submodule(str(node.target)) if node.op == "call_module" else None
+        settings = "" if module is None else f"{type(module).__qualname__} {module.extra_repr()}"
+        steps.append((node.op, target, repr(args), settings))
     return tuple(steps)
-
-
-def _family(source: Source) -> Any:
-    return (source.family, source.inside) if isinstance(source, Items) else (source.family,)
-
-
-def _settings(node: fx.Node, owner: nn.Module) -> str:
-    if node.op != "call_module":
-        return ""
-    module = owner.get_submodule(str(node.target))
-    return f"{type(module).__qualname__} {module.extra_repr()}"
 
 
 def template_of(
@@ -119,7 +107,7 @@ class _Writer:
             self._join(node)
         elif node in self.sources and node.op != "call_module":
             self.tensors[node] = self.sources[node][0], False
-        elif self._turns(node, name):
+        elif operands(node)[:1] and operands(node)[0] in self.tensors and _turns(node, name):
             source, turned = self.tensors[operands(node)[0]]
             self.tensors[node] = source, not turned
         elif node.op == "call_module":
@@ -147,12 +135,6 @@ class _Writer:
         self.new[operands(first)[0]] = self._value(joined.rows)
         self._write(first)
         self.new[node] = self.new[first]
-
-    def _turns(self, node: fx.Node, name: str | None) -> bool:
-        """Say whether a node transposes the matrix of an expert."""
-        if not operands(node) or operands(node)[0] not in self.tensors:
-            return False
-        return name in ("t", "transpose") or (node.target is getattr and operands(node)[1] in ("T", "mT"))
 
     def _skip(self, node: fx.Node) -> None:
         self.idle += [node] if draws(node, self.owner) else []
@@ -244,21 +226,24 @@ class _Writer:
             return node
         if node in self.new:
             return self.new[node]
-        if node.target is getattr and operands(node)[1] in ("dtype", "device") and self._alike(operands(node)[0]):
+        # A tensor that the rows are taken from has their type, whatever that is.
+        if (
+            node.target is getattr
+            and operands(node)[1] in ("dtype", "device")
+            and operands(node)[0] in self._ancestors()
+        ):
             return self.graph.call_function(getattr, (self.rows, operands(node)[1]))
         raise MatchFailure(f"the experts read '{node.name}', which is made outside of them")
-
-    def _alike(self, node: Any) -> bool:
-        """Say whether a tensor has the type of the rows whatever that is: they are taken from it."""
-        return isinstance(node, fx.Node) and node in self._ancestors()
 
     def _ancestors(self) -> set[fx.Node]:
         found, node = set[fx.Node](), self.round.rows
         while isinstance(node, fx.Node):
             found.add(node)
-            node = (
-                operands(node)[0]
-                if canonical_name(node) in ("getitem", "reshape", "view", "index_select", "flatten")
-                else None
-            )
+            keeps_type = canonical_name(node) in ("getitem", "reshape", "view", "index_select", "flatten")
+            node = operands(node)[0] if keeps_type else None
         return found
+
+
+def _turns(node: fx.Node, name: str | None) -> bool:
+    """Say whether a node transposes a matrix."""
+    return name in ("t", "transpose") or (node.target is getattr and operands(node)[1] in ("T", "mT"))

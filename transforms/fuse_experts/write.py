@@ -18,20 +18,16 @@ from ...runtime.graphs import copy_graph
 from ...runtime.guards import require
 from ...runtime.state import merge
 from .members import Items, Source, operands
-from .mixtures import Mixture
+from .mixtures import Mixture, members_of
 from .rounds import dropping_module
 
-__all__ = ["tensor_names", "write"]
-
-
-def tensor_names(source: Items) -> list[str]:
-    """Return the names of a family's tensors, as seen from the owner."""
-    return [source.path(expert) for expert in range(source.count)]
+__all__ = ["write"]
 
 
 def write(mixture: Mixture, lowering: Lowering, edit: Edit, *, always: bool) -> None:
     """Let the module compute its experts together, for any number of tokens or for about as many as the call had."""
-    graph, new = _copied(mixture.unrolled.graph)
+    graph = copy_graph(mixture.unrolled.graph)
+    new = dict(zip(mixture.unrolled.graph.nodes, graph.nodes, strict=True))
     edit.give_graph(mixture.unrolled.specialization)
     layers = mixture.template.layers
     child = edit.add_module(
@@ -45,19 +41,13 @@ def write(mixture: Mixture, lowering: Lowering, edit: Edit, *, always: bool) -> 
     )  # fmt: skip
     _Rewrite(mixture, graph, new, edit.owner).run(child, _stacked(mixture, edit))
     edit.set_specializations([dataclasses.replace(mixture.unrolled.specialization, graph=graph)], [0])
-    if mixture.is_stacked:
-        hold_written_out(edit, sorted(_called(mixture.unrolled.graph) - _called(graph)))
+    if not members_of(mixture):  # all are stacked already
+        before, after = (
+            {str(n.target) for n in g.find_nodes(op="call_module")} for g in (mixture.unrolled.graph, graph)
+        )
+        hold_written_out(edit, sorted(before - after))
     if mixture.template.idle:
         edit.hold_in_evaluation(sorted({dropping_module(node) or "" for node in mixture.template.idle}))
-
-
-def _called(graph: fx.Graph) -> set[str]:
-    return {str(node.target) for node in graph.find_nodes(op="call_module")}
-
-
-def _copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    copied = copy_graph(graph)
-    return copied, dict(zip(graph.nodes, copied.nodes, strict=True))
 
 
 def _adds_to_inputs(mixture: Mixture) -> bool:
@@ -113,11 +103,9 @@ class _Rewrite:
         hidden, output = self.mixture.routed.hidden, self.mixture.loop.rounds[0].output
         if values[target].shape != (*values[hidden].shape[:-1], values[output].shape[-1]) or values[target].any():
             return False
-        return _adds_to_inputs(self.mixture) or self._is_made_of_results()
-
-    def _is_made_of_results(self) -> bool:
-        """Say whether the tensor that the loop added to has its type from the loop itself."""
-        seen, pending = set[fx.Node](), [self.mixture.loop.target]
+        if _adds_to_inputs(self.mixture):
+            return True
+        seen, pending = set[fx.Node](), [target]  # or it has its type from the loop itself
         while pending:
             node = pending.pop()
             pending += [used for used in node.all_input_nodes if used not in seen]
@@ -145,7 +133,9 @@ class _Rewrite:
             live.add(node)
             pending += node.all_input_nodes
             # What is written in place into something that is still read stays, too.
-            pending += [user for user in node.users if _writes_into(user, node) and user not in writes]
+            pending += [
+                user for user in node.users if operands(user)[:1] == (node,) and mutates(user) and user not in writes
+            ]
         return live
 
 
@@ -161,10 +151,6 @@ def _needs(check: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _writes_into(user: fx.Node, node: fx.Node) -> bool:
-    return bool(operands(user)) and operands(user)[0] is node and mutates(user)
-
-
 # -- stacking --------------------------------------------------------------------------------------------------------
 
 
@@ -178,13 +164,13 @@ def _stacked(mixture: Mixture, edit: Edit) -> dict[Source, str | fx.Node]:
     for source in families:
         name = source.inside or "weight"
         names[source] = name if name not in names.values() else f"{source.container.replace('.', '_')}.{name}"
-    old = {source: [owner.get_parameter(name) for name in tensor_names(source)] for source in families}
+    old = {source: [owner.get_parameter(name) for name in source.paths] for source in families}
     tensors = {names[s]: torch.stack([p.detach() for p in parameters]) for s, parameters in old.items()}
     trained = {names[source]: parameters[0].requires_grad for source, parameters in old.items()}
     store = FusedMembers(tensors, trained)
     child = edit.add_owned(store, name="stacked_experts")
     for source in families:
-        edit.record_state(merge(tensor_names(source), f"{child}.{names[source]}", old[source][0], some=True))
+        edit.record_state(merge(source.paths, f"{child}.{names[source]}", old[source][0], some=True))
     _leave_views(families, names, store, edit)
     return found | {source: f"{child}.{names[source]}" for source in families}
 
@@ -192,12 +178,12 @@ def _stacked(mixture: Mixture, edit: Edit) -> dict[Source, str | fx.Node]:
 def _leave_views(families: Sequence[Items], names: dict[Items, str], store: FusedMembers, edit: Edit) -> None:
     views: dict[str, dict[str, tuple[nn.Module, str, int]]] = {}
     for source in families:
-        for number, path in enumerate(tensor_names(source)):
+        for number, path in enumerate(source.paths):
             holder, _, last = path.rpartition(".")
             views.setdefault(holder, {})[last] = (*store.holder(names[source]), number)
     undo: list[Callable[[], None]] = []
     containers = {source.container for source in families} - {""}
-    roots = {Items(s.container, s.names).path(number) for s in families for number in range(s.count)}
+    roots = {path for s in families for path in Items(s.container, s.names).paths}
     members = {
         f"{root}.{inside}".rstrip(".") for root in roots for inside in modules_by_name(edit.owner.get_submodule(root))
     }

@@ -5,17 +5,16 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.node import map_arg
 
 from ...compat import all_modules, version_of
 from ...operators import counted_flops
-from ...runtime.graphs import capture_of, fitting
+from ...runtime.graphs import GraphRunner, capture_of, fitting
 from ...runtime.guards import require
 from ...runtime.values import is_leaf, is_library, is_plain_structure, tensors_within
 from ...tracing.analyses import has_random_effects, module_has_random_effects
@@ -23,7 +22,6 @@ from ...tracing.examples import Inputs
 from ...tracing.isolation import in_phase, preserved
 from ...tracing.program import function_of_node
 from .opening import Holds, Opened
-from .running import last_uses
 
 __all__ = ["Cost", "Kind", "NodeFacts", "observed"]
 
@@ -61,19 +59,6 @@ class NodeFacts:
     tuple_length: int | None = None  # if it is a tuple whose items can cross one by one
 
 
-@dataclass
-class _Run:
-    """One run of an opened graph."""
-
-    opened: Opened
-    model: nn.Module
-    cost: Cost
-    seen: dict[fx.Node, NodeFacts] = field(default_factory=dict[fx.Node, NodeFacts])
-    fitting_graphs: dict[str, list[int]] = field(default_factory=dict[str, "list[int]"])
-    values: dict[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])
-    versions: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict[fx.Node, "tuple[int, ...]"])
-
-
 def observed(
     opened: Opened, model: nn.Module, call: Inputs, cost: Cost, *, training: bool
 ) -> tuple[dict[fx.Node, NodeFacts], dict[str, list[int]]]:
@@ -81,42 +66,78 @@ def observed(
 
     The model is left as it was. GuardError says that the graphs are not for this call.
     """
-    run = _Run(opened, model, cost)
-    with ExitStack() as around:
-        around.enter_context(preserved(model))
-        around.enter_context(in_phase(model, training))
-        around.enter_context(torch.enable_grad())
-        meter = around.enter_context(counted_flops()).get_total_flops if cost == "flops" else None
-        run.values.update(opened.given(call.args, call.kwargs))
-        nodes = [node for node in opened.graph.nodes if node.op not in ("placeholder", "output")]
-        for node in run.values:
-            _note_value(run, node, 0.0)
-            run.seen[node].repeatable = True
-        last = last_uses(nodes, ())
-        for node in nodes:
-            _step(run, node, meter)
-            for over in last.get(node, ()):
-                run.values.pop(over)
-    return run.seen, run.fitting_graphs
+    counter = counted_flops() if cost == "flops" else None
+    with preserved(model), in_phase(model, training), torch.enable_grad(), counter or nullcontext():
+        observer = _Observer(opened, model, counter.get_total_flops if counter else None)
+        given = opened.given(call.args, call.kwargs)
+        for node, value in given.items():
+            observer.note(node, value, 0.0)
+            observer.seen[node].repeatable = True
+        observer.run(initial_env=given)
+    return observer.seen, observer.fitting_graphs
 
 
-def _step(run: _Run, node: fx.Node, flops: Callable[[], int] | None) -> None:
-    """Run one node."""
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), run.values.__getitem__)
-    function = function_of_node(node, run.model)
-    if isinstance(function, nn.Module) and capture_of(function) is not None:
-        _note_fitting_graphs(run, node, function, args, kwargs)
-    random, before = torch.get_rng_state(), flops() if flops else 0
-    run.values[node], seconds = _timed(function, args, kwargs, 1 if flops or not _is_heavy(node) else _REPEATS)
-    draws = not torch.equal(random, torch.get_rng_state())
-    wrote = _written_by(run, node)
-    cost = float(flops() - before) if flops else seconds
-    _note_value(run, node, cost)
-    if not (draws or wrote) and _only_computes(run, node):
-        inputs = [run.seen[used] for used in node.all_input_nodes]
-        run.seen[node].repeatable = all(each.repeatable for each in inputs)
-        told = all(each.repeatable or each.repeatable_when_told or each.kind is Kind.PLAIN for each in inputs)
-        run.seen[node].repeatable_when_told = told and not run.seen[node].repeatable and not _checks(node)
+class _Observer(GraphRunner):
+    """Run an opened graph and note what is seen of each node."""
+
+    def __init__(self, opened: Opened, model: nn.Module, flops: Callable[[], int] | None) -> None:
+        super().__init__(model, opened.graph)
+        self.seen: dict[fx.Node, NodeFacts] = {}
+        self.fitting_graphs: dict[str, list[int]] = {}
+        self._model, self._paths, self._flops = model, opened.paths, flops
+        self._versions: dict[fx.Node, tuple[int, ...]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "output":
+            return None
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        function = function_of_node(n, self._model)
+        if isinstance(function, nn.Module) and n.name in self._paths and (capture := capture_of(function)) is not None:
+            found = [capture.specializations.index(each) for each in fitting(function, args, kwargs)]
+            self.fitting_graphs.update({self._paths[n.name]: found} if found else {})
+        random, before = torch.get_rng_state(), self._flops() if self._flops else 0
+        # A function might write into its arguments: once.
+        repeats = _REPEATS if n.op == "call_module" and not self._flops else 1
+        value, seconds = _timed(function, args, kwargs, repeats)
+        draws = not torch.equal(random, torch.get_rng_state())
+        wrote = self._has_written(n)
+        self.note(n, value, float(self._flops() - before) if self._flops else seconds)
+        if not (draws or wrote) and self._only_computes(n, value):
+            seen, inputs = self.seen[n], [self.seen[used] for used in n.all_input_nodes]
+            seen.repeatable = all(each.repeatable for each in inputs)
+            told = all(each.repeatable or each.repeatable_when_told or each.kind is Kind.PLAIN for each in inputs)
+            checks = isinstance(n.target, Holds) or n.target is require
+            seen.repeatable_when_told = told and not seen.repeatable and not checks
+        return value
+
+    def note(self, node: fx.Node, value: Any, cost: float) -> None:
+        kind = Kind.TENSOR if isinstance(value, Tensor) else Kind.PLAIN if self._is_size(node, value) else Kind.OTHER
+        size = value.nbytes if isinstance(value, Tensor) else 0
+        self.seen[node] = NodeFacts(cost, kind, size, tuple_length=_tuple_length(value) if kind is Kind.OTHER else None)
+        self._versions[node] = _versions(value)
+
+    def _is_size(self, node: fx.Node, value: Any) -> bool:
+        """Say whether a value is plain and equal for all data of a shape."""
+        reads_form = node.target in _FORM_FUNCTIONS or (node.op == "call_method" and node.target in _FORM_METHODS)
+        of_sizes = all(self.seen[used].kind is Kind.PLAIN for used in node.all_input_nodes)
+        return is_plain_structure(value) and (reads_form or of_sizes)
+
+    def _has_written(self, writer: fx.Node) -> bool:
+        """Note the values that a node has just written into; say whether there are any."""
+        written = [node for node, value in self.env.items() if _versions(value) != self._versions[node]]
+        for node in written:
+            self._versions[node] = _versions(self.env[node])
+            self.seen[node].last_writer = writer
+        return bool(written)
+
+    def _only_computes(self, node: fx.Node, value: Any) -> bool:
+        """Say whether a node that was not seen to draw or to write holds no parameters, and draws in no mode either."""
+        if node.op == "get_attr":
+            return not isinstance(value, nn.Parameter)
+        if node.op == "call_module":
+            module = self._model.get_submodule(str(node.target))
+            return next(module.parameters(), None) is None and not any(map(_may_draw, all_modules(module)))
+        return isinstance(node.target, Holds) or not has_random_effects(node)
 
 
 def _timed(function: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> tuple[Any, float]:
@@ -129,34 +150,6 @@ def _timed(function: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -
     return value, fastest
 
 
-def _is_heavy(node: fx.Node) -> bool:
-    """Say whether a node is worth timing more than once; a function might write into its arguments."""
-    return node.op == "call_module"
-
-
-def _note_fitting_graphs(run: _Run, node: fx.Node, module: nn.Module, args: Any, kwargs: Any) -> None:
-    capture = capture_of(module)
-    found = fitting(module, args, kwargs)
-    if found and capture is not None and node.name in run.opened.paths:
-        run.fitting_graphs[run.opened.paths[node.name]] = [capture.specializations.index(each) for each in found]
-
-
-def _note_value(run: _Run, node: fx.Node, cost: float) -> None:
-    value = run.values[node]
-    kind = Kind.TENSOR if isinstance(value, Tensor) else Kind.PLAIN if _is_size(run, node, value) else Kind.OTHER
-    size = value.nbytes if isinstance(value, Tensor) else 0
-    run.seen[node] = NodeFacts(cost, kind, size, tuple_length=_tuple_length(value) if kind is Kind.OTHER else None)
-    run.versions[node] = _versions(value)
-
-
-def _is_size(run: _Run, node: fx.Node, value: Any) -> bool:
-    """Say whether a value is plain and equal for all data of a shape."""
-    reads_form = node.target in _FORM_FUNCTIONS or (node.op == "call_method" and node.target in _FORM_METHODS)
-    return is_plain_structure(value) and (
-        reads_form or all(run.seen[used].kind is Kind.PLAIN for used in node.all_input_nodes)
-    )
-
-
 def _tuple_length(value: Any) -> int | None:
     items = cast("tuple[Any, ...]", value) if type(value) is tuple else ()
     return len(items) if all(isinstance(item, Tensor) or is_plain_structure(item) for item in items) and items else None
@@ -165,31 +158,6 @@ def _tuple_length(value: Any) -> int | None:
 def _versions(value: Any) -> tuple[int, ...]:
     # Writing into a tensor is counted by its version, which views share; tensors of inference mode have none.
     return tuple(version_of(tensor) for tensor in tensors_within(value) if not tensor.is_inference())
-
-
-def _written_by(run: _Run, writer: fx.Node) -> bool:
-    """Note the values that a node has just written into."""
-    wrote = False
-    for node, value in run.values.items():
-        if node in run.versions and _versions(value) != run.versions[node]:
-            run.versions[node] = _versions(value)
-            run.seen[node].last_writer = writer
-            wrote = True
-    return wrote
-
-
-def _only_computes(run: _Run, node: fx.Node) -> bool:
-    """Say whether a node that was not seen to draw or to write holds no parameters, and draws in no mode either."""
-    if node.op == "get_attr":
-        return not isinstance(run.values[node], nn.Parameter)
-    if node.op == "call_module":
-        module = run.model.get_submodule(str(node.target))
-        return next(module.parameters(), None) is None and not any(map(_may_draw, all_modules(module)))
-    return isinstance(node.target, Holds) or not has_random_effects(node)
-
-
-def _checks(node: fx.Node) -> bool:
-    return isinstance(node.target, Holds) or node.target is require
 
 
 def _may_draw(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,18 +15,7 @@ from ...tracing.examples import Inputs
 from ...tracing.program import function_of_node
 from .layout import Layout, Part
 
-__all__ = ["Feed", "Forms", "Relay", "StageModule", "Ways", "last_uses"]
-
-
-def last_uses(nodes: Sequence[fx.Node], kept: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Return node -> the values that nothing after it reads, save those that are kept."""
-    seen, last = set(kept), dict[fx.Node, list[fx.Node]]()
-    for node in reversed(nodes):
-        for used in node.all_input_nodes:
-            if used not in seen:
-                seen.add(used)
-                last.setdefault(node, []).append(used)
-    return last
+__all__ = ["Feed", "Forms", "Relay", "StageModule", "Ways"]
 
 
 class Steps:
@@ -34,10 +23,13 @@ class Steps:
 
     def __init__(self, nodes: Sequence[fx.Node], model: nn.Module, results: Any) -> None:
         self.results = results
-        wanted: list[fx.Node] = []
-        map_arg(results, wanted.append)
-        last = last_uses(nodes, wanted)
-        self._steps = [(node, function_of_node(node, model), last.get(node, [])) for node in nodes]
+        read = set[fx.Node]()
+        map_arg(results, read.add)
+        self._steps: list[tuple[fx.Node, Callable[..., Any], list[fx.Node]]] = []
+        for node in reversed(nodes):
+            over = [used for used in dict.fromkeys(node.all_input_nodes) if used not in read]
+            read.update(over)
+            self._steps.insert(0, (node, function_of_node(node, model), over))
 
     def run(self, values: Mapping[fx.Node, Any]) -> Any:
         """Return the results, given the values that the nodes read from outside."""

@@ -6,16 +6,18 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Self, TypeVar, cast
 
 from torch import fx, nn
 
 from ....compat import modules_by_name
 from ....errors import CaptureError
 from ....runtime.guards import Guard
+from ....tracing.program import Program
 
 __all__ = [
     "InlinedGraph",
+    "Known",
     "Operation",
     "is_chain",
     "module_operator",
@@ -87,6 +89,18 @@ class InlinedGraph:
         return {operation.name: operation for operation in self.operations}
 
 
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class Known(dict[_K, _V]):
+    """What was worked out for a program, until it changes."""
+
+    @classmethod
+    def compute(cls, program: Program) -> Self:
+        return cls()
+
+
 def is_chain(graph: fx.Graph) -> bool:
     """Say whether each operation reads the one before it: then no two are independent, however they are opened."""
     previous: fx.Node | None = None
@@ -102,21 +116,16 @@ def is_chain(graph: fx.Graph) -> bool:
 def operations_in(*arguments: Any) -> tuple[Operation, ...]:
     """Return the operations in arguments, each as often as it is there."""
     found: list[Operation] = []
-    _collect(arguments, found)
+    for argument in arguments:
+        if isinstance(argument, Operation):
+            found.append(argument)
+        elif isinstance(argument, (tuple, list)):
+            found += operations_in(*cast("list[Any]", argument))
+        elif isinstance(argument, dict):
+            found += operations_in(*cast("dict[Any, Any]", argument).values())
+        elif isinstance(argument, slice):
+            found += operations_in(argument.start, argument.stop, argument.step)
     return tuple(found)
-
-
-def _collect(argument: Any, found: list[Operation]) -> None:
-    if isinstance(argument, Operation):
-        found.append(argument)
-    elif isinstance(argument, (tuple, list)):
-        for item in cast("list[Any]", argument):
-            _collect(item, found)
-    elif isinstance(argument, dict):
-        for item in cast("dict[Any, Any]", argument).values():
-            _collect(item, found)
-    elif isinstance(argument, slice):
-        _collect((argument.start, argument.stop, argument.step), found)
 
 
 _OPERATORS: dict[type[nn.Module], str] = {

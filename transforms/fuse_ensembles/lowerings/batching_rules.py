@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from torch import fx
@@ -16,7 +17,7 @@ from ....layers.templates import Slot
 from ....layers.vectorized import vectorize_members
 from ....operators import Derived, operator_info, resolve
 from ....runtime.values import map_leaves
-from ..search import Operand, Pack, is_stacked
+from ..search import Pack, is_stacked
 
 __all__ = ["BatchingRule", "call", "write_layer"]
 
@@ -57,10 +58,7 @@ def _vectorized(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
     if not any(map(is_stacked, pack.operands)):
         return call(pack.function, *filled(pack, values), graph)
 
-    def is_own(leaf: object) -> bool:
-        return _is_own(pack, leaf)
-
-    stacked = pytree.tree_map(is_own, pack.arguments)
+    stacked = pytree.tree_map(partial(_is_own, pack), pack.arguments)
     return graph.call_function(vectorize_members, (pack.function, stacked, *filled(pack, values)))
 
 
@@ -75,13 +73,8 @@ def _named(pack: Pack, names: Sequence[str]) -> dict[str, Any] | None:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def _operand(pack: Pack, argument: object) -> Operand | None:
-    return pack.operands[argument.index] if isinstance(argument, Slot) else None
-
-
 def _is_own(pack: Pack, argument: object) -> bool:
-    operand = _operand(pack, argument)
-    return operand is not None and is_stacked(operand)
+    return isinstance(argument, Slot) and is_stacked(pack.operands[argument.index])
 
 
 def _own_or_absent(pack: Pack, *arguments: object) -> bool:
@@ -187,23 +180,22 @@ def _along(*dims: tuple[str, int, int | None]) -> Callable[..., Any]:
 
     def rule(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
         args, kwargs = list(pack.arguments[0]), dict(pack.arguments[1])
-        if not args or not _all_own(pack, args[0]) or len(pack.operands) > len(pytree.tree_leaves(args[0])):
+        first = pytree.tree_leaves(args[0]) if args else []
+        if not args or not all(_is_own(pack, leaf) for leaf in first) or len(pack.operands) > len(first):
             return None
         for name, position, default in dims:
             place: Any = (args, position) if len(args) > position else (kwargs, name)
             dim = args[position] if len(args) > position else kwargs.get(name, default)
             moved = _behind_members(dim)
-            if moved is None or (_counts_from_end(moved) and not pack.has_dimensions(0)):
+            dims_moved = cast("tuple[int, ...]", moved if isinstance(moved, tuple) else (moved,))
+            # A negative dimension is the members' own if a member has none.
+            if moved is None or (min(dims_moved) < 0 and not pack.has_dimensions(0)):
                 return None
             place[0][place[1]] = moved
         positional, named = tuple(_written(args, values)), dict(_written(kwargs, values))
         return call(pack.function, positional, named, graph)
 
     return rule
-
-
-def _all_own(pack: Pack, argument: object) -> bool:
-    return all(_is_own(pack, leaf) for leaf in pytree.tree_leaves(argument))
 
 
 def _behind_members(dim: object) -> Any:
@@ -214,12 +206,6 @@ def _behind_members(dim: object) -> Any:
     if not isinstance(dim, int) or isinstance(dim, bool):
         return None
     return dim + 1 if dim >= 0 else dim
-
-
-def _counts_from_end(dim: Any) -> bool:
-    """Say whether a dimension is negative: then it is the members' own if a member has none."""
-    dims = cast("tuple[int, ...]", dim if isinstance(dim, tuple) else (dim,))
-    return any(d < 0 for d in dims)
 
 
 def _permute(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
@@ -260,9 +246,9 @@ def _length(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node:
 
 def _getitem(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
     (source, index), _ = pack.arguments
-    operand = _operand(pack, source)
-    if operand is None or len(pack.operands) > 1:
+    if not isinstance(source, Slot) or len(pack.operands) > 1:
         return None
+    operand = pack.operands[source.index]
     if not (isinstance(operand, Pack) and operand.result in ("several", "common")):
         parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
         if not all(part is None or isinstance(part, (int, slice)) or part is Ellipsis for part in parts):

@@ -51,30 +51,17 @@ class Packwise:
 
     def _written(self, pack: Pack, values: Sequence[fx.Node], task: Task, writer: Writer) -> fx.Node:
         if pack.operator == "linear":
+            x, weight, *_ = pack.operands
+            own = self.of_one_input if isinstance(x, Shared) else self.of_own_inputs
             bias = values[2] if len(values) > 2 else None
-            return writer.graph.call_function(self._linear(pack), (values[0], values[1], bias))
+            return writer.graph.call_function(F.linear if isinstance(weight, Shared) else own, (*values[:2], bias))
         if operator_info(pack.operator).elementwise:
-            return _write_pointwise(pack, values, writer)
-        return _write_layer(pack, values, task, writer)
-
-    def _linear(self, pack: Pack) -> Callable[..., Tensor]:
-        x, weight, *_ = pack.operands
-        if isinstance(weight, Shared):
-            return F.linear
-        return self.of_one_input if isinstance(x, Shared) else self.of_own_inputs
-
-
-def _write_layer(pack: Pack, values: Sequence[fx.Node], task: Task, writer: Writer) -> fx.Node:
-    if pack.operator != "module":
-        return write_layer(pack, values, writer.graph)
-    vectorized = VectorizedMembers(template_of(pack), members_dims(pack.operands), structured=True)
-    return writer.graph.call_module(task.add_module(vectorized), tuple(values))
-
-
-def _write_pointwise(pack: Pack, values: Sequence[fx.Node], writer: Writer) -> fx.Node:
-    aligned = [_aligned(slot, pack, values, writer) for slot in range(len(values))]
-    args, kwargs = filled(pack, aligned)
-    return writer.graph.call_function(function_of(pack.operator, keywords=bool(kwargs)), args, kwargs)
+            args, kwargs = filled(pack, [_aligned(slot, pack, values, writer) for slot in range(len(values))])
+            return writer.graph.call_function(function_of(pack.operator, keywords=bool(kwargs)), args, kwargs)
+        if pack.operator != "module":
+            return write_layer(pack, values, writer.graph)
+        vectorized = VectorizedMembers(template_of(pack), members_dims(pack.operands), structured=True)
+        return writer.graph.call_module(task.add_module(vectorized), tuple(values))
 
 
 def _aligned(slot: int, pack: Pack, values: Sequence[fx.Node], writer: Writer) -> fx.Node:

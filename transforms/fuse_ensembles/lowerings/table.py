@@ -37,7 +37,7 @@ class LoweringRule:
     """One lowering."""
 
     write: Callable[[Task], Sequence[Unit]]  # returns the units of graph that compute the packs of an ensemble
-    suits: Callable[[Ensemble], bool]  # says whether other rows compute it otherwise
+    suits: Callable[[Ensemble], bool] | None = None  # says whether other rows compute it otherwise
     input_first: bool = False  # weights [N, out, in] of one input lie in memory as [in, N, out]
     in_autocast: bool = True  # whether it may stand where a region autocasts
     for_kernels: bool = False  # whether it can be the fastest only where kernels of fxopt's own compute
@@ -51,10 +51,6 @@ def _has_linears(ensemble: Ensemble) -> bool:
     return any(pack.operator == "linear" for pack in ensemble.packs)
 
 
-def _any(ensemble: Ensemble) -> bool:  # noqa: ARG001
-    return True
-
-
 _WIDE = Packwise(batched.wide_linear, batched.batched_linear)
 
 LOWERINGS: Mapping[Lowering, LoweringRule] = MappingProxyType(
@@ -62,9 +58,9 @@ LOWERINGS: Mapping[Lowering, LoweringRule] = MappingProxyType(
         Lowering.WIDE: LoweringRule(_WIDE, _shares_input),
         Lowering.BMM: LoweringRule(Packwise(batched.shared_batched_linear, batched.batched_linear), _has_linears),
         Lowering.WIDE_INPUT_FIRST: LoweringRule(_WIDE, _shares_input, input_first=True),
-        Lowering.GROUPED_CONV: LoweringRule(Packwise(batched.shared_grouped_linear, batched.grouped_linear), _any),
+        Lowering.GROUPED_CONV: LoweringRule(Packwise(batched.shared_grouped_linear, batched.grouped_linear)),
         # Inside of vmap nothing is autocast.
-        Lowering.VMAP: LoweringRule(vmapped, _any, in_autocast=False),
+        Lowering.VMAP: LoweringRule(vmapped, in_autocast=False),
         Lowering.MLP: LoweringRule(Perceptrons(_WIDE), has_perceptrons, for_kernels=True),
     }
 )
@@ -75,7 +71,11 @@ def lowerings_for(ensemble: Ensemble, *, autocast: bool, kernels: bool = False) 
     """Return the names of the lowerings to try for an ensemble, in order of preference."""
 
     def fits(rule: LoweringRule) -> bool:
-        return (rule.in_autocast or not autocast) and (kernels or not rule.for_kernels) and rule.suits(ensemble)
+        return (
+            (rule.in_autocast or not autocast)
+            and (kernels or not rule.for_kernels)
+            and (rule.suits is None or rule.suits(ensemble))
+        )
 
     return tuple(name.value for name, rule in LOWERINGS.items() if fits(rule))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import fx, nn
@@ -26,7 +25,6 @@ from ..search import (
     Parameters,
     Selected,
     Shared,
-    find_joins,
     gives_new_value,
     is_stacked,
     same_shape,
@@ -48,13 +46,11 @@ def keys_of(operand: Operand) -> Sequence[Any]:
             return [operand]
         case Shared():
             return [operand.operation]
-        case Flags():
-            return []
         case Selected():
             return [operand.source]
         case Gathered():
             return operand.operations
-        case Parameters():
+        case Flags() | Parameters():
             return []
 
 
@@ -74,17 +70,12 @@ def stacked(operand: Operand, count: int, task: Task, writer: Writer, *, flat: b
         case Selected():
             return graph.call_function(batched.select_members, (writer.values[operand.source], operand.dim, count))
         case Gathered():
-            return _gathered(operand.operations, task, writer)
-
-
-def _gathered(operations: Sequence[Operation], task: Task, writer: Writer) -> fx.Node:
-    """Write the stack of separate values; where their shapes may come to differ, that is asked first."""
-    values = tuple(writer.values[operation] for operation in operations)
-    if not all(same_shape(operations[0], other) for other in operations[1:]):
-        alike = writer.graph.call_function(batched.have_one_shape, values)
-        reason = "the members read tensors of one shape when they were fused"
-        writer.graph.call_function(require, (alike, True, reason, task.may_restart))
-    return writer.graph.call_function(batched.gather_members, values)
+            values = tuple(writer.values[operation] for operation in operand.operations)
+            if not all(same_shape(operand.operations[0], other) for other in operand.operations[1:]):
+                alike = graph.call_function(batched.have_one_shape, values)
+                reason = "the members read tensors of one shape when they were fused"
+                graph.call_function(require, (alike, True, reason, task.may_restart))
+            return graph.call_function(batched.gather_members, values)
 
 
 def template_of(pack: Pack) -> Template:
@@ -109,45 +100,31 @@ class Task:
     add_module: Callable[[nn.Module], str]  # registers a module in the owner and returns its name
     may_restart: bool  # whether the owner may run its original forward after having begun with its graph
 
-    @cached_property
-    def joins(self) -> Mapping[Pack, list[Join]]:
-        """Return where the members of each pack come together again."""
-        return find_joins(self.ensemble)
-
-    @cached_property
-    def covered(self) -> set[Operation]:
-        """Return the operations that are replaced."""
-        packed = {member for pack in self.ensemble.packs for member in pack.members}
-        return packed | {removed for joins in self.joins.values() for join in joins for removed in join.removed}
-
 
 def leaving_units(task: Task) -> Iterator[Unit]:
     """Yield the units of graph that join the members of packs, and that part them where they are read singly."""
-    packs = task.ensemble.packs
+    packs, all_joins, covered = task.ensemble.packs, task.ensemble.joins, task.ensemble.covered
     read = {key for pack in packs for o in pack.operands if not isinstance(o, Pack) for key in keys_of(o)}
-    read.update(o for joins in task.joins.values() for join in joins for o in join.addends if isinstance(o, Operation))
+    read.update(o for joins in all_joins.values() for join in joins for o in join.addends if isinstance(o, Operation))
     for pack in packs:
-        single = any(member in read or any(u not in task.covered for u in member.users) for member in pack.members)
+        single = any(member in read or any(u not in covered for u in member.users) for member in pack.members)
         copy = pack.operator not in _KEEP_NO_RESULT or _readers(pack, task) > 1
-        yield from (_join_unit(pack, join, copy or single) for join in task.joins[pack])
+        yield from (_join_unit(pack, join, copy or single) for join in task.ensemble.joins[pack])
         if single:
             read_again = pack.operator not in _KEEP_NO_RESULT or _readers(pack, task) > 0
-            yield _unbind_unit(pack, copy=_may_be_written(pack) and read_again)
+            # Somebody may write to a member's result by itself: it is returned, or something is viewed in it.
+            written = any(not gives_new_value(user) for member in pack.members for user in member.users)
+            yield _unbind_unit(pack, copy=written and read_again)
 
 
 _KEEP_NO_RESULT = frozenset("linear add sub mul div".split())
 """Operators whose backward does not read their result, so that it may be written to."""
 
 
-def _may_be_written(pack: Pack) -> bool:
-    """Say whether somebody may write to a member's result by itself: it is returned, or something is viewed in it."""
-    return any(not gives_new_value(user) for member in pack.members for user in member.users)
-
-
 def _readers(pack: Pack, task: Task) -> int:
     """Return how many joins and packs read the members of a pack together."""
-    added = sum(join.addends.count(pack) for joins in task.joins.values() for join in joins)
-    return len(task.joins[pack]) + added + sum(other.operands.count(pack) for other in task.ensemble.packs)
+    added = sum(join.addends.count(pack) for joins in task.ensemble.joins.values() for join in joins)
+    return len(task.ensemble.joins[pack]) + added + sum(other.operands.count(pack) for other in task.ensemble.packs)
 
 
 def _join_unit(pack: Pack, join: Join, copy: bool) -> Unit:

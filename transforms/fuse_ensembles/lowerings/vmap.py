@@ -13,7 +13,7 @@ from ....errors import MatchFailure
 from ....layers import batched_layers
 from ....layers.vectorized import VectorizedMembers, graph_of_member
 from ....operators import function_of, operator_info
-from ..search import Ensemble, Operand, Pack
+from ..search import Operand, Pack
 from .batching_rules import call, filled
 from .rebuilding import Unit, Writer
 from .units import Task, keys_of, members_dims, order_of, stacked, template_of
@@ -25,7 +25,8 @@ def vmapped(task: Task) -> list[Unit]:
     """Return the one unit of graph that computes the ensemble as one `torch.func.vmap`."""
     packs = task.ensemble.packs
     outer = list(dict.fromkeys(o for pack in packs for o in pack.operands if not isinstance(o, Pack)))
-    exits = _exits(task.ensemble)
+    inside = {member for pack in packs for member in pack.members}
+    exits = [pack for pack in packs if any(u not in inside for m in pack.members for u in m.users)]  # read outside
 
     def emit(writer: Writer) -> None:
         name = task.add_module(_vectorized(packs, outer, exits))
@@ -40,12 +41,6 @@ def vmapped(task: Task) -> list[Unit]:
 
     needs = [key for operand in outer for key in keys_of(operand)]
     return [Unit(min(order_of(pack) for pack in packs), needs, list(exits), emit)]
-
-
-def _exits(ensemble: Ensemble) -> list[Pack]:
-    """Return the packs whose members somebody outside the ensemble reads."""
-    inside = {member for pack in ensemble.packs for member in pack.members}
-    return [pack for pack in ensemble.packs if any(u not in inside for m in pack.members for u in m.users)]
 
 
 def _vectorized(packs: Sequence[Pack], outer: Sequence[Operand], exits: Sequence[Pack]) -> nn.Module:

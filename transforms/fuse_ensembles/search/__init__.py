@@ -5,8 +5,7 @@ from __future__ import annotations
 from .canonicalization import gives_new_value, may_share_memory, same_shape, writes_to_fresh_value
 from .gradient_reach import GradientReach, used_by
 from .isomorphism import find_ensembles
-from .joins import Join, find_joins
-from .packs import Ensemble, Flags, Gathered, Operand, Pack, Parameters, Selected, Shared, attribute, is_stacked
+from .packs import Ensemble, Flags, Gathered, Join, Operand, Pack, Parameters, Selected, Shared, attribute, is_stacked
 from .places import Case, Place, places_of, present_cases, rewritten_specializations
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "Shared",
     "attribute",
     "find_ensembles",
-    "find_joins",
     "gives_new_value",
     "is_stacked",
     "may_share_memory",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from ....layers.templates import Slot
 from ....operators import function_path, in_place_signature, operator_info
@@ -22,13 +21,7 @@ __all__ = [
     "writes_to_fresh_value",
 ]
 
-_LINEAR = inspect.Signature(
-    [
-        inspect.Parameter("input", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-        inspect.Parameter("weight", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-        inspect.Parameter("bias", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
-    ]
-)
+_LINEAR = ("input", "weight", "bias")
 
 
 def packable(operation: Operation) -> bool:
@@ -127,8 +120,8 @@ def _canonical_form(operation: Operation) -> CanonicalForm:
 def _bound(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments in one spelling: operands of a linear layer positional, `inplace` left out."""
     if operation.operator == "linear":
-        bound = _LINEAR.bind(*operation.args, **operation.kwargs)
-        return tuple(bound.arguments.get(name) for name in _LINEAR.parameters), {}
+        named = dict(zip(_LINEAR, operation.args, strict=False)) | operation.kwargs
+        return tuple(named.get(name) for name in _LINEAR), {}
     signature = in_place_signature(operation.target)
     if signature is None:
         return operation.args, {name: value for name, value in operation.kwargs.items() if name != "inplace"}
@@ -176,10 +169,7 @@ def _pick_alike(one: Operation, other: Operation) -> bool:
     """Say whether both take single places of tensors, whichever: then what is left has one shape."""
     if one.operator != "getitem" or other.operator != "getitem":
         return False
-    places = [[type(part) if type(part) is int else part for part in _parts(item.args[1])] for item in (one, other)]
+    indices: list[Any] = [item.args[1] if isinstance(item.args[1], tuple) else (item.args[1],) for item in (one, other)]
+    places: list[Any] = [[type(part) if type(part) is int else part for part in index] for index in indices]
     source = one.args[0]
     return repr(places[0]) == repr(places[1]) and (hasattr(source.example, "dtype") or source.operator == "unbind")
-
-
-def _parts(index: Any) -> tuple[Any, ...]:
-    return cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)

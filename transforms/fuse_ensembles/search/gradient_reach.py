@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from ....compat import children_of
 from ....operators import operator_info
 from ....runtime.graphs import Region
 from ....runtime.state import holder_of
 from ....tracing.program import Program
-from ..inlining import InlinedGraph, Operation
+from ..inlining import InlinedGraph, Known, Operation
 
 __all__ = ["GradientReach", "used_by"]
 
@@ -18,53 +19,34 @@ __all__ = ["GradientReach", "used_by"]
 def differentiable_outputs(inlined: InlinedGraph) -> dict[Operation, int]:
     """Return for each operation a bit mask of the output leaves that it may receive gradients from."""
     reach: dict[Operation, int] = {}
-    leaves = _output_leaves(inlined)
+    leaves: dict[Operation, int] = {}
+    for number, leaf in enumerate(inlined.operations[-1].inputs):
+        leaves[leaf] = leaves.get(leaf, 0) | 1 << number
     for operation in reversed(inlined.operations):
         mask = leaves.get(operation, 0)
         for user in operation.users:
-            if not _stops_gradients(user):
+            if not user.node.meta.get("detached") and operator_info(user.operator).differentiable:
                 mask |= reach.get(user, 0)
         reach[operation] = mask
     return reach
 
 
-class GradientReach:
-    """Which outputs each tensor can receive gradients from, worked out once for each inlined graph."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[InlinedGraph, dict[str, int], bool]] = {}
-
-    @classmethod
-    def compute(cls, program: Program) -> GradientReach:
-        return cls()
+class GradientReach(Known[int, tuple[InlinedGraph, dict[str, int], bool]]):
+    """Which outputs each tensor can receive gradients from, by the identity of the inlined graph."""
 
     def reached(self, inlined: InlinedGraph, groups: Sequence[Collection[str]]) -> list[int]:
         """Return for each group of parameters a bit mask of the outputs that it can receive gradients from."""
-        if id(inlined) not in self._known:
-            calls = any(operation.kind == "call_module" for operation in inlined.operations)
-            self._known[id(inlined)] = inlined, _masks(inlined), calls
-        _, masks, calls = self._known[id(inlined)]
+        if id(inlined) not in self:
+            reach, found = differentiable_outputs(inlined), dict[str, int]()
+            for operation in inlined.operations:
+                if operation.kind in ("get_attr", "call_module"):
+                    target = str(operation.target)
+                    found[target] = found.get(target, 0) | reach[operation]
+            self[id(inlined)] = inlined, found, any(each.kind == "call_module" for each in inlined.operations)
+        _, masks, calls = self[id(inlined)]
         # A module that is called may read any of its tensors.
         wanted = [[path for name in names for path in _paths(name)] for names in groups] if calls else groups
-        return [_union([masks.get(path, 0) for path in paths]) for paths in wanted]
-
-
-def _masks(inlined: InlinedGraph) -> dict[str, int]:
-    """Return the outputs that what an operation reads can receive gradients from, by the name of that."""
-    reach = differentiable_outputs(inlined)
-    masks: dict[str, int] = {}
-    for operation in inlined.operations:
-        if operation.kind in ("get_attr", "call_module"):
-            target = str(operation.target)
-            masks[target] = masks.get(target, 0) | reach[operation]
-    return masks
-
-
-def _union(masks: Iterable[int]) -> int:
-    union = 0
-    for mask in masks:
-        union |= mask
-    return union
+        return [reduce(lambda one, other: one | other, (masks.get(path, 0) for path in paths), 0) for paths in wanted]
 
 
 def _paths(name: str) -> Iterator[str]:
@@ -135,17 +117,3 @@ class _Users:
             for node in (*graph.find_nodes(op="call_module"), *graph.find_nodes(op="get_attr")):
                 modules.setdefault(holder.qualified(str(node.target)), {})[other] = None
         return cls({target: list(others) for target, others in modules.items()})
-
-
-def _output_leaves(inlined: InlinedGraph) -> dict[Operation, int]:
-    output = next(op for op in reversed(inlined.operations) if op.kind == "output")
-    leaves: dict[Operation, int] = {}
-    for number, operation in enumerate(output.inputs):
-        leaves[operation] = leaves.get(operation, 0) | 1 << number
-    return leaves
-
-
-def _stops_gradients(operation: Operation) -> bool:
-    if operation.node.meta.get("detached"):
-        return True
-    return not operator_info(operation.operator).differentiable

@@ -20,7 +20,7 @@ from torch import nn
 from ....compat import own_tensor, submodule
 from ....operators import function_path, operator_info
 from ....tracing.program import Program
-from ..inlining import InlinedGraph, Operation, inlined_graph, module_signature, state_names
+from ..inlining import InlinedGraph, Known, Operation, inlined_graph, module_signature, state_names
 from .canonicalization import canonical_form, packable
 from .packs import (
     Ensemble,
@@ -45,28 +45,16 @@ _SIZES = frozenset(("shape", "size", "dim", "numel", "len"))
 _NUMBER = re.compile(r"\d+")
 
 
-class Ensembles:
-    """The ensembles of a program, each owner's looked for once until the program changes."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self._known: dict[tuple[str, int, bool], list[Ensemble]] = {}
-
-    @classmethod
-    def compute(cls, program: Program) -> Ensembles:
-        return cls(program)
-
-    def of(self, owner: str, specialization: int, flipped: bool) -> list[Ensemble]:
-        key = (owner, specialization, flipped)
-        if key not in self._known:
-            inlined = inlined_graph(self._program, owner, specialization, flipped=flipped)
-            self._known[key] = _search(inlined, self._program.module(owner))
-        return self._known[key]
+class _Ensembles(Known[tuple[str, int, bool], list[Ensemble]]):
+    """The ensembles of graphs."""
 
 
 def find_ensembles(program: Program, owner: str, specialization: int = 0, *, flipped: bool = False) -> list[Ensemble]:
     """Return the ensembles of at least two members in what `owner` computes, in order; see `inlined_graph`."""
-    return program.analyses[Ensembles].of(owner, specialization, flipped)
+    known, key = program.analyses[_Ensembles], (owner, specialization, flipped)
+    if key not in known:
+        known[key] = _search(inlined_graph(program, owner, specialization, flipped=flipped), program.module(owner))
+    return known[key]
 
 
 def _search(inlined: InlinedGraph, owner: nn.Module) -> list[Ensemble]:
@@ -80,21 +68,20 @@ def _search(inlined: InlinedGraph, owner: nn.Module) -> list[Ensemble]:
                 search.color(operation)
         for members in list(search.classes.values()):
             search.pack(members)
-        ensembles = [each for each in search.ensembles() if not _belongs_to_a_child(each) and _computes(each)]
+        ensembles = [each for each in search.ensembles() if _is_of_interest(each)]
         found.extend(ensembles)
         taken.update(member for ensemble in ensembles for pack in ensemble.packs for member in pack.members)
     return found
 
 
-def _belongs_to_a_child(ensemble: Ensemble) -> bool:
-    """Say whether all of it lies in one inlined call: then it is found there, without inlining that call here."""
+def _is_of_interest(ensemble: Ensemble) -> bool:
+    """Say whether it computes anything at each call, beside tensors that are kept, and not in one inlined call alone.
+
+    What lies in one inlined call is found in the module that is called, without inlining it here.
+    """
     members = [member for pack in ensemble.packs for member in pack.members]
-    return all("/" in member.name for member in members) and len({member.call for member in members}) == 1
-
-
-def _computes(ensemble: Ensemble) -> bool:
-    """Say whether it computes anything at each call, beside tensors that are made from parameters and kept."""
-    return any(pack.operator != "derived" and not _is_derived(pack) for pack in ensemble.packs)
+    belongs_to_a_child = all("/" in member.name for member in members) and len({each.call for each in members}) == 1
+    return not belongs_to_a_child and any(p.operator != "derived" and not _is_derived(p) for p in ensemble.packs)
 
 
 class _Search:
@@ -123,10 +110,14 @@ class _Search:
             return
         template, text, operands = self.spelled(operation)
         seed = operation.operator == "linear" or (operation.operator in _SIZES and selected(operands[0]) is not None)
-        if not seed and not any(operand in self.colors or self.is_state(operand) for operand in operands):
+        if not seed and not any(operand in self.colors or self.is_parameter(operand) for operand in operands):
             self.number(operation, text, operands)
             return
-        what = operation.operator if _in_one_spelling(operation) else _spelled(operation)
+        what: str | None = operation.operator
+        if what == "derived":
+            what = repr(operation.node.target)
+        elif operation.kind != "call_module" and what != "linear" and not operator_info(what).elementwise:
+            what = function_path(operation.node)
         signature = (what, text, *(self.describe(operand) for operand in operands))
         self.forms[operation] = template, operands
         self.colors[operation] = self.numbers.setdefault(signature, len(self.numbers))
@@ -147,11 +138,13 @@ class _Search:
             return form.arguments, form.text, operands
         path = str(operation.target)
         module = self.owner.get_submodule(path)
-        state = [state_operand(operation, f"{path}.{name}") for name in state_names(module)]
+        node, call, index = operation.node, operation.call, operation.index
+        names = [f"{path}.{name}" for name in state_names(module)]
+        state = [Operation(name, "get_attr", name, (), {}, None, node, call, index) for name in names]
         template = (*form.arguments, module_signature(module), len(operands))
         return template, repr(template), [*operands, *state]
 
-    def is_state(self, operand: Operation) -> bool:
+    def is_parameter(self, operand: Operation) -> bool:
         return operand.kind == "get_attr" and isinstance(self.value(str(operand.target)), nn.Parameter)
 
     def value(self, name: str) -> object:
@@ -173,7 +166,12 @@ class _Search:
         if operand in self.colors:
             return "color", self.colors[operand]
         if operand.kind == "get_attr":
-            return self.describe_attribute(str(operand.target))
+            name = str(operand.target)
+            value, (path, _, last) = self.value(name), name.rpartition(".")
+            place = self.place(path, last) if self.by_place else ""
+            if isinstance(value, torch.Tensor):
+                return "attribute", place, value.shape, value.dtype, value.device
+            return ("flag", place) if _is_flag(name, value) else ("constant", name)
         if operand in self.same:
             return "shared", self.same[operand].name
         picked = selected(operand)
@@ -182,14 +180,6 @@ class _Search:
         if len(operand.users) > 1:
             return "shared", operand.name
         return "own", operand.level, repr(operand.example)
-
-    def describe_attribute(self, name: str) -> object:
-        value = self.value(name)
-        path, _, last = name.rpartition(".")
-        place = self.place(path, last) if self.by_place else ""
-        if isinstance(value, torch.Tensor):
-            return "attribute", place, value.shape, value.dtype, value.device
-        return ("flag", place) if _is_flag(name, value) else ("constant", name)
 
     def place(self, path: str, last: str) -> str:
         """Return an attribute's name without what tells members apart: numbers, and the keys of dictionaries."""
@@ -275,21 +265,24 @@ class _Search:
         ranks = tuple(operand_ranks(operand, self.owner) for operand in found)
         return Pack(
             first.operator or "", tuple(group), tuple(template), found, ranks, dimensional_slots(found, self.owner),
-            path, result_kind(first, found), state, module,
+            path, _result_kind(first, found), state, module,
         )  # fmt: skip
 
     def operand(self, column: tuple[Operation, ...]) -> Operand | None:
         """Return how all members' values of one argument are had at once, or None."""
         column = tuple(self.same.get(operand, operand) for operand in column)
-        if all(_same_value(operand, column[0]) for operand in column):
-            return Shared(column[0])
+        first = column[0]
+        reads = (o.kind == first.kind == "get_attr" and o.target == first.target for o in column)
+        if all(same or o is first for same, o in zip(reads, column, strict=True)):
+            return Shared(first)
         pack = self.packed(column) or self.kept(column)
         if pack is not None:
             return pack
         if all(operand.kind == "get_attr" for operand in column):
             return self.attributes(tuple(str(operand.target) for operand in column))
-        distinct = len(set(column)) == len(column) and not any(map(_is_no_tensor, column))
-        return selection(column) or (Gathered(column) if distinct else None)
+        distinct = len(set(column)) == len(column)
+        tensors = all(not _is_size(o) if o.example is None else hasattr(o.example, "dtype") for o in column)
+        return selection(column) or (Gathered(column) if distinct and tensors else None)
 
     def attributes(self, names: tuple[str, ...]) -> Operand | None:
         if all(_is_flag(name, self.value(name)) for name in names):
@@ -343,10 +336,6 @@ def _is_made_of_parameters(operation: Operation) -> bool:
     return made.operator == "derived"
 
 
-def _is_no_tensor(operation: Operation) -> bool:
-    return _is_size(operation) if operation.example is None else not hasattr(operation.example, "dtype")
-
-
 @functools.lru_cache(4096)
 def _without_numbers(name: str) -> str:
     return _NUMBER.sub("*", name)
@@ -367,34 +356,13 @@ def _is_size(operation: Operation) -> bool:
     return operation.operator in _SIZES or (calculated and all(map(_is_size, operation.inputs)))
 
 
-def _in_one_spelling(operation: Operation) -> bool:
-    return (
-        operation.kind == "call_module"
-        or operation.operator == "linear"
-        or operator_info(operation.operator).elementwise
-    )
-
-
-def state_operand(operation: Operation, name: str) -> Operation:
-    """Return the read of a tensor or flag that a module call implies."""
-    return Operation(name, "get_attr", name, (), {}, None, operation.node, operation.call, operation.index)
-
-
-def result_kind(operation: Operation, operands: Sequence[Operand]) -> Literal["stacked", "several", "common"]:
+def _result_kind(operation: Operation, operands: Sequence[Operand]) -> Literal["stacked", "several", "common"]:
     """Return what a batched call of the operation gives; see `Pack`."""
     if operation.operator in _SIZES or not any(map(is_stacked, operands)):
         return "common"
     if operation.operator in ("chunk", "split", "tensor_split", "unbind", "recurrent"):
         return "several"
     return "several" if isinstance(operation.example, tuple) else "stacked"
-
-
-def _same_value(one: Operation, other: Operation) -> bool:
-    return one is other or (one.kind == other.kind == "get_attr" and one.target == other.target)
-
-
-def _spelled(operation: Operation) -> str | None:
-    return repr(operation.node.target) if operation.operator == "derived" else function_path(operation.node)
 
 
 def _linear_is_batchable(operands: Sequence[Operand]) -> bool:
@@ -406,8 +374,7 @@ def _linear_is_batchable(operands: Sequence[Operand]) -> bool:
 
 def _is_derived(operand: Operand) -> bool:
     """Say whether an operand is made from the members' parameters and kept."""
-    return isinstance(operand, Pack) and operand.operator == "getitem" and _is_of_derived(operand.operands[0])
-
-
-def _is_of_derived(operand: Operand) -> bool:
-    return isinstance(operand, Pack) and operand.operator == "derived"
+    if not isinstance(operand, Pack) or operand.operator != "getitem":
+        return False
+    source = operand.operands[0]
+    return isinstance(source, Pack) and source.operator == "derived"

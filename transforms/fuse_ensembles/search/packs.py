@@ -1,9 +1,10 @@
-"""What a batched operation would stand for: packs of isomorphic operations, and the ensembles that they make up."""
+"""Packs of isomorphic operations, the ensembles that they make up, and where members come together again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
@@ -12,11 +13,13 @@ from torch import nn
 from ....compat import submodule
 from ....operators import operator_info
 from ..inlining import Operation
+from .canonicalization import same_type, writes_to_fresh_value
 
 __all__ = [
     "Ensemble",
     "Flags",
     "Gathered",
+    "Join",
     "Operand",
     "Pack",
     "Parameters",
@@ -134,6 +137,17 @@ class Ensemble:
                 seen.add(operand.names)
                 yield operand
 
+    @cached_property
+    def joins(self) -> Mapping[Pack, list[Join]]:
+        """Return where the members of each pack come together again."""
+        return _find_joins(self)
+
+    @cached_property
+    def covered(self) -> set[Operation]:
+        """Return the operations of the members, and those that join their results."""
+        members = {member for pack in self.packs for member in pack.members}
+        return members | {removed for joins in self.joins.values() for join in joins for removed in join.removed}
+
     @property
     def shares_input(self) -> bool:
         """Say whether some linear layer reads one input for all members."""
@@ -154,9 +168,12 @@ def selected(operation: Operation) -> tuple[Operation, int, int] | None:
     parts = cast("tuple[Any, ...]", index if isinstance(index, tuple) else (index,))
     places = [i for i, part in enumerate(parts) if isinstance(part, int) and not isinstance(part, bool)]
     others = [part for part in parts if not isinstance(part, int)]
-    if len(places) != 1 or not _keeps_everything(others) or not _is_tensor(operation.args[0]):
+    from_end = any(part is Ellipsis for part in others)
+    keeps_all = len(others) == 1 if from_end else all(part == slice(None) for part in others)
+    is_tensor = operation.args[0].kind == "get_attr" or hasattr(operation.args[0].example, "dtype")
+    if len(places) != 1 or not keeps_all or not is_tensor:
         return None
-    if others and others[0] is Ellipsis:
+    if from_end:
         return (operation.args[0], places[0] - len(parts), parts[places[0]])
     return operation.args[0], places[0], parts[places[0]]
 
@@ -168,16 +185,6 @@ def is_one_of_several_places(operation: Operation) -> bool:
         return False
     others = (selected(user) for user in picked[0].users)
     return any(other is not None and other[2] != picked[2] for other in others)
-
-
-def _keeps_everything(parts: Sequence[object]) -> bool:
-    if any(part is Ellipsis for part in parts):
-        return len(parts) == 1
-    return all(part == slice(None) for part in parts)
-
-
-def _is_tensor(operation: Operation) -> bool:
-    return operation.kind == "get_attr" or hasattr(operation.example, "dtype")
 
 
 def selection(column: Sequence[Operation]) -> Selected | None:
@@ -194,7 +201,9 @@ def operand_ranks(operand: Operand, owner: nn.Module) -> frozenset[object]:
     match operand:
         case Pack():
             return operand.ranks if operand.result == "stacked" else frozenset[object]()
-        case Shared() if _is_flat(operand.operation.example) or _is_flat_attribute(operand.operation, owner):
+        case Shared(read) if _is_flat(read.example):
+            return frozenset()
+        case Shared(read) if read.kind == "get_attr" and _is_flat(attribute(owner, str(read.target))):
             return frozenset()
         case Parameters() if _is_flat(attribute(owner, operand.names[0])):
             return frozenset()
@@ -247,5 +256,112 @@ def _is_flat(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() <= 1)
 
 
-def _is_flat_attribute(operation: Operation, owner: nn.Module) -> bool:
-    return operation.kind == "get_attr" and _is_flat(attribute(owner, str(operation.target)))
+@dataclass(frozen=True)
+class Join:
+    """One operation, or chain of them, that consumes every member of a pack exactly once."""
+
+    kind: Literal["stack", "cat", "sum"]  # `stack` or `cat` along `dim`, or `sum` over the members
+    root: Operation  # the operation whose value the join gives
+    removed: tuple[Operation, ...]  # the operations that the join replaces, the root among them
+    dim: int = 0  # of a stack or cat, as the user wrote it
+    addends: tuple[Any, ...] = ()  # of a sum: what else is added; whole packs as such
+
+
+def _find_joins(ensemble: Ensemble) -> dict[Pack, list[Join]]:
+    """Return where the members of each pack come together again; no operation is a part of two sums, or of a member."""
+    kept = {member for pack in ensemble.packs for member in pack.members}
+    joins: dict[Pack, list[Join]] = {pack: [] for pack in ensemble.packs}
+    for pack in ensemble.packs:
+        if pack.result != "stacked":
+            continue
+        for user in dict.fromkeys(pack.members[0].users):
+            join = _list_join(user, pack) if user.operator in ("stack", "cat") and user not in kept else None
+            if join is not None:
+                joins[pack].append(join)
+        chain = _sum_chain(pack, kept, ensemble.packs)
+        if chain is not None:
+            joins[pack].append(chain)
+            kept.update(chain.removed)
+    return joins
+
+
+def _list_join(user: Operation, pack: Pack) -> Join | None:
+    tensors = user.args[0] if user.args else user.kwargs.get("tensors")
+    dim = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim", user.kwargs.get("axis", 0))
+    if not isinstance(tensors, (list, tuple)) or not isinstance(dim, int) or "out" in user.kwargs:
+        return None
+    listed = cast("Sequence[object]", tensors)
+    if len(listed) != pack.size or any(t is not m for t, m in zip(listed, pack.members, strict=True)):
+        return None
+    return Join("stack" if user.operator == "stack" else "cat", user, (user,), dim)
+
+
+def _sum_chain(pack: Pack, kept: Collection[Operation], packs: Sequence[Pack]) -> Join | None:
+    """Return the sum whose addends include each member once.
+
+    Other additions than those on the way to it may mean something else, as those of booleans do.
+    """
+    inner: dict[Operation, None] = {}
+    for member in pack.members:
+        added = [user for user in member.users if _is_addition(user) and user not in kept]
+        if len(added) != 1:
+            return None
+        inner.update(dict.fromkeys(_climbed(added[0], inner, kept)))
+    roots = [addition for addition in inner if not any(user in inner for user in addition.users)]
+    addends = [arg for addition in inner for arg in addition.args if not (isinstance(arg, Operation) and arg in inner)]
+    rest = _without_members(addends, pack)
+    if len(roots) != 1 or rest is None:
+        return None
+    return Join("sum", roots[0], tuple(inner), addends=tuple(_by_pack(rest, packs)))
+
+
+def _without_members(addends: Sequence[Any], pack: Pack) -> list[Any] | None:
+    """Return what is added beside the members of a pack; None where these are not added once each."""
+    members = set(pack.members)
+    rest = [addend for addend in addends if not (isinstance(addend, Operation) and addend in members)]
+    return rest if len(addends) - len(rest) == pack.size else None
+
+
+def _by_pack(addends: list[Any], packs: Sequence[Pack]) -> list[Any]:
+    """Return what is added with whole packs in the place of their members, which are then added together, too."""
+    for pack in packs:
+        rest = _without_members(addends, pack) if pack.result == "stacked" else None
+        if rest is not None and set(pack.members) <= {addend for addend in addends if isinstance(addend, Operation)}:
+            addends = [*rest, pack]
+    return addends
+
+
+def _climbed(addition: Operation, known: Collection[Operation], kept: Collection[Operation]) -> Iterator[Operation]:
+    """Yield `addition` and the longer ones that it is only a step of, up to what is known or kept."""
+    # Not a recursion: chains are long.
+    while addition not in known and addition not in kept:
+        yield addition
+        if len(addition.users) != 1 or not _is_addition(addition.users[0]):
+            return
+        addition = addition.users[0]
+
+
+def _is_addition(operation: Operation) -> bool:
+    if operation.operator != "add" or operation.kwargs or len(operation.args) != 2:
+        return False
+    return not operation.mutates or _adds_onto_fresh_value(operation)
+
+
+def _adds_onto_fresh_value(operation: Operation) -> bool:
+    """Say whether `total += x` overwrites a total that nothing else reads: a number, a new tensor or a step before."""
+    while operation.mutates:
+        left = operation.args[0]
+        if not isinstance(left, Operation):
+            return True
+        is_new = _is_new_tensor(left) and same_type(left, operation.args[1])
+        if len(left.users) != 1 or not (left.operator == "add" or is_new or writes_to_fresh_value(operation)):
+            return False
+        operation = left
+    return True
+
+
+def _is_new_tensor(operation: Operation) -> bool:
+    name = getattr(operation.target, "__name__", operation.target)
+    return operation.kind in ("call_function", "call_method") and name in (
+        "zeros", "zeros_like", "ones", "full", "full_like", "new_zeros", "new_full", "ones_like",
+    )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import fx, nn
 
@@ -14,10 +13,9 @@ from ....errors import MatchFailure
 from ....runtime.graphs import Specialization, capture_of, copy_graph, required_capture
 from ....runtime.guards import Guard
 from ....tracing.program import Program
-from ..inlining import InlinedGraph, Operation, inlined_graph
+from ..inlining import InlinedGraph, Known, inlined_graph
 from .isomorphism import find_ensembles
-from .joins import find_joins
-from .packs import Ensemble, Parameters
+from .packs import Ensemble
 
 __all__ = ["Case", "Place", "places_of", "present_cases", "rewritten_specializations"]
 
@@ -31,9 +29,13 @@ class Case:
     asks: bool  # whether the graph itself is for one mode only
 
 
+class _Cases(Known[str, list[Case]]):
+    """The cases of each owner."""
+
+
 def cases_of(program: Program, owner: str) -> list[Case]:
     """Return every graph of a owner in each mode that it runs in, those that run in the present mode first."""
-    known = program.analyses[_Cases].by_owner
+    known = program.analyses[_Cases]
     if owner not in known:
         module = program.module(owner)
         known[owner] = [
@@ -43,17 +45,6 @@ def cases_of(program: Program, owner: str) -> list[Case]:
             if specialization.runs_in_mode(module, flipped=flipped)
         ]
     return known[owner]
-
-
-class _Cases:
-    """The cases of each owner, worked out once until the program changes."""
-
-    def __init__(self) -> None:
-        self.by_owner: dict[str, list[Case]] = {}
-
-    @classmethod
-    def compute(cls, program: Program) -> _Cases:
-        return cls()
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,16 +62,9 @@ class Place:
         guards = (guard for call in calls for guard in self.inlined.assumed.get(call, ()))
         return tuple(dict.fromkeys(guards))
 
-    @cached_property
-    def covered(self) -> set[Operation]:
-        """Return the operations of the members, and those that join their results."""
-        members = {member for pack in self.ensemble.packs for member in pack.members}
-        joins = find_joins(self.ensemble).values()
-        return members | {removed for found in joins for join in found for removed in join.removed}
-
     def inlined_modules(self, owner: nn.Module) -> Iterator[str]:
         """Yield the modules of which the graph calls no longer anything but parts, once it is rewritten."""
-        covered = sorted(self.covered, key=lambda operation: operation.index)
+        covered = sorted(self.ensemble.covered, key=lambda operation: operation.index)
         for operation in covered:
             if operation.kind == "call_module":
                 path = str(operation.target)
@@ -171,13 +155,9 @@ def _has_no_graph_in_other_mode(module: nn.Module) -> bool:
 
 
 def _same_ensemble(ensemble: Ensemble, case: Case, program: Program, owner: str) -> Ensemble | None:
-    wanted = _positions(ensemble)
+    wanted = set(ensemble.parameters)
     found = find_ensembles(program, owner, case.specialization, flipped=case.flipped)
-    return next((other for other in found if _positions(other) == wanted), None)
-
-
-def _positions(ensemble: Ensemble) -> set[Parameters]:
-    return set(ensemble.parameters)
+    return next((other for other in found if set(other.parameters) == wanted), None)
 
 
 def _reads_any(inlined: InlinedGraph, names: Sequence[str]) -> bool:
