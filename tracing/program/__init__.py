@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from ..trace import BY_DATA
 from .call_forms import call_forms, calls_of_forms
-from .called import is_called
 from .capturing import Opaque
-from .example_calls import captured_on
 from .inactive_modules import deactivate
-from .program import Program, capture_program
+from .program import Program, capture_program, captured_on, is_called
 from .shapes import changed_metas
-from .unrolling import Unrolled, Unroller, unrolling
 
 __all__ = [
-    "BY_DATA",
     "Opaque",
     "Program",
-    "Unrolled",
-    "Unroller",
     "call_forms",
     "calls_of_forms",
     "capture_program",
@@ -25,5 +18,4 @@ __all__ = [
     "changed_metas",
     "deactivate",
     "is_called",
-    "unrolling",
 ]

@@ -12,9 +12,9 @@ from ...errors import MatchFailure
 from ...operators import canonical_name
 from ...passes.sites import VOLATILE
 from ...runtime.guards import require
-from ...tracing.program import Unrolled
 from .members import operands
 from .rounds import Loop
+from .unrolling import Unrolled
 
 __all__ = ["check_decisions", "check_loop"]
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from ...tracing.program import Unrolled
 from .members import Items, Slices, Source, operands
 from .rounds import Loop
 from .routing import RoutedBy
 from .template import Template
+from .unrolling import Unrolled
 
 __all__ = ["Mixture", "members_of", "routing_over", "routings_to"]
 
