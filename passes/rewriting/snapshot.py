@@ -52,7 +52,8 @@ class ModuleState:
     def __init__(self, module: nn.Module, graphs: list[GraphState]) -> None:
         self.module, self.attributes, self.graphs = module, AttributeState(module), graphs
         self.cls, self._capture = type(module), capture_of(module)
-        self.flags: _Flags = [(t, t.requires_grad, t.grad) for t in _registered(module) if t.is_leaf]
+        held = (*own_parameters(module).values(), *own_buffers(module).values())
+        self.flags: _Flags = [(t, t.requires_grad, t.grad) for t in held if t is not None and t.is_leaf]
 
     def is_same(self) -> bool:
         """Say whether nothing has changed of it; its graphs are asked for themselves."""
@@ -87,13 +88,6 @@ def _are_same(flags: _Flags) -> bool:
         if tensor.requires_grad is not wanted or tensor.grad is not gradient:
             return False
     return True
-
-
-def _registered(module: nn.Module) -> Iterator[Tensor]:
-    for registry in (own_parameters(module), own_buffers(module)):
-        for tensor in registry.values():
-            if tensor is not None:
-                yield tensor
 
 
 class ModuleStates:

@@ -37,13 +37,10 @@ def added_tensors(holder: Holder) -> frozenset[str]:
 def _modules(holder: Holder) -> Iterator[tuple[str, nn.Module]]:
     pending = [(holder.inside, holder.module)]
     for prefix, module in pending:
-        children = own_children(module).items()
-        pending += [(f"{prefix}{n}.", child) for n, child in children if child is not None and not _borrows(child)]
+        for name, child in own_children(module).items():
+            if child is not None and not isinstance(child, Region):
+                pending.append((f"{prefix}{name}.", child))
         yield prefix, module
-
-
-def _borrows(module: nn.Module) -> bool:
-    return isinstance(module, Region)
 
 
 def check_mapped(

@@ -141,7 +141,7 @@ class TreeEdit(GraphEdit):
         module.train(old.training)
         if old in self.program.exact_types:
             raise MatchFailure(self.program.exact_types[old])
-        for holder, last in self._places_of_module(old, name):
+        for holder, last in self._places(old, name, "is also called").values():
             with self._journal.changing(holder):
                 own_children(holder).update({last: module})  # fused members refuse items
         self._others.append(module)
@@ -158,20 +158,19 @@ class TreeEdit(GraphEdit):
             name = name.rpartition(".")[0]
         return f"{name}." if name else ""
 
-    def _places_of_module(self, module: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
-        """Return who has a module as a child, and as what; all names are within the site."""
-        found: dict[tuple[nn.Module, str], None] = {}
-        prefix = self._prefix
+    def _places(self, wanted: object, name: str, how: str) -> dict[str, tuple[nn.Module, str]]:
+        """Return each name of a tensor or module -> whose it is, and its name there; all must be within the site."""
+        found: dict[str, tuple[nn.Module, str]] = {}
         for holder, path in _all_names(self.program.model):
-            for last, child in () if isinstance(holder, Region) else own_children(holder).items():
-                other = qualified(path, last)
-                if child is module and not f"{other}.".startswith(prefix):
-                    raise MatchFailure(
-                        f"'{name}' is also called '{other}', outside the site; make it a part of the site"
-                    )
-                if child is module:
-                    found[holder, last] = None
-        return list(found)
+            children = {} if isinstance(holder, Region) else own_children(holder)
+            for last, value in (*own_parameters(holder).items(), *own_buffers(holder).items(), *children.items()):
+                if value is wanted:
+                    found[qualified(path, last)] = holder, last
+        prefix = self._prefix
+        outside = next((other for other in found if not f"{other}.".startswith(prefix)), None)
+        if outside is not None:
+            raise MatchFailure(f"'{name}' {how} '{outside}', outside the site; make it a part of the site")
+        return found
 
     # -- tensors and attributes ------------------------------------------------------------------------------------
 
@@ -201,7 +200,7 @@ class TreeEdit(GraphEdit):
         new = tensor.detach()
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, old.requires_grad and (new.is_floating_point() or new.is_complex()))
-        places = self._places_of_tensor(old, self._path(path))
+        places = self._places(old, self._path(path), "is tied to")
         first, *others = places
         self._ties += [(name, first) for name in others]
         for holder, name in places.values():
@@ -218,20 +217,6 @@ class TreeEdit(GraphEdit):
         inside = len(self._whole.owner) + 1 if self._whole.owner else 0
         with self.at(self._whole):
             self.record_state(step.renamed(lambda name: name[inside:]))
-
-    def _places_of_tensor(self, tensor: Tensor, name: str) -> dict[str, tuple[nn.Module, str]]:
-        """Return each name of a tensor -> whose it is, and its name there, where all of them are within the site."""
-        found = {
-            qualified(path, last): (module, last)
-            for module, path in _all_names(self.program.model)
-            for last, value in (*own_parameters(module).items(), *own_buffers(module).items())
-            if value is tensor
-        }
-        prefix = self._prefix
-        outside = next((other for other in found if not other.startswith(prefix)), None)
-        if outside is not None:
-            raise MatchFailure(f"'{name}' is tied to '{outside}', outside the site; make it a part of the site")
-        return found
 
     def set_attribute(self, path: str, name: str, value: Any) -> None:
         """Give a module's attribute another value (`out_features`, `num_heads`).

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...compat import modules_by_name
 from ...runtime.graphs import Capture, Region, capture_of
 from ...runtime.state import absent_from_checkpoints
-from ...runtime.values import INTERNAL, RandomState, TensorFunction, map_tensors, qualified
+from ...runtime.values import INTERNAL, RandomState, TensorFunction, map_tensors, put_members_back, qualified
 from ...tracing.isolation import AttributeState
 
 __all__ = ["ModuleHarness", "random_state_kept"]
@@ -161,21 +161,17 @@ class ModuleHarness:
 
 
 class _Belongings:
-    """What one module holds; putting all of it back blindly is faster than looking for what has changed."""
+    """What one module holds."""
 
-    __slots__ = ("attributes", "containers", "held", "misses", "own", "registers")
+    __slots__ = ("_held", "_misses", "_state", "own")
 
     def __init__(self, module: nn.Module) -> None:
         own = self.own = vars(module)
         capture = capture_of(module)
-        self.misses = None if capture is None else (capture.misses, dict(capture.misses))
-        self.attributes = dict(own)
-        self.registers = [(register, dict(register)) for register in (own["_parameters"], own["_buffers"])]
-        self.registers.append((own["_modules"], dict(own["_modules"])))
+        self._misses = None if capture is None else (capture.misses, dict(capture.misses))
+        self._state = AttributeState(module)
         added = {name: value for name, value in own.items() if name not in INTERNAL and not name.startswith(_OURS)}
-        self.held = {name: value for name, value in added.items() if _holds_tensors(value)}
-        has_containers = any(isinstance(value, (list, dict, set)) for value in added.values())
-        self.containers = AttributeState(module) if has_containers else None
+        self._held = {name: value for name, value in added.items() if _holds_tensors(value)}
 
     def replace(self, cast: Mapping[int, Tensor], convert: TensorFunction) -> None:
         """Put stand-ins in the registers, and in the attributes and containers that hold tensors directly."""
@@ -183,28 +179,22 @@ class _Belongings:
         def stand_in(tensor: Tensor) -> Tensor:
             return cast[id(tensor)] if id(tensor) in cast else convert(tensor)
 
-        for register, tensors in self.registers[:2]:
+        for register, tensors in zip(("_parameters", "_buffers"), self._state.registered, strict=True):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    register[name] = stand_in(tensor)
-        for name, value in self.held.items():
+                    self.own[register][name] = stand_in(tensor)
+        for name, value in self._held.items():
             self.own[name] = map_tensors(stand_in, value)
 
     @property
     def has_missed(self) -> bool:
         """Say whether the module ran its own code, in the place of its graphs, since it was looked at."""
-        return self.misses is not None and self.misses[0] != self.misses[1]
+        return self._misses is not None and self._misses[0] != self._misses[1]
 
     def restore(self) -> None:
-        for dictionary, content in (*self.registers, (self.own, self.attributes)):
-            if content or dictionary:
-                dictionary.clear()
-                dictionary.update(content)
-        if self.containers is not None:
-            self.containers.restore()
-        if self.misses is not None and self.has_missed:
-            self.misses[0].clear()
-            self.misses[0].update(self.misses[1])
+        self._state.restore(exact=True)
+        if self._misses is not None and self.has_missed:
+            put_members_back(*self._misses)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -24,7 +24,17 @@ from .objects import (
     tensors_within,
 )
 from .plain_types import DTYPES, PLAIN_TYPES, is_plain_structure
-from .rollback import Kept, Path, announce_changes, changed_paths, contents, graft, keep
+from .rollback import (
+    Kept,
+    Path,
+    announce_changes,
+    changed_paths,
+    contents,
+    graft,
+    keep,
+    put_members_back,
+    same_members,
+)
 from .signature import Absent, Signature, given, signature_of
 from .structure import Arguments, TensorFunction, aliased, are_plain, copied, map_leaves, map_tensors
 from .tree import flatten, plain, structure
@@ -91,9 +101,11 @@ __all__ = [
     "parts_of",
     "plain",
     "plain_tensors",
+    "put_members_back",
     "qualified",
     "runs_as_sequential",
     "same_kind",
+    "same_members",
     "signature_of",
     "state_of",
     "structure",

@@ -6,8 +6,10 @@ subscribes to their notes. Code without a graph notes nothing either: it notifie
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from functools import lru_cache
 from typing import Any, TypeAlias, cast
@@ -19,7 +21,17 @@ from .generators import RandomState
 from .objects import copied_object, makes_objects, parts_of, state_of
 from .signature import Absent
 
-__all__ = ["Kept", "Path", "announce_changes", "changed_paths", "contents", "graft", "keep"]
+__all__ = [
+    "Kept",
+    "Path",
+    "announce_changes",
+    "changed_paths",
+    "contents",
+    "graft",
+    "keep",
+    "put_members_back",
+    "same_members",
+]
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """Where something is in an object: the names of attributes, the keys and the places of items."""
@@ -32,6 +44,26 @@ _EMPTY = frozenset(
     (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, bool, int, float, str, bytes, type(None), type)
 )
 """Types of values that hold nothing, as most that objects hold."""
+
+
+def same_members(container: Any, copy: Any) -> bool:
+    """Compare a container with a copy, members by identity: they may be tensors, whose `==` is no answer."""
+    if len(container) != len(copy):
+        return False
+    if not copy:
+        return True
+    kind = cast("type[object]", type(container))
+    if issubclass(kind, dict):
+        return all(map(operator.is_, container.values(), copy.values())) and all(map(operator.is_, container, copy))
+    if issubclass(kind, set):
+        return set(map(id, container)) == set(map(id, copy))
+    return all(map(operator.is_, container, copy))
+
+
+def put_members_back(container: Any, copy: Any) -> None:
+    """Let a list, deque, dictionary or set hold what a copy of it holds."""
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
 
 
 class Kept:
@@ -84,8 +116,7 @@ class Kept:
         for later in reversed(self.notes):
             later.restore()
         for container, held in zip(self.containers, self.contents, strict=True):
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(held)
+            put_members_back(container, held)
         for holder, name, value in self.attributes:
             if value is Absent:
                 holder.pop(name, None)

@@ -8,7 +8,7 @@ Copies are made when that happens, not before, so that models which do no such t
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -58,11 +58,17 @@ class ParameterData:
     @contextmanager
     def watched(self) -> Generator[None]:
         """Notice what is reached for inside, in any thread."""
-        _enter(self)
+        with _changing:
+            if not _watching:
+                _patch()
+            _watching.append(self)
         try:
             yield
         finally:
-            _leave(self)
+            with _changing:
+                _watching.remove(self)
+                if not _watching:
+                    _unpatch()
 
     @contextmanager
     def preserved(self) -> Generator[None]:
@@ -113,49 +119,30 @@ _patched: dict[str, Any] = {}
 _changing = threading.Lock()
 
 
-def _enter(watch: ParameterData) -> None:
-    with _changing:
-        if not _watching:
-            _patched.update({name: vars(Tensor)[name] for name in ("data", "numpy") if name in vars(Tensor)})
-            _TENSOR.data, _TENSOR.numpy, _TORCH.embedding_renorm_ = property(_get, _set), _numpy, _renorm
-        _watching.append(watch)
+def _patch() -> None:
+    _patched.update({name: vars(Tensor)[name] for name in ("data", "numpy") if name in vars(Tensor)})
+    _TENSOR.data = property(_noticed(_DATA.__get__), _noticed(_DATA.__set__))
+    _TENSOR.numpy, _TORCH.embedding_renorm_ = _noticed(_NUMPY), _noticed(_RENORM)
 
 
-def _leave(watch: ParameterData) -> None:
-    with _changing:
-        _watching.remove(watch)
-        if not _watching:
-            # They are those of torch's base class again, unless somebody else had put others there.
-            del _TENSOR.data, _TENSOR.numpy
-            _TORCH.embedding_renorm_ = _RENORM
-            for name, value in _patched.items():
-                setattr(Tensor, name, value)
-            _patched.clear()
+def _unpatch() -> None:
+    """Put back those of torch's base class, or what somebody else had put there."""
+    del _TENSOR.data, _TENSOR.numpy
+    _TORCH.embedding_renorm_ = _RENORM
+    for name, value in _patched.items():
+        setattr(Tensor, name, value)
+    _patched.clear()
 
 
-def _get(tensor: Tensor) -> Any:
-    _notice(tensor)
-    return _DATA.__get__(tensor)
+def _noticed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that first tells those who watch which tensor it is given."""
 
+    def noticed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for watch in _watching:
+            watch.keep_memory(tensor)
+        return function(tensor, *args, **kwargs)
 
-def _set(tensor: Tensor, value: Any) -> None:
-    _notice(tensor)
-    _DATA.__set__(tensor, value)
-
-
-def _numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    _notice(tensor)
-    return _NUMPY(tensor, *args, **kwargs)
-
-
-def _renorm(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    _notice(tensor)
-    return _RENORM(tensor, *args, **kwargs)
-
-
-def _notice(tensor: Tensor) -> None:
-    for watch in _watching:
-        watch.keep_memory(tensor)
+    return noticed
 
 
 def data_of(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...compat import BORROWED, REGIONS, all_modules, own_buffers, own_parameters
 from ...errors import InputError
 from ...runtime.graphs import FOUND, context_regions
-from ...runtime.values import INTERNAL, RandomState, change_count, plain_tensors
+from ...runtime.values import INTERNAL, RandomState, change_count, plain_tensors, put_members_back, same_members
 from .parameter_data import ParameterData, data_of, storage_of
 
 __all__ = [
@@ -54,22 +54,23 @@ class AttributeState:
     What `install` keeps on a module (`_fxopt_capture`, and regions) is left alone, and children that a region borrows.
     """
 
-    __slots__ = ("_attributes", "_copies", "_copy", "_lengths", "_others", "_registries")
+    __slots__ = ("_kept", "copy", "namespace", "registered")
 
     def __init__(self, module: nn.Module) -> None:
-        self._attributes = attributes = module.__dict__
-        self._copy = attributes.copy()
+        self.namespace = attributes = module.__dict__
+        self.copy = attributes.copy()
         held = {**attributes, "_modules": _NOTHING} if BORROWED in attributes else attributes
-        self._registries: tuple[dict[str, Any], ...] = _registries_of(held)
-        self._copies = [registry.copy() if registry else _NOTHING for registry in self._registries]
-        self._lengths = list(map(len, self._registries))
-        self._others: list[tuple[str, Any, Any]] = []
+        registries: tuple[dict[str, Any], ...] = _registries_of(held)
+        copies = [registry.copy() if registry else _NOTHING for registry in registries]
+        self.registered = copies[:2]
+        """What the parameters and the buffers were."""
+        self._kept: list[tuple[str, Any, Any]] = list(zip(_REGISTRIES, registries, copies, strict=True))
         for name, value in attributes.items():
             if name not in INTERNAL and isinstance(value, _CONTAINERS):
                 self._keep(name, value, _DEPTH)
 
     def _keep(self, name: str, container: Any, depth: int) -> None:
-        self._others.append((name, container, container.copy()))
+        self._kept.append((name, container, container.copy()))
         if depth > 1 and not isinstance(container, set):
             items = cast("Iterable[Any]", container.values() if isinstance(container, dict) else container)
             for item in list(items):
@@ -77,74 +78,34 @@ class AttributeState:
                     self._keep(name, item, depth - 1)
 
     @property
-    def copy(self) -> dict[str, Any]:
-        """Return what the attributes were."""
-        return self._copy
-
-    @property
-    def registered(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what the parameters and the buffers were."""
-        return self._copies[0], self._copies[1]
-
-    @property
-    def namespace(self) -> dict[str, Any]:
-        """Return the module's attributes themselves."""
-        return self._attributes
-
-    @property
     def containers(self) -> list[Any]:
         """Return the registries and containers themselves."""
-        return [*self._registries, *(container for _, container, _ in self._others)]
-
-    @property
-    def _kept(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yield name, container and copy of each."""
-        return chain(zip(_REGISTRIES, self._registries, self._copies, strict=True), self._others)
+        return [container for _, container, _ in self._kept]
 
     def is_same(self) -> bool:
-        """Say whether nothing has changed: the quick question, for many modules."""
-        now, before = self._attributes, self._copy
-        if list(now) != list(before) or not all(map(operator.is_, now.values(), before.values())):
-            return False
-        if list(map(len, self._registries)) != self._lengths:
-            return False
-        for held, copy in zip(self._registries, self._copies, strict=True):
-            if copy and not _same(held, copy):  # most are empty
-                return False
-        return not self._others or all(_same(held, copy) for _, held, copy in self._others)
+        """Say whether nothing has changed."""
+        return same_members(self.namespace, self.copy) and all(same_members(held, copy) for _, held, copy in self._kept)
 
     def changed(self) -> str | None:
         """Return the name of an attribute that is no longer what it was, or None."""
-        if not _same(self._attributes, self._copy):
-            now, before = self._attributes, self._copy
-            return next(n for n in {**now, **before} if now.get(n, now) is not before.get(n, now))
-        return next((name for name, container, copy in self._kept if not _same(container, copy)), None)
+        return next((where or name for where, name in self.differences()), None)
 
     def assigned(self) -> frozenset[str]:
         """Return the names of the user's attributes that are no longer what they were, or hold something else."""
-        now, before = self._attributes, self._copy
-        names = {name for name in {**now, **before} if now.get(name, _NOTHING) is not before.get(name, _NOTHING)}
-        names |= {name for name, container, copy in self._kept if not _same(container, copy)}
+        names = (where or name for where, name in self.differences())
         return frozenset(name for name in names if name not in INTERNAL and name != "forward")
 
     def differences(self) -> Iterator[tuple[str, str]]:
         """Yield what is no longer what it was: "" and the name of an attribute, or a container and the name in it."""
-        now, before = self._attributes, self._copy
-        of_capture = context_regions(now)
-        for name in {**before, **now}:
-            if name.startswith("_fxopt") or name in of_capture:
-                continue
-            if now.get(name, _NOTHING) is not before.get(name, _NOTHING):
+        of_capture = context_regions(self.namespace)
+        for name in _changed_names(self.namespace, self.copy):
+            if not name.startswith("_fxopt") and name not in of_capture:
                 yield "", name
         for name, container, copy in self._kept:
-            if not isinstance(container, dict):
-                if not _same(container, copy):
-                    yield name, ""
-                continue
-            held, kept = cast("dict[Any, Any]", container), cast("dict[Any, Any]", copy)
-            for key in {**kept, **held}:
-                if held.get(key, _NOTHING) is not kept.get(key, _NOTHING):
-                    yield name, str(key)
+            if isinstance(container, dict):
+                yield from ((name, str(key)) for key in _changed_names(cast("dict[Any, Any]", container), copy))
+            elif not same_members(container, copy):
+                yield name, ""
 
     def restore(self, *, exact: bool = False) -> None:
         """Put attributes, registries and containers back as they were; if `exact`, without regions that came since."""
@@ -153,37 +114,27 @@ class AttributeState:
 
     def restore_attributes(self, *, exact: bool = False) -> None:
         """Put back which objects the attributes are; regions of captured forwards that came since stay."""
-        if not _same(self._attributes, self._copy):
-            kept = {name: value for name, value in self._copy.items() if name not in _INSTALLED}
-            kept |= {name: self._attributes[name] for name in _INSTALLED if name in self._attributes}
-            came = {} if exact else {n: r for n, r in context_regions(self._attributes).items() if n not in kept}
+        now = self.namespace
+        if not same_members(now, self.copy):
+            kept = {name: value for name, value in self.copy.items() if name not in _INSTALLED}
+            kept |= {name: now[name] for name in _INSTALLED if name in now}
+            came = {} if exact else {n: r for n, r in context_regions(now).items() if n not in kept}
             if came:
                 kept |= {**came, REGIONS: (*kept.get(REGIONS, ()), *came)}
             # One by one: another thread may be running the module, and must never find it empty.
-            for name in self._attributes.keys() - kept.keys():
-                del self._attributes[name]
-            self._attributes.update(kept)
+            for name in now.keys() - kept.keys():
+                del now[name]
+            now.update(kept)
 
     def restore_containers(self) -> None:
         """Put back what is in the registries and containers."""
         for _, container, copy in self._kept:
-            if not _same(container, copy):
-                container.clear()
-                (container.extend if isinstance(container, (list, deque)) else container.update)(copy)
+            if not same_members(container, copy):
+                put_members_back(container, copy)
 
 
-def _same(container: Any, copy: Any) -> bool:
-    """Compare members by identity: they may be tensors, whose `==` is no answer."""
-    if len(container) != len(copy):
-        return False
-    if not copy:
-        return True
-    kind = cast("type[object]", type(container))
-    if issubclass(kind, dict):
-        return all(map(operator.is_, container.values(), copy.values())) and all(map(operator.is_, container, copy))
-    if issubclass(kind, set):
-        return set(map(id, container)) == set(map(id, copy))
-    return all(map(operator.is_, container, copy))
+def _changed_names(now: dict[Any, Any], before: dict[Any, Any]) -> list[Any]:
+    return [name for name in {**before, **now} if now.get(name, _NOTHING) is not before.get(name, _NOTHING)]
 
 
 class Contents:
@@ -245,15 +196,12 @@ class ModelState:
         """Take graphs that were installed since as what is there; they are left alone anyhow, but looked for."""
         self._namespaces = Contents([state.namespace for state in self._attributes], named=True)
 
-    def _assigned(self) -> dict[nn.Module, frozenset[str]]:
-        pairs = zip(self.modules, self._attributes, strict=True)
-        return {module: names for module, state in pairs if (names := state.assigned())}
-
     def restore(self, assigned: dict[nn.Module, frozenset[str]] | None = None) -> None:
         """Put everything back; `assigned` is given what `assigning` would have returned."""
         same_attributes, same_contents = self._namespaces.are_same(), self._containers.are_same()
         if assigned is not None and not (same_attributes and same_contents):
-            assigned.update(self._assigned())
+            pairs = zip(self.modules, self._attributes, strict=True)
+            assigned.update({module: names for module, state in pairs if (names := state.assigned())})
         for state in () if same_attributes else self._attributes:
             state.restore_attributes()
         for state in () if same_contents else self._attributes:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from ..trace import BY_DATA
 from .analyses import CallSites, TensorOwners, TensorReads, found_in_graphs, is_on_meta
 from .call_forms import call_forms, calls_of_forms
-from .called import is_called
 from .capturing import Opaque
-from .example_calls import captured_on
 from .inactive_modules import deactivate
-from .program import Program, capture_program
+from .program import Program, capture_program, captured_on, is_called
 from .running import GraphRunner, function_of_node
 from .shapes import changed_metas
-from .unrolling import Unrolled, Unroller, unrolling
 
 __all__ = [
-    "BY_DATA",
     "CallSites",
     "GraphRunner",
     "Opaque",
     "Program",
     "TensorOwners",
     "TensorReads",
-    "Unrolled",
-    "Unroller",
     "call_forms",
     "calls_of_forms",
     "capture_program",
@@ -34,5 +27,4 @@ __all__ = [
     "function_of_node",
     "is_called",
     "is_on_meta",
-    "unrolling",
 ]

@@ -136,16 +136,15 @@ def _names_of(rest: Source) -> Source:
 
 def _relaxed(guards: Iterable[Guard], rest: Argument) -> tuple[Guard, ...]:
     """Return guards that hold with the argument, too."""
-    return tuple(_relaxed_one(guard, rest) for guard in guards)
-
-
-def _relaxed_one(guard: Guard, rest: Argument) -> Guard:
     key = key_of(VARYING)
-    if guard.source == length_of(rest):
-        return dataclasses.replace(guard, source=CallOf(count_besides, (rest, key)))
-    if guard.source == _names_of(rest):
-        return dataclasses.replace(guard, source=CallOf(names_besides, (rest, key)))
-    return guard
+    instead = {
+        length_of(rest): CallOf(count_besides, (rest, key)),
+        _names_of(rest): CallOf(names_besides, (rest, key)),
+    }
+    return tuple(
+        dataclasses.replace(guard, source=instead[guard.source]) if guard.source in instead else guard
+        for guard in guards
+    )
 
 
 def count_besides(arguments: Mapping[str, Any], name: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from torch import fx, nn
@@ -13,14 +13,14 @@ from ...errors import CaptureError, InputError
 from ...runtime.graphs import Capture, Region, capture_of, misses_in
 from ...runtime.values import ModelNames, qualified
 from ...settings import Measure
-from ..examples import Inputs
+from ..examples import Generating, Inputs
 from ..isolation import in_phase
-from ..recording import Recording, record
+from ..recording import NO_STEP, Recording, calls_of_generate, generated_calls, record
 from .capturing import Opaque
 from .coverage import Coverage
 from .model_capture import capture_model, inputs_for
 
-__all__ = ["Analyses", "Analysis", "Opaque", "Program", "capture_program"]
+__all__ = ["Analyses", "Analysis", "Opaque", "Program", "capture_program", "captured_on", "is_called"]
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -224,3 +224,34 @@ def capture_program(model: nn.Module, example_inputs: object = None, *, training
     program = Program(model, inputs, found.opaque, found.leaves, training=phase, names=found.names)
     program.forward_seconds, program.exact_types = found.seconds, found.exact_types
     return program
+
+
+def captured_on(model: nn.Module, inputs: Sequence[Inputs], *, training: bool) -> tuple[Program, str]:
+    """Give a copy of the user's model its graphs, for calls of its own `generate`, too; say so where it has none."""
+    given = [call for each in inputs for call in _calls(model, each)]
+    added, remark = ([], "") if training or len(given) != len(inputs) else calls_of_generate(model, given)
+    if added:
+        try:
+            return capture_program(model, [*given, *added], training=training), remark
+        except InputError as error:
+            remark = f"{NO_STEP}: {error}"
+    return capture_program(model, given or None, training=training), remark
+
+
+def _calls(model: nn.Module, call: Inputs) -> list[Inputs]:
+    return generated_calls(model, call) if isinstance(call, Generating) else [call]
+
+
+def is_called(program: Program, name: str) -> bool:
+    """Say whether all modules around it that have graphs call a module, or what holds it."""
+    around = name
+    while around:
+        around = around.rpartition(".")[0]
+        capture = capture_of(program.module(around))
+        if capture is not None and capture.specializations:
+            graphs = [each.graph for each in capture.specializations]
+            called = {str(node.target) for graph in graphs for node in graph.find_nodes(op="call_module")}
+            path = name[len(around) + bool(around) :].split(".")
+            if not any(".".join(path[: count + 1]) in called for count in range(len(path))):
+                return False
+    return True

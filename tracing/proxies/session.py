@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
@@ -76,28 +75,6 @@ class _Patch(NamedTuple):
             delattr(self.owner, self.name)
 
 
-class _Space:
-    """The names of a module of Python's that are to be something else for a while: there are hundreds."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._names = vars(module)
-        self._before: dict[str, Any] = {}
-        self._values: dict[str, Any] = {}
-
-    def add(self, name: str, value: Any) -> None:
-        self._before.setdefault(name, self._names[name])
-        self._values[name] = value
-
-    def is_current(self) -> bool:
-        return all(self._names.get(name) is before for name, before in self._before.items())
-
-    def make(self) -> None:
-        self._names.update(self._values)
-
-    def undo(self) -> None:
-        self._names.update(self._before)
-
-
 class Session(Generic[TracerT]):
     """Know which tracer, if any, the code that runs now belongs to.
 
@@ -112,8 +89,7 @@ class Session(Generic[TracerT]):
         self._thread = threading.get_ident()
         self._patched_globals: set[int] = set()
         self._uses_numpy: dict[int, bool] = {}
-        self._patches: list[_Patch | _Space] = []
-        self._spaces: dict[ModuleType, _Space] = {}
+        self._patches: list[_Patch] = []
         self._made_proxies: dict[int, Any] = {}
         self._undo = ExitStack()
         self._loaded = len(sys.modules)
@@ -181,12 +157,6 @@ class Session(Generic[TracerT]):
 
     def patch(self, owner: Any, name: str, value: Any) -> None:
         """Let an attribute be `value` whenever the session is open."""
-        if isinstance(owner, ModuleType) and name in vars(owner):
-            if owner not in self._spaces:
-                self._spaces[owner] = _Space(owner)
-                self._patches.append(self._spaces[owner])
-            self._spaces[owner].add(name, value)
-            return
         self._patches.append(_Patch(owner, name, vars(owner).get(name, Absent), value))
 
     def patch_now(self, owner: Any, name: str, value: Any) -> None:
@@ -282,7 +252,7 @@ class Session(Generic[TracerT]):
 def _length(tracer: Recorder, original: Any, args: Any, kwargs: Any) -> Any:
     """Answer `len(x)` as `x.shape[0]` is answered: with a value, which decides nothing as long as nobody asks."""
     if len(args) == 1 and type(args[0]) is ValueProxy and isinstance(args[0].fxopt_value, Tensor):
-        return tracer.decisions.length_of_tensor(args[0])
+        return tracer.create_proxy("call_function", len, args, {})
     return original(*args, **kwargs)
 
 

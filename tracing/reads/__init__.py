@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .attribute_watch import AttributeWatch
 from .containers import OWN_CHILDREN, container_lengths, listing_of
 from .dataflow import DataFlow
 from .exact_type_checks import checks_exact_types
@@ -16,7 +15,6 @@ from .reached_code import class_attribute
 __all__ = [
     "LEAF_LIBRARY",
     "OWN_CHILDREN",
-    "AttributeWatch",
     "DataFlow",
     "NestedReads",
     "Observers",

@@ -100,7 +100,7 @@ class DataFlow:
         return self._hangs_on_data(node) if known is None else known
 
     def _hangs_on_data(self, node: fx.Node) -> bool:
-        if self._holds_tensor_itself(node) or node.op in ("placeholder", "get_attr", "call_module"):
+        if isinstance(self._examples.get(node), Tensor) or node.op in ("placeholder", "get_attr", "call_module"):
             return False
         if self._counts_dimensions(node):
             return False
@@ -124,9 +124,6 @@ class DataFlow:
         source = node.all_input_nodes[0]
         has_own_code = source.op == "call_module" or is_leaf_function(source.target)
         return node.target is len and has_own_code and type(self._examples.get(source)) is tuple
-
-    def _holds_tensor_itself(self, node: fx.Node) -> bool:
-        return isinstance(self._examples.get(node), Tensor)
 
     def _shapes_by_data(self, node: fx.Node) -> bool:
         if info_of(node).shape == "data" or is_leaf_function(node.target):

@@ -25,9 +25,9 @@ _TOLD = frozenset(("__name__", "__qualname__", "__module__", "__doc__"))
 """What a class that was made on the fly has in common with the user's."""
 
 
-def checks_exact_types(modules: Sequence[nn.Module], *, forwards: bool = True) -> str:
+def checks_exact_types(modules: Sequence[nn.Module]) -> str:
     """Return where the code that calling `modules` runs, but for the forwards of those inside, may ask for a class."""
-    return next((place for reached in reached_functions(modules, forwards=forwards) if (place := _place(reached))), "")
+    return next((place for reached in reached_functions(modules) if (place := _place(reached))), "")
 
 
 def _place(reached: Reached) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 
 import torch
 
@@ -69,13 +69,10 @@ def raised_at(error: BaseException) -> str:
     """Return the innermost user's line that `error` came through, as "file.py:12"."""
     place, trace = "", error.__traceback__
     while trace is not None:
-        place, trace = _later(trace, place), trace.tb_next
+        if is_users(trace.tb_frame.f_code):
+            place = _written(trace.tb_frame.f_code, trace.tb_lineno)
+        trace = trace.tb_next
     return place
-
-
-def _later(trace: TracebackType, place: str) -> str:
-    code = trace.tb_frame.f_code
-    return _written(code, trace.tb_lineno) if is_users(code) else place
 
 
 @lru_cache(maxsize=4096)

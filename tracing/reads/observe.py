@@ -48,7 +48,7 @@ class Observers:
         self._seen = found.names
         lent = self._class(cls)
         object.__setattr__(module, "__class__", lent)
-        own = _set_on(lent)  # by its metaclass: abc.ABCMeta does
+        own = frozenset(lent.__dict__)  # by its metaclass: abc.ABCMeta does
         try:
             yield found
         finally:
@@ -72,10 +72,6 @@ class Observers:
             return self._wrappers.get(id(value), value) if type(value) is types.FunctionType else value
 
         return {"__getattribute__": __getattribute__}
-
-
-def _set_on(cls: type) -> frozenset[str]:
-    return frozenset(vars(cls))
 
 
 def _taken_off(cls: type, own: Set[str]) -> set[str]:

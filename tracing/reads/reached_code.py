@@ -34,14 +34,14 @@ class Reached(NamedTuple):
     names: list[tuple[Value, Any]]
 
 
-def reached_functions(modules: Sequence[nn.Module], *, forwards: bool = True, hooks: bool = True) -> Iterator[Reached]:
+def reached_functions(modules: Sequence[nn.Module], *, hooks: bool = True) -> Iterator[Reached]:
     """Yield each function that calling `modules` may run, but for the forwards of those inside, nearest first.
 
-    These are `forwards`, `hooks` (and a `__call__` of their own), what they name, and methods that they name of the
+    These are their forwards, `hooks` (and a `__call__` of their own), what they name, and methods that they name of the
     modules inside. What is called in other ways is not found.
     """
     methods: Mapping[str, list[Any]] | None = None
-    pending = deque(_entries(modules, forwards, hooks))
+    pending = deque(_entries(modules, hooks))
     seen: set[int] = set()
     while pending:
         function = _function_of(pending.popleft())
@@ -56,15 +56,14 @@ def reached_functions(modules: Sequence[nn.Module], *, forwards: bool = True, ho
         pending.extend(method for name in attributes & methods.keys() for method in methods[name])
 
 
-def _entries(modules: Sequence[nn.Module], forwards: bool, hooks: bool) -> Iterator[Any]:
+def _entries(modules: Sequence[nn.Module], hooks: bool) -> Iterator[Any]:
     """Yield what calling modules runs; what those of a class have in common comes once."""
     for cls in dict.fromkeys(map(type, modules)):
-        if forwards:
-            yield from (vars(base).get("forward") for base in user_class(cls).__mro__)  # `super().forward(x)`
+        yield from (vars(base).get("forward") for base in user_class(cls).__mro__)  # `super().forward(x)`
         if hooks:
             yield cls.__call__
     for module in modules:
-        if forwards and "forward" in module.__dict__:
+        if "forward" in module.__dict__:
             yield module.__dict__["forward"]
         if hooks and has_hooks(module):
             yield from hooks_of(module)

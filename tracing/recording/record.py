@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...compat import all_modules, has_pre_hooks, modules_by_name, own_parameters
 from ...errors import InputError
 from ...runtime.values import (
+    Absent,
     ChangeCounts,
     aliased,
     are_plain,
@@ -25,7 +26,6 @@ from ...runtime.values import (
 )
 from ..examples import Inputs
 from ..isolation import AutocastState, ModelState, autocast_state_now, memory_of, patching, redirect, restoring
-from ..reads import AttributeWatch
 
 __all__ = ["Call", "Computed", "Recording", "calls_intercepted", "copy_inputs", "record"]
 
@@ -178,6 +178,23 @@ def _record(
     return recorder.recording
 
 
+class _AttributeWatch:
+    """Hold what some attributes of modules are now, to see later which have been set."""
+
+    def __init__(self, watched: Mapping[nn.Module, Collection[str]]) -> None:
+        self._start = {(m, name): m.__dict__.get(name, Absent) for m, names in watched.items() for name in names}
+        self._inside: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+
+    def seen_from(self, module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+        """Return what has been set in a module and those inside it: (module, name) -> value, tensors copied."""
+        places = self._inside.get(module)
+        if places is None:
+            inside = set(module.modules())
+            places = self._inside[module] = [place for place in self._start if place[0] in inside]
+        now = {place: place[0].__dict__.get(place[1], Absent) for place in places}
+        return {p: copied(v) if isinstance(v, Tensor) else v for p, v in now.items() if v is not self._start[p]}
+
+
 class _Recorder:
     """Record calls: of some modules, with copies of tensors or tensors lent, and what `watched` attributes are.
 
@@ -193,7 +210,7 @@ class _Recorder:
         watched: Mapping[nn.Module, Collection[str]] | None = None,
     ) -> None:
         self.recording = Recording()
-        self._watch = AttributeWatch(watched) if watched else None
+        self._watch = _AttributeWatch(watched) if watched else None
         self.only = None if modules is None else set(modules)
         self.copying = copying
         self.spare = spare

@@ -36,10 +36,6 @@ def leaf_graph(module: nn.Module) -> fx.Graph | None:
     return graph
 
 
-def _no(_: nn.Module) -> bool:
-    return False
-
-
 def trace_leaf(module: nn.Module) -> fx.Graph:
     """Return what the forward of a leaf calls, traced without values; `self.training` stays a read.
 
@@ -49,7 +45,7 @@ def trace_leaf(module: nn.Module) -> fx.Graph:
     names = ModelNames(module)
     try:
         with tracing_session(names.modules.values()) as session:
-            tracer = ModuleTracer(session, names, "", None, _no, {})
+            tracer = ModuleTracer(session, names, "", None, lambda _: False, {})
             graph = tracer.trace(signature_of(type(module).forward)).graph
     except (Untraceable, AttributeError, TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         raise CaptureError(f"{type(module).__name__} cannot be traced: {error}") from error

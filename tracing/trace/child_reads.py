@@ -38,7 +38,7 @@ class ChildReads:
 
     def note_read(self, module: nn.Module, name: str, value: nn.Module | None, frame: FrameType) -> None:
         """Note that a child, or None in the place of one, is read from `module` by the code in `frame`."""
-        if _is_read_to_call(frame):
+        if frame.f_lasti in _method_reads(frame.f_code):
             return
         if module is self._tracer.module:
             self.read.add(name)
@@ -119,22 +119,15 @@ def _is_method_of(module: nn.Module, frame: FrameType) -> bool:
     return frame.f_code.co_name == "__call__" and bool(names) and frame.f_locals.get(names[0]) is module
 
 
-def _is_read_to_call(frame: FrameType) -> bool:
-    """Say whether what `frame` reads now is called at once (`self.child(x)`), so that nothing else becomes of it."""
-    return frame.f_lasti in _method_reads(frame.f_code)
-
-
 @lru_cache(maxsize=4096)
 def _method_reads(code: CodeType) -> frozenset[int]:
+    """Return where code reads what it calls at once (`self.child(x)`), so that nothing else becomes of it."""
     return frozenset(
         instruction.offset
         for instruction in dis.get_instructions(code)
-        if instruction.opname == "LOAD_METHOD" or (instruction.opname == "LOAD_ATTR" and _loads_method(instruction))
+        if instruction.opname == "LOAD_METHOD"
+        or (instruction.opname == "LOAD_ATTR" and "LOAD_METHOD" not in dis.opmap and (instruction.arg or 0) & 1)
     )
-
-
-def _loads_method(instruction: dis.Instruction) -> bool:
-    return dis.opmap.get("LOAD_METHOD") is None and bool((instruction.arg or 0) & 1)
 
 
 @lru_cache(maxsize=4096)

@@ -128,10 +128,6 @@ class Decisions:
         self._assume_length(proxy, count)
         return count
 
-    def length_of_tensor(self, proxy: ValueProxy) -> Any:
-        """Return `len(proxy)` as a value."""
-        return self._tracer.create_proxy("call_function", len, (proxy,), {})
-
     def iterate(self, proxy: ValueProxy, frame: FrameType) -> Iterator[Any]:
         """Answer an iteration or unpacking, item by item."""
         value = proxy.fxopt_value

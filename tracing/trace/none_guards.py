@@ -55,7 +55,7 @@ class NoneGuards:
         """Check, in the graph, what would not raise by itself if it was None, and tensors that may not be there yet."""
         for node, place in self._found.items():
             tensor = isinstance(self._tracer.examples[node], Tensor) and not self._is_part(node)
-            if (tensor and node not in self._changing) or not _raises(node):
+            if (tensor and node not in self._changing) or not any(_refuses_none(user, node) for user in node.users):
                 self._decisions.present(node, place)
 
 
@@ -70,11 +70,6 @@ def _statements(code: CodeType) -> frozenset[int]:
     """Return where in the code calls are whose results are thrown away."""
     steps = list(dis.get_instructions(code))
     return frozenset(step.offset for step, after in itertools.pairwise(steps) if after.opname == "POP_TOP")
-
-
-def _raises(node: fx.Node) -> bool:
-    """Tell whether something in the graph raises where a node gives None."""
-    return any(_refuses_none(user, node) for user in node.users)
 
 
 def _refuses_none(user: fx.Node, node: fx.Node) -> bool:

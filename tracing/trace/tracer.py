@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, NoReturn, cast
 
@@ -18,7 +18,7 @@ from ...runtime.values import Absent, ModelNames, Signature, copied
 from ..examples import Untraceable, meta_of
 from ..isolation import AttributeState, AutocastState, Change, Changes, Watch, is_repeatable
 from ..proxies import UNKNOWN, Messages, MethodProxy, Session, ValueProxy, asks_memo, examples_of, is_tensor_method
-from ..reads import DataFlow, NestedReads, OutsideReads, Seen, container_lengths, source_of
+from ..reads import DataFlow, NestedReads, OutsideReads, container_lengths, source_of
 from ..recording import Call
 from .arguments import Arguments
 from .assignments import Assignments, State
@@ -97,7 +97,8 @@ class ModuleTracer:
         state, draws = AttributeState(self.module), self.session.host_draws(forward)
         try:
             args, kwargs = self._example_arguments(signature, arguments)
-            with self._observed() as seen, self.session.tracing(self):
+            observed = self.session.observers.observed(self.module)
+            with self._autocast_state(), observed as seen, self.nested.noted(), self.session.tracing(self):
                 result = forward(self.module, *args, **kwargs)
                 self.graph.output(self._arguments.value(result))
                 self._check(state, forward, draws)
@@ -139,11 +140,6 @@ class ModuleTracer:
         """Note that the module cannot be captured, and let the forward run on."""
         self.failure = Untraceable(reason, source_of() if location is None else location)
         return self.failure
-
-    @contextmanager
-    def _observed(self) -> Generator[Seen]:
-        with self._autocast_state(), self.session.observers.observed(self.module) as seen, self.nested.noted():
-            yield seen
 
     def _autocast_state(self) -> AbstractContextManager[None]:
         """Return the autocast that the call was recorded under."""

@@ -14,13 +14,15 @@ from ...operators import canonical_name, info_of
 from ...runtime.graphs import capture_of, required_capture
 from ...runtime.values import is_container, is_leaf, qualified, same_kind, tensors_in, user_class
 from ...tracing.examples import Untraceable
-from ...tracing.program import BY_DATA, Program, Unrolled, Unroller, unrolling
+from ...tracing.program import Program
 from ...tracing.recording import Call
+from ...tracing.trace import BY_DATA
 from .members import Items, Source, family_of, find_sources
 from .mixtures import Mixture, check_decisions, check_loop, routing_over, routings_to
 from .rounds import Loop, find_loop, is_dropout
 from .routing import routing_of
 from .template import description, template_of
+from .unrolling import Unrolled, Unroller, unrolling
 
 __all__ = ["find_mixtures", "mixture_at"]
 

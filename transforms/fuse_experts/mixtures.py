@@ -14,11 +14,11 @@ from ...errors import MatchFailure
 from ...operators import canonical_name
 from ...passes.sites import VOLATILE
 from ...runtime.guards import require
-from ...tracing.program import Unrolled
 from .members import Items, Slices, Source, operands
 from .rounds import Loop
 from .routing import RoutedBy
 from .template import Template
+from .unrolling import Unrolled
 
 __all__ = ["Mixture", "check_decisions", "check_loop", "members_of", "routing_over", "routings_to"]
 

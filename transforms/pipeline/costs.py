@@ -14,13 +14,13 @@ from torch import Tensor, fx, nn
 
 from ...compat import all_modules, version_of
 from ...operators import counted_flops
-from ...runtime.graphs import GraphRunner, capture_of, fitting
+from ...runtime.graphs import capture_of, fitting
 from ...runtime.guards import require
 from ...runtime.values import is_leaf, is_library, is_plain_structure, tensors_within
 from ...tracing.analyses import has_random_effects, module_has_random_effects
 from ...tracing.examples import Inputs
 from ...tracing.isolation import in_phase, preserved
-from ...tracing.program import function_of_node
+from ...tracing.program import GraphRunner, function_of_node
 from .opening import Holds, Opened
 
 __all__ = ["Cost", "Kind", "NodeFacts", "observed"]

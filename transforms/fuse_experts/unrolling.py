@@ -13,13 +13,13 @@ from torch import Tensor, fx, nn
 
 from ...compat import all_modules
 from ...runtime.graphs import Specialization
-from ...runtime.values import INTERNAL, has_attributes, signature_of, user_class
-from ..examples import Untraceable
-from ..isolation import ModelState, restoring
-from ..recording import Call
-from ..rules import tracing_session
-from ..trace import Decided, TracingSession, UnrollingTracer
-from .program import Program
+from ...runtime.values import INTERNAL, has_attributes, put_members_back, same_members, signature_of, user_class
+from ...tracing.examples import Untraceable
+from ...tracing.isolation import ModelState, restoring
+from ...tracing.program import Program
+from ...tracing.recording import Call
+from ...tracing.rules import tracing_session
+from ...tracing.trace import Decided, TracingSession, UnrollingTracer
 
 __all__ = ["Unrolled", "Unroller", "unrolling"]
 
@@ -100,16 +100,7 @@ class _Objects:
 
     def restore(self) -> str | None:
         """Put everything back; return what was changed first."""
-        changed = [(path, value, before) for path, value, before in self._held if not _is_same(value, before)]
+        changed = [each for each in self._held if not same_members(each[1], each[2])]
         for _, value, before in changed:
-            value.clear()
-            (value.update if isinstance(value, (dict, set)) else value.extend)(before)
+            put_members_back(value, before)
         return changed[0][0] if changed else None
-
-
-def _is_same(value: Any, before: Any) -> bool:
-    if len(value) != len(before):
-        return False
-    if isinstance(value, dict):
-        return all(key in before and item is before[key] for key, item in cast("dict[Any, Any]", value).items())
-    return isinstance(value, set) or all(a is b for a, b in zip(value, before, strict=True))
