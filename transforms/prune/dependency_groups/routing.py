@@ -21,15 +21,8 @@ __all__ = ["Choices", "Routing", "choices_of"]
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """What a module chooses from.
+    """What a module chooses from: how many are chosen at once, at the most, and how often each was [size]."""
 
-    Attributes:
-        size: how many there are.
-        most: how many are chosen at once, at the most.
-        counts: how often each was chosen [size].
-    """
-
-    size: int
     most: int
     counts: Tensor
 
@@ -51,8 +44,8 @@ class Choices:
         counts = indices.detach().flatten().bincount(minlength=size).cpu()
         for module in modules:
             of = self.routings.setdefault(module, {})
-            known = of.get(size, Routing(size, 0, torch.zeros_like(counts)))
-            of[size] = Routing(size, max(known.most, indices.shape[-1]), known.counts + counts)
+            known = of.get(size, Routing(0, torch.zeros_like(counts)))
+            of[size] = Routing(max(known.most, indices.shape[-1]), known.counts + counts)
 
 
 def choices_of(program: Program, run: Callable[[nn.Module], None] | None = None) -> Choices:

@@ -151,7 +151,7 @@ def decoder_groups() -> tuple[Group, ...]:
             Attribute("down", "out_features", None, w),
         ),
         norms=(
-            Norm("norm1", "layer", "", 0, "norm1", w), Norm("norm2", "mean", "norm2", 0, "mean", w),
+            Norm("norm1", "layer", w), Norm("norm2", "mean", w),
         ),
     )  # fmt: skip
     heads = Group(
