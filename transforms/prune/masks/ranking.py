@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ....errors import BudgetError
-from ..settings import Settings
+from ..settings import Weights
 
 __all__ = ["chosen", "scores_of", "weakest"]
 
 
 def chosen(
-    weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Settings, amount: float
+    weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Weights, amount: float
 ) -> dict[str, Tensor]:
     """Return which elements of each weight are zero for good from now on.
 
@@ -33,7 +33,7 @@ def chosen(
     return {name: flags | gone[name].to(flags.device) for name, flags in weakest(found, amount, options.scope).items()}
 
 
-def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Settings) -> dict[str, Tensor]:
+def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Weights) -> dict[str, Tensor]:
     """Return how much each element of each weight matters; what is gone matters least."""
     scores = _random_scores(weights, options.seed) if options.method == "random" else _magnitudes(weights)
     given = cast("Mapping[str, Tensor]", options.scores or {})  # a function is for structured pruning alone

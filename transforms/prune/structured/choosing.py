@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....errors import BudgetError
 from ..dependency_groups import Group
-from ..settings import Settings
+from ..settings import Units
 from .sites import Chosen
 
 __all__ = ["choose", "chosen_for_target"]
@@ -26,7 +26,7 @@ _CLOSE = 0.005
 
 
 def choose(
-    groups: Sequence[Group], scores: Sequence[Tensor], share: float, wanted: Settings, multiples: Sequence[int] = ()
+    groups: Sequence[Group], scores: Sequence[Tensor], share: float, wanted: Units, multiples: Sequence[int] = ()
 ) -> list[Chosen]:
     """Return what is kept where `share` of the units goes; of each group a multiple of so many, or of `round_to`.
 

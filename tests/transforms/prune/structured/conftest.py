@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxopt.transforms.prune import structured
 from fxopt.transforms.prune.dependency_groups import Attribute, Coupling, Cut, Group, Norm, Number, Refused
 
 
@@ -207,7 +206,7 @@ class Case:
         def coupling(_: Any) -> Coupling:
             return Coupling(groups, refused)
 
-        self.patch.setattr(structured.finding, "coupling", coupling)
+        self.patch.setattr("fxopt.transforms.prune.find.coupling", coupling)
 
 
 @pytest.fixture
