@@ -15,11 +15,7 @@ __all__ = ["check_score", "check_scores", "check_weights"]
 
 
 def check_weights(model: nn.Module) -> None:
-    """Make sure that the weights can be ranked.
-
-    Raises:
-        UsageError: one has a NaN, or no values at all, by name.
-    """
+    """Raise UsageError where a weight has a NaN, or no values at all, by name."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UsageError(f"pass 'prune': '{name}' is on the meta device, and has no values; load them first")
@@ -34,11 +30,7 @@ def _has_nan(tensor: Tensor) -> bool:
 
 
 def check_scores(scores: object, model: nn.Module) -> None:
-    """Make sure that scores are for parameters of the model, in their shapes, and can be ranked.
-
-    Raises:
-        UsageError: one is not; by name.
-    """
+    """Raise UsageError where scores are not for parameters of the model, in their shapes, or cannot be ranked."""
     expect(scores, Mapping, "pass 'prune': scores", "a dictionary: name of a parameter -> tensor of its shape")
     if not scores:
         raise UsageError("pass 'prune': scores is empty; give tensors by name, or leave it out")
@@ -51,10 +43,8 @@ def check_scores(scores: object, model: nn.Module) -> None:
 
 
 def check_score(what: str, score: object, parameter: Tensor) -> Tensor:
-    """Return the scores of a parameter.
-
-    Raises:
-        UsageError: they are none of its shape, or cannot be ranked; `what` names them.
+    """Return the scores of a parameter; raise UsageError, where `what` names them, if they have another shape or no
+    order.
     """
     shape = list(parameter.shape)
     if not isinstance(score, Tensor):

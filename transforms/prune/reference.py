@@ -56,8 +56,7 @@ class _Without(TorchFunctionMode):
 
 def over_kept(module: nn.Module, size: int, kept: Sequence[int]) -> None:
     """Let a module, which computes norms over `size` units, take their statistics over the kept units only.
-
-    The values of the others are zeros: only then a norm is meant.
+    Only values of which the others are zeros are meant.
     """
     _under_mode(module, _KeptStatistics(size, kept))
 

@@ -96,11 +96,7 @@ _READ = {"magnitude": _Magnitude, "random": _Random, "nm": _Neighbours, "structu
 
 
 def check_options(options: Options) -> None:
-    """Make sure that the options of the pass mean something, each and together.
-
-    Raises:
-        UsageError: one is wrong, or says something that the method does not read.
-    """
+    """Raise UsageError where an option is wrong, or says something that the method does not read."""
     _check_numbers(options)
     check_option_types(cast("Pass", options))
     if options.schedule != "one_shot" and options.scores is not None:

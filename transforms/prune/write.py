@@ -23,9 +23,7 @@ __all__ = ["reference", "rewrite"]
 
 def rewrite(site: Site, edit: Edit) -> None:
     """Put masks over a layer's weights, or take the units away that a site's data names.
-
-    Raises:
-        MatchFailure: if a mask, a tensor or a size is not what it was when the site was found.
+    Raises MatchFailure if a mask, a tensor or a size is not what it was when the site was found.
     """
     if "gone" in site.data:
         _mask(site, edit)
@@ -73,11 +71,7 @@ def _mask(site: Site, edit: Edit) -> None:
 
 
 def _gone(site: Site, module: nn.Module) -> dict[str, Tensor]:
-    """Return the masks of a site.
-
-    Raises:
-        MatchFailure: one has not as many zeros as the site was found with.
-    """
+    """Return the masks of a site; raise MatchFailure where one has not as many zeros as the site was found with."""
     weights, texts = _weights(module), site.data["gone"]
     found = {name: unpacked(text, weights[name].shape).to(weights[name].device) for name, text in texts.items()}
     for name, count in site.data.get("zeros", {}).items():

@@ -15,14 +15,8 @@ __all__ = ["Grouping", "grouped"]
 
 @dataclass
 class Grouping:
-    """The units of a solution, in groups.
-
-    Attributes:
-        group: atom -> the number of the group that its unit is in, or -1.
-        number: atom -> the number of the unit within its group.
-        dimensions: group -> the dimensions that have its units, in the order of their use.
-        makers: group -> the dimension that makes its units.
-        sizes: group -> how many units it has.
+    """The units of a solution, in groups: atom -> the numbers of its unit's group and of the unit in it, or -1; group
+    -> the dimensions that have its units, in the order of their use, the one that makes them, and how many there are.
     """
 
     group: Array

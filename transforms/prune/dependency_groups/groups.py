@@ -59,13 +59,8 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Norm:
-    """A statistic that runs over the units of a group: of the kept ones alone, it is another one.
-
-    Attributes:
-        module: the innermost module that computes it: a LayerNorm or RMSNorm, or one whose code does.
-        kind: "layer" for mean and variance of `F.layer_norm`, "group" for those of `F.group_norm`, "rms" for
-            `F.rms_norm`, "mean" for a plain mean.
-        units: of the indices that the statistic runs over, along the dimension that is cut.
+    """A statistic that runs over the units of a group: of the kept ones alone, it is another one. The module is the
+    innermost that computes it; the kind names the function, or a plain mean.
     """
 
     module: str
@@ -75,12 +70,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class Router:
-    """What sends tokens to experts: without some of them it is the same with logits of minus infinity for these.
-
-    Attributes:
-        module: whose linear layer gives the logits.
-        place: the module that chooses: the same, or one around it.
-        top_k: how many experts a token goes to.
+    """What sends each token to `top_k` experts: without some of them it is the same with logits of minus infinity for
+    these. A linear layer (`module`) gives the logits, and the same module, or one around it (`place`), chooses.
     """
 
     module: str
@@ -128,12 +119,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Refused:
-    """A layer whose units cannot be removed.
-
-    Attributes:
-        layer: its name.
-        reason: one clause that names the operation at fault.
-        by_design: whether nothing is at fault: the layer makes the model's result, whose width stays.
+    """A layer whose units cannot be removed; the reason is one clause that names the operation at fault. Nothing is at
+    fault (`by_design`) where the layer makes the model's result, whose width stays.
     """
 
     layer: str

@@ -17,12 +17,8 @@ FIXED = 0
 
 
 class IndexClasses:
-    """Hand out atoms, and note what is said of them; `solve` works out what follows.
-
-    Attributes:
-        count: how many atoms there are.
-        operator: what runs.
-        module: where; both are the reason for what is said meanwhile.
+    """Hand out atoms, and note what is said of them; `solve` works out what follows. The reason for what is said is the
+    `operator` that runs meanwhile, and the `module` that it runs in.
     """
 
     def __init__(self) -> None:
@@ -89,13 +85,7 @@ class IndexClasses:
 
 @dataclass(frozen=True)
 class Solution:
-    """Which atoms go together and which stay.
-
-    Attributes:
-        units: atom -> the least atom that goes together with it.
-        fixed: atom -> the number of the reason why it stays, or -1.
-        reasons: by number.
-    """
+    """Which atoms go together (atom -> the least of them) and which stay (atom -> the number of the reason, or -1)."""
 
     units: Array
     fixed: Array

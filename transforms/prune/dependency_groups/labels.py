@@ -19,12 +19,8 @@ _LARGEST = 5_000_000
 
 @dataclass(frozen=True)
 class Block:
-    """Indices over one dimension, or over several that were one before and may be one again (heads and their width).
-
-    Attributes:
-        dims: the dimensions, in order.
-        atoms: of those shapes.
-        zero: whether the value is zero wherever the tensors that are cut are zero.
+    """Indices over one dimension, or over several that were one before and may be one again (heads and their width);
+    `zero` says whether the value is zero wherever the tensors that are cut are.
     """
 
     dims: tuple[int, ...]
@@ -65,12 +61,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Labels:
-    """What a value's indices are; a dimension in no block stays whole.
-
-    Attributes:
-        shape: of the value.
-        blocks: no two have a dimension in common.
-        spoilt: atoms that must stay if the value is ever read.
+    """What a value's indices are; a dimension in no block stays whole, and no two blocks share one. If the value is
+    ever read, `spoilt` atoms must stay.
     """
 
     shape: tuple[int, ...]

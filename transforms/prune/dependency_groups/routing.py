@@ -29,11 +29,8 @@ class Routing:
 
 @dataclasses.dataclass
 class Choices:
-    """What was chosen in which modules, those around them included, by their first names.
-
-    Attributes:
-        routings: module -> what it chooses from, by size.
-        linears: module -> how many features the linear layers give that are computed in it.
+    """What was chosen in which modules, those around them included: module -> what it chooses from, by size; and how
+    many features the linear layers give that are computed in it.
     """
 
     routings: dict[str, dict[int, Routing]] = dataclasses.field(default_factory=dict[str, dict[int, Routing]])

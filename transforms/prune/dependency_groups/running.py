@@ -26,12 +26,8 @@ RESULT = "its width is that of the model's result"
 
 
 def run(program: Program, tracker: DimensionTracker, *, training: bool) -> set[tuple[str, int]]:
-    """Run a program on its example inputs; return the graphs that ran, by owner and number.
-
-    Args:
-        program: what to run.
-        tracker: notes what is found, and says whether captured modules run their own forwards.
-        training: the mode to run in.
+    """Run a program on its example inputs, from its graphs or, as the tracker says, by its modules' own forwards;
+    return the graphs that ran, by owner and number.
     """
     caller = _Caller(program, tracker)
     model = program.model

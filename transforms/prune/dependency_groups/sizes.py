@@ -17,14 +17,8 @@ __all__ = ["Assigned", "Broken", "Count", "Requirement", "Size", "Source", "assi
 
 @dataclass(frozen=True)
 class Source:
-    """Where a plain number is written.
-
-    Attributes:
-        owner: the module that holds it, in its graph or as an attribute.
-        specialization: of its graphs, the number; -1 for an attribute.
-        name: of the node, or of the attribute.
-        path: the way to the number in the node's arguments, or in the attribute's value.
-        value: the number.
+    """Where a plain number is written: in which module, in which of its graphs (-1: as an attribute), at which node or
+    attribute, and the way to it in the node's arguments or the attribute's value.
     """
 
     owner: str
@@ -54,11 +48,8 @@ Term: TypeAlias = "Source | Count | tuple[Callable[[int, int], int], int, int]"
 
 
 class Size(int):
-    """A number with its origin; arithmetic with whole numbers keeps it.
-
-    Attributes:
-        term: how it comes about.
-        given: where a graph's node was given it, if it was computed.
+    """A number with its origin; arithmetic with whole numbers keeps it. `given` is where a graph's node was given it,
+    if it was computed.
     """
 
     term: Term
@@ -105,14 +96,8 @@ def marked(value: Any, source: Source) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Requirement:
-    """A size must be the number of the kept indices of what it counts.
-
-    Attributes:
-        size: the size.
-        count: what it counts; None if it must stay what it is.
-        why: the operation that needs it, with its place.
-        module: the module whose code or graph it is.
-        own: whether it was found in the own forward of a module that has a graph.
+    """A size must be the number of the kept indices of what it counts, or, without `count`, stay what it is; `own` says
+    whether that was found in the own forward of a module that has a graph.
     """
 
     size: int
@@ -147,13 +132,8 @@ def assigned(requirements: Iterable[Requirement], solution: Solution) -> Assigne
 
 
 def broken(requirements: Sequence[Requirement], known: Assigned, solution: Solution, group: Array) -> Iterator[Broken]:
-    """Yield the requirements that do not hold once units are removed.
-
-    Args:
-        requirements: all of them.
-        known: what numbers count.
-        solution: which atoms go together.
-        group: unit -> the number of its group, or -1.
+    """Yield the requirements that do not hold once units are removed; `group` has the number of each unit's group, or
+    -1.
     """
     cuts = _Cuts(group)
     for each in requirements:

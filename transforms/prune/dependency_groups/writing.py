@@ -32,16 +32,8 @@ def given_in_graph(requirement: Requirement) -> Source | None:
 
 @dataclass(frozen=True)
 class Writer:
-    """Write groups down.
-
-    Attributes:
-        program: that ran.
-        tracker: what was found.
-        solution: which atoms go together.
-        units: of each dimension.
-        grouping: of these.
-        known: what numbers count.
-        wrong: requirements that do not hold once units are gone, where something can be done about that.
+    """Write down the groups of a run: with the units of each dimension, what numbers count (`known`), and requirements
+    that do not hold once units are gone, where something can be done about that (`wrong`).
     """
 
     program: Program

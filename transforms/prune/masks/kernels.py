@@ -24,13 +24,8 @@ _PAYS = 1.02
 
 
 def kernel_for(program: Program, target: Target, gone: Tensor, options: Weights) -> tuple[bool, str]:
-    """Say whether a layer is computed by the kernel, and how the report says so.
-
-    Args:
-        program: with example inputs, for what the layer is called with.
-        target: its weight.
-        gone: which elements of it are zero.
-        options: of the pass.
+    """Say whether a layer, whose weight has zeros where `gone` says so, is computed by the kernel, and how the report
+    says so.
     """
     module = program.module(target.owner)
     obstacle = _obstacle(program, module, target, options)

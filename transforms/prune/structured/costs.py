@@ -32,10 +32,8 @@ Cost = Callable[[Sequence[Chosen]], float]
 
 
 class DoesNotRun(Exception):  # a signal between two modules, turned into refusals by one
-    """A model does not run any more once units are gone.
-
-    Attributes:
-        reasons: name of each group at fault -> what its removal alone makes the model raise.
+    """A model does not run any more once units are gone; `reasons` has what the removal of each group at fault makes it
+    raise.
     """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
@@ -45,9 +43,7 @@ class DoesNotRun(Exception):  # a signal between two modules, turned into refusa
 
 def cost_of(program: Program, target: str) -> Cost:
     """Return the function that says what a model costs where units are kept.
-
-    Raises:
-        BudgetError: if that takes a run, and there are no example inputs.
+    Raises BudgetError if that takes a run, and there are no example inputs.
     """
     if target == "units":
         return lambda chosen: float(sum(len(each.kept) for each in chosen))

@@ -27,9 +27,7 @@ class NoScores(Exception):  # a signal between two modules, turned into a refusa
 
 def scores_of_units(program: Program, groups: Sequence[Group], wanted: Units) -> list[Tensor | NoScores]:
     """Return a score for each unit of each group, of mean one in each group; float64, on the CPU.
-
-    Raises:
-        UsageError: weights, gradients or the user's scores are not finite, or the latter do not fit.
+    Raises UsageError if weights, gradients or the user's scores are not finite, or the latter do not fit.
     """
     make = _given if wanted.scores is not None else _SCORERS[wanted.criterion]
     scorer = make(program, wanted)
@@ -64,11 +62,8 @@ def _by_unit(values: Tensor, cut: Cut, size: int) -> Tensor:
 def _weights(model: nn.Module, group: Group) -> list[tuple[Cut, Tensor]]:
     """Return the weights whose slices a group cuts; biases and norms only where there is nothing else."""
     tensors = tensors_by_name(model)
-    parameters = [
-        (cut, tensors[cut.tensor])
-        for cut in group.cuts
-        if isinstance(tensors[cut.tensor], nn.Parameter) and tensors[cut.tensor].is_floating_point()
-    ]
+    cuts = [(cut, tensors[cut.tensor]) for cut in group.cuts if isinstance(tensors[cut.tensor], nn.Parameter)]
+    parameters = [(cut, tensor) for cut, tensor in cuts if tensor.is_floating_point()]
     return [(cut, tensor) for cut, tensor in parameters if tensor.dim() > 1] or parameters
 
 

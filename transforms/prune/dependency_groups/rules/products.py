@@ -35,14 +35,8 @@ def _contracted(
     tracker: DimensionTracker, sides: tuple[Labels, Labels], summed: tuple[int, int],
     outs: tuple[Mapping[int, int], Mapping[int, int]], shape: Sequence[int], batch: Sequence[int] = (),
 ) -> Labels:  # fmt: skip
-    """Return the labels of a sum of products over one dimension of each side.
-
-    Args:
-        sides: the operands.
-        summed: the dimension of each that is summed.
-        outs: for each operand, its own dimension -> that of the result.
-        shape: of the result.
-        batch: dimensions that both operands have and the result too.
+    """Return the labels of a sum of products over the dimension of each side that is `summed`; `outs` says what its
+    others are in the result, and `batch` names dimensions that both sides and the result have.
     """
     left, right = _summed(tracker, sides, summed)
     blocks: list[Block] = []

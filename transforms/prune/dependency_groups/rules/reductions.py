@@ -33,13 +33,8 @@ def _without(labels: Labels, dims: Sequence[int], out: Tensor) -> Labels:
 
 
 def reduction(position: int = 0, *, additive: bool = False, observed: str = "", zero: bool = True) -> Rule:
-    """Return the rule of a reduction.
-
-    Args:
-        position: of the dimensions among the arguments behind the first.
-        additive: zeros do not change the result.
-        observed: the kind of a statistic that zeros change in a known way.
-        zero: of zeros alone it is zero.
+    """Return the rule of a reduction over dimensions, at a position behind the first argument: zeros do not change an
+    `additive` one, change an `observed` statistic in a known way, and give zero if `zero`.
     """
 
     def rule(tracker: DimensionTracker, out: Any, x: Tensor, *args: Any) -> Any:
