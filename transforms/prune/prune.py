@@ -1,4 +1,4 @@
-"""The pass: its options, what it refuses before any work, and which method does the rest."""
+"""The pass: its options, and what it refuses before any work."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ...passes.contract import Pass, check_named, module_words
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...tracing.program import Program
-from . import structured
-from .checks import check_options, check_scores, check_weights
-from .masks import find, reference, rewrite
-from .settings import Settings
+from .checks import check_scores, check_weights
+from .find import find
+from .settings import Options, check_options
+from .write import reference, rewrite
 
 __all__ = ["Prune"]
 
 
 @dataclass(frozen=True)
-class Prune(Settings, Pass):
+class Prune(Options, Pass):
     """Set the weights that matter least to zero, and keep them there while the model is trained.
 
     Before: y = x @ weight        After: y = x @ (weight * mask)
@@ -71,22 +71,18 @@ class Prune(Settings, Pass):
         check_named(self.name, "keep", self.keep, model)
         check_in_floats(self.name, model)
         check_weights(model)
-        if self.scores is not None and not (self._is_structured and callable(self.scores)):
+        if self.scores is not None and not (self.method == "structured" and callable(self.scores)):
             check_scores(self.scores, model)
 
     def find(self, program: Program) -> Iterable[Site | Refusal]:
-        return structured.find(program, self) if self._is_structured else find(program, self)
+        return find(program, self)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        return structured.remove(site, edit) if self._is_structured else rewrite(site, edit)
+        rewrite(site, edit)
 
     def reference(self, site: Site, original: nn.Module) -> nn.Module | None:
-        return structured.with_zeros(site, original) if self._is_structured else reference(site, original)
+        return reference(site, original)
 
     def own_forward_of(self, sites: Sequence[Site], module: str) -> OwnForward | None:
         is_hard_coded = any(module in site.data.get("hard_coded", ()) for site in sites)
         return OwnForward.WRONG if is_hard_coded else self.own_forward
-
-    @property
-    def _is_structured(self) -> bool:
-        return self.method == "structured"

@@ -1,14 +1,19 @@
-"""The options of the pass, which methods read."""
+"""The options of each method, and what is refused of them before any work."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from torch import Tensor
 
-__all__ = ["KINDS", "Kind", "Settings"]
+from ...errors import UsageError
+from ...passes.contract import Pass, check_option_types, check_options_read
+
+__all__ = ["KINDS", "Kind", "Options", "Units", "Weights", "check_options"]
 
 Kind = Literal["channels", "heads", "hidden", "experts"]
 """What a unit is: a channel of convolutions, an attention head, a hidden unit of linears, a whole expert."""
@@ -19,17 +24,58 @@ Scores = Mapping[str, Tensor] | Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the user asks for; `Prune` says what each option means."""
+class _Any:
+    """What all methods read; `Prune` says what each option means."""
 
     method: Literal["magnitude", "random", "nm", "structured"] = "magnitude"
+    keep: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Share(_Any):
     amount: float = 0.5
     scope: Literal["global", "layer"] = "global"
-    norm: Literal["l1", "l2"] = "l2"
+
+
+@dataclass(frozen=True)
+class _Magnitude(_Share):
+    schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
+    scores: Scores | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class _Random(_Share):
+    schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class _Neighbours(_Any):
     pattern: str | None = None
     permute: bool = False
-    keep: tuple[str, ...] = ()
-    schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
+    scores: Scores | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def kept_of(self) -> tuple[int, int]:
+        """Return N and M of the pattern "N:M"; of none given, those of 2:4."""
+        pattern = "2:4" if self.pattern is None else self.pattern
+        match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", pattern) if isinstance(pattern, str) else None
+        kept, of = (int(part) for part in match.groups()) if match is not None else (0, 0)
+        if not 0 < kept < of:
+            raise _wrong("pattern", pattern, "give N:M with N below M, such as 2:4")
+        return kept, of
+
+
+@dataclass(frozen=True)
+class Weights(_Magnitude, _Random, _Neighbours):
+    """What the methods for single weights read."""
+
+
+@dataclass(frozen=True)
+class Units(_Share):
+    """What structured pruning reads."""
+
+    norm: Literal["l1", "l2"] = "l2"
     seed: int = 0
     criterion: Literal["magnitude", "batchnorm", "taylor", "routing", "random"] = "magnitude"
     kinds: tuple[Kind, ...] = KINDS
@@ -38,3 +84,60 @@ class Settings:
     scores: Scores | None = field(default=None, compare=False, repr=False)
     loss: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     data: Iterable[Any] | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Options(Weights, Units):
+    """All options, of which each method reads its own."""
+
+
+_READ = {"magnitude": _Magnitude, "random": _Random, "nm": _Neighbours, "structured": Units}
+"""Method -> the options that it reads."""
+
+
+def check_options(options: Options) -> None:
+    """Raise UsageError where an option is wrong, or says something that the method does not read."""
+    _check_numbers(options)
+    check_option_types(cast("Pass", options))
+    if options.schedule != "one_shot" and options.scores is not None:
+        raise UsageError("pass 'prune': a schedule ranks by magnitude, later than now; leave scores or schedule out")
+    names = {method: {each.name for each in dataclasses.fields(kind)} for method, kind in _READ.items()}
+    read_by = {
+        each.name: tuple(method for method, read in names.items() if each.name in read)
+        for each in dataclasses.fields(Options)
+    }
+    check_options_read("prune", options, "method", read_by)
+    _check_runs(options)
+
+
+def _check_numbers(options: Options) -> None:
+    amount, round_to, kinds = cast("tuple[Any, ...]", (options.amount, options.round_to, options.kinds))
+    if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 <= amount < 1:
+        raise _wrong("amount", amount, "give the share to remove, from 0 to below 1, such as 0.5")
+    _ = options.kept_of
+    if kinds in ((), None):
+        raise _wrong("kinds", (), f"give some of {', '.join(KINDS)}, or leave it out for all")
+    for kind in cast("tuple[object, ...]", kinds) if isinstance(kinds, tuple) else ():
+        if kind not in KINDS:
+            raise _wrong("kinds", kind, f"give some of {', '.join(KINDS)}")
+    if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:
+        raise _wrong("round_to", round_to, "give a number of units, 1 or more")
+    if isinstance(options.seed, int) and not 0 <= options.seed < 2**63:
+        raise _wrong("seed", options.seed, "give a number from 0 to below 2**63")
+
+
+def _check_runs(options: Units) -> None:
+    """Make sure that a criterion that runs the model has what it needs, and others are not given it."""
+    loss, data = options.loss, options.data
+    if loss is not None and not callable(loss):
+        raise _wrong("loss", loss, "give a function")
+    if (loss is not None or data is not None) and options.criterion not in ("taylor", "routing"):
+        raise UsageError("pass 'prune': loss= and data= are for criterion=taylor and routing; leave them out")
+    if options.criterion == "routing" and loss is not None and data is None:
+        raise UsageError("pass 'prune': loss= of criterion=routing runs the model on batches; give these as data=")
+    if data is not None and loss is None:
+        raise UsageError("pass 'prune': data= needs loss=, a function of the model and a batch")
+
+
+def _wrong(name: str, value: object, advice: str) -> UsageError:
+    return UsageError(f"pass 'prune': {name}={value!r}; {advice}")

@@ -28,13 +28,8 @@ _OTHER_COUNTS = ("per_tok", "top_k", "topk", "shared", "group")
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """What may be experts: a module with a slice of each tensor for each of them, or a list of modules.
-
-    Attributes:
-        module: that holds them.
-        around: the module that holds their router, too.
-        size: how many there are.
-        members: of a list, the modules in it.
+    """What may be experts: a module with a slice of each tensor for each of them, or a list of modules (`members`),
+    with the module around it that holds their router, too.
     """
 
     module: str
@@ -106,10 +101,10 @@ def _routers(program: Program, around: str, experts: str, size: int) -> Iterator
 
 
 def _group(program: Program, stack: _Stack, routing: Routing, choices: Choices) -> Group | Refused:
+    size = stack.size
     routers = [
-        name for name in _routers(program, stack.around, stack.module, stack.size)
-        if choices.linears.get(name) == {stack.size}
-    ]  # fmt: skip
+        name for name in _routers(program, stack.around, stack.module, size) if choices.linears.get(name) == {size}
+    ]
     choosing = [name for name in routers if name in choices.routings]
     name, *others = choosing or routers or [stack.around]
     place = name if choosing else stack.around
@@ -117,10 +112,9 @@ def _group(program: Program, stack: _Stack, routing: Routing, choices: Choices) 
     if reason is not None:
         return Refused(name, f"its experts cannot be removed: {reason}")
     modules = list(dict.fromkeys((stack.around, name, stack.module)))
-    cuts = (*_rows(program, name, stack.size), *stack.cuts(program))
     return Group(
-        name, "experts", stack.size, cuts, tuple(_numbers(program, modules, stack.size)),
-        tuple(_attributes(program, modules, stack.size)),
+        name, "experts", size, (*_rows(program, name, size), *stack.cuts(program)),
+        tuple(_numbers(program, modules, size)), tuple(_attributes(program, modules, size)),
         router=Router(name, place, routing.most), listed=stack.module if stack.members else None,
     )  # fmt: skip
 

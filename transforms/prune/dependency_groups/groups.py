@@ -3,7 +3,7 @@
 A group has `size` units. Everything that mentions a unit goes when the unit goes: slices of tensors (`Cut`), sizes in
 graphs (`Number`), sizes in attributes (`Attribute`). A field `units` says, index by index, which unit of the group an
 index belongs to; -1 is none of them: the index stays. Sizes become what they were minus the removed indices, so several
-groups that meet in one tensor or size may be cut one after another.
+groups that meet in one tensor or size may be cut one after another. Modules are named by their first names.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ __all__ = ["Attribute", "Coupling", "Cut", "Group", "Kind", "Norm", "Number", "R
 
 @dataclass(frozen=True)
 class Cut:
-    """One dimension of one parameter or buffer.
-
-    Attributes:
-        tensor: its name in the model; of a tied tensor the first one.
-        dim: the dimension.
-        units: for each index along it the unit that it belongs to, or -1.
-    """
+    """One dimension of one parameter or buffer; of a tied tensor under its first name."""
 
     tensor: str
     dim: int
@@ -33,19 +27,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Number:
-    """A size that a graph holds as a plain number: an argument of a view, split, slice, expand, convolution.
+    """A size that a graph holds as a plain number, or computes: an argument of a view, split, slice, expand.
 
     Attributes:
-        owner: the module whose graph it is, by its first name; modules that are alike may share the graph.
+        owner: the module whose graph it is; modules that are alike may share the graph.
         specialization: which of its graphs.
         node: the name of the node.
         path: the way to the number from `(args, kwargs)`: `(0, 1, 2)` is `args[1][2]`, `(1, "groups")` is
             `kwargs["groups"]`; in a slice, "start" or "stop".
-        value: the number as it is: `len(units)`.
+        value: the number as it is.
         units: what it counts.
-        computed: whether the argument is a node that computes it from another width (`reshape(batch, length, width of
-            the input)`), which it does not follow any more: the argument becomes a plain number, also where none of
-            the group's units is counted.
     """
 
     owner: str
@@ -54,19 +45,11 @@ class Number:
     path: tuple[str | int, ...]
     value: int
     units: tuple[int, ...]
-    computed: bool = False
 
 
 @dataclass(frozen=True)
 class Attribute:
-    """A plain attribute of a module that is such a size (`out_channels`, `num_heads`, `groups`).
-
-    Attributes:
-        module: the module, by its first name.
-        name: of the attribute.
-        index: where the attribute is a tuple or list, which item; else None.
-        units: what it counts.
-    """
+    """A plain attribute of a module that is such a size (`out_channels`, `num_heads`), or an item (`index`) of one."""
 
     module: str
     name: str
@@ -76,37 +59,19 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Norm:
-    """A statistic that runs over the units of a group: of the kept ones alone, it is another one.
-
-    What is equal to the pruned model takes it over the kept indices only.
-
-    Attributes:
-        module: the innermost module that computes it: a LayerNorm or RMSNorm, or one whose code does.
-        kind: "layer" for mean and variance of `F.layer_norm`, "group" for those of `F.group_norm`, "rms" for
-            `F.rms_norm`, "mean" for a plain mean, which is zero where units were removed: it is too small by the
-            share of the removed units.
-        owner: the module whose graph computes or calls it; None where no graph does.
-        specialization: which of its graphs.
-        node: the name of the node there.
-        units: of the indices that the statistic runs over, along the dimension that is cut.
+    """A statistic that runs over the units of a group: of the kept ones alone, it is another one. The module is the
+    innermost that computes it; the kind names the function, or a plain mean.
     """
 
     module: str
     kind: Literal["layer", "group", "rms", "mean"]
-    owner: str | None
-    specialization: int
-    node: str
     units: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Router:
-    """What sends tokens to experts: without some of them it is the same with logits of minus infinity for these.
-
-    Attributes:
-        module: whose linear layer gives the logits, by its first name.
-        place: the module that chooses: the same, or one around it.
-        top_k: how many experts a token goes to.
+    """What sends each token to `top_k` experts: without some of them it is the same with logits of minus infinity for
+    these. A linear layer (`module`) gives the logits, and the same module, or one around it (`place`), chooses.
     """
 
     module: str
@@ -154,12 +119,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Refused:
-    """A layer whose units cannot be removed.
-
-    Attributes:
-        layer: its name.
-        reason: one clause that names the operation at fault.
-        by_design: whether nothing is at fault: the layer makes the model's result, whose width stays.
+    """A layer whose units cannot be removed; the reason is one clause that names the operation at fault. Nothing is at
+    fault (`by_design`) where the layer makes the model's result, whose width stays.
     """
 
     layer: str

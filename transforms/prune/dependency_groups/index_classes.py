@@ -17,51 +17,52 @@ FIXED = 0
 
 
 class IndexClasses:
-    """Hand out atoms, and note what is said of them; `solve` works out what follows.
-
-    Attributes:
-        reasons: why atoms are fixed, in the order in which it was said.
+    """Hand out atoms, and note what is said of them; `solve` works out what follows. The reason for what is said is the
+    `operator` that runs meanwhile, and the `module` that it runs in.
     """
 
     def __init__(self) -> None:
         self.count = 1
-        self.reasons: list[str] = []
+        self.operator = self.module = ""
+        self._reasons: list[str] = []
         self._edges: list[tuple[Array, Array]] = []
-        self._fixed: list[tuple[Array, int]] = []
+        self._fixed: list[Array] = []
         self._undecided: dict[bytes, Array] = {}
+
+    @property
+    def why(self) -> str:
+        """Return the operation that runs, with its place."""
+        return f"{self.operator} in {self.module or 'the model itself'}"
 
     def new(self, size: int) -> Array:
         """Return atoms for the indices along a dimension."""
         first, self.count = self.count, self.count + size
         return np.arange(first, self.count, dtype=np.int64)
 
-    def join(self, left: Array, right: Array, why: str) -> None:
-        """Say that atoms go together, one by one; `why` is the reason where one of them is fixed."""
+    def join(self, left: Array, right: Array, why: str = "") -> None:
+        """Say that atoms go together, one by one."""
         if left is right:
             return
         left, right = np.broadcast_arrays(left, right)
         left, right = left.ravel(), right.ravel()
         differ = left != right
         left, right = left[differ], right[differ]
-        if not left.size:
-            return
         one_is_fixed = (left == FIXED) | (right == FIXED)
-        if one_is_fixed.any():
-            self.fix(np.maximum(left, right)[one_is_fixed], why)
-            left, right = left[~one_is_fixed], right[~one_is_fixed]
-        self._edges.append((left, right))
+        self.fix(np.maximum(left, right)[one_is_fixed], why)
+        if not one_is_fixed.all():
+            self._edges.append((left[~one_is_fixed], right[~one_is_fixed]))
 
-    def join_along(self, block: Array, axis: int, why: str) -> Array:
+    def join_along(self, block: Array, axis: int, why: str = "") -> Array:
         """Say that all indices along an axis go together; return the block without it."""
         first = block.take([0], axis)
         self.join(block, first, why)
         return first.squeeze(axis)
 
-    def fix(self, atoms: Array, why: str) -> None:
+    def fix(self, atoms: Array, why: str = "") -> None:
         """Say that atoms stay."""
         if atoms.size:
-            self._fixed.append((atoms.ravel(), len(self.reasons)))
-            self.reasons.append(why)
+            self._fixed.append(atoms.ravel())
+            self._reasons.append(why or self.why)
 
     def undecided(self, block: Array) -> None:
         """Note a block of several dimensions, of which one will be cut: which is decided in the end."""
@@ -75,22 +76,16 @@ class IndexClasses:
         _merge(parents, decided)
         self._edges += decided
         reasons = np.full(self.count, -1, dtype=np.int64)
-        for atoms, reason in reversed(self._fixed):
-            reasons[parents[atoms]] = reason
+        for number, atoms in reversed(list(enumerate(self._fixed))):
+            reasons[parents[atoms]] = number
         reasons = reasons[parents]
         reasons[FIXED] = 0
-        return Solution(parents, reasons, self.reasons)
+        return Solution(parents, reasons, self._reasons)
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Which atoms go together and which stay.
-
-    Attributes:
-        units: atom -> the least atom that goes together with it.
-        fixed: atom -> the number of the reason why it stays, or -1.
-        reasons: by number.
-    """
+    """Which atoms go together (atom -> the least of them) and which stay (atom -> the number of the reason, or -1)."""
 
     units: Array
     fixed: Array
@@ -105,11 +100,9 @@ class Solution:
         units = self.of(block)
         if units.ndim == 1:
             return units
-        first = units.take([0], axis)
-        if (units == first).all():
+        if (units == units.take([0], axis)).all():
             return np.zeros(len(np.moveaxis(units, axis, 0)), dtype=np.int64)
-        others = tuple(other for other in range(units.ndim) if other != axis)
-        least: Array = np.minimum.reduce(units, axis=others)
+        least: Array = np.minimum.reduce(units, axis=tuple(other for other in range(units.ndim) if other != axis))
         return least
 
 
@@ -125,10 +118,7 @@ def _merge(parents: Array, edges: Sequence[tuple[Array, Array]]) -> None:
             return
         left, right, a, b = left[differ], right[differ], a[differ], b[differ]
         np.minimum.at(parents, np.maximum(a, b), np.minimum(a, b))
-        while True:
-            further = parents[parents]
-            if (further == parents).all():
-                break
+        while not ((further := parents[parents]) == parents).all():
             parents[:] = further
 
 

@@ -33,44 +33,31 @@ class Operators(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        tracker = self._tracker
-        if tracker.silent or not any(map(tracker.knows, _tensors((args, given)))):
-            return func(*args, **given)
         out = func(*args, **given)
         name = str(func._schema.name).partition("::")[2]
-        if name not in _IGNORED:
-            _follow(tracker, name, args, given, out)
+        tensors = [] if self._tracker.silent or name in _IGNORED else _tensors((args, given))
+        if any(map(self._tracker.knows, tensors)):
+            _follow(self._tracker, name, args, given, tensors, out)
         return out
 
 
-def _follow(tracker: DimensionTracker, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-    tracker.operator = name
-    rule, in_place = RULES.get(name), False
-    if rule is None and name.endswith("_"):
-        rule, in_place = RULES.get(name[:-1]), True
+def _follow(
+    tracker: DimensionTracker, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], out: Any
+) -> None:
+    tracker.operator, tracker.named = name, kwargs
+    in_place = name not in RULES and name.endswith("_")
+    rule = RULES.get(name[:-1] if in_place else name)
     if rule is None or "out" in kwargs:
-        _give_up(tracker, args, kwargs)
+        for tensor in tensors:
+            tracker.keep_whole(tracker.get(tensor))
         return
-    labels = rule(tracker, args, kwargs, out)
-    found: Sequence[Labels | None] = results_of(labels)
+    found: Sequence[Labels | None] = results_of(rule(tracker, out, *args))
     for result, each in zip(results_of(out), found, strict=False):
         if isinstance(result, Tensor) and each is not None:
             tracker.set(result, each)
-            if in_place:
-                _written(tracker, result, each)
-
-
-def _written(tracker: DimensionTracker, tensor: Tensor, labels: Labels) -> None:
-    """Note for the tensor that a view is of, that what was written may be other than zero."""
-    base = tensor._base  # pyright: ignore[reportPrivateUsage]
-    if base is not None and any(not block.zero for block in labels.blocks):
-        tracker.set(base, tracker.get(base).with_zero(False))
-
-
-def _give_up(tracker: DimensionTracker, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let whatever goes into an operator without a rule stay as it is."""
-    for tensor in _tensors((args, kwargs)):
-        tracker.keep_whole(tracker.get(tensor))
+            base = result._base if in_place else None  # pyright: ignore[reportPrivateUsage]
+            if base is not None and any(not block.zero for block in each.blocks):
+                tracker.set(base, tracker.get(base).with_zero(False))
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -79,6 +66,4 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     if isinstance(value, (tuple, list)):
         return [tensor for item in cast("Sequence[Any]", value) for tensor in _tensors(item)]
-    if isinstance(value, dict):
-        return [tensor for item in cast("dict[Any, Any]", value).values() for tensor in _tensors(item)]
-    return []
+    return _tensors(list(cast("dict[Any, Any]", value).values())) if isinstance(value, dict) else []

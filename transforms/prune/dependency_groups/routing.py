@@ -21,26 +21,16 @@ __all__ = ["Choices", "Routing", "choices_of"]
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """What a module chooses from.
+    """What a module chooses from: how many are chosen at once, at the most, and how often each was [size]."""
 
-    Attributes:
-        size: how many there are.
-        most: how many are chosen at once, at the most.
-        counts: how often each was chosen [size].
-    """
-
-    size: int
     most: int
     counts: Tensor
 
 
 @dataclasses.dataclass
 class Choices:
-    """What was chosen in which modules, those around them included, by their first names.
-
-    Attributes:
-        routings: module -> what it chooses from, by size.
-        linears: module -> how many features the linear layers give that are computed in it.
+    """What was chosen in which modules, those around them included: module -> what it chooses from, by size; and how
+    many features the linear layers give that are computed in it.
     """
 
     routings: dict[str, dict[int, Routing]] = dataclasses.field(default_factory=dict[str, dict[int, Routing]])
@@ -51,8 +41,8 @@ class Choices:
         counts = indices.detach().flatten().bincount(minlength=size).cpu()
         for module in modules:
             of = self.routings.setdefault(module, {})
-            known = of.get(size, Routing(size, 0, torch.zeros_like(counts)))
-            of[size] = Routing(size, max(known.most, indices.shape[-1]), known.counts + counts)
+            known = of.get(size, Routing(0, torch.zeros_like(counts)))
+            of[size] = Routing(max(known.most, indices.shape[-1]), known.counts + counts)
 
 
 def choices_of(program: Program, run: Callable[[nn.Module], None] | None = None) -> Choices:

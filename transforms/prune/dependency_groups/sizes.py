@@ -1,34 +1,30 @@
-"""Sizes: numbers that know where they come from, and what must hold between them and what they count."""
+"""Sizes: numbers that know where they come from, and whether they still count what they must once units are gone."""
 
 from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import numpy as np
 
 from .index_classes import Array, Solution
 
-__all__ = ["Count", "Requirement", "Size", "Source", "marked", "value_of"]
+__all__ = ["Assigned", "Broken", "Count", "Requirement", "Size", "Source", "assigned", "broken", "marked"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a plain number is written.
-
-    Attributes:
-        owner: the module that holds it, in its graph or as an attribute.
-        specialization: of its graphs, the number; -1 for an attribute.
-        name: of the node, or of the attribute.
-        path: the way to the number in the node's arguments, or in the attribute's value.
-        value: the number.
+    """Where a plain number is written: in which module, in which of its graphs (-1: as an attribute), at which node or
+    attribute, and the way to it in the node's arguments or the attribute's value.
     """
 
     owner: str
     specialization: int
     name: str
-    path: tuple[str | int, ...]
+    path: tuple[str | int, ...] = ()
     value: int = 0
 
     @property
@@ -52,11 +48,8 @@ Term: TypeAlias = "Source | Count | tuple[Callable[[int, int], int], int, int]"
 
 
 class Size(int):
-    """A number with its origin; arithmetic with whole numbers keeps it.
-
-    Attributes:
-        term: how it comes about.
-        given: where a graph's node was given it, if it was computed.
+    """A number with its origin; arithmetic with whole numbers keeps it. `given` is where a graph's node was given it,
+    if it was computed.
     """
 
     term: Term
@@ -91,16 +84,20 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
 Size.__neg__ = lambda self: Size(-int(self), (operator.sub, 0, self))  # type: ignore[method-assign]
 
 
+def marked(value: Any, source: Source) -> Any:
+    """Return plain arguments in which each whole number knows where it is written: at `source`, or on from there."""
+    if type(value) is int:
+        return Size(value, dataclasses.replace(source, value=value))
+    if type(value) in (tuple, list):
+        items = enumerate(cast("Sequence[Any]", value))
+        return type(value)(marked(item, dataclasses.replace(source, path=(*source.path, i))) for i, item in items)
+    return value
+
+
 @dataclass(frozen=True, eq=False)
 class Requirement:
-    """A size must be the number of the kept indices of what it counts.
-
-    Attributes:
-        size: the size.
-        count: what it counts; None if it must stay what it is.
-        why: the operation that needs it, with its place.
-        module: the module whose code or graph it is.
-        own: whether it was found in the own forward of a module that has a graph.
+    """A size must be the number of the kept indices of what it counts, or, without `count`, stay what it is; `own` says
+    whether that was found in the own forward of a module that has a graph.
     """
 
     size: int
@@ -110,26 +107,103 @@ class Requirement:
     own: bool = False
 
 
-def value_of(size: int, of_source: Callable[[Source], int], of_count: Callable[[Count], int]) -> int:
-    """Work a size out anew."""
+Assigned: TypeAlias = "Mapping[Source, tuple[int, Array]]"
+"""Where a number is written -> the number, and the units that it counts."""
+
+
+class Broken(NamedTuple):
+    """A requirement that does not hold once units of a group are removed, and why."""
+
+    requirement: Requirement
+    group: int
+    why: str
+
+
+def assigned(requirements: Iterable[Requirement], solution: Solution) -> Assigned:
+    """Work out what each number that is written down counts: where it is used for several things, the first."""
+    known: dict[Source, tuple[int, Array]] = {}
+    for each in requirements:
+        if each.count is None or not isinstance(each.size, Size) or not isinstance(each.size.term, Source):
+            continue
+        before = known.get(each.size.term)
+        if before is None or not before[1].any():
+            known[each.size.term] = int(each.size), each.count.units(solution)
+    return {source: (value, units) for source, (value, units) in known.items() if units.any()}
+
+
+def broken(requirements: Sequence[Requirement], known: Assigned, solution: Solution, group: Array) -> Iterator[Broken]:
+    """Yield the requirements that do not hold once units are removed; `group` has the number of each unit's group, or
+    -1.
+    """
+    cuts = _Cuts(group)
+    for each in requirements:
+        needed = None if each.count is None else each.count.units(solution)
+        involved = [*([] if needed is None else [needed]), *_units_of(each.size, known, solution)]
+        groups = np.unique(group[np.concatenate(involved)]) if any(units.any() for units in involved) else group[:0]
+        for number in groups[groups >= 0].tolist():
+            for removed in cuts.of(number):
+                expected = int(each.size) if needed is None else _left(needed, removed)
+                if _value_of(each.size, known, solution, removed) != expected:
+                    yield Broken(each, number, _explained(each))
+                    break
+
+
+class _Cuts:
+    """Choose units to try: of a group the first, two, all but one, and some; alone, and with some of other groups."""
+
+    def __init__(self, group: Array) -> None:
+        self._group = group
+        self._known: dict[int, list[Array]] = {}
+        self._some = np.random.default_rng(0).random((2, len(group))) < ((1 / 3,), (2 / 3,))
+
+    def of(self, number: int) -> list[Array]:
+        """Return, for each trial, which atoms are removed."""
+        if number not in self._known:
+            mine = self._group == number
+            units = np.flatnonzero(mine)
+            chosen = [units[:1], units[:2], units[:-1], *(units[some[units]] for some in self._some)]
+            alone = [np.isin(np.arange(len(self._group)), each).astype(np.int64) for each in chosen]
+            others = [np.where(mine | (self._group < 0), 0, some).astype(np.int64) for some in self._some]
+            self._known[number] = [*alone, *(each + other for each in alone for other in others)]
+        return self._known[number]
+
+
+def _left(units: Array, removed: Array) -> int:
+    return len(units) - int(removed[units].sum())
+
+
+def _value_of(size: int, known: Assigned, solution: Solution, removed: Array) -> int:
+    """Work a size out anew, with some atoms removed."""
     if not isinstance(size, Size):
         return size
-    if isinstance(size.term, Source):
-        return of_source(size.term)
     if isinstance(size.term, Count):
-        return of_count(size.term)
+        return _left(size.term.units(solution), removed)
+    if isinstance(size.term, Source):
+        value, units = known.get(size.term, (size.term.value, None))
+        return value if units is None else value - int(removed[units].sum())
     function, left, right = size.term
-    right_value = value_of(right, of_source, of_count)
-    if function in (operator.floordiv, operator.mod) and right_value == 0:
+    by = _value_of(right, known, solution, removed)
+    if function in (operator.floordiv, operator.mod) and by == 0:
         return -1
-    return function(value_of(left, of_source, of_count), right_value)
+    return function(_value_of(left, known, solution, removed), by)
 
 
-def marked(value: Any, source: Callable[[tuple[str | int, ...]], Source], path: tuple[str | int, ...] = ()) -> Any:
-    """Return plain arguments in which each whole number knows where it is written."""
-    if type(value) is int:
-        return Size(value, dataclasses.replace(source(path), value=value))
-    if type(value) in (tuple, list):
-        items = cast("Sequence[Any]", value)
-        return type(value)(marked(item, source, (*path, i)) for i, item in enumerate(items))
-    return value
+def _units_of(size: int, known: Assigned, solution: Solution) -> Iterator[Array]:
+    """Yield the units that a size depends on."""
+    if not isinstance(size, Size):
+        return
+    if isinstance(size.term, Count):
+        yield size.term.units(solution)
+    elif not isinstance(size.term, Source):
+        for part in size.term[1:]:
+            yield from _units_of(part, known, solution)
+    elif size.term in known:
+        yield known[size.term][1]
+
+
+def _explained(each: Requirement) -> str:
+    if not isinstance(each.size, Size):
+        return f"{each.why}: the size {each.size} is written in its code"
+    if isinstance(each.size.term, Source):
+        return f"{each.why}: the number {int(each.size)} is also used for what stays"
+    return f"{each.why}: the size {int(each.size)} is computed from another width"

@@ -3,7 +3,22 @@
 from __future__ import annotations
 
 from .held import masks, remove_masks, set_masks
+from .kernels import kernel_for
+from .neighbours import order_of_inputs, weakest_of
+from .ranking import chosen, scores_of
 from .schedule import PruningSchedule
-from .sites import find, reference, rewrite
+from .targets import Target, targets
 
-__all__ = ["PruningSchedule", "find", "masks", "reference", "remove_masks", "rewrite", "set_masks"]
+__all__ = [
+    "PruningSchedule",
+    "Target",
+    "chosen",
+    "kernel_for",
+    "masks",
+    "order_of_inputs",
+    "remove_masks",
+    "scores_of",
+    "set_masks",
+    "targets",
+    "weakest_of",
+]

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ....layers.masked import obstacle_to_sparse, packed_weight
 from ....passes.timing import time_candidates
 from ....tracing.program import Program
-from ..checks import kept_of
-from ..settings import Settings
+from ..settings import Weights
 from .targets import Target
 
 __all__ = ["kernel_for"]
@@ -24,14 +23,9 @@ _PAYS = 1.02
 """What is not clearly faster by this stays dense."""
 
 
-def kernel_for(program: Program, target: Target, gone: Tensor, options: Settings) -> tuple[bool, str]:
-    """Say whether a layer is computed by the kernel, and how the report says so.
-
-    Args:
-        program: with example inputs, for what the layer is called with.
-        target: its weight.
-        gone: which elements of it are zero.
-        options: of the pass.
+def kernel_for(program: Program, target: Target, gone: Tensor, options: Weights) -> tuple[bool, str]:
+    """Say whether a layer, whose weight has zeros where `gone` says so, is computed by the kernel, and how the report
+    says so.
     """
     module = program.module(target.owner)
     obstacle = _obstacle(program, module, target, options)
@@ -46,9 +40,9 @@ def kernel_for(program: Program, target: Target, gone: Tensor, options: Settings
     return True, f"computed by the sparse kernel in evaluation, {ratio:.2f} times as fast"
 
 
-def _obstacle(program: Program, module: nn.Module, target: Target, options: Settings) -> str | None:
+def _obstacle(program: Program, module: nn.Module, target: Target, options: Weights) -> str | None:
     found = obstacle_to_sparse(module, target.weight)
-    if found is None and kept_of(options.pattern) != (2, 4):
+    if found is None and options.kept_of != (2, 4):
         return "the sparse kernel is for 2:4"
     if found is None and options.permute:
         return "its inputs are grouped in another order"

@@ -17,14 +17,8 @@ _LEAST = 1e-3
 
 
 def weakest_of(scores: Tensor, inputs: int, kept: int, of: int, order: Tensor | None = None) -> Tensor:
-    """Return which elements go where `kept` of every `of` inputs stay.
-
-    Args:
-        scores: how much each element of a weight matters.
-        inputs: the dimension along which the inputs lie; its length is a multiple of `of`.
-        kept: how many stay in each group.
-        of: how many make a group.
-        order: the inputs in the order in which they are grouped; by default as they lie.
+    """Return which elements go where `kept` of every `of` inputs stay, which lie along the dimension `inputs` and are
+    grouped in an order, by default as they lie.
     """
     last = scores.movedim(inputs, -1)
     ordered = last if order is None else last.index_select(-1, order.to(last.device))

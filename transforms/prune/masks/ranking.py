@@ -10,30 +10,22 @@ import torch
 from torch import Tensor
 
 from ....errors import BudgetError
-from ..settings import Settings
+from ..settings import Weights
 
 __all__ = ["chosen", "scores_of", "weakest"]
 
 
 def chosen(
-    weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Settings, amount: float
+    weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Weights, amount: float
 ) -> dict[str, Tensor]:
-    """Return which elements of each weight are zero for good from now on.
-
-    Args:
-        weights: by qualified name.
-        gone: which elements are gone already; they stay so, and count.
-        options: the method, what it is scored by, and the scope.
-        amount: the share that is to be gone.
-
-    Raises:
-        BudgetError: nothing would be left of a weight; it names it.
+    """Return which elements of each weight are zero for good where a share is to be gone; what is gone already stays,
+    and counts. Raises BudgetError where nothing would be left of a weight.
     """
     found = scores_of(weights, gone, options)
     return {name: flags | gone[name].to(flags.device) for name, flags in weakest(found, amount, options.scope).items()}
 
 
-def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Settings) -> dict[str, Tensor]:
+def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Weights) -> dict[str, Tensor]:
     """Return how much each element of each weight matters; what is gone matters least."""
     scores = _random_scores(weights, options.seed) if options.method == "random" else _magnitudes(weights)
     given = cast("Mapping[str, Tensor]", options.scores or {})  # a function is for structured pruning alone
@@ -57,15 +49,8 @@ def _random_scores(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor
 
 
 def weakest(scores: Mapping[str, Tensor], amount: float, scope: str) -> dict[str, Tensor]:
-    """Return which elements go, to the element the share asked for; of equal ones the first.
-
-    Args:
-        scores: name of a weight -> how much each of its elements matters.
-        amount: the share of all elements that goes, from 0 to below 1.
-        scope: `global` for the share of all together, `layer` for that of each.
-
-    Raises:
-        BudgetError: nothing would be left of a weight; it names it.
+    """Return which elements go, to the element the share asked for, of all together or of each; of equal ones the
+    first. Raises BudgetError where nothing would be left of a weight.
     """
     if scope == "layer":
         gone = {name: _lowest([score], amount)[0] for name, score in scores.items()}

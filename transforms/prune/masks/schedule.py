@@ -14,7 +14,7 @@ from ....passes.driver import record_of
 from ....passes.pipeline import parse
 from ....runtime.state import packed, unpacked
 from ....runtime.values import is_sharded, qualified
-from ..settings import Settings
+from ..settings import Weights
 from .held import masks, set_masks
 from .ranking import chosen
 
@@ -112,7 +112,7 @@ def _check_masks(model: nn.Module) -> None:
         raise UsageError("this model has no masks (any more), so there is nothing to schedule; run prune again")
 
 
-def _options(model: nn.Module) -> Settings:
+def _options(model: nn.Module) -> Weights:
     record = record_of(model)
     pipeline = () if record is None else record.plan.pipeline
     passes = [pass_ for text in pipeline if text.startswith("prune{") for pass_ in parse(text)]

@@ -39,14 +39,8 @@ _OTHERS = {"transformers.pytorch_utils.Conv1D": 0}
 
 
 class Target(NamedTuple):
-    """A weight that can be masked.
-
-    Attributes:
-        owner: the layer's qualified name.
-        name: the weight's name in it.
-        weight: its values.
-        gone: which of them are zero for good already.
-        inputs: the dimension along which the layer's inputs lie.
+    """A weight that can be masked, by the names of the layer and of the weight in it: which values are zero for good
+    already, and along which dimension the layer's inputs lie.
     """
 
     owner: str
@@ -61,11 +55,8 @@ class Target(NamedTuple):
 
 
 def targets(program: Program, keep: Sequence[str]) -> Iterator[Target | Refusal]:
-    """Yield every weight that can be masked, and every layer that cannot, in the model's order.
-
-    Args:
-        program: the model.
-        keep: words that name the modules to leave out, with what is in them.
+    """Yield every weight that can be masked, and every layer that cannot, in the model's order; modules that words in
+    `keep` name are left out, with what is in them.
     """
     names: dict[Tensor, list[str]] = {}
     for module in program.names.distinct:

@@ -1,9 +1,21 @@
-"""Structured pruning: which units go, and how they are removed."""
+"""Structured pruning: how much units count, which of them go, and what that saves."""
 
 from __future__ import annotations
 
-from .finding import find
-from .reference import with_zeros
-from .removal import remove
+from .choosing import choose, chosen_for_target
+from .costs import Cost, DoesNotRun, cost_of, with_costs
+from .scores import NoScores, scores_of_units
+from .sites import Chosen, sites_of
 
-__all__ = ["find", "remove", "with_zeros"]
+__all__ = [
+    "Chosen",
+    "Cost",
+    "DoesNotRun",
+    "NoScores",
+    "choose",
+    "chosen_for_target",
+    "cost_of",
+    "scores_of_units",
+    "sites_of",
+    "with_costs",
+]

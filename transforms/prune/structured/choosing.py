@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....errors import BudgetError
 from ..dependency_groups import Group
-from ..settings import Settings
+from ..settings import Units
 from .sites import Chosen
 
 __all__ = ["choose", "chosen_for_target"]
@@ -26,12 +26,10 @@ _CLOSE = 0.005
 
 
 def choose(
-    groups: Sequence[Group], scores: Sequence[Tensor], share: float, wanted: Settings, multiples: Sequence[int] = ()
+    groups: Sequence[Group], scores: Sequence[Tensor], share: float, wanted: Units, multiples: Sequence[int] = ()
 ) -> list[Chosen]:
     """Return what is kept where `share` of the units goes; of each group a multiple of so many, or of `round_to`.
-
-    Raises:
-        BudgetError: if nothing would be left in a layer.
+    Raises BudgetError if nothing would be left in a layer.
     """
     counts = _counts_in_all(groups, scores, share) if wanted.scope == "global" else _counts_in_each(groups, share)
     found: list[Chosen] = []
@@ -85,16 +83,8 @@ def _rounded(count: int, group: Group, multiple: int) -> int:
 def chosen_for_target(
     amount: float, at: Callable[[float], list[Chosen]], cost: Callable[[Sequence[Chosen]], float], what: str
 ) -> list[Chosen]:
-    """Return what is kept where `amount` of a cost goes: shares of units are tried, by halving.
-
-    Args:
-        amount: the share of the cost that is to go.
-        at: what is kept where a share of the units goes.
-        cost: of the model with what is kept; of nothing kept out, of the whole.
-        what: names the cost.
-
-    Raises:
-        BudgetError: if the cost cannot be brought down so far.
+    """Return what is kept where `amount` of a cost goes, which `what` names: shares of units are tried, by halving.
+    Raises BudgetError if the cost cannot be brought down so far.
     """
     whole = cost(at(0.0))
     low, high, best = 0.0, 1.0, at(0.0)

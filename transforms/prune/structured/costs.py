@@ -1,10 +1,11 @@
-"""What a model costs with some units gone: its parameters, floating-point operations or latency."""
+"""What a model costs with some units gone, which sites tell the report: parameters, operations or latency."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,13 +16,14 @@ from ....operators import counted_flops
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
 from ....passes.timing import runner, time_candidates
-from ....runtime.values import tensors_by_name
+from ....runtime.values import qualified, tensors_by_name
 from ....tracing.isolation import copied_module, shallow_clone
 from ....tracing.program import Program, deactivate
-from .removal import remove
+from ..settings import Units
+from ..write import rewrite
 from .sites import Chosen, kept_indices, sites_of
 
-__all__ = ["Cost", "DoesNotRun", "cost_of", "elements_left", "shapes_left"]
+__all__ = ["Cost", "DoesNotRun", "cost_of", "with_costs"]
 
 _SECONDS = 0.1
 """So long the two models are timed beside each other, at each step."""
@@ -30,10 +32,8 @@ Cost = Callable[[Sequence[Chosen]], float]
 
 
 class DoesNotRun(Exception):  # a signal between two modules, turned into refusals by one
-    """A model does not run any more once units are gone.
-
-    Attributes:
-        reasons: name of each group at fault -> what its removal alone makes the model raise.
+    """A model does not run any more once units are gone; `reasons` has what the removal of each group at fault makes it
+    raise.
     """
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
@@ -43,14 +43,12 @@ class DoesNotRun(Exception):  # a signal between two modules, turned into refusa
 
 def cost_of(program: Program, target: str) -> Cost:
     """Return the function that says what a model costs where units are kept.
-
-    Raises:
-        BudgetError: if that takes a run, and there are no example inputs.
+    Raises BudgetError if that takes a run, and there are no example inputs.
     """
     if target == "units":
         return lambda chosen: float(sum(len(each.kept) for each in chosen))
     if target == "parameters":
-        return lambda chosen: float(sum(elements_left(program.model, chosen).values()))
+        return lambda chosen: float(sum(_elements_left(program.model, chosen).values()))
     if not program.whole_calls:
         raise BudgetError(f"target={target} needs example_inputs, on which the model is run")
     measure = _operations(program) if target == "flops" else _share_of_time(program)
@@ -65,12 +63,12 @@ def cost_of(program: Program, target: str) -> Cost:
     return cost
 
 
-def elements_left(model: nn.Module, chosen: Sequence[Chosen]) -> dict[str, int]:
+def _elements_left(model: nn.Module, chosen: Sequence[Chosen]) -> dict[str, int]:
     """Return how many elements each parameter has where units are kept, by its first name; nothing is cut for that."""
-    return {name: math.prod(shape) for name, shape in shapes_left(model, chosen).items()}
+    return {name: math.prod(shape) for name, shape in _shapes_left(model, chosen).items()}
 
 
-def shapes_left(model: nn.Module, chosen: Sequence[Chosen]) -> dict[str, list[int]]:
+def _shapes_left(model: nn.Module, chosen: Sequence[Chosen]) -> dict[str, list[int]]:
     """Return the shape that each parameter has where units are kept, by its first name; nothing is cut for that."""
     tensors = tensors_by_name(model)
     gone: dict[tuple[int, int], set[int]] = defaultdict(set)
@@ -155,6 +153,43 @@ def _pruned(program: Program, chosen: Sequence[Chosen]) -> nn.Module:
     for site in sites_of(program, chosen):
         there = Site.from_json(copied, site.to_json())
         edit = Edit(copied, there, "prune")
-        remove(there.read_through(edit.own_graphs), edit)
+        rewrite(there.read_through(edit.own_graphs), edit)
         edit.finish()
     return copied.model
+
+
+def with_costs(
+    model: nn.Module, chosen: Sequence[Chosen], sites: Sequence[Site], wanted: Units, cost: Cost
+) -> Iterator[Site]:
+    """Yield the sites with what they save, should one be undone; the first one also with what all of them are for."""
+    shapes = _shapes_left(model, chosen)
+    before, after = _elements_left(model, ()), {name: math.prod(shape) for name, shape in shapes.items()}
+    sizes = {name: parameter.element_size() for name, parameter in model.named_parameters()}
+    units: list[float] = [sum(each.group.size for each in chosen), sum(len(each.kept) for each in chosen)]
+    costs: dict[str, list[float]] = {
+        "units": units,
+        "parameters": [sum(before.values()), sum(after.values())],
+        "bytes": [sum(sizes[name] * count for name, count in left.items()) for left in (before, after)],
+    }
+    if wanted.target not in costs:
+        whole = [Chosen(each.group, tuple(range(each.group.size))) for each in chosen]
+        costs[wanted.target] = [cost(whole), cost(chosen)]
+    of_all = {"costs": costs, "asked": [wanted.amount, wanted.target]}
+    for number, site in enumerate(sites):
+        saves = {"saves": _saved(site, shapes, sizes)}
+        yield replace(site, data={**site.data, **saves, **({} if number else of_all)})
+
+
+def _saved(site: Site, left: Mapping[str, Sequence[int]], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return what a site saves where all others stand, with shapes that are left, and bytes of an element."""
+    without: dict[str, list[int]] = {}
+    for name, dim, size, _ in site.data["tensors"]:
+        path = qualified(site.owner, name)
+        if path in left:
+            without.setdefault(path, list(left[path]))[dim] = size
+    more = {path: math.prod(shape) - math.prod(left[path]) for path, shape in without.items()}
+    return {
+        "units": sum(size - len(kept) for _, size, kept in site.data["units"].values()),
+        "parameters": sum(more.values()),
+        "bytes": sum(sizes[path] * count for path, count in more.items()),
+    }

@@ -16,20 +16,18 @@ from ....tracing.isolation import copied_module
 from ....tracing.program import Program
 from ..checks import check_score
 from ..dependency_groups import Cut, Group, choices_of
-from ..settings import Settings
+from ..settings import Units
 
-__all__ = ["NoScores", "scores_of"]
+__all__ = ["NoScores", "scores_of_units"]
 
 
 class NoScores(Exception):  # a signal between two modules, turned into a refusal by one
     """A group has nothing that its units can be judged by."""
 
 
-def scores_of(program: Program, groups: Sequence[Group], wanted: Settings) -> list[Tensor | NoScores]:
+def scores_of_units(program: Program, groups: Sequence[Group], wanted: Units) -> list[Tensor | NoScores]:
     """Return a score for each unit of each group, of mean one in each group; float64, on the CPU.
-
-    Raises:
-        UsageError: weights, gradients or the user's scores are not finite, or the latter do not fit.
+    Raises UsageError if weights, gradients or the user's scores are not finite, or the latter do not fit.
     """
     make = _given if wanted.scores is not None else _SCORERS[wanted.criterion]
     scorer = make(program, wanted)
@@ -64,11 +62,8 @@ def _by_unit(values: Tensor, cut: Cut, size: int) -> Tensor:
 def _weights(model: nn.Module, group: Group) -> list[tuple[Cut, Tensor]]:
     """Return the weights whose slices a group cuts; biases and norms only where there is nothing else."""
     tensors = tensors_by_name(model)
-    parameters = [
-        (cut, tensors[cut.tensor])
-        for cut in group.cuts
-        if isinstance(tensors[cut.tensor], nn.Parameter) and tensors[cut.tensor].is_floating_point()
-    ]
+    cuts = [(cut, tensors[cut.tensor]) for cut in group.cuts if isinstance(tensors[cut.tensor], nn.Parameter)]
+    parameters = [(cut, tensor) for cut, tensor in cuts if tensor.is_floating_point()]
     return [(cut, tensor) for cut, tensor in parameters if tensor.dim() > 1] or parameters
 
 
@@ -79,7 +74,7 @@ def _sums(model: nn.Module, group: Group, of: Callable[[str, Tensor], Tensor]) -
     return torch.stack(parts).sum(0)
 
 
-def _magnitude(program: Program, wanted: Settings) -> _Scorer:
+def _magnitude(program: Program, wanted: Units) -> _Scorer:
     power = 1 if wanted.norm == "l1" else 2
 
     def size(_name: str, weight: Tensor) -> Tensor:
@@ -88,7 +83,7 @@ def _magnitude(program: Program, wanted: Settings) -> _Scorer:
     return lambda _, group: _sums(program.model, group, size) ** (1 / power)
 
 
-def _batchnorm(program: Program, _wanted: Settings) -> _Scorer:
+def _batchnorm(program: Program, _wanted: Units) -> _Scorer:
     def score(_number: int, group: Group) -> Tensor:
         parts: list[Tensor] = []
         for cut in group.cuts:
@@ -103,7 +98,7 @@ def _batchnorm(program: Program, _wanted: Settings) -> _Scorer:
     return score
 
 
-def _random(_: Program, wanted: Settings) -> _Scorer:
+def _random(_: Program, wanted: Units) -> _Scorer:
     def score(number: int, group: Group) -> Tensor:
         generator = torch.Generator().manual_seed(wanted.seed + number)
         return torch.rand(group.size, generator=generator, dtype=torch.float64)
@@ -111,7 +106,7 @@ def _random(_: Program, wanted: Settings) -> _Scorer:
     return score
 
 
-def _taylor(program: Program, wanted: Settings) -> _Scorer:
+def _taylor(program: Program, wanted: Units) -> _Scorer:
     gradients = _gradients(program, wanted)
     model = program.model
 
@@ -122,7 +117,7 @@ def _taylor(program: Program, wanted: Settings) -> _Scorer:
     return lambda _, group: _sums(model, group, product).abs()
 
 
-def _routing(program: Program, wanted: Settings) -> _Scorer:
+def _routing(program: Program, wanted: Units) -> _Scorer:
     """Count how often each expert is chosen, on the user's batches or the example inputs."""
     batches, loss = wanted.data, cast("Any", wanted.loss)
 
@@ -143,7 +138,7 @@ def _routing(program: Program, wanted: Settings) -> _Scorer:
     return score
 
 
-def _given(program: Program, wanted: Settings) -> _Scorer:
+def _given(program: Program, wanted: Units) -> _Scorer:
     scores = wanted.scores
 
     def of(name: str, tensor: Tensor) -> Tensor:
@@ -168,7 +163,7 @@ def _asked(scores: Any, name: str, tensor: Tensor) -> Any:
         raise UsageError(f"pass 'prune': the function scores= raises for '{name}': {raised}") from error
 
 
-_SCORERS: dict[str, Callable[[Program, Settings], _Scorer]] = {
+_SCORERS: dict[str, Callable[[Program, Units], _Scorer]] = {
     "magnitude": _magnitude, "batchnorm": _batchnorm, "taylor": _taylor, "random": _random,
     "routing": _routing,
 }  # fmt: skip
@@ -177,7 +172,7 @@ _SCORERS: dict[str, Callable[[Program, Settings], _Scorer]] = {
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _gradients(program: Program, wanted: Settings) -> dict[str, Tensor]:
+def _gradients(program: Program, wanted: Units) -> dict[str, Tensor]:
     """Return the gradients of all parameters, summed over the batches; a copy of the model runs."""
     model = copied_module(program.model).requires_grad_(True)
     model.zero_grad()
@@ -191,7 +186,7 @@ def _gradients(program: Program, wanted: Settings) -> dict[str, Tensor]:
     return found
 
 
-def _losses(model: nn.Module, program: Program, wanted: Settings) -> Iterable[Tensor]:
+def _losses(model: nn.Module, program: Program, wanted: Units) -> Iterable[Tensor]:
     """Yield the losses of the user's batches, or how large the outputs of the example calls are."""
     if wanted.data is not None:
         for batch in wanted.data:

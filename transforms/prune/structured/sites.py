@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,43 +47,30 @@ class _Names:
     """All names of each tensor and module: tied ones are cut once, under the first."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.of: dict[str, list[str]] = {}
-        known: dict[int, list[str]] = {}
-        for name, tensor in tensors_by_name(model).items():
-            self.of[name] = known.setdefault(id(tensor), [])
-            self.of[name].append(name)
-        modules: dict[int, list[str]] = {}
-        self.of_module: dict[str, list[str]] = {}
-        for name, module in modules_by_name(model, every_name=True).items():
-            self.of_module[name] = modules.setdefault(id(module), [])
-            self.of_module[name].append(name)
+        self.of = _aliases(tensors_by_name(model))
+        self.of_module = _aliases(modules_by_name(model, every_name=True))
 
     def first(self, tensor: str) -> str:
         return self.of[tensor][0]
 
 
+def _aliases(items: Mapping[str, object]) -> dict[str, list[str]]:
+    """Return all names of what each name stands for."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, each in items.items():
+        names[id(each)].append(name)
+    return {name: names[id(each)] for name, each in items.items()}
+
+
 def _coupled(names: _Names, chosen: Sequence[Chosen]) -> list[list[Chosen]]:
     """Return groups with those together that cut one dimension of a tensor."""
-    cutting: dict[Hashable, list[int]] = defaultdict(list)
+    found: list[tuple[list[int], set[tuple[str, int]]]] = []
     for number, each in enumerate(chosen):
-        for cut in each.group.cuts:
-            cutting[names.first(cut.tensor), cut.dim].append(number)
-    root = list(range(len(chosen)))
-
-    def find(number: int) -> int:
-        while root[number] != number:
-            root[number] = root[root[number]]
-            number = root[number]
-        return number
-
-    for numbers in cutting.values():
-        for number in numbers[1:]:
-            one, other = sorted((find(numbers[0]), find(number)))
-            root[other] = one
-    together: dict[int, list[Chosen]] = defaultdict(list)
-    for number, each in enumerate(chosen):
-        together[find(number)].append(each)
-    return list(together.values())
+        cutting = {(names.first(cut.tensor), cut.dim) for cut in each.group.cuts}
+        touching = [one for one in found if one[1] & cutting]
+        numbers = sorted([number, *(other for others, _ in touching for other in others)])
+        found = [one for one in found if not one[1] & cutting] + [(numbers, cutting.union(*(c for _, c in touching)))]
+    return [[chosen[number] for number in numbers] for numbers, _ in sorted(found, key=lambda one: one[0])]
 
 
 class _SiteOf:

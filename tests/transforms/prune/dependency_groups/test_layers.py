@@ -282,6 +282,7 @@ def test_graph_convolutions_are_followed(
         (Code(lambda _, x: x.sort(-1).values), "sort"),
         (Code(lambda _, x: x + x.sigmoid().mean(-1, keepdim=True)), "mean"),
         (Code(lambda _, x: torch.cumsum(x, -1)), "cumsum"),
+        (Code(lambda _, x: x + x.clamp_max(-1).sum(-1, keepdim=True)), "sum"),
         (Code(lambda _, x: x + torch.arange(8.0)), "add"),
         (Code(lambda _, x: torch.fft.fft(x).real), "_fft_r2c"),
         (Code(lambda _, x: x / x.shape[-1]), "div"),
@@ -296,3 +297,10 @@ def test_what_cannot_be_followed_is_refused_by_name(middle: nn.Module, operation
     refused = {each.layer: each for each in found.refused}
     assert refused["0"].reason.startswith(f"{operation} in 1") and not refused["0"].by_design
     assert refused["2"].by_design
+
+
+def test_a_slice_of_one_index_can_be_reshaped(check_cuts: CheckCuts) -> None:
+    """The unit that the slice takes stays; the others go."""
+    model = nn.Sequential(nn.Linear(6, 8), Code(lambda _, x: x * x[:, :1].view(-1, 1)), nn.Linear(8, 3))
+    found = check_cuts(model.eval(), torch.randn(2, 6))
+    assert {group.name: (group.kind, group.size) for group in found.groups} == {"0": ("hidden", 7)}

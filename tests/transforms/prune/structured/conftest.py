@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxopt.transforms.prune import structured
 from fxopt.transforms.prune.dependency_groups import Attribute, Coupling, Cut, Group, Norm, Number, Refused
 
 
@@ -151,7 +150,7 @@ def decoder_groups() -> tuple[Group, ...]:
             Attribute("down", "out_features", None, w),
         ),
         norms=(
-            Norm("norm1", "layer", "", 0, "norm1", w), Norm("norm2", "mean", "norm2", 0, "mean", w),
+            Norm("norm1", "layer", w), Norm("norm2", "mean", w),
         ),
     )  # fmt: skip
     heads = Group(
@@ -207,7 +206,7 @@ class Case:
         def coupling(_: Any) -> Coupling:
             return Coupling(groups, refused)
 
-        self.patch.setattr(structured.finding, "coupling", coupling)
+        self.patch.setattr("fxopt.transforms.prune.find.coupling", coupling)
 
 
 @pytest.fixture

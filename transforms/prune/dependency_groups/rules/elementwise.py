@@ -1,35 +1,42 @@
-"""Operators that work element by element."""
+"""Operators that work element by element, and those that look up or scatter by index."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from ..dimension_tracker import DimensionTracker
 from ..labels import Block, Labels
 
-__all__ = ["ELEMENTWISE", "merged", "results_of"]
+__all__ = [
+    "Rule",
+    "add_index",
+    "clamp",
+    "clamp_max",
+    "elementwise",
+    "embedding",
+    "first",
+    "first_and_other",
+    "gather",
+    "index",
+    "index_put",
+    "index_select",
+    "labelled",
+    "masked_fill",
+    "merged",
+    "never",
+    "results_of",
+    "where",
+]
 
-_Zero = Callable[[Sequence[bool | None]], bool]
+Rule: TypeAlias = "Callable[..., Any]"
+"""A function of the tracker, an operator's result and its arguments by position, which gives the result's labels."""
 
-_KEEPING = (
-    "relu relu6 gelu silu tanh sin tan asin atan sinh asinh atanh sqrt abs neg negative positive leaky_relu elu "
-    "hardswish mish celu selu sign sgn erf expm1 log1p clone detach alias _to_copy lift_fresh lift contiguous square "
-    "round floor ceil trunc frac nan_to_num softshrink hardshrink rrelu_with_noise prelu _prelu_kernel erfinv deg2rad "
-    "native_dropout dropout feature_dropout alpha_dropout zeros_like empty_like real imag isnan isinf _conj to zero "
-    "rad2deg"
-)  # fmt: skip
-_CHANGING = (
-    "sigmoid exp cos log log2 log10 reciprocal rsqrt softplus hardsigmoid logical_not bitwise_not log_sigmoid "
-    "log_sigmoid_forward erfc cosh acos ones_like full_like fill rand_like randn_like bernoulli threshold exp2 digamma "
-    "lgamma uniform normal exponential geometric random isfinite logit i0 randint_like"
-)  # fmt: skip
-_ALL = "add sub rsub maximum minimum copy hypot ne fmax fmin bitwise_or bitwise_xor logical_or logical_xor gt lt"
-_ANY = "mul bitwise_and logical_and"
-_FIRST = "div true_divide floor_divide fmod remainder pow"
-_NEVER = "eq ge le atan2 xlogy logaddexp nextafter float_power polar complex isclose"
+_Zero: TypeAlias = "Callable[[Sequence[bool | None]], bool]"
+"""Whether a result is zero, by whether its operands are; None stands for one that stays whole."""
 
 
 def results_of(out: Any) -> Sequence[Any]:
@@ -37,23 +44,21 @@ def results_of(out: Any) -> Sequence[Any]:
     return cast("Sequence[Any]", out) if isinstance(out, (tuple, list)) else (out,)
 
 
+def labelled(out: Tensor, *blocks: Block | None) -> Labels:
+    """Return the labels of a result."""
+    return Labels(tuple(out.shape), tuple(block for block in blocks if block is not None))
+
+
 def merged(tracker: DimensionTracker, operands: Sequence[Labels], shape: Sequence[int], zero: _Zero) -> Labels:
     """Return the labels of what operands give element by element; what meets must go together."""
-    blocks: list[Block] = []
     shifted = [_shifted(labels, len(shape)) for labels in operands]
-    for dims in _overlapping(shifted):
-        found = _merged(tracker, shifted, dims, zero)
-        if found is not None:
-            blocks.append(found)
-    return Labels(tuple(shape), tuple(blocks))
+    found = [_merged(tracker, shifted, dims, zero) for dims in _overlapping(shifted)]
+    return Labels(tuple(shape), tuple(block for block in found if block is not None))
 
 
 def _shifted(labels: Labels, rank: int) -> Labels:
     shift = rank - len(labels.shape)
-    if not shift:
-        return labels
-    blocks = tuple(block.at([dim + shift for dim in block.dims]) for block in labels.blocks)
-    return Labels((1,) * shift + labels.shape, blocks)
+    return labels.moved((1,) * shift + labels.shape, range(shift, rank)) if shift else labels
 
 
 def _overlapping(operands: Sequence[Labels]) -> list[tuple[int, ...]]:
@@ -69,108 +74,140 @@ def _merged(tracker: DimensionTracker, operands: Sequence[Labels], dims: tuple[i
     """Return the block of a result over dimensions that blocks of the operands connect."""
     present = [labels for labels in operands if any(labels.shape[dim] > 1 for dim in dims)]
     blocks = [labels.of(dims[0]) for labels in operands]
-    if all(_covers(labels.of(dims[0]), dims) for labels in present):
-        given = [block for block in blocks if block is not None]
-        for other in given[1:]:
-            tracker.atoms.join(given[0].atoms, other.atoms, tracker.why)
-        return Block(dims, given[0].atoms, zero([None if block is None else block.zero for block in blocks]))
-    cut = _cut(present, dims)
-    for labels in present:
-        tracker.keep_whole(labels, [dim for dim in dims if dim != cut])
-    if cut is None:
-        return None
-    lines = [labels.line(cut, tracker.atoms, tracker.why) for labels in operands]
-    if any(len(block.dims) > 1 for block in blocks if block is not None):
-        tracker.heads += [line.atoms for line in lines if line is not None]
-    given = [line for line in lines if line is not None]
+    if not all(block is not None and block.dims == dims for block in (labels.of(dims[0]) for labels in present)):
+        cut = _cut(present, dims)
+        for labels in present:
+            tracker.keep_whole(labels, [dim for dim in dims if dim != cut])
+        if cut is None:
+            return None
+        has_heads = any(block is not None and len(block.dims) > 1 for block in blocks)
+        blocks, dims = [labels.line(cut, tracker) for labels in operands], (cut,)
+        tracker.heads += [block.atoms for block in blocks if has_heads and block is not None]
+    given = [block.atoms for block in blocks if block is not None]
     for other in given[1:]:
-        tracker.atoms.join(given[0].atoms, other.atoms, tracker.why)
-    return Block((cut,), given[0].atoms, zero([None if line is None else line.zero for line in lines]))
-
-
-def _covers(block: Block | None, dims: tuple[int, ...]) -> bool:
-    return block is not None and block.dims == dims
+        tracker.join(given[0], other)
+    return Block(dims, given[0], zero([None if block is None else block.zero for block in blocks]))
 
 
 def _cut(operands: Sequence[Labels], dims: tuple[int, ...]) -> int | None:
     """Return the one of the dimensions that may be cut: none of the operands has it whole."""
-    able = [
-        dim for dim in dims if all(labels.shape[dim] == 1 or labels.of(dim) is not None for labels in operands)
-    ]  # fmt: skip
+    able = [dim for dim in dims if all(labels.shape[dim] == 1 or labels.of(dim) is not None for labels in operands)]
     everywhere = [dim for dim in able if all(labels.of(dim) is not None for labels in operands)]
     return next(iter(everywhere or able), None)
 
 
-def _all(flags: Sequence[bool | None]) -> bool:
-    return all(flag is True for flag in flags)
+def first(flags: Sequence[bool | None]) -> bool:
+    """Say whether the first operand is zero."""
+    return bool(flags[0])
 
 
-def _any(flags: Sequence[bool | None]) -> bool:
-    return any(flag is True for flag in flags)
-
-
-def _first(flags: Sequence[bool | None]) -> bool:
-    return flags[0] is True
-
-
-def _never(flags: Sequence[bool | None]) -> bool:  # noqa: ARG001  one of several
+def never(_: Sequence[bool | None]) -> bool:
+    """Say that the result is never known to be zero."""
     return False
 
 
-def _sum_and_product(flags: Sequence[bool | None]) -> bool:
-    return flags[0] is True and (flags[1] is True or flags[2] is True)
+def first_and_other(flags: Sequence[bool | None]) -> bool:
+    """Say whether the first operand is zero, and one of the others."""
+    return bool(flags[0]) and any(flags[1:])
 
 
-def _rule(zero: _Zero, *, scalars: bool = False) -> Callable[..., Any]:
-    def elementwise(tracker: DimensionTracker, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> Any:  # noqa: ARG001
+def elementwise(zero: _Zero, *, scalars: bool = False) -> Rule:
+    """Return the rule of an operator whose result is zero where `zero` says so of its operands; of the first two,
+    plain numbers count, too, if `scalars` says so.
+    """
+
+    def rule(tracker: DimensionTracker, out: Any, *args: Any) -> Any:
         results = results_of(out)
-        operands = [value for value in args if isinstance(value, Tensor)]
+        operands = [tracker.get(value) for value in args if isinstance(value, Tensor)]
         plain = [value for value in args[:2] if not isinstance(value, Tensor)] if scalars else []
-        empty = [Labels(()) for value in plain if value != 0]
-        labels = merged(tracker, [*map(tracker.get, operands), *empty], results[0].shape, zero)
-        return [labels] * len(results)
+        operands += [Labels(()) for value in plain if value != 0]
+        return [merged(tracker, operands, results[0].shape, zero)] * len(results)
 
-    return elementwise
+    return rule
 
 
-def _clamp(tracker: DimensionTracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:
+def clamp(tracker: DimensionTracker, out: Tensor, x: Tensor, low: Any = None, high: Any = None) -> Labels:
     """Clamping keeps a zero that is within the limits."""
-    low, high = (*args, None, None)[1:3]
-    low, high = kwargs.get("min", low), kwargs.get("max", high)
-    tensors = [value for value in (args[0], low, high) if isinstance(value, Tensor)]
+    tensors = [value for value in (x, low, high) if isinstance(value, Tensor)]
     keeps = len(tensors) == 1 and (low is None or low <= 0) and (high is None or high >= 0)
-    return merged(tracker, [tracker.get(value) for value in tensors], out.shape, _first if keeps else _never)
+    return merged(tracker, [tracker.get(value) for value in tensors], out.shape, first if keeps else never)
 
 
-def _where(tracker: DimensionTracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:  # noqa: ARG001
+def clamp_max(tracker: DimensionTracker, out: Tensor, x: Tensor, high: Any) -> Labels:
+    """Clamp from above alone."""
+    return clamp(tracker, out, x, None, high)
+
+
+def where(tracker: DimensionTracker, out: Tensor, *args: Any) -> Labels:
     """What is chosen is zero where both alternatives are."""
-    operands = [tracker.get(value) if isinstance(value, Tensor) else Labels(()) for value in args]
-    given = [operand for operand, value in zip(operands, args, strict=True) if isinstance(value, Tensor) or value != 0]
-    return merged(tracker, given, out.shape, lambda flags: all(flag is True for flag in flags[1:]))
+    operands = [value for value in args if isinstance(value, Tensor) or value != 0]
+    labels = [tracker.get(value) if isinstance(value, Tensor) else Labels(()) for value in operands]
+    return merged(tracker, labels, out.shape, lambda flags: all(flags[1:]))
 
 
-def _masked_fill(tracker: DimensionTracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:  # noqa: ARG001
-    filled = args[2]
+def masked_fill(tracker: DimensionTracker, out: Tensor, x: Tensor, mask: Tensor, filled: Any) -> Labels:
+    """Filling with zeros keeps a zero."""
     keeps = not isinstance(filled, Tensor) and filled == 0
-    return merged(tracker, [tracker.get(value) for value in args[:2]], out.shape, _first if keeps else _never)
+    return merged(tracker, [tracker.get(x), tracker.get(mask)], out.shape, first if keeps else never)
 
 
-def _fused(tracker: DimensionTracker, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor) -> Labels:  # noqa: ARG001
-    """Add a product or quotient to a value."""
-    return merged(tracker, [tracker.get(value) for value in args[:3]], out.shape, _sum_and_product)
+def embedding(tracker: DimensionTracker, out: Tensor, table: Tensor, *_: Any) -> Labels:
+    """Look rows up: their width is that of the result."""
+    rows, width = tracker.get(table).of(0), tracker.get(table).of(1)
+    if rows is not None:
+        tracker.reads(rows)
+        tracker.fix(rows.atoms)
+    tracker.makes(width)
+    return labelled(out, None if width is None else Block((len(out.shape) - 1,), width.atoms))
 
 
-ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(_KEEPING.split(), _rule(_first)),
-    **dict.fromkeys(_CHANGING.split(), _rule(_never)),
-    **dict.fromkeys(_ALL.split(), _rule(_all, scalars=True)),
-    **dict.fromkeys(_ANY.split(), _rule(_any)),
-    **dict.fromkeys(_FIRST.split(), _rule(_first)),
-    **dict.fromkeys(_NEVER.split(), _rule(_never)),
-    **dict.fromkeys(("clamp", "clip", "clamp_min", "clamp_max", "hardtanh"), _clamp),
-    "where": _where,
-    "masked_fill": _masked_fill,
-    "addcmul": _fused,
-    "addcdiv": _fused,
-    "lerp": _rule(lambda flags: flags[0] is True and flags[1] is True),
-}
+def index_select(tracker: DimensionTracker, out: Tensor, x: Tensor, dim: int, *_: Any) -> Labels:
+    """What is selected from stays whole."""
+    labels = tracker.get(x)
+    return labelled(out, *tracker.keep_whole(labels, [dim % max(len(labels.shape), 1)]).blocks)
+
+
+def index(tracker: DimensionTracker, out: Tensor, x: Tensor, indices: Sequence[Tensor | None]) -> Labels:
+    """Index by tensors: what they index stays whole, the dimensions behind move."""
+    labels = tracker.get(x)
+    positions = [dim for dim, each in enumerate(indices) if each is not None]
+    masks = [each.dim() for each in indices if each is not None and each.dtype is torch.bool]
+    if max(masks, default=1) > 1 or (positions and positions != list(range(positions[0], positions[-1] + 1))):
+        tracker.keep_whole(labels)
+        return labelled(out)
+    labels = tracker.keep_whole(labels, positions)
+    ahead = positions[0] if positions else 0
+    grown = len(out.shape) - len(labels.shape)
+    names = [dim if dim < ahead else dim + grown for dim in range(len(labels.shape))]
+    return labels.moved(out.shape, [None if dim in positions else name for dim, name in enumerate(names)])
+
+
+def gather(tracker: DimensionTracker, out: Tensor, x: Tensor, dim: int, where: Tensor, *_: Any) -> Labels:
+    """Look up along one dimension, with an index of the result's shape."""
+    labels = [tracker.keep_whole(tracker.get(each), [dim % len(out.shape)]) for each in (x, where)]
+    return merged(tracker, [labelled(out, *each.blocks) for each in labels], out.shape, first)
+
+
+def add_index(
+    tracker: DimensionTracker, out: Tensor, into: Tensor, dim: int, _: Tensor, source: Any, *__: Any
+) -> Labels:
+    """Write or add by index along one dimension; the others go together."""
+    dim %= len(out.shape)
+    labels = tracker.keep_whole(tracker.get(into), [dim])
+    if not isinstance(source, Tensor):
+        return tracker.keep_whole(labels)
+    given = tracker.keep_whole(tracker.get(source), [dim])
+    return merged(tracker, [labels, labelled(out, *given.blocks)], out.shape, all)
+
+
+def index_put(
+    tracker: DimensionTracker, out: Tensor, into: Tensor, indices: Sequence[Tensor | None], values: Tensor, *_: Any
+) -> Labels:
+    """Write by index: where that is one list of rows, the other dimensions go together."""
+    written = tracker.get(values)
+    positions = [dim for dim, each in enumerate(indices) if each is not None]
+    labels = tracker.keep_whole(tracker.get(into), positions)
+    if positions == [0] and indices[0] is not None and indices[0].dim() == 1:
+        return merged(tracker, [labels, written], out.shape, all)
+    tracker.keep_whole(written)
+    return tracker.keep_whole(labels)

@@ -1,8 +1,9 @@
-"""Norms that take their statistics over a part of their units, as they do once the others are gone."""
+"""What a pruned model is compared with: norms over kept units alone, and routers that leave experts out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -10,17 +11,54 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .under_modes import under_mode
+__all__ = ["over_kept", "without_experts"]
 
-__all__ = ["over_kept"]
+_MODES = "_fxopt_modes"
+
+
+def _under_mode(module: nn.Module, mode: TorchFunctionMode) -> None:
+    """Let the calls of a module run under a mode, too; those in it are not asked."""
+    known: tuple[TorchFunctionMode, ...] = vars(module).get(_MODES, ())
+    vars(module)[_MODES] = (*known, mode)
+    if not known:
+        base = type(module)
+        watched = type(base.__name__, (base,), {"__call__": _call, "__module__": base.__module__})
+        object.__setattr__(module, "__class__", watched)
+
+
+def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with ExitStack() as stack:
+        for mode in vars(self)[_MODES]:
+            stack.enter_context(mode)
+        return nn.Module.__call__(self, *args, **kwargs)
+
+
+def without_experts(router: nn.Module, size: int, kept: Sequence[int]) -> None:
+    """Let a router of `size` experts give the others logits of minus infinity: no token chooses them."""
+    _under_mode(router, _Without(size, kept))
+
+
+class _Without(TorchFunctionMode):
+    """Put minus infinity where a linear layer gives the logits of experts that are gone."""
+
+    def __init__(self, size: int, kept: Sequence[int]) -> None:
+        super().__init__()
+        self._size, self._kept = size, list(kept)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not F.linear or result.shape[-1] != self._size:
+            return result
+        gone = torch.ones(self._size, dtype=torch.bool, device=result.device)
+        gone[self._kept] = False
+        return result.masked_fill(gone, float("-inf"))
 
 
 def over_kept(module: nn.Module, size: int, kept: Sequence[int]) -> None:
     """Let a module, which computes norms over `size` units, take their statistics over the kept units only.
-
-    The values of the others are zeros: only then a norm is meant.
+    Only values of which the others are zeros are meant.
     """
-    under_mode(module, _KeptStatistics(size, kept))
+    _under_mode(module, _KeptStatistics(size, kept))
 
 
 class _KeptStatistics(TorchFunctionMode):

@@ -1,0 +1,194 @@
+"""Find what goes: single weights of layers, by masks; or units of coupled tensors, with all that mentions them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ...passes.contract import word_for
+from ...passes.sites import Refusal, Site
+from ...runtime.graphs import Capture
+from ...runtime.state import packed
+from ...tracing.program import Program
+from .dependency_groups import Group, Refused, coupling
+from .masks import Target, chosen, kernel_for, order_of_inputs, scores_of, targets, weakest_of
+from .settings import Options, Units, Weights
+from .structured import (
+    Chosen,
+    Cost,
+    DoesNotRun,
+    NoScores,
+    choose,
+    chosen_for_target,
+    cost_of,
+    scores_of_units,
+    sites_of,
+    with_costs,
+)
+
+__all__ = ["find"]
+
+_TAKEN_BYTES = 16
+"""Strides of what `grouped_mm` multiplies are multiples of so many bytes."""
+
+
+def find(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
+    """Yield a site for each layer that gets masks, or for the units that go of each group, and what is refused."""
+    return _units(program, wanted) if wanted.method == "structured" else _weights(program, wanted)
+
+
+def _weights(program: Program, wanted: Weights) -> Iterator[Site | Refusal]:
+    found = [_as_fits(each, wanted) for each in targets(program, wanted.keep)]
+    yield from (each for each in found if isinstance(each, Refusal))
+    fitting = [each for each in found if isinstance(each, Target)]
+    orders: dict[str, list[int]] = {}
+    gone = _of_neighbours(fitting, wanted, orders) if wanted.method == "nm" else _of_all(fitting, wanted)
+    owners: dict[str, list[Target]] = defaultdict(list)
+    for target in fitting:
+        owners[target.owner].append(target)
+    for owner, mine in owners.items():
+        flags = {target.name: gone[target.path] for target in mine}
+        zeros = {name: int(each.sum()) for name, each in flags.items()}
+        data: dict[str, Any] = {"gone": {name: packed(each) for name, each in flags.items()}, "zeros": zeros}
+        if orders:
+            data["order"] = {target.name: orders[target.path] for target in mine}
+        detail = _detail(mine, list(flags.values()), wanted)
+        if wanted.method == "nm":
+            data["sparse"], said = kernel_for(program, mine[0], flags[mine[0].name], wanted)
+            detail = f"{detail}, {said}"
+        yield Site(program, owner, {}, detail=detail, data=data)
+
+
+def _as_fits(found: Target | Refusal, wanted: Weights) -> Target | Refusal:
+    """Return a target, or why its inputs make no whole groups."""
+    if isinstance(found, Refusal) or wanted.method != "nm":
+        return found
+    count, of = found.weight.shape[found.inputs], wanted.kept_of[1]
+    reason = f"the {count} inputs of its {found.name} make no whole groups of {of}"
+    return Refusal(reason, found.owner) if count % of else found
+
+
+def _of_all(found: Sequence[Target], wanted: Weights) -> dict[str, Tensor]:
+    """Return which elements of each weight are zero for good, by its qualified name; what was gone before stays so."""
+    gone = {target.path: target.gone for target in found}
+    if wanted.schedule != "one_shot":
+        return gone
+    return chosen({target.path: target.weight for target in found}, gone, wanted, wanted.amount)
+
+
+def _of_neighbours(found: Sequence[Target], wanted: Weights, orders: dict[str, list[int]]) -> dict[str, Tensor]:
+    """Return the same where N of M stay; `orders` is told in which order the inputs of each weight are grouped."""
+    weights, gone = {t.path: t.weight for t in found}, {t.path: t.gone for t in found}
+    scores, (kept, of), masks = scores_of(weights, gone, wanted), wanted.kept_of, dict[str, Tensor]()
+    for target in found:
+        order = order_of_inputs(scores[target.path], target.inputs, kept, of) if wanted.permute else None
+        if order is not None:
+            orders[target.path] = order.tolist()
+        masks[target.path] = weakest_of(scores[target.path], target.inputs, kept, of, order) | gone[target.path]
+    return masks
+
+
+def _detail(targets: Sequence[Target], gone: Sequence[Tensor], wanted: Weights) -> str:
+    """Say how much is gone, by which pattern, and what a schedule plans."""
+    zeros, size = sum(int(flags.sum()) for flags in gone), sum(flags.numel() for flags in gone)
+    said = f"{zeros} of {size} weights are zero"
+    if wanted.method == "nm":
+        return f"{said}, {':'.join(map(str, wanted.kept_of))}"
+    if wanted.schedule != "one_shot":
+        share = "of all layers" if wanted.scope == "global" else "of each layer"
+        return f"{said}; a PruningSchedule brings that to {wanted.amount:g} {share} ({wanted.schedule})"
+    was_zero = all(not target.weight[flags].any() for target, flags in zip(targets, gone, strict=True))
+    return f"{said}, as they were: nothing had to be done" if zeros and was_zero else said
+
+
+def _units(program: Program, wanted: Units) -> Iterator[Site | Refusal]:
+    found = coupling(program)
+    of_kind = [group for group in found.groups if group.kind in wanted.kinds]
+    obstacles = [(group, _obstacle(program, group, wanted)) for group in of_kind]
+    groups = [group for group, reason in obstacles if reason is None]
+    left_out = [Refused(group.name, reason) for group, reason in obstacles if reason is not None]
+    yield from _refusals((*found.refused, *left_out))
+    scores = scores_of_units(program, groups, wanted)
+    scored = [(group, score) for group, score in zip(groups, scores, strict=True) if isinstance(score, Tensor)]
+    unscored = [Refused(g.name, str(s)) for g, s in zip(groups, scores, strict=True) if isinstance(s, NoScores)]
+    kept, cost, failing = _kept(program, scored, wanted)
+    yield from _refusals((*unscored, *failing))
+    if kept:
+        yield from with_costs(program.model, kept, list(sites_of(program, kept)), wanted, cost)
+
+
+def _kept(
+    program: Program, scored: Sequence[tuple[Group, Tensor]], wanted: Units
+) -> tuple[list[Chosen], Cost, list[Refused]]:
+    """Return what is kept of each group, by which cost, and the groups without whose units the model does not run."""
+    cost, failing = cost_of(program, wanted.target), list[Refused]()
+    while scored:
+        groups, scores = [group for group, _ in scored], [score for _, score in scored]
+        try:
+            multiples = [_multiple(program, group, wanted) for group in groups]
+            at = partial(choose, groups, scores, wanted=wanted, multiples=multiples)
+            is_exact = wanted.target == "units"
+            kept = at(wanted.amount) if is_exact else chosen_for_target(wanted.amount, at, cost, wanted.target)
+            return kept, cost, failing
+        except DoesNotRun as signal:
+            reasons = signal.reasons
+            failing += [Refused(name, reason) for name, reason in reasons.items()]
+            scored = [(group, score) for group, score in scored if group.name not in reasons]
+    return [], cost, failing
+
+
+def _multiple(program: Program, group: Group, wanted: Units) -> int:
+    """Return of how many units a multiple stays: `grouped_mm` takes stacked matrices with rows of whole 16 bytes."""
+    multiple = wanted.round_to
+    for cut in group.cuts if group.kind not in ("heads", "experts") else ():
+        owner = cut.tensor.rpartition(".")[0]
+        if cut.dim and owner in program.captures and _multiplies_groups(program.captures[owner]):
+            each = _TAKEN_BYTES // program.model.get_parameter(cut.tensor).element_size()
+            multiple = math.lcm(multiple, each)
+    return multiple
+
+
+def _multiplies_groups(capture: Capture) -> bool:
+    nodes = (node for each in capture.specializations for node in each.graph.nodes)
+    return any("grouped_mm" in getattr(node.target, "__name__", "") for node in nodes)
+
+
+def _obstacle(program: Program, group: Group, wanted: Units) -> str | None:
+    owners = dict.fromkeys(cut.tensor.rpartition(".")[0] for cut in group.cuts)
+    word = next(filter(None, (word_for(wanted.keep, owner, program) for owner in owners)), None)
+    if word is not None:
+        return f"it has to keep its units: keep={word}"
+    if group.router is not None:
+        return _too_few(group, wanted)
+    return "it has one unit only" if group.size < 2 else None
+
+
+def _too_few(group: Group, wanted: Units) -> str | None:
+    """Return why so many experts cannot go: each token goes to several."""
+    goes_to = f"each token goes to {group.least} of its {group.size} experts"
+    if group.size <= group.least:
+        return goes_to
+    left = group.size - round(wanted.amount * group.size)
+    is_exact = wanted.scope == "layer" and wanted.target == "units"
+    return f"{goes_to}, and amount={wanted.amount:g} would leave {left}" if is_exact and left < group.least else None
+
+
+def _refusals(refused: Sequence[Refused]) -> Iterator[Refusal]:
+    """Yield one refusal for each reason; what is as it has to be is none."""
+    layers: dict[str, list[str]] = defaultdict(list)
+    for each in refused:
+        if not each.by_design:
+            layers[each.reason].append(each.layer)
+    for reason, names in layers.items():
+        others = "is 1 more layer" if len(names) == 2 else f"are {len(names) - 1} more layers"
+        more = "" if len(names) == 1 else f" (so {others}: {_shown(names[1:])})"
+        yield Refusal(f"{reason}{more}", at=names[0])
+
+
+def _shown(names: Sequence[Any]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
