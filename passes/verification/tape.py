@@ -6,14 +6,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from ...compat import DispatchMode, draws_randomly
 
-__all__ = ["Key", "Tape"]
+__all__ = ["SteadyDraws", "Tape"]
 
 Key = str | tuple[str, ...]
 """Where a draw happens: the name of a node, or the names of all the nodes that a fused node stands for."""
@@ -102,8 +102,50 @@ class Tape(DispatchMode):
             return func(*args, **kwargs)
 
 
-class _Draws:
+class SteadyDraws(DispatchMode):
+    """Serve every random operator one and the same number: members that run as one still draw what they drew alone.
+
+    Attributes:
+        is_sure: whether only operators ran that draw the same in any order.
+        has_drawn: whether any random operator ran.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_sure, self.has_drawn = True, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws_randomly(func, args, kwargs) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        self.has_drawn = True
+        rule = _RULES.get(str(func))
+        if rule is not None and rule is not _integers:
+            return rule(_SteadyNumbers(), args, kwargs)
+        self.is_sure = False
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return func(*args, **kwargs)
+
+
+class _Numbers(Protocol):
     """The random numbers of one operator: uniform in [0, 1) or standard normal, of any shape."""
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor: ...
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor: ...
+
+
+class _SteadyNumbers:
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Return almost zero: a dropout keeps what it is given, and scales it."""
+        return torch.full(tuple(shape), 1e-3, dtype=torch.float64, device=device)
+
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.full(tuple(shape), 0.7, dtype=torch.float64, device=device)
+
+
+class _Draws:
+    """Numbers named (seed, key, count), each from a generator of its own."""
 
     def __init__(self, seed: int, key: Key, counts: tuple[int, ...]) -> None:
         self.seed, self.key, self.counts = seed, key, counts
@@ -142,8 +184,8 @@ def _digest(seed: int, key: str, count: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
-def _factory(kind: str) -> Callable[[_Draws, Any, Any], Any]:
-    def rule(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+def _factory(kind: str) -> Callable[[_Numbers, Any, Any], Any]:
+    def rule(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
         like = args[0] if isinstance(args[0], Tensor) else None
         shape = args[0] if like is None else like.shape
         dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
@@ -153,46 +195,46 @@ def _factory(kind: str) -> Callable[[_Draws, Any, Any], Any]:
     return rule
 
 
-def _bernoulli(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+def _bernoulli(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
     source = args[0]
     chance = args[1] if len(args) > 1 else kwargs.get("p", source)
     return (draws.uniform(source.shape, source.device) < chance).to(source.dtype)
 
 
-def _bernoulli_in_place(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+def _bernoulli_in_place(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
     target = args[0]
     chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
     return target.copy_(draws.uniform(target.shape, target.device) < chance)
 
 
-def _uniform_in_place(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+def _uniform_in_place(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
     target = args[0]
     low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
     high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
     return target.copy_(low + (high - low) * draws.uniform(target.shape, target.device))
 
 
-def _normal_in_place(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+def _normal_in_place(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
     target = args[0]
     mean = args[1] if len(args) > 1 else kwargs.get("mean", 0.0)
     std = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
     return target.copy_(mean + std * draws.normal(target.shape, target.device))
 
 
-def _normal(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+def _normal(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
     mean = args[0]
     std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
     like = mean if isinstance(mean, Tensor) else std
     return (mean + std * draws.normal(like.shape, like.device)).to(like.dtype)
 
 
-def _exponential_in_place(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+def _exponential_in_place(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
     target = args[0]
     rate = args[1] if len(args) > 1 else kwargs.get("lambd", 1.0)
     return target.copy_(-torch.log1p(-draws.uniform(target.shape, target.device)) / rate)
 
 
-def _integers(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+def _integers(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
     bounds = [arg for arg in args if isinstance(arg, int)]
     low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
     like = args[0] if isinstance(args[0], Tensor) else None
@@ -202,7 +244,7 @@ def _integers(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
     return (low + torch.floor((high - low) * draws.uniform(shape, device))).to(dtype)
 
 
-def _native_dropout(draws: _Draws, args: Any, _: Any) -> tuple[Tensor, Tensor]:
+def _native_dropout(draws: _Numbers, args: Any, _: Any) -> tuple[Tensor, Tensor]:
     source, chance, train = args[0], args[1], args[2]
     if train is False:
         return source.clone(), torch.ones_like(source, dtype=torch.bool)
@@ -210,7 +252,7 @@ def _native_dropout(draws: _Draws, args: Any, _: Any) -> tuple[Tensor, Tensor]:
     return source * mask * (0.0 if chance == 1 else 1 / (1 - chance)), mask
 
 
-_RULES: dict[str, Callable[[_Draws, Any, Any], Any]] = {
+_RULES: dict[str, Callable[[_Numbers, Any, Any], Any]] = {
     "aten.bernoulli.default": _bernoulli,
     "aten.bernoulli.p": _bernoulli,
     "aten.bernoulli_.Tensor": _bernoulli_in_place,

@@ -16,6 +16,7 @@ from .derived import (
     smaller,
     zeros,
 )
+from .modes import depends_on_mode, modes_to_check, picks_by_data
 from .neighbours import Neighbour, neighbours
 from .noise import jittered, perturbed_inputs, perturbed_state
 from .served import Asked, ServedCall, served_calls
@@ -27,11 +28,13 @@ __all__ = [
     "ServedCall",
     "alike",
     "are_same",
+    "depends_on_mode",
     "few_rows",
     "jittered",
     "larger",
     "longer",
     "many_rows",
+    "modes_to_check",
     "neighbours",
     "not_finite",
     "nothing",
@@ -41,6 +44,7 @@ __all__ = [
     "permuted",
     "perturbed_inputs",
     "perturbed_state",
+    "picks_by_data",
     "served_calls",
     "smaller",
     "uneven",

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ....runtime.values import Arguments
-from ..execution import Outcome
 from ..float64 import Table
+from ..outcome import Outcome
 from .derived import longer, many_rows, not_finite, other_rows
 from .noise import perturbed_inputs
 from .unlike import elsewhere, far_from_zero, halves, no_rows, small

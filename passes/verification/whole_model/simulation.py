@@ -11,10 +11,11 @@ from torch import nn
 
 from ....tracing.examples import Inputs
 from ..demands import Verdict
-from ..reference import Reference, Sizes, reference
+from ..reference import reference
+from ..samples import Reference, Sizes
+from ..tape import SteadyDraws
 from ..translation import MapState
 from ..verify import verify
-from .steady import SteadyDraws
 
 __all__ = ["Simulation"]
 
@@ -52,7 +53,7 @@ class Simulation:
                 ]  # fmt: skip
 
         references = run(steady=False)
-        is_random = any(each.random for each in references)
+        is_random = any(each.conditions.random for each in references)
         return cls(run(steady=True) if is_random else references, is_random)
 
     def verdicts(self, module: nn.Module, map_state: MapState) -> list[Verdict]:
