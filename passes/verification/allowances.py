@@ -42,15 +42,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Measured:
-    """One sample of the original under the new names.
+    """One sample of the original under the new names."""
 
-    Attributes:
-        exact: what the exact run yielded.
-        native: what the run in the module's own types yielded, if there was one.
-    """
-
-    exact: Quantities
-    native: Quantities | None
+    exact: Quantities  # what the exact run yielded
+    native: Quantities | None  # what the run in the module's own types yielded, if there was one
 
 
 @dataclass

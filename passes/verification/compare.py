@@ -26,15 +26,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Distance:
-    """How far apart two values are.
+    """How far apart two values are."""
 
-    Attributes:
-        error: the largest difference, relative to the scale of the expected tensor.
-        problem: a clause that says what is wrong ("differs: 3.1e-02 relative to its scale at [0, 5]"), or "".
-    """
-
-    error: float
-    problem: str = ""
+    error: float  # the largest difference, relative to the scale of the expected tensor
+    problem: str = ""  # a clause that says what is wrong ("differs: 3.1e-02 relative to its scale at [0, 5]"), or ""
 
 
 _SAME = Distance(0.0)

@@ -16,6 +16,7 @@ from ...compat.checkpoint import reentrant_checkpoints_off
 from ...runtime.values import Arguments, flatten, map_tensors, structure
 from ...tracing.isolation import ParameterData
 from .float64 import Float64Mode, double_defaults, widened
+from .inputs import named_tensors
 from .interpret import graph_forward, only_forward, region_forward
 from .module_harness import ModuleHarness, random_state_kept
 from .outcome import Outcome, differentiable, is_expanded, shared_memory
@@ -32,62 +33,42 @@ _AWAY = 0x5EED
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a module is run under, before a rewrite and after it.
+    """What a module is run under, before a rewrite and after it."""
 
-    Attributes:
-        training: the mode; None leaves every flag as it is.
-        gradients: whether gradients are wanted.
-        seed: of noise, upstream gradients and random draws.
-        wide: the type of exact runs; None where there are runs in the module's own types only.
-        of_inputs: whether gradients of float arguments are wanted too; some modules take none that require them.
-        keyed: name random draws by the node they happen in, where the module has a graph.
-        random: whether random operators run; their draws then come from a tape.
-        several: whether calls run several graphs, so that the first run does not tell what the others take.
-        whole: run a model as it is handed over: its own forward, whatever it is, on the random draws that it is served.
-        inner: modules inside, by name, each of whose only graph is interpreted in exact runs, whatever its guards say.
-    """
-
-    training: bool | None
-    gradients: bool
-    seed: int
+    training: bool | None  # the mode; None leaves every flag as it is
+    gradients: bool  # whether gradients are wanted
+    seed: int  # of noise, upstream gradients and random draws
+    # the type of exact runs; None where there are runs in the module's own types only
     wide: torch.dtype | None = torch.float64
+    # whether gradients of float arguments are wanted too; some modules take none that require them
     of_inputs: bool = True
-    keyed: bool = True
-    random: bool = False
-    several: bool = False
+    keyed: bool = True  # name random draws by the node they happen in, where the module has a graph
+    random: bool = False  # whether random operators run; their draws then come from a tape
+    several: bool = False  # whether calls run several graphs, so that the first run does not tell what the others take
+    # run a model as it is handed over: its own forward, whatever it is, on the random draws that it is served
     whole: bool = False
+    # modules inside, by name, each of whose only graph is interpreted in exact runs, whatever its guards say
     inner: Sequence[str] = ()
 
 
 @dataclass
 class Execution:
-    """One way of running a module.
+    """One way of running a module."""
 
-    Attributes:
-        harness: the module, ready to take stand-ins.
-        conditions: what it is run under.
-        wide: the type that floats are promoted to; None runs in the module's own types.
-        promotion: promotes what the code casts or creates on its way, where that is needed.
-        tape: serves the random draws; None leaves them to the generator.
-        by_node: interpret the module's graph, where it has one, and the inner ones, instead of running its code.
-        second: take second derivatives: how the gradients of float arguments depend on these and on parameters.
-        frozen: let no parameter want a gradient.
-        defaults: make `wide` the default type, too.
-        called: the names of those inner modules that ran.
-        kept: stand-ins of the module's own tensors that earlier runs left unchanged: what code derives from tensors,
-            and keeps while these are the same, is then made once.
-    """
-
-    harness: ModuleHarness
-    conditions: Conditions
-    wide: torch.dtype | None = None
-    promotion: Float64Mode | None = None
-    tape: Tape | None = None
+    harness: ModuleHarness  # the module, ready to take stand-ins
+    conditions: Conditions  # what it is run under
+    wide: torch.dtype | None = None  # the type that floats are promoted to; None runs in the module's own types
+    promotion: Float64Mode | None = None  # promotes what the code casts or creates on its way, where that is needed
+    tape: Tape | None = None  # serves the random draws; None leaves them to the generator
+    # interpret the module's graph, where it has one, and the inner ones, instead of running its code
     by_node: bool = False
+    # take second derivatives: how the gradients of float arguments depend on these and on parameters
     second: bool = False
-    frozen: bool = False
-    defaults: bool = True
-    called: set[str] = field(default_factory=set[str])
+    frozen: bool = False  # let no parameter want a gradient
+    defaults: bool = True  # make `wide` the default type, too
+    called: set[str] = field(default_factory=set[str])  # the names of those inner modules that ran
+    # stand-ins of the module's own tensors that earlier runs left unchanged: what code derives from tensors, and
+    # keeps while these are the same, is then made once
     kept: Kept = field(default_factory=Kept)
 
     def run(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Outcome:
@@ -206,8 +187,8 @@ class Execution:
 
     def _run(self, arguments: Arguments, stand_ins: Mapping[str, Tensor], *, as_is: bool = False) -> Outcome:
         leaves, (args, kwargs) = ({}, arguments) if as_is else self._arguments(arguments)
-        given = _named_inputs((args, kwargs))
-        before = {name: (tensor, _version(given[name])) for name, tensor in _named_inputs(arguments).items()}
+        given = named_tensors((args, kwargs))
+        before = {name: (tensor, _version(given[name])) for name, tensor in named_tensors(arguments).items()}
         held = {name: (tensor, _version(tensor)) for name, tensor in self.harness.plain.items()}
         usual = torch.get_default_dtype(), torch.is_grad_enabled()
         with ExitStack() as stack:
@@ -246,7 +227,7 @@ class Execution:
         leaves = map_tensors(leaf_of, arguments)
         if not wanted:
             return {}, leaves
-        named = {name: leaf for name, leaf in _named_inputs(leaves).items() if differentiable(leaf)}
+        named = {name: leaf for name, leaf in named_tensors(leaves).items() if differentiable(leaf)}
         return named, map_tensors(torch.clone, leaves)
 
     def _gradients(
@@ -280,11 +261,6 @@ class Execution:
         exact_in_every_type = noise.to(torch.bfloat16).to(device=output.device, dtype=output.dtype)
         loss = (output * exact_in_every_type).sum()
         return loss.real if loss.is_complex() else loss
-
-
-def _named_inputs(arguments: Arguments) -> dict[str, Tensor]:
-    named = {**flatten(arguments[0], "input"), **flatten(arguments[1], "input")}
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 def _version(tensor: Tensor) -> int:

@@ -17,15 +17,10 @@ __all__ = ["Float64Mode", "Table", "double_defaults", "narrow", "widened"]
 
 
 class Table(NamedTuple):
-    """What identifiers pick from.
+    """What identifiers pick from."""
 
-    Attributes:
-        length: how many there are to pick from, from 0 on; 0: that is not known.
-        apart: a number besides, which picks nothing: of labels that do not count.
-    """
-
-    length: int
-    apart: int | None = None
+    length: int  # how many there are to pick from, from 0 on; 0: that is not known
+    apart: int | None = None  # a number besides, which picks nothing: of labels that do not count
 
 
 _Picked = tuple[int | Table, Sequence[Tensor | None]]

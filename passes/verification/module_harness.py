@@ -30,18 +30,13 @@ class ModuleHarness:
 
     Swapping the entries costs microseconds where copying the module costs milliseconds, and it reaches what a copy
     would miss: tied tensors stay tied, and views of a fused tensor follow it.
-
-    Attributes:
-        module: the module to run.
-        parameters: its parameters by qualified name; a tied one under each of its names.
-        buffers: its buffers likewise.
-        state: both.
     """
 
-    module: nn.Module
+    module: nn.Module  # the module to run
+    # its parameters by qualified name; a tied one under each of its names
     parameters: dict[str, Tensor] = field(init=False)
-    buffers: dict[str, Tensor] = field(init=False)
-    state: dict[str, Tensor] = field(init=False)
+    buffers: dict[str, Tensor] = field(init=False)  # its buffers likewise
+    state: dict[str, Tensor] = field(init=False)  # both
     _modules: dict[str, nn.Module] = field(init=False)
     _belongings: list[_Belongings] = field(init=False)
     _plain: list[tuple[str, dict[str, Any], str]] = field(init=False)

@@ -33,38 +33,23 @@ GRADIENT = "gradient of "
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one module did on one call; every part is keyed by a name that a message can show.
+    """What one module did on one call; every part is keyed by a name that a message can show."""
 
-    Attributes:
-        structure: every path in the result, and the type there.
-        outputs: the leaves of the result, tensors detached.
-        attached: the outputs that gradients flow from.
-        inputs: the arguments that the call changed in place, as it left them.
-        input_gradients: one per float argument; None where none arrived.
-        parameter_gradients: one per parameter; None where none arrived or none is wanted.
-        buffers: as the call left them.
-        shared: (output, owner of memory that it lies in); see `shared_memory`.
-        rewritten: the plain attributes that the call wrote into: they are no state, and keep what is written.
-        random_state: of the CPU generator after the forward.
-        expanded: the outputs whose elements share memory.
-        missed: whether a module ran its own code, since none of its graphs fitted.
-        left: the switches of torch that the call left otherwise.
-        tables: the integer arguments that pick from tables, and the shortest of these.
-    """
-
-    structure: tuple[tuple[str, str], ...]
-    outputs: dict[str, Any]
-    attached: frozenset[str]
-    inputs: dict[str, Tensor]
-    input_gradients: Gradients
-    parameter_gradients: Gradients
-    buffers: dict[str, Tensor]
-    shared: frozenset[tuple[str, str]]
+    structure: tuple[tuple[str, str], ...]  # every path in the result, and the type there
+    outputs: dict[str, Any]  # the leaves of the result, tensors detached
+    attached: frozenset[str]  # the outputs that gradients flow from
+    inputs: dict[str, Tensor]  # the arguments that the call changed in place, as it left them
+    input_gradients: Gradients  # one per float argument; None where none arrived
+    parameter_gradients: Gradients  # one per parameter; None where none arrived or none is wanted
+    buffers: dict[str, Tensor]  # as the call left them
+    shared: frozenset[tuple[str, str]]  # (output, owner of memory that it lies in); see `shared_memory`
+    # the plain attributes that the call wrote into: they are no state, and keep what is written
     rewritten: frozenset[str]
-    random_state: Tensor
-    expanded: frozenset[str] = frozenset()
-    missed: bool = False
-    left: frozenset[str] = frozenset()
+    random_state: Tensor  # of the CPU generator after the forward
+    expanded: frozenset[str] = frozenset()  # the outputs whose elements share memory
+    missed: bool = False  # whether a module ran its own code, since none of its graphs fitted
+    left: frozenset[str] = frozenset()  # the switches of torch that the call left otherwise
+    # the integer arguments that pick from tables, and the shortest of these
     tables: Mapping[str, Table] = field(default_factory=dict[str, Table])
 
     def quantities(

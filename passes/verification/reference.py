@@ -218,8 +218,7 @@ class _Maker:
         self.one = one.arguments if one else self.few
         zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, Outcome.is_finite_in_value)
         many = () if self.smaller else larger(self.few, example, seed)
-        cleared = [call for call in (nothing(self.one),) if call is not None]
-        padded = self._first_taken(Data.NOTHING, cleared, first, Outcome.is_finite_in_value)
+        padded = self._first_taken(Data.NOTHING, nothing(self.one), first, Outcome.is_finite_in_value)
         other = self._first_taken(Data.UNEVEN, uneven(self.few), first)
         found = (rows, one and self._second(one), zero, padded, other, self._first_taken(Data.LARGER, many, first))
         return [sample for sample in (*found, *self._routed(first)) if sample is not None]

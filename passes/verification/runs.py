@@ -48,20 +48,13 @@ class Runs:
 
     The first exact run goes under `Float64Mode`, which is slow; where it had nothing to promote, later ones of the same
     graph go without.
-
-    Attributes:
-        harness: the module.
-        conditions: what it is run under.
-        called: those inner modules that ran.
-        census: what the first exact run was made of.
-        kept: stand-ins; see `Execution`.
     """
 
-    harness: ModuleHarness
-    conditions: Conditions
-    called: set[str] = field(default_factory=set[str])
-    census: Float64Mode | None = None
-    kept: Kept = field(default_factory=Kept)
+    harness: ModuleHarness  # the module
+    conditions: Conditions  # what it is run under
+    called: set[str] = field(default_factory=set[str])  # those inner modules that ran
+    census: Float64Mode | None = None  # what the first exact run was made of
+    kept: Kept = field(default_factory=Kept)  # stand-ins; see `Execution`
 
     @property
     def wide(self) -> torch.dtype | None:

@@ -52,21 +52,13 @@ class Sizes(enum.Enum):
 
 @dataclass(frozen=True)
 class Sample:
-    """One call of the original module, and what came of it.
+    """One call of the original module, and what came of it."""
 
-    Attributes:
-        data: what the arguments and the state are.
-        arguments: of the call, in the module's own types.
-        state: parameters and buffers by their old names, in the module's own types.
-        exact: the run in the widest type that works.
-        native: the run in the module's own types; None where the sample is about meaning only.
-    """
-
-    data: Data
-    arguments: Arguments
-    state: Mapping[str, Tensor]
-    exact: Outcome
-    native: Outcome | None = None
+    data: Data  # what the arguments and the state are
+    arguments: Arguments  # of the call, in the module's own types
+    state: Mapping[str, Tensor]  # parameters and buffers by their old names, in the module's own types
+    exact: Outcome  # the run in the widest type that works
+    native: Outcome | None = None  # the run in the module's own types; None where the sample is about meaning only
 
 
 class Use(enum.Enum):
@@ -79,47 +71,28 @@ class Use(enum.Enum):
 
 @dataclass(frozen=True)
 class Used:
-    """A use, and what came of it.
+    """A use, and what came of it."""
 
-    Attributes:
-        use: what was done.
-        calls: the call, and what its arguments are changed to where they are changed in place.
-        state: parameters and buffers by name, as they were in the run.
-        run: of the original.
-        exact: the exact run to judge it by, where there is another.
-    """
-
-    use: Use
+    use: Use  # what was done
+    # the call, and what its arguments are changed to where they are changed in place
     calls: tuple[Arguments, Arguments]
-    state: Mapping[str, Tensor]
-    run: Outcome
-    exact: Outcome | None = None
+    state: Mapping[str, Tensor]  # parameters and buffers by name, as they were in the run
+    run: Outcome  # of the original
+    exact: Outcome | None = None  # the exact run to judge it by, where there is another
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Everything that verification needs to know of the module as it was.
+    """Everything that verification needs to know of the module as it was."""
 
-    Attributes:
-        conditions: what it was run under.
-        state: parameters and buffers by name, as they were.
-        plain: the names of tensors held as plain attributes.
-        samples: the runs; empty if there was no call to run.
-        native_epsilon: the resolution of the coarsest float type the module uses.
-        called: those inner modules that ran.
-        stream: the native run of the first call on the plain random stream, where draws are random.
-        served: calls made one after another without gradients, in the module's own types, and what came of each.
-        used: what came of uses besides calls.
-        original: runs the module as it was again, where that stays as it is.
-    """
-
-    conditions: Conditions
-    state: Mapping[str, Tensor]
-    plain: frozenset[str]
-    samples: tuple[Sample, ...] = ()
-    native_epsilon: float = 0.0
-    called: frozenset[str] = frozenset()
-    stream: Outcome | None = None
+    conditions: Conditions  # what it was run under
+    state: Mapping[str, Tensor]  # parameters and buffers by name, as they were
+    plain: frozenset[str]  # the names of tensors held as plain attributes
+    samples: tuple[Sample, ...] = ()  # the runs; empty if there was no call to run
+    native_epsilon: float = 0.0  # the resolution of the coarsest float type the module uses
+    called: frozenset[str] = frozenset()  # those inner modules that ran
+    stream: Outcome | None = None  # the native run of the first call on the plain random stream, where draws are random
+    # calls made one after another without gradients, in the module's own types, and what came of each
     served: tuple[tuple[ServedCall, Outcome], ...] = ()
-    used: tuple[Used, ...] = ()
-    original: Runs | None = None
+    used: tuple[Used, ...] = ()  # what came of uses besides calls
+    original: Runs | None = None  # runs the module as it was again, where that stays as it is

@@ -19,17 +19,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Tolerance:
-    """An error is allowed up to `relative * |element| + absolute`.
-
-    Attributes:
-        smallest_scale: what errors are reported relative to where a tensor's own scale is smaller.
-        places: in how many places integers and booleans may differ.
-    """
+    """An error is allowed up to `relative * |element| + absolute`."""
 
     relative: float
     absolute: float
-    smallest_scale: float = 0.0
-    places: int = 0
+    smallest_scale: float = 0.0  # what errors are reported relative to where a tensor's own scale is smaller
+    places: int = 0  # in how many places integers and booleans may differ
 
 
 NOTHING = Tolerance(0.0, 0.0)

@@ -26,15 +26,12 @@ class Jumps:
 
     One ReLU moves few elements far, and others at each time: of all gradients, the farthest place counts. In the mean
     one gradient jumps about as far each time.
-
-    Attributes:
-        place: the farthest that any element of a gradient moved, relative to its scale.
-        means: by label, how far a gradient moved in the root of the mean square, relative to that of itself.
-        results: by label, how far any other value is moved by rounding, relative to its scale.
     """
 
-    place: float = 0.0
+    place: float = 0.0  # the farthest that any element of a gradient moved, relative to its scale
+    # by label, how far a gradient moved in the root of the mean square, relative to that of itself
     means: dict[str, float] = field(default_factory=dict[str, float])
+    # by label, how far any other value is moved by rounding, relative to its scale
     results: dict[str, float] = field(default_factory=dict[str, float])
 
     def learn(self, exact: Quantities, other: Quantities, units: float) -> None:

@@ -48,19 +48,12 @@ __all__ = ["Original"]
 
 @dataclass(frozen=True)
 class _Sample:
-    """One call of the original.
+    """One call of the original."""
 
-    Attributes:
-        arguments: of the call.
-        run: what came of it, in the model's own types.
-        is_given: whether it is an example, and not derived from one.
-        gradients: whether those that are wanted were taken.
-    """
-
-    arguments: Arguments
-    run: Outcome
-    is_given: bool
-    gradients: bool = True
+    arguments: Arguments  # of the call
+    run: Outcome  # what came of it, in the model's own types
+    is_given: bool  # whether it is an example, and not derived from one
+    gradients: bool = True  # whether those that are wanted were taken
 
 
 @dataclass
@@ -69,21 +62,15 @@ class Original:
 
     Of random draws only the distribution is promised: each draw is served the same number. In its own types a rewritten
     model runs once for each call; the exact comparison is made where these runs differ by more than rounding does.
-
-    Attributes:
-        model: the original; it is left exactly as it is.
-        calls: the example calls; the first one is also made smaller and with one more row, where the original takes it.
-        training: the mode; None leaves every flag as it is.
-        is_usual: whether the user gave the model in this mode. In another one, that smaller call is the only one.
-        gradients: compare the gradients of parameters, too.
-        seed: of upstream gradients.
     """
 
-    model: nn.Module
+    model: nn.Module  # the original; it is left exactly as it is
+    # the example calls; the first one is also made smaller and with one more row, where the original takes it
     calls: Sequence[Inputs]
-    training: bool | None = None
-    gradients: bool = False
-    seed: int = 0
+    training: bool | None = None  # the mode; None leaves every flag as it is
+    gradients: bool = False  # compare the gradients of parameters, too
+    seed: int = 0  # of upstream gradients
+    # whether the user gave the model in this mode. In another one, that smaller call is the only one
     is_usual: bool = True
     _stage: Runs = field(init=False)
     _is_random: bool = field(default=True, init=False)

@@ -26,14 +26,10 @@ class Simulation:
 
     What it must be equal to may be of other sizes inside: then no draw of random numbers fits both. So each draw is
     served the same number.
-
-    Attributes:
-        references: its runs; noise would fill what is zero there.
-        is_random: whether random operators ran.
     """
 
-    references: Sequence[Reference]
-    is_random: bool = False
+    references: Sequence[Reference]  # its runs; noise would fill what is zero there
+    is_random: bool = False  # whether random operators ran
 
     @classmethod
     def taken(

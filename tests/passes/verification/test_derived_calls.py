@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.passes.verification import Data, Verdict, reference, smaller, verify
 from fxopt.passes.verification.inputs import Asked
-from fxopt.passes.verification.inputs.derived import resized
+from fxopt.passes.verification.inputs.sizes import resized
 from fxopt.tracing.examples import Inputs
 
 Function = Callable[..., Any]
