@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -61,18 +61,9 @@ class _Seen:
 
 
 class Allowances:
-    """Turn rounding errors that were seen into tolerances.
-
-    The first are the original's own, in its own types. Where these do not tell enough (a ReLU, an argmax or a chaotic
-    network may fall on either side), more is learned from runs whose inputs and state are off by rounding-sized noise.
-
-    Args:
-        native_epsilon: the resolution of the coarsest float type the original uses.
-        wide: the type of its exact runs.
-        measured: its samples.
-        is_rounded: whether the rewritten module holds new tensors, which were computed in its own types: then its exact
-            runs cannot be better than that.
-        least: by label, what the rewritten module may err by in its own types, whatever the original does.
+    """Turn rounding errors that were seen into tolerances: at first those of the original, `measured` in its own
+    types. Where these do not tell enough (a ReLU or an argmax may fall on either side) more is learned from noise.
+    `is_rounded`: there are new tensors, made in the module's own types; `least`: what may differ in any case.
     """
 
     def __init__(
@@ -108,9 +99,8 @@ class Allowances:
                 self._exact.note(label, moved * shrink if self.native_is_coarser else 0.0)
 
     def learn_jumps(self, exact: Quantities, other: Quantities) -> None:
-        """Note how far gradients of `other`, with more noise than rounding makes, are from `exact`.
-
-        One ReLU on its other side moves gradients as far as it does, however little noise it took.
+        """Note how far gradients of `other`, with more noise than rounding makes, are from `exact`: one ReLU on
+        its other side moves them as far as it does, however little noise it took.
         """
         for label, (scale, _) in _scales(exact).items():
             if is_gradient(label) and scale:
@@ -124,10 +114,7 @@ class Allowances:
     def for_meaning(
         self, sample: Measured, wide: torch.dtype | None, *, is_derived: bool = False
     ) -> dict[str, Tolerance]:
-        """Return, for each tensor of a sample, what an exact run of the rewritten module may differ by.
-
-        Calls that are derived, with inputs a hundred times as large, or second derivatives, lose two digits more.
-        """
+        """Return, for each tensor of a sample, what an exact run of the rewritten module may differ by."""
         if self.is_rounded:
             return self.for_precision(sample)
         units = UNITS * self.native_epsilon
@@ -147,7 +134,8 @@ class Allowances:
 
     def for_precision(self, sample: Measured) -> dict[str, Tolerance]:
         """Return, for each tensor of a sample, what the rewritten module may err by in its own types."""
-        typical = _typical(self._native.distance.values())
+        known = [error for error in self._native.distance.values() if error > 0]
+        typical = median(known) if known else 0.0
         least = NOTHING if self.native_is_coarser else EXACT[torch.float64]
         return {
             label: Tolerance(
@@ -196,15 +184,8 @@ def learn_response(responses: dict[str, float], exact: Quantities, other: Quanti
 
 
 def within(values: Quantities, budget: float, responses: Mapping[str, float] | None = None) -> dict[str, Tolerance]:
-    """Return tolerances that allow each tensor an error of `budget`, relative to its scale.
-
-    A gradient that is no larger than what its neighbours may be off by is judged beside them. Integers may change.
-
-    Args:
-        values: the tensors.
-        budget: the error.
-        responses: how far gradients move where inputs and state are off about as much as the results are: a ReLU that
-            flips makes them jump, whatever the error is. They may move twice as far, besides.
+    """Return tolerances that allow each tensor an error of `budget`, relative to its scale; integers may change. A
+    gradient is judged beside its neighbours where that hides it, and may move twice as far as in `responses`.
     """
     units, moved = beside_neighbours(values, budget), responses or {}
     allowed = {label: budget * unit + RESPONSE * moved.get(label, 0.0) for label, unit in units.items()}
@@ -218,10 +199,9 @@ def gradients_within(gradients: Mapping[str, Tensor], share: float) -> dict[str,
 
 
 def beside_neighbours(values: Quantities, share: float) -> dict[str, float]:
-    """Return each tensor's scale; of gradients that are no larger than a share of their neighbours', the neighbours'.
-
-    The gradient of a key's bias in attention is zero in exact arithmetic: all of it is rounding. Neighbours are the
-    gradients of the parameters of one module or, where all of these are as good as zero, all gradients.
+    """Return each tensor's scale; of gradients that are no larger than a share of their neighbours' (of a key's
+    bias in attention, which is zero but for rounding), that of the gradients of their module or, where all of these
+    are as good as zero, of all gradients.
     """
     scales = _scales(values)
     layers: dict[str, float] = {}
@@ -263,8 +243,3 @@ def _scales(exact: Quantities) -> dict[str, tuple[float, float]]:
     for label, scale in own.items():
         around[is_gradient(label)] = max(around[is_gradient(label)], scale)
     return {label: (scale, around[is_gradient(label)]) for label, scale in own.items()}
-
-
-def _typical(errors: Iterable[float]) -> float:
-    known = [error for error in errors if error > 0]
-    return median(known) if known else 0.0

@@ -94,9 +94,8 @@ def deviation(expected: Tensor, actual: Tensor) -> float:
 
 
 def drift(expected: Tensor, actual: Tensor) -> tuple[float, float]:
-    """Return by what part `actual` is larger than `expected` on the whole, and how much noise is left besides.
-
-    Both are relative to the root of the mean square of `expected`; what is not finite is left out.
+    """Return by what part `actual` is larger than `expected` on the whole, and how much noise is left besides, both
+    relative to the root of the mean square of what is finite.
     """
     old, new = _comparable(expected).flatten(), _comparable(actual).flatten()
     known = old.isfinite() & new.isfinite() & (old.abs() < STANDS_FOR_INFINITY)
@@ -109,13 +108,8 @@ def drift(expected: Tensor, actual: Tensor) -> tuple[float, float]:
 
 
 def distance(expected: Any, actual: Any, tolerance: Tolerance, *, fewer_infinities: bool = False) -> Distance:
-    """Compare two leaves of the same shape.
-
-    Args:
-        expected: the float64 reference; integers, booleans and plain values must be equal.
-        actual: what the rewritten code gave.
-        tolerance: what rounding may do.
-        fewer_infinities: accept finite values where `expected` is not finite (an overflow that the rewrite avoids).
+    """Compare two leaves of one shape: floats within a tolerance, all else must be equal. With `fewer_infinities`,
+    finite values pass where those expected are not: an overflow that the rewrite avoids.
     """
     if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
         return _distance_of_values(expected, actual, tolerance)

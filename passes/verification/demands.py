@@ -127,12 +127,8 @@ def drifts(exact: Quantities, other: Quantities) -> dict[str, tuple[float, float
 
 
 def check_drift(exact: Quantities, before: Quantities, after: Quantities, chance: Mapping[str, float]) -> None:
-    """Object to an error of 16-bit floats that goes one way: rounding goes both, and so averages out.
-
-    Args:
-        exact: what is meant.
-        before, after: what both sides give in their own types.
-        chance: by what part rounding was seen to move a quantity one way.
+    """Object to an error of 16-bit floats that goes one way: rounding goes both, and so averages out. `chance` says
+    by what part rounding was seen to move a quantity one way.
     """
     old = drifts(exact, before)
     for label, (now, noise) in drifts(exact, after).items():
@@ -193,9 +189,8 @@ def results_in(values: Quantities) -> Quantities:
 
 
 def _error_around(expected: Quantities, found: Quantities, budget: float) -> float:
-    """Return the error of which gradients are the response: 4 times that of the results, but no more than `budget`.
-
-    It is 0 where the results are further off than that themselves.
+    """Return the error of which gradients are the response: a few times that of the results, but no more than
+    `budget`; 0 where the results are further off than that themselves.
     """
     wanted = results_in(expected)
     try:
@@ -220,10 +215,8 @@ def largest_gap(
     *,
     fewer_infinities: bool = False,
 ) -> float:
-    """Return how far two runs are apart, relative to the scale of what differs most.
-
-    Raises:
-        TooFar: if any part of them is apart by more than its tolerance.
+    """Return how far two runs are apart, relative to the scale of what differs most. Raises TooFar where any part
+    of them is apart by more than its tolerance.
     """
     largest = 0.0
     for label, expected in before.items():
@@ -248,9 +241,8 @@ def gaps_and_jumps(before: Quantities, after: Quantities, tolerances: Mapping[st
 
 
 def judged(judge: Callable[[], float], learn: Callable[[], Iterable[object]]) -> tuple[float, TooFar | None]:
-    """Return the error, and the objection to it; where there is one, learn about rounding, and judge after each step.
-
-    What is learned only widens tolerances: the first step that is enough gives the verdict that all of them would.
+    """Return the error, and the objection to it; where there is one, learn about rounding, and judge after each
+    step. What is learned only widens tolerances: the first step that is enough gives the verdict of all.
     """
     steps = iter(learn())
     while True:
@@ -266,9 +258,8 @@ def judged_within(
     scales: Quantities, before: Quantities, found: Quantities, budget: float,
     respond: Callable[[float], Iterable[Quantities]], where: str, *, fewer_infinities: bool,
 ) -> tuple[float, TooFar | None]:  # fmt: skip
-    """Return what `judged` does, of errors within a budget relative to `scales`; gradients may jump as the original's.
-
-    These are learned from `respond`, which runs the original on inputs and state that are off by an error.
+    """Return what `judged` does, of errors within a budget relative to `scales`. Gradients may jump as the
+    original's: `respond` runs that on inputs and state that are off by an error.
     """
     responses: dict[str, float] = {}
 

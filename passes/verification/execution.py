@@ -17,7 +17,7 @@ from ...runtime.values import Arguments, flatten, map_tensors, structure
 from ...tracing.isolation import ParameterData
 from .float64 import Float64Mode, double_defaults, widened
 from .inputs import named_tensors
-from .interpret import graph_forward, only_forward, region_forward
+from .interpret import graph_forward, own_forward
 from .module_harness import ModuleHarness, random_state_kept
 from .outcome import Outcome, differentiable, is_expanded, shared_memory
 from .tape import Tape
@@ -72,9 +72,8 @@ class Execution:
     kept: Kept = field(default_factory=Kept)
 
     def run(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Outcome:
-        """Run once; `state` gives every parameter and buffer by name, and stays unchanged.
-
-        The graph to interpret is the one that a call with `like` runs, by default one with `arguments`.
+        """Run once; `state` gives every parameter and buffer by name, and stays unchanged. The graph to
+        interpret is the one that a call with `like` runs, by default one with `arguments`.
         """
         with self._on_stage(state) as stand_ins:
             self._interpret(like or arguments)
@@ -83,9 +82,8 @@ class Execution:
     def serve(
         self, calls: Sequence[Arguments], state: Mapping[str, Tensor], untaken: set[int] | None = None
     ) -> list[Outcome]:
-        """Make several calls one after another without gradients, all but the first in inference mode.
-
-        The numbers of those that raise are noted in `untaken`, if that is given.
+        """Make several calls one after another without gradients, all but the first in inference mode. The
+        numbers of those that raise are noted in `untaken`, if that is given.
         """
         runs: list[Outcome] = []
         with self._on_stage(state) as stand_ins:
@@ -127,7 +125,11 @@ class Execution:
     @contextmanager
     def _on_stage(self, state: Mapping[str, Tensor]) -> Generator[dict[str, Tensor]]:
         """Put the module under the conditions, stand-ins in the places of its tensors."""
-        given, stand_ins = self.conditions, self._made_proxies(state)
+        given, made = self.conditions, dict[int, Tensor]()
+        for name, original in self.harness.state.items():
+            if id(original) not in made:
+                made[id(original)] = self._proxy(state[name], original)
+        stand_ins = {name: made[id(original)] for name, original in self.harness.state.items()}
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.set_grad_enabled(given.gradients))
@@ -135,7 +137,7 @@ class Execution:
             stack.enter_context(random_state_kept(given.seed + _AWAY))
             usual = self.wide if self.wide and self.defaults else torch.get_default_dtype()
             stack.enter_context(double_defaults(usual))
-            stack.enter_context(self.harness.playing(stand_ins, convert=self._convert, training=given.training))
+            stack.enter_context(self.harness.playing(stand_ins, self._convert, training=given.training))
             # Where types are kept, the stand-ins of parameters share memory with them.
             parameters = [tensor for tensor in stand_ins.values() if isinstance(tensor, nn.Parameter)]
             stack.enter_context(ParameterData(parameters).preserved())
@@ -149,23 +151,16 @@ class Execution:
         if forward is not None:
             module.__dict__["forward"] = forward
             for region, is_part in self.harness.regions(inner).items():  # others draw as calls of their modules
-                region.__dict__["forward"] = region_forward(region, self.tape if is_part else None)
+                region.__dict__["forward"] = own_forward(region, self.tape if is_part else None)
         for name in inner:
             inside = module.get_submodule(name)
-            inside.__dict__["forward"] = only_forward(inside, self.tape, partial(self.called.add, name))
+            inside.__dict__["forward"] = own_forward(inside, self.tape, partial(self.called.add, name))
 
     def _convert(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._type(tensor), copy=True)
 
     def _type(self, tensor: Tensor) -> torch.dtype:
         return tensor.dtype if self.wide is None else widened(tensor.dtype, self.wide)
-
-    def _made_proxies(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        made: dict[int, Tensor] = {}
-        for name, original in self.harness.state.items():
-            if id(original) not in made:
-                made[id(original)] = self._proxy(state[name], original)
-        return {name: made[id(original)] for name, original in self.harness.state.items()}
 
     def _proxy(self, value: Tensor, original: Tensor) -> Tensor:
         """Return what stands for a tensor in this trial; of its own value, what an earlier trial left as it was."""

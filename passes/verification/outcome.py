@@ -103,8 +103,7 @@ def shared_memory(
     outputs: Mapping[str, object], arguments: Mapping[str, Tensor], own: Iterable[Tensor]
 ) -> frozenset[tuple[str, str]]:
     """Return (output, owner) for each output in the memory of an argument, of the module, or of an earlier output.
-
-    Outputs that lie side by side in one piece of memory (the parts of a batched product) do not share it.
+    Those that lie side by side in one piece of memory (parts of a batched product) do not share it.
     """
     owners = {_memory(tensor): name for name, tensor in arguments.items()}
     owners.update((_memory(tensor), "the module's own tensors") for tensor in own)

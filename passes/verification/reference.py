@@ -65,21 +65,12 @@ def reference(
 ) -> Reference:
     """Run `module` on its recorded calls, before it is rewritten, and keep what verification compares with.
 
-    The module is left exactly as it was: parameters, gradients, buffers, attributes, flags and random state.
+    The module is left exactly as it was. What is not said here is said of `Conditions`.
 
     Args:
-        module: the module around the site.
-        calls: how it was called.
-        training: run in this mode; None leaves every module's flag as it is, and so does its current mode.
-        gradients: take gradients of float arguments and parameters under random upstream gradients.
-        seed: of all noise and random draws.
-        keyed: name random draws by the node they happen in; False counts them in their order, for a rewritten module
-            that has no graph. By default where the module has a graph.
+        keyed: by default where the module has a graph; False is for a rewritten module that has none.
         brief: take no samples with noise.
         whole: run the module as it is handed over, and not its graph.
-        sizes: of the calls.
-        inner: modules inside that are to be rewritten, by name, with one graph each: exact runs interpret these, for
-            their guards may hold in the module's own types only.
         lasting: `module` stays as it is, so that it can be run again.
         widest: the type of exact runs; float32 is enough, and much faster, for what errs by more than a thousandth.
 
@@ -144,8 +135,7 @@ class _Maker:
 
     def _in_mode(self) -> AbstractContextManager[None]:
         """Set the mode, in which guards are asked."""
-        training = self.runs.conditions.training
-        return self.runs.harness.playing({}, convert=lambda tensor: tensor, training=training)
+        return self.runs.harness.playing({}, training=self.runs.conditions.training)
 
     def _samples(self, all_calls: Sequence[Arguments], firsts: Sequence[int]) -> list[Sample]:
         self.runs.set(several=len(firsts) > 1)
@@ -194,9 +184,8 @@ class _Maker:
         )
 
     def _noisy(self, first: Sample) -> list[Sample]:
-        """Run a call again with noise; where the module does not take it, with less of it, or not at all.
-
-        A few rows of it are enough, and cheaper; so is a shorter sequence, or a smaller image.
+        """Run a call again with noise: on a few rows, which are cheaper; where the module does not take it,
+        with less of it, or not at all.
         """
         state = perturbed_state(self.state, self.runs.conditions.seed)
         for arguments in (*(() if self.smaller else smaller(first.arguments)), first.arguments):
@@ -255,10 +244,7 @@ class _Maker:
         """Say whether a derived call runs the graph of the recorded one, where the module has graphs."""
         if arguments is recorded or capture_of(self.module) is None:
             return True
-        with (
-            self.runs.harness.playing({}, convert=lambda tensor: tensor, training=self.runs.conditions.training),
-            suppress(Exception),
-        ):
+        with self._in_mode(), suppress(Exception):
             one, other = (select(self.module, *call) for call in (arguments, recorded))
             return one is not None and other is not None and one[0] is other[0]
         return False  # a guard may read what such a call does not have

@@ -44,10 +44,8 @@ def raised_by(name: str, failure: Exception | None) -> str:
 
 @dataclass
 class Runs:
-    """Give a module's exact and native runs, and find out on the way what they take.
-
-    The first exact run goes under `Float64Mode`, which is slow; where it had nothing to promote, later ones of the same
-    graph go without.
+    """Give a module's exact and native runs, and find out on the way what they take. The first exact run goes under
+    `Float64Mode`, which is slow; where that had nothing to promote, later ones of the same graph go without.
     """
 
     harness: ModuleHarness  # the module
@@ -70,10 +68,8 @@ class Runs:
         self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None, *, second: bool = False,
         frozen: bool = False,
     ) -> Outcome:  # fmt: skip
-        """Run in the wide type; a run that turns out to be random is run again from the tape.
-
-        A captured module runs the graph that a call with `like` would (by default, one with `arguments`). Gradients are
-        the second ones where these are asked for; those of parameters are left out where these are frozen.
+        """Run in the wide type, from the tape where draws are random, on the graph that a call with `like`
+        would run (by default `arguments`); with `second` derivatives, or with `frozen` parameters.
         """
         wide, given = self.wide, self.conditions
         if wide is None:

@@ -30,37 +30,27 @@ class Objection(VerificationError):
 
 
 class Translation:
-    """Translate state and runs from the old names to the new ones.
-
-    Attributes:
-        mapped: the original's state under the new names.
-        covers: whether the map accounts for every float parameter and buffer of the rewritten module. If not, noise on
-            the old state cannot be carried over.
-        is_rounded: whether there are new tensors (a folded constant, say), computed in the module's own types.
-        steps: the map as steps that lead back, too, where it is one.
-    """
+    """Translate state and runs from the old names to the new ones."""
 
     def __init__(self, reference: Reference, after: ModuleHarness, map_state: MapState) -> None:
         self.reference, self.after, self.map_state = reference, after, map_state
         self._marks: dict[frozenset[str], Mapping[str, Tensor]] = {}
-        self.mapped = self.state(reference.state)
+        self.mapped = self.state(reference.state)  # under the new names
         self._reached = reached = {id(after.state[name]) for name in self.mapped if name in after.state}
+        # Where the map does not account for every float tensor, noise on the old state cannot be carried over.
         self.covers = all(id(tensor) in reached or not differentiable(tensor) for tensor in after.state.values())
         plain = (tensor for name, tensor in after.plain.items() if name not in reference.plain)
+        # New tensors (a folded constant, say) are computed in the module's own types.
         self.is_rounded = not self.covers or any(differentiable(tensor) for tensor in plain)
         self._slack = Tolerance(STATE_UNITS * coarsest_epsilon(((), {}), reference.state), 0.0)
         steps = getattr(map_state, "__self__", None)
-        self.steps = steps if isinstance(steps, StateMap) else None
+        self.steps = steps if isinstance(steps, StateMap) else None  # they lead back, too
         known = () if self.steps is None else self.steps.steps
         self._fixed = {name for step in known if not step.keeps_gradients for name in step.targets}
         self._filled = {name for step in known if step.fills_gradients for name in step.targets}
 
     def state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Map whole old state.
-
-        Raises:
-            Objection: if the map does not take it.
-        """
+        """Map whole old state; object where the map does not take it."""
         try:
             return self.map_state(state)
         except FxoptError as error:

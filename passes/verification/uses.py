@@ -54,9 +54,8 @@ def check_uses(
     reference: Reference, runs: Runs, translation: Translation, allowances: Allowances,
     alike: Callable[[Arguments, Quantities, Quantities, str], None],
 ) -> None:  # fmt: skip
-    """Object to a use in which the rewritten module is another than the original; it may refuse to run.
-
-    `alike` compares two runs in the module's own types, of which each may err.
+    """Object to a use in which the rewritten module is another than the original; it may refuse to run. `alike`
+    compares two runs in the module's own types, of which each may err.
     """
     has_other_types = runs.wide is not reference.conditions.wide  # the rewritten code has no float64
     for used in reference.used:

@@ -65,11 +65,10 @@ def verify(
     keeps_form: bool = True,
     least: Mapping[str, Tolerance] | None = None,
 ) -> Verdict:
-    """Compare a rewritten module with the `reference` that was taken before.
+    """Compare a rewritten module with the `reference` that was taken before; see `tolerances` for how near is near.
 
-    Two questions are asked. *Meaning*: in float64, on the recorded inputs, and with noise on inputs, parameters and
-    buffers (mapped to their new places), both agree to 1e-10. *Precision*: in its own types, the rewritten module errs
-    at most 4 times as much as the original did, plus 8 units in the last place of the output's scale.
+    *Meaning*: in float64, on the recorded inputs, on calls derived from them and with noise on inputs and state, both
+    agree to 1e-10. *Precision*: in its own types the rewritten module errs 4 times as much as the original at most.
 
     Args:
         reference: of the module before.

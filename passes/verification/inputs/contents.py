@@ -42,16 +42,9 @@ _BYTES = Table(256)
 def other_rows(
     arguments: Arguments, tables: Mapping[str, Table], seed: int, *, more: bool = False
 ) -> Iterator[Arguments]:
-    """Yield calls with another number of rows, large and negative, identifiers from whole tables, masks changed.
-
-    The first is the farthest from the example, the last the nearest: the one to take is the first that the original
-    takes. Integers that are compared with numbers, or say where to write, take values that the call has.
-
-    Args:
-        arguments: of the call.
-        tables: the integer arguments that pick from tables, with the tables' lengths; 0 where that is not known.
-        seed: of identifiers and masks.
-        more: with one row more; else with three, which is cheaper, or one more than there are.
+    """Yield calls with another number of rows (three, or one `more`), large and negative, identifiers from whole
+    tables, masks changed: the farthest from the example first, to take the first that the original takes. Integers
+    that are compared, or say where to write, take values that the call has.
     """
     rows = rows_of(arguments)
     if not rows:
@@ -101,10 +94,9 @@ class _Drawn:
         self._seed, self._masks = seed, masks
 
     def over(self, arguments: Arguments, change: TensorFunction | None = None, *, exchanged: bool = False) -> Arguments:
-        """Return a call with identifiers and masks drawn, and all other tensors changed by `change`.
-
-        Identifiers of which only some values are known are exchanged, or stay. Numbers that are all zeros and ones are
-        a mask, too, beside tensors that are not.
+        """Return a call with identifiers and masks drawn (numbers that are all zeros and ones are a mask beside
+        others) and all other tensors changed. Identifiers of which only some values are known are exchanged, or
+        stay.
         """
         tables, alone = iter(self._tables), all(_is_binary(tensor) for tensor in leaves_of(arguments))
         generator = torch.Generator().manual_seed(self._seed)
@@ -200,9 +192,8 @@ def _with_floats(arguments: Arguments, change: Callable[[Tensor], Tensor]) -> Ar
 
 
 def not_finite(arguments: Arguments) -> Iterator[Arguments]:
-    """Yield calls of at least three rows with NaN in the last and infinity in the one before, of one argument each.
-
-    Those are spoilt that hold ordinary floats.
+    """Yield calls of at least three rows with NaN in the last and infinity in the one before, in one argument of
+    ordinary floats each.
     """
     rows = rows_of(arguments)
     made = resized(arguments, {0: {rows: max(rows, FEW_AND_ODD)}}) if rows else arguments
@@ -237,9 +228,8 @@ def nothing(arguments: Arguments) -> Iterator[Arguments]:
 
 
 def alike(arguments: Arguments) -> Iterator[Arguments]:
-    """Yield calls in which every row is a multiple of one row, of either sign; of integers, that row itself.
-
-    In a mixture all rows then go to the same experts, which are full, and all others are empty.
+    """Yield calls in which every row is a multiple of one row, of either sign; of integers, that row itself. In a
+    mixture all rows then go to the same experts, which are full, and all others are empty.
     """
     for quarter in range(4):
         sign = (1, -1)[quarter % 2]

@@ -35,9 +35,8 @@ class Neighbour:
 
 
 def neighbours(calls: Sequence[Inputs]) -> Iterator[list[Neighbour]]:
-    """Yield what to try, the cheapest first: of each list the first that the model takes.
-
-    Rows of a graph are no batch: nothing is made of graphs.
+    """Yield what to try, the cheapest first: of each list the first that the model takes. Rows of a graph are no
+    batch: nothing is made of graphs.
     """
     given = [(call.args, call.kwargs) for call in calls]
     rows = list(map(rows_of, given))

@@ -44,21 +44,9 @@ def served_calls(
     arguments: Arguments, example: Arguments, tables: Mapping[str, Table], seed: int, *, large: Asked | None,
     training: bool = False, weight: int = 0,
 ) -> Iterator[ServedCall]:  # fmt: skip
-    """Yield calls to make one after another, from `arguments`: the example, or a smaller one made of it.
-
-    First as recorded, then of the same sizes with noise, of halves, near zero and far from it, without rows, then with
-    many more rows than the example, which some ways of computing are made for, and longer; then with a row more, large
-    and negative, and with NaN and infinity.
-
-    Args:
-        arguments: of the call.
-        example: the call as it was recorded.
-        tables: see `other_rows`.
-        seed: of all noise.
-        large: what is asked of calls that are larger than the example; None makes none. Where it is the same bits, they
-            are as small as calls can be that are larger: the model is a slow one.
-        training: whether the module is in training.
-        weight: how many numbers it holds.
+    """Yield calls to make one after another, from `arguments`: the example, or a smaller one made of it. `large`
+    says what is asked of larger ones (None makes none; of the same BITS they are hardly larger: the model is a slow
+    one); `weight`, how many numbers the module holds.
     """
     yield ServedCall(arguments)
     yield ServedCall(elsewhere(perturbed_inputs(arguments, seed + 1)))

@@ -82,13 +82,8 @@ def inner_sizes(arguments: Arguments) -> Iterator[tuple[int, ...]]:
 
 
 def resized(arguments: Arguments, sizes: Mapping[int, Mapping[int, int]]) -> Arguments:
-    """Return a call in which dimensions of some sizes have others: what there is repeats, or ends earlier.
-
-    Nodes that a batch of graphs has more belong to its last graph, so that no edge joins two graphs.
-
-    Args:
-        arguments: of the call.
-        sizes: dimension -> old size -> new size.
+    """Return a call in which dimensions of some sizes have others (`sizes`: dimension -> old -> new): what there is
+    repeats, or ends earlier. Nodes that a batch of graphs has more belong to its last graph: no edge joins two.
     """
     rows = rows_of(arguments)
     is_graph = any(is_of_edges(each, rows) for each in leaves_of(arguments))
@@ -129,10 +124,8 @@ def few_rows(arguments: Arguments, count: int = _FEW) -> Arguments:
 
 
 def smaller(arguments: Arguments) -> Iterator[Arguments]:
-    """Yield the call with its first rows alone: at first with inner sizes of about a quarter, then with its own.
-
-    What a module means seldom hangs on how long a sequence or how wide an image is; what a run of it costs does. Of a
-    graph it is the first nodes, with edges among them.
+    """Yield the call with its first rows alone: at first with inner sizes of about a quarter, then with its own; of
+    a graph, its first nodes. What a module means seldom hangs on lengths; what a run of it costs does.
     """
     graph = _few_nodes(arguments)
     if graph is not None:
@@ -157,10 +150,8 @@ def _halved_often(size: int) -> int:
 
 
 def _few_nodes(arguments: Arguments) -> Arguments | None:
-    """Return the call with the first nodes of a graph, and as many edges for each; None where nothing is like edges.
-
-    What has as many rows as there are edges belongs to them. Where the first nodes are of several graphs, no edge may
-    join two graphs: it is the edges that are among these nodes.
+    """Return the call with the first nodes of a graph, and as many edges for each; None where nothing is like
+    edges. Where these nodes are of several graphs it is the edges among them, so that none joins two graphs.
     """
     rows, leaves = rows_of(arguments), leaves_of(arguments)
     edges = next((each for each in leaves if is_of_edges(each, rows)), None)
@@ -201,15 +192,9 @@ def _ascends(tensor: Tensor) -> bool:
 def many_rows(
     arguments: Arguments, example: Arguments, seed: int, *, numbers: bool = True, weight: int = 0
 ) -> Arguments | None:
-    """Return the call with at least twice the rows and the numbers of an example; of a small one, with four times.
-
-    Args:
-        arguments: of the call: the example, or a smaller one made of it.
-        example: the call as it was recorded.
-        seed: of the noise.
-        numbers: have more numbers, too; else more rows alone.
-        weight: how many numbers the module holds. A light one takes a call of so many rows that ways of computing
-            which cut a batch into parts show what they do with the rest.
+    """Return the call with at least twice the rows (and `numbers`) of the example it was made of; of a small one,
+    four times. A module of little `weight` takes so many that ways of computing which cut a batch into parts show
+    what they do with the rest.
     """
     rows, size, wanted = rows_of(arguments), _size(arguments), _size(example)
     if not rows or not size:
@@ -235,13 +220,8 @@ def larger(arguments: Arguments, example: Arguments, seed: int) -> Iterator[Argu
 
 
 def longer(arguments: Arguments, example: Arguments, seed: int, *, barely: bool = False) -> Arguments | None:
-    """Return a call of two rows, more than twice as long or wide as an example; None where no other length is known.
-
-    Args:
-        arguments: a smaller call made of the example: the sizes in which it differs may be other ones.
-        example: the call as it was recorded.
-        seed: of the noise.
-        barely: make one row, longer by a quarter and one.
+    """Return a call of two rows, more than twice as long or wide as an example, or of one row and `barely` longer;
+    None where the smaller call `arguments`, made of it, shows no size that may be another one.
     """
     pairs = zip(named_tensors(arguments).values(), named_tensors(example).values(), strict=True)
     known = {old for one, two in pairs for new, old in zip(one.shape[1:], two.shape[1:], strict=True) if new != old}
@@ -256,10 +236,8 @@ def _size(arguments: Arguments) -> int:
 
 
 def _repeated(arguments: Arguments, sizes: Mapping[int, Mapping[int, int]], seed: int) -> Arguments:
-    """Return a call of other sizes, with noise on floats.
-
-    What there is repeats, so that all integers are values that the call has. Numbers that ascend, as those of the
-    graphs of a batch, do so still.
+    """Return a call of other sizes, with noise on floats. What there is repeats, so that all integers are values
+    that the call has; numbers that ascend, as those of the graphs of a batch, do so still.
     """
     order = iter([_ascends(tensor) for tensor in leaves_of(arguments)])
     ascending = map_tensors(lambda x: x.sort()[0] if next(order) else x, resized(arguments, sizes))

@@ -22,10 +22,8 @@ __all__ = ["Jumps", "are_far_off"]
 
 @dataclass
 class Jumps:
-    """How far the original was seen to move.
-
-    One ReLU moves few elements far, and others at each time: of all gradients, the farthest place counts. In the mean
-    one gradient jumps about as far each time.
+    """How far the original was seen to move. One ReLU moves few elements far, and others at each time: of all
+    gradients the farthest place counts. In the mean one gradient jumps about as far each time.
     """
 
     place: float = 0.0  # the farthest that any element of a gradient moved, relative to its scale
@@ -53,12 +51,8 @@ class Jumps:
             elif place * unit > close[label].absolute:
                 most = min(JUMPS * self.means.get(label, 0.0), IN_MEAN)
                 if _in_mean(before[label], found[label], unit) <= most:
-                    allowed[label] = replace(close[label], absolute=self._at_a_place * unit)
+                    allowed[label] = replace(close[label], absolute=min(JUMPS * self.place, AT_A_PLACE) * unit)
         return allowed
-
-    @property
-    def _at_a_place(self) -> float:
-        return min(JUMPS * self.place, AT_A_PLACE)
 
 
 def are_far_off(before: Quantities, found: Quantities, close: Mapping[str, Tolerance]) -> bool:

@@ -16,12 +16,8 @@ __all__ = ["leaves_tensors", "own_tensors", "written_parameter"]
 
 
 def leaves_tensors(harness: ModuleHarness, kept: Kept, after: Iterable[Mapping[str, Tensor]]) -> bool:
-    """Say whether runs of a model left its parameters and buffers as they were; of sparse ones that is not known.
-
-    Args:
-        harness: of the model.
-        kept: the stand-ins that it ran on.
-        after: the buffers after each run.
+    """Say whether runs of a model on `kept` stand-ins left parameters and buffers (`after` each run) as they were;
+    of sparse ones that is not known.
     """
     if any(version_of(made) != version for made, version in kept.values() if isinstance(made, nn.Parameter)):
         return False
@@ -33,9 +29,8 @@ def leaves_tensors(harness: ModuleHarness, kept: Kept, after: Iterable[Mapping[s
 
 @contextmanager
 def own_tensors(harness: ModuleHarness) -> Generator[Kept]:
-    """Yield a model's own parameters and buffers as what trials keep as stand-ins; buffers are put back at the end.
-
-    It is for runs that take no gradients and are to write to no buffer and no parameter.
+    """Yield a model's own tensors as what runs keep as stand-ins; buffers are put back at the end. It is for runs
+    that take no gradients and are to write to none of them.
     """
     tensors = {id(tensor): tensor for tensor in harness.state.values() if not tensor.is_inference()}
     kept = {(number, tensor.dtype): (tensor, version_of(tensor)) for number, tensor in tensors.items()}

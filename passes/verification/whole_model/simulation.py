@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +22,8 @@ __all__ = ["Simulation"]
 
 @dataclass
 class Simulation:
-    """The runs of what a rewritten module must be equal to, in each mode.
-
-    What it must be equal to may be of other sizes inside: then no draw of random numbers fits both. So each draw is
-    served the same number.
+    """The runs of what a rewritten module must be equal to, in each mode, without noise, which would fill what is
+    zero there. Sizes inside may differ, so that no draws fit both: each is served the same number.
     """
 
     references: Sequence[Reference]  # its runs; noise would fill what is zero there
@@ -39,7 +37,7 @@ class Simulation:
         """Run a module on its calls; it is left as it is."""
 
         def run(*, steady: bool) -> list[Reference]:
-            with _steady(steady):
+            with SteadyDraws() if steady else nullcontext():
                 return [
                     reference(
                         module, calls, training=mode, gradients=gradients, seed=seed, brief=True, widest=widest,
@@ -54,9 +52,5 @@ class Simulation:
 
     def verdicts(self, module: nn.Module, map_state: MapState) -> list[Verdict]:
         """Return what a rewritten module is worth in each mode."""
-        with _steady(self.is_random):
+        with SteadyDraws() if self.is_random else nullcontext():
             return [verify(each, module, map_state=map_state) for each in self.references]
-
-
-def _steady(wanted: bool) -> AbstractContextManager[object]:
-    return SteadyDraws() if wanted else nullcontext()
