@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from .compare import Tolerance, distance, form_problem, half_the_digits, rounding, scale_of
+from .allowances import gradients_within
+from .compare import distance, form_problem, half_the_digits, rounding, scale_of
 from .demands import Verdict
 from .float64 import Float64Mode, double_defaults, narrow, widened
-from .inputs import Neighbour, jittered, neighbours, perturbed_inputs, perturbed_state, smaller
-from .modes import depends_on_mode, modes_to_check
-from .reference import Data, Reference, Sizes, reference
+from .inputs import (
+    Neighbour,
+    depends_on_mode,
+    jittered,
+    modes_to_check,
+    neighbours,
+    perturbed_inputs,
+    perturbed_state,
+    smaller,
+)
+from .reference import reference
+from .samples import Data, Reference, Sizes
 from .tape import Tape
-from .tolerances import gradients_within
+from .tolerances import Tolerance
 from .translation import MapState
 from .verify import NO_ELEMENTS, verify
 from .whole_model import Original, Simulation

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .tolerances import NATIVE_UNITS, NOTHING, STANDS_FOR_INFINITY, Tolerance
+
 __all__ = [
-    "NATIVE_UNITS",
     "Distance",
-    "Tolerance",
     "bitwise_problem",
     "deviation",
     "distance",
@@ -23,39 +23,13 @@ __all__ = [
     "scale_of",
 ]
 
-NATIVE_UNITS = 8.0
-"""In its own types a tensor may be off by these units in the last place of its scale, whatever else it may err."""
-
-_STANDS_FOR_INFINITY = 1e30
-"""Masks are filled with finfo.min; such values must agree, but they are nobody's scale."""
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """An error is allowed up to `relative * |element| + absolute`.
-
-    Attributes:
-        smallest_scale: what errors are reported relative to where a tensor's own scale is smaller.
-        places: in how many places integers and booleans may differ.
-    """
-
-    relative: float
-    absolute: float
-    smallest_scale: float = 0.0
-    places: int = 0
-
 
 @dataclass(frozen=True)
 class Distance:
-    """How far apart two values are.
+    """How far apart two values are."""
 
-    Attributes:
-        error: the largest difference, relative to the scale of the expected tensor.
-        problem: a clause that says what is wrong ("differs: 3.1e-02 relative to its scale at [0, 5]"), or "".
-    """
-
-    error: float
-    problem: str = ""
+    error: float  # the largest difference, relative to the scale of the expected tensor
+    problem: str = ""  # a clause that says what is wrong ("differs: 3.1e-02 relative to its scale at [0, 5]"), or ""
 
 
 _SAME = Distance(0.0)
@@ -90,23 +64,23 @@ def scale_of(tensor: Tensor) -> float:
     """Return the largest magnitude in `tensor`, leaving out what is not finite or stands for infinity."""
     plain = tensor if _is_plain(tensor) else _comparable(tensor).abs()
     largest = _largest_magnitude(plain)
-    if largest < _STANDS_FOR_INFINITY:
+    if largest < STANDS_FOR_INFINITY:
         return largest
     size = plain.double().abs()
-    return _largest(torch.where(size < _STANDS_FOR_INFINITY, size, 0.0))
+    return _largest(torch.where(size < STANDS_FOR_INFINITY, size, 0.0))
 
 
 def rounding(expected: Tensor) -> Tolerance:
     """Return what the last places of a tensor's scale allow, in its own type; integers and booleans nothing."""
     if not expected.is_floating_point() and not expected.is_complex():
-        return Tolerance(0.0, 0.0)
+        return NOTHING
     return Tolerance(0.0, NATIVE_UNITS * torch.finfo(expected.dtype).eps * scale_of(expected))
 
 
 def half_the_digits(expected: Tensor) -> Tolerance:
     """Return what may differ where the same function sums in other parts, in the same dtype: integers in nothing."""
     if not expected.is_floating_point() and not expected.is_complex():
-        return Tolerance(0.0, 0.0)
+        return NOTHING
     return Tolerance(0.0, scale_of(expected) * torch.finfo(expected.dtype).eps ** 0.5)
 
 
@@ -120,12 +94,11 @@ def deviation(expected: Tensor, actual: Tensor) -> float:
 
 
 def drift(expected: Tensor, actual: Tensor) -> tuple[float, float]:
-    """Return by what part `actual` is larger than `expected` on the whole, and how much noise is left besides.
-
-    Both are relative to the root of the mean square of `expected`; what is not finite is left out.
+    """Return by what part `actual` is larger than `expected` on the whole, and how much noise is left besides, both
+    relative to the root of the mean square of what is finite.
     """
     old, new = _comparable(expected).flatten(), _comparable(actual).flatten()
-    known = old.isfinite() & new.isfinite() & (old.abs() < _STANDS_FOR_INFINITY)
+    known = old.isfinite() & new.isfinite() & (old.abs() < STANDS_FOR_INFINITY)
     old, new = old[known], new[known]
     power = float(old.square().sum())
     if not power:
@@ -135,40 +108,34 @@ def drift(expected: Tensor, actual: Tensor) -> tuple[float, float]:
 
 
 def distance(expected: Any, actual: Any, tolerance: Tolerance, *, fewer_infinities: bool = False) -> Distance:
-    """Compare two leaves of the same shape.
-
-    Args:
-        expected: the float64 reference; integers, booleans and plain values must be equal.
-        actual: what the rewritten code gave.
-        tolerance: what rounding may do.
-        fewer_infinities: accept finite values where `expected` is not finite (an overflow that the rewrite avoids).
+    """Compare two leaves of one shape: floats within a tolerance, all else must be equal. With `fewer_infinities`,
+    finite values pass where those expected are not: an overflow that the rewrite avoids.
     """
     if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
         return _distance_of_values(expected, actual, tolerance)
     if _identical(expected, actual):
         return _SAME
-    if (near := _near(expected, actual, tolerance)) is not None:
-        return near
+    if _is_plain(expected) and _is_plain(actual) and expected.dtype is actual.dtype is not torch.bfloat16:
+        # A difference is rounded to the units of its own size; in bfloat16, which has eight bits, that is too coarse.
+        near = _near(_largest_magnitude(actual - expected), expected, tolerance)
+        if near is not None:
+            return near
     old, new = _comparable(expected), _comparable(actual)
     if not old.is_floating_point() and not old.is_complex():
         return _distance_of_integers(old, new, tolerance)
     return _distance_of_floats(old, new, tolerance, fewer_infinities)
 
 
-def _near(expected: Tensor, actual: Tensor, tolerance: Tolerance) -> Distance | None:
-    """Return how far apart two tensors of one type are, where all is finite and within tolerance, without a copy.
-
-    A difference is rounded to the units of its own size, which is a small part of itself; in bfloat16, which has eight
-    bits, it is not so small.
-    """
-    if not (_is_plain(expected) and _is_plain(actual)):
-        return None
-    if expected.dtype is not actual.dtype or expected.dtype is torch.bfloat16:
-        return None
-    largest = _largest_magnitude(actual - expected)
+def _near(largest: float, expected: Tensor, tolerance: Tolerance) -> Distance | None:
+    """Return how far apart two tensors are, where all is finite and within tolerance: the usual case, in two passes."""
     if not (largest <= tolerance.absolute and math.isfinite(largest)):
         return None
-    return Distance(largest / max(scale_of(expected), tolerance.smallest_scale, torch.finfo(torch.float64).tiny))
+    return Distance(largest / _unit(expected, tolerance))
+
+
+def _unit(expected: Tensor, tolerance: Tolerance) -> float:
+    """Return what an error is reported relative to."""
+    return max(scale_of(expected), tolerance.smallest_scale, torch.finfo(torch.float64).tiny)
 
 
 def _distance_of_values(expected: Any, actual: Any, tolerance: Tolerance) -> Distance:
@@ -189,8 +156,8 @@ def _distance_of_integers(expected: Tensor, actual: Tensor, tolerance: Tolerance
 
 def _distance_of_floats(expected: Tensor, actual: Tensor, tolerance: Tolerance, fewer_infinities: bool) -> Distance:
     largest = _largest((actual - expected).abs_()) if expected.is_floating_point() else math.inf
-    if largest <= tolerance.absolute and math.isfinite(largest):  # then all is finite: the usual case, in two passes
-        return Distance(largest / max(scale_of(expected), tolerance.smallest_scale, torch.finfo(torch.float64).tiny))
+    if (near := _near(largest, expected, tolerance)) is not None:
+        return near
     equal = (expected == actual) | ((expected != expected) & (actual != actual))
     old_is_finite = torch.isfinite(expected)
     odd = ~equal & (~torch.isfinite(actual) | (~old_is_finite if not fewer_infinities else False))
@@ -199,20 +166,19 @@ def _distance_of_floats(expected: Tensor, actual: Tensor, tolerance: Tolerance, 
         return Distance(math.inf, f"is {actual[at].item()} where it was {expected[at].item()}, at {list(at)}")
     gap = torch.where(equal | ~old_is_finite, 0.0, actual - expected).abs()
     size = torch.where(old_is_finite, expected, 0.0).abs()
-    scale = max(scale_of(size), tolerance.smallest_scale, torch.finfo(torch.float64).tiny)
-    error = _largest(gap) / scale
+    error = _largest(gap) / _unit(size, tolerance)
     excess = gap - (tolerance.relative * size + tolerance.absolute)
     if not (excess > 0).any():
         return Distance(error)
-    at = _unravel(int(excess.argmax()), excess.shape)
-    return Distance(error, f"differs: {error:.1e} relative to its scale at {list(at)}")
+    at = [int(i) for i in torch.unravel_index(excess.argmax(), excess.shape)]
+    return Distance(error, f"differs: {error:.1e} relative to its scale at {at}")
 
 
 def _identical(expected: Tensor, actual: Tensor) -> bool:
     if expected is actual:
         return True
-    is_ordinary = _is_ordinary(expected) and _is_ordinary(actual)
-    return is_ordinary and expected.dtype == actual.dtype and torch.equal(expected, actual)
+    is_comparable = _is_ordinary(expected) and _is_ordinary(actual) and expected.dtype == actual.dtype
+    return is_comparable and torch.equal(expected, actual)
 
 
 def _is_ordinary(tensor: Tensor) -> bool:
@@ -247,7 +213,3 @@ def _largest(tensor: Tensor) -> float:
 
 def _first(wrong: Tensor) -> tuple[int, ...]:
     return tuple(int(i) for i in wrong.nonzero()[0])
-
-
-def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from .compare import Tolerance, bitwise_problem, distance, drift, form_problem
-from .execution import Outcome
-from .tolerances import within
-from .translation import Objection, Quantities, is_gradient
+from .allowances import learn_response, within
+from .compare import bitwise_problem, distance, drift, form_problem
+from .outcome import Outcome, Quantities, is_gradient
+from .tolerances import DRIFT, DRIFT_UNITS, ENOUGH, LOUD, NATIVE_FACTOR, NOTHING, Tolerance
+from .translation import Objection
 
 __all__ = [
     "TooFar",
@@ -21,32 +22,23 @@ __all__ = [
     "check_attachment",
     "check_bits",
     "check_drift",
-    "check_expansion",
     "check_finite",
     "check_form",
+    "check_memory",
     "check_not_finite",
     "check_same_quantities",
-    "check_sharing",
     "check_structure",
     "drifts",
-    "error_around",
     "gaps_and_jumps",
     "judged",
+    "judged_within",
     "largest_gap",
     "overflowing_alike",
     "results_in",
 ]
 
-_NONE = Tolerance(0.0, 0.0)
-
 _LEARNED = object()
 """There is nothing more to learn."""
-
-_LOUD = 0.1
-"""Where rounding moves elements by this part of their size, it is chaos that drifts, and nobody's mistake."""
-
-_ENOUGH = 16
-"""A tensor of fewer elements says nothing of how rounding averages out."""
 
 
 class TooFar(Objection):
@@ -98,24 +90,17 @@ def check_structure(before: Outcome, after: Outcome) -> None:
         raise Objection(f"the constant {name} is written to, so a second call would compute something else")
 
 
-def check_sharing(before: Outcome, after: Outcome) -> None:
-    """Object to an output that lies in memory in which it did not: whoever writes into it changes more than before."""
+def check_memory(before: Outcome, after: Outcome) -> None:
+    """Object to an output that shares memory as it did not: writing into it would change other tensors, or fail."""
     for output, owner in sorted(after.shared - before.shared):
         raise Objection(f"{output} shares memory with {owner}, so writing into it would change {owner} too")
-
-
-def check_expansion(before: Outcome, after: Outcome) -> None:
-    """Object to an output whose elements share memory where they did not: writing into it fails."""
     for name in sorted(after.expanded - before.expanded):
         raise Objection(f"{name} is expanded now, so writing into it would fail")
 
 
 def check_finite(before: Quantities, after: Quantities) -> None:
     """Object to what is not finite any more."""
-    for label, expected in before.items():
-        found = after.get(label)
-        if not _is_floating(expected) or not _is_floating(found) or expected.shape != found.shape:
-            continue
+    for label, expected, found in _pairs_of_floats(before, after):
         lost = expected.isfinite() & ~found.isfinite()
         if lost.any():
             raise Objection(f"{label} is {found[lost][0].item()} where it was finite")
@@ -123,10 +108,7 @@ def check_finite(before: Quantities, after: Quantities) -> None:
 
 def check_not_finite(before: Quantities, after: Quantities) -> None:
     """Object to what is finite where it was not, and to a row that was all finite and is not."""
-    for label, expected in before.items():
-        found = after.get(label)
-        if not _is_floating(expected) or not _is_floating(found) or expected.shape != found.shape:
-            continue
+    for label, expected, found in _pairs_of_floats(before, after):
         old, new = ~expected.isfinite(), ~found.isfinite()
         if (old & ~new).any():
             raise Objection(f"{label} hides what is not finite: it is {found[old & ~new][0].item()} on an input of NaN")
@@ -137,33 +119,35 @@ def check_not_finite(before: Quantities, after: Quantities) -> None:
 
 def drifts(exact: Quantities, other: Quantities) -> dict[str, tuple[float, float]]:
     """Return by what part 16-bit floats are larger than the exact ones on the whole, and the noise left besides."""
-    found: dict[str, tuple[float, float]] = {}
-    for label, expected in exact.items():
-        value = other.get(label)
-        if not _is_floating(expected) or not _is_floating(value) or expected.shape != value.shape:
-            continue
-        if expected.numel() >= _ENOUGH and value.dtype.itemsize == 2:
-            found[label] = drift(expected, value)
-    return found
+    return {
+        label: drift(expected, value)
+        for label, expected, value in _pairs_of_floats(exact, other)
+        if expected.numel() >= ENOUGH and value.dtype.itemsize == 2
+    }
 
 
 def check_drift(exact: Quantities, before: Quantities, after: Quantities, chance: Mapping[str, float]) -> None:
-    """Object to an error of 16-bit floats that goes one way: rounding goes both, and so averages out.
-
-    Args:
-        exact: what is meant.
-        before, after: what both sides give in their own types.
-        chance: by what part rounding was seen to move a quantity one way.
+    """Object to an error of 16-bit floats that goes one way: rounding goes both, and so averages out. `chance` says
+    by what part rounding was seen to move a quantity one way.
     """
     old = drifts(exact, before)
     for label, (now, noise) in drifts(exact, after).items():
         was, noise_before = old.get(label, (now, noise))
-        if max(noise, noise_before) > _LOUD:
+        if max(noise, noise_before) > LOUD:
             continue
-        random = 4 * max(noise, noise_before) / math.sqrt(exact[label].numel())
-        allowed = 4 * max(abs(was), chance.get(label, 0.0)) + 2 * torch.finfo(after[label].dtype).eps + random
+        random = max(noise, noise_before) / math.sqrt(exact[label].numel())
+        allowed = DRIFT * (max(abs(was), chance.get(label, 0.0)) + random)
+        allowed += DRIFT_UNITS * torch.finfo(after[label].dtype).eps
         if abs(now) > allowed:
             raise Objection(f"{label} is off by {now:+.1%} on average, in its own types; it was by {was:+.1%}")
+
+
+def _pairs_of_floats(before: Quantities, after: Quantities) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield what both runs have as floats of one shape."""
+    for label, expected in before.items():
+        found = after.get(label)
+        if _is_floating(expected) and _is_floating(found) and expected.shape == found.shape:
+            yield label, expected, found
 
 
 def _is_floating(value: object) -> TypeGuard[Tensor]:
@@ -204,14 +188,13 @@ def results_in(values: Quantities) -> Quantities:
     return {label: value for label, value in values.items() if label.startswith(("output", "input"))}
 
 
-def error_around(expected: Quantities, found: Quantities, budget: float) -> float:
-    """Return the error of which gradients are the response: 4 times that of the results, but no more than `budget`.
-
-    It is 0 where the results are further off than that themselves.
+def _error_around(expected: Quantities, found: Quantities, budget: float) -> float:
+    """Return the error of which gradients are the response: a few times that of the results, but no more than
+    `budget`; 0 where the results are further off than that themselves.
     """
     wanted = results_in(expected)
     try:
-        return min(4 * largest_gap(wanted, found, within(wanted, budget), ""), budget)
+        return min(NATIVE_FACTOR * largest_gap(wanted, found, within(wanted, budget), ""), budget)
     except TooFar:
         return 0.0
 
@@ -232,17 +215,15 @@ def largest_gap(
     *,
     fewer_infinities: bool = False,
 ) -> float:
-    """Return how far two runs are apart, relative to the scale of what differs most.
-
-    Raises:
-        TooFar: if any part of them is apart by more than its tolerance.
+    """Return how far two runs are apart, relative to the scale of what differs most. Raises TooFar where any part
+    of them is apart by more than its tolerance.
     """
     largest = 0.0
     for label, expected in before.items():
         found = after[label]
         if isinstance(expected, Tensor) and isinstance(found, Tensor) and expected.shape != found.shape:
             raise Objection(f"{label} {form_problem(expected, found)}")
-        apart = distance(expected, found, tolerances.get(label, _NONE), fewer_infinities=fewer_infinities)
+        apart = distance(expected, found, tolerances.get(label, NOTHING), fewer_infinities=fewer_infinities)
         if apart.problem:
             stale = " is stale:" if label.startswith("buffer ") else ""
             raise TooFar(f"{label}{stale} {apart.problem} {where}", apart.error)
@@ -260,9 +241,8 @@ def gaps_and_jumps(before: Quantities, after: Quantities, tolerances: Mapping[st
 
 
 def judged(judge: Callable[[], float], learn: Callable[[], Iterable[object]]) -> tuple[float, TooFar | None]:
-    """Return the error, and the objection to it; where there is one, learn about rounding, and judge after each step.
-
-    What is learned only widens tolerances: the first step that is enough gives the verdict that all of them would.
+    """Return the error, and the objection to it; where there is one, learn about rounding, and judge after each
+    step. What is learned only widens tolerances: the first step that is enough gives the verdict of all.
     """
     steps = iter(learn())
     while True:
@@ -272,6 +252,26 @@ def judged(judge: Callable[[], float], learn: Callable[[], Iterable[object]]) ->
             found = objection
         if next(steps, _LEARNED) is _LEARNED:
             return found.error, found
+
+
+def judged_within(
+    scales: Quantities, before: Quantities, found: Quantities, budget: float,
+    respond: Callable[[float], Iterable[Quantities]], where: str, *, fewer_infinities: bool,
+) -> tuple[float, TooFar | None]:  # fmt: skip
+    """Return what `judged` does, of errors within a budget relative to `scales`. Gradients may jump as the
+    original's: `respond` runs that on inputs and state that are off by an error.
+    """
+    responses: dict[str, float] = {}
+
+    def judge() -> float:
+        return largest_gap(before, found, within(scales, budget, responses), where, fewer_infinities=fewer_infinities)
+
+    def learn() -> Iterator[None]:
+        error = _error_around(before, found, budget)
+        for run in respond(error) if error else ():
+            yield learn_response(responses, scales, run)
+
+    return judged(judge, learn)
 
 
 def overflowing_alike(native: object, exact: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
-"""One run of a module on one call: what came out, which gradients flowed, what was changed on the way."""
+"""One run of a module on one call, under conditions that repeat."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,143 +15,84 @@ from ...compat import version_of
 from ...compat.checkpoint import reentrant_checkpoints_off
 from ...runtime.values import Arguments, flatten, map_tensors, structure
 from ...tracing.isolation import ParameterData
-from .float64 import Float64Mode, Table, double_defaults, widened
-from .interpret import graph_forward, only_forward, region_forward
+from .float64 import Float64Mode, double_defaults, widened
+from .inputs import named_tensors
+from .interpret import graph_forward, own_forward
 from .module_harness import ModuleHarness, random_state_kept
-from .sharing import is_expanded, shared_memory
+from .outcome import Outcome, differentiable, is_expanded, shared_memory
 from .tape import Tape
 
-__all__ = ["Arguments", "Execution", "Gradients", "Kept", "Outcome", "differentiable"]
+__all__ = ["Conditions", "Execution", "Kept"]
 
-Gradients = dict[str, Tensor | None]
 Kept = dict[tuple[int, torch.dtype], tuple[Tensor, int]]
 """Stand-ins, and how often each was written to, by the id of a module's tensor and the type."""
-
 
 _AWAY = 0x5EED
 """Random draws begin at no seed that code is likely to set."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one module did on one call; every part is keyed by a name that a message can show.
+class Conditions:
+    """What a module is run under, before a rewrite and after it."""
 
-    Attributes:
-        structure: every path in the result, and the type there.
-        outputs: the leaves of the result, tensors detached.
-        attached: the outputs that gradients flow from.
-        inputs: the arguments that the call changed in place, as it left them.
-        input_gradients: one per float argument; None where none arrived.
-        parameter_gradients: one per parameter; None where none arrived or none is wanted.
-        buffers: as the call left them.
-        shared: (output, owner of memory that it lies in); see `shared_memory`.
-        rewritten: the plain attributes that the call wrote into: they are no state, and keep what is written.
-        random_state: of the CPU generator after the forward.
-        expanded: the outputs whose elements share memory.
-        missed: whether a module ran its own code, since none of its graphs fitted.
-        left: the switches of torch that the call left otherwise.
-        tables: the integer arguments that pick from tables, and the shortest of these.
-    """
-
-    structure: tuple[tuple[str, str], ...]
-    outputs: dict[str, Any]
-    attached: frozenset[str]
-    inputs: dict[str, Tensor]
-    input_gradients: Gradients
-    parameter_gradients: Gradients
-    buffers: dict[str, Tensor]
-    shared: frozenset[tuple[str, str]]
-    rewritten: frozenset[str]
-    random_state: Tensor
-    expanded: frozenset[str] = frozenset()
-    missed: bool = False
-    left: frozenset[str] = frozenset()
-    tables: Mapping[str, Table] = field(default_factory=dict[str, Table])
-
-    def is_zero(self) -> bool:
-        """Say whether all gradients are zero."""
-        return not any(bool(gradient.any()) for gradient in self._gradients if gradient is not None)
-
-    def is_finite(self) -> bool:
-        """Say whether results and gradients are finite."""
-        return _are_finite((*self.outputs.values(), *self._gradients))
-
-    def is_finite_in_value(self) -> bool:
-        """Say whether the results are finite."""
-        return _are_finite(self.outputs.values())
-
-    @property
-    def _gradients(self) -> tuple[Tensor | None, ...]:
-        return (*self.input_gradients.values(), *self.parameter_gradients.values())
-
-
-def _are_finite(values: Iterable[object]) -> bool:
-    floats = (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
-    return all(math.isfinite(value.sum()) for value in floats)
+    training: bool | None  # the mode; None leaves every flag as it is
+    gradients: bool  # whether gradients are wanted
+    seed: int  # of noise, upstream gradients and random draws
+    # the type of exact runs; None where there are runs in the module's own types only
+    wide: torch.dtype | None = torch.float64
+    # whether gradients of float arguments are wanted too; some modules take none that require them
+    of_inputs: bool = True
+    keyed: bool = True  # name random draws by the node they happen in, where the module has a graph
+    random: bool = False  # whether random operators run; their draws then come from a tape
+    several: bool = False  # whether calls run several graphs, so that the first run does not tell what the others take
+    # run a model as it is handed over: its own forward, whatever it is, on the random draws that it is served
+    whole: bool = False
+    # modules inside, by name, each of whose only graph is interpreted in exact runs, whatever its guards say
+    inner: Sequence[str] = ()
 
 
 @dataclass
 class Execution:
-    """The conditions to run a module under, again and again.
+    """One way of running a module."""
 
-    Attributes:
-        harness: the module, ready to take stand-ins.
-        training: the mode to run in; None leaves each module's flag as it is.
-        gradients: whether gradients are wanted.
-        of_inputs: whether those of float arguments are wanted too.
-        seed: of the upstream gradients and of the random stream.
-        wide: the type that floats are promoted to; None runs in the module's own types.
-        promotion: promotes what the code casts or creates on its way, where that is needed.
-        tape: serves the random draws; None leaves them to the generator.
-        by_node: interpret the module's graph, where it has one, instead of running its code.
-        second: take second derivatives: how the gradients of float arguments depend on these and on parameters.
-        inner: modules inside, by name, each of whose only graph is interpreted too, whatever its guards say.
-        called: the names of those of them that ran.
-        frozen: let no parameter want a gradient.
-        defaults: make `wide` the default type, too.
-        kept: stand-ins of the module's own tensors that earlier trials left unchanged, by their ids and types: what
-            code derives from tensors, and keeps while these are the same, is then made once.
-    """
-
-    harness: ModuleHarness
-    training: bool | None
-    gradients: bool
-    of_inputs: bool
-    seed: int
-    wide: torch.dtype | None = None
-    promotion: Float64Mode | None = None
-    tape: Tape | None = None
+    harness: ModuleHarness  # the module, ready to take stand-ins
+    conditions: Conditions  # what it is run under
+    wide: torch.dtype | None = None  # the type that floats are promoted to; None runs in the module's own types
+    promotion: Float64Mode | None = None  # promotes what the code casts or creates on its way, where that is needed
+    tape: Tape | None = None  # serves the random draws; None leaves them to the generator
+    # interpret the module's graph, where it has one, and the inner ones, instead of running its code
     by_node: bool = False
+    # take second derivatives: how the gradients of float arguments depend on these and on parameters
     second: bool = False
-    inner: Sequence[str] = ()
-    called: set[str] = field(default_factory=set[str])
+    frozen: bool = False  # let no parameter want a gradient
+    defaults: bool = True  # make `wide` the default type, too
+    called: set[str] = field(default_factory=set[str])  # the names of those inner modules that ran
+    # stand-ins of the module's own tensors that earlier runs left unchanged: what code derives from tensors, and
+    # keeps while these are the same, is then made once
     kept: Kept = field(default_factory=Kept)
-    frozen: bool = False
-    defaults: bool = True
 
     def run(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Outcome:
-        """Run once; `state` gives every parameter and buffer by name, and stays unchanged.
-
-        The graph to interpret is the one that a call with `like` runs, by default one with `arguments`.
+        """Run once; `state` gives every parameter and buffer by name, and stays unchanged. The graph to
+        interpret is the one that a call with `like` runs, by default one with `arguments`.
         """
         with self._on_stage(state) as stand_ins:
-            if self.by_node:
-                self._interpret(like or arguments)
+            self._interpret(like or arguments)
             return self._run(arguments, stand_ins)
 
     def serve(
         self, calls: Sequence[Arguments], state: Mapping[str, Tensor], untaken: set[int] | None = None
     ) -> list[Outcome]:
-        """Make several calls one after another without gradients, all but the first in inference mode.
-
-        The numbers of those that raise are noted in `untaken`, if that is given.
+        """Make several calls one after another without gradients, all but the first in inference mode. The
+        numbers of those that raise are noted in `untaken`, if that is given.
         """
         runs: list[Outcome] = []
         with self._on_stage(state) as stand_ins:
             for number, arguments in enumerate(calls):
                 try:
                     with torch.inference_mode(bool(runs)), torch.no_grad():
-                        runs.append(self._served(arguments, stand_ins))
+                        self._interpret(arguments)
+                        self._rewind()
+                        runs.append(self._run(arguments, stand_ins))
                 except Exception:  # the module's code may raise anything
                     if untaken is None:
                         raise
@@ -166,71 +106,61 @@ class Execution:
         copies = {id(tensor): tensor.detach().clone() for tensor in state.values()}
         with self._on_stage({name: copies[id(tensor)] for name, tensor in state.items()}) as stand_ins, torch.no_grad():
             leaves, others = (self._arguments(call)[1] for call in calls)
-            self._interpret_where_asked(calls[0])
+            self._interpret(calls[0])
             self._run(leaves, stand_ins, as_is=True)
-            values = iter(flatten(others).values())
-            for leaf, value in zip(flatten(leaves).values(), values, strict=True):
+            for leaf, value in zip(flatten(leaves).values(), flatten(others).values(), strict=True):
                 if isinstance(leaf, Tensor) and isinstance(value, Tensor) and not torch.equal(leaf, value):
                     leaf.copy_(value)
             for name, tensor in after.items():
                 if not torch.equal(tensor, state[name]):
                     stand_ins[name].copy_(tensor)
             torch.clear_autocast_cache()  # autocast around the module would go on with casts of what was there
-            if self.tape is not None:
-                self.tape.rewind()
+            self._rewind()
             return self._run(leaves, stand_ins, as_is=True)
 
-    def _interpret_where_asked(self, arguments: Arguments) -> None:
-        if self.by_node:
-            self._interpret(arguments)
-
-    def _served(self, arguments: Arguments, stand_ins: Mapping[str, Tensor]) -> Outcome:
-        self._interpret_where_asked(arguments)
+    def _rewind(self) -> None:
         if self.tape is not None:
             self.tape.rewind()
-        return self._run(arguments, stand_ins)
 
     @contextmanager
     def _on_stage(self, state: Mapping[str, Tensor]) -> Generator[dict[str, Tensor]]:
         """Put the module under the conditions, stand-ins in the places of its tensors."""
-        stand_ins = self._made_proxies(state)
+        given, made = self.conditions, dict[int, Tensor]()
+        for name, original in self.harness.state.items():
+            if id(original) not in made:
+                made[id(original)] = self._proxy(state[name], original)
+        stand_ins = {name: made[id(original)] for name, original in self.harness.state.items()}
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.set_grad_enabled(self.gradients))
+            stack.enter_context(torch.set_grad_enabled(given.gradients))
             stack.enter_context(reentrant_checkpoints_off())
-            stack.enter_context(random_state_kept(self.seed + _AWAY))
+            stack.enter_context(random_state_kept(given.seed + _AWAY))
             usual = self.wide if self.wide and self.defaults else torch.get_default_dtype()
             stack.enter_context(double_defaults(usual))
-            stack.enter_context(self.harness.playing(stand_ins, convert=self._convert, training=self.training))
+            stack.enter_context(self.harness.playing(stand_ins, self._convert, training=given.training))
             # Where types are kept, the stand-ins of parameters share memory with them.
             parameters = [tensor for tensor in stand_ins.values() if isinstance(tensor, nn.Parameter)]
             stack.enter_context(ParameterData(parameters).preserved())
             yield stand_ins
 
     def _interpret(self, arguments: Arguments) -> None:
-        module = self.harness.module
+        if not self.by_node:
+            return
+        module, inner = self.harness.module, self.conditions.inner
         forward = graph_forward(module, arguments, self.tape)
         if forward is not None:
             module.__dict__["forward"] = forward
-            for region, is_part in self.harness.regions(self.inner).items():  # others draw as calls of their modules
-                region.__dict__["forward"] = region_forward(region, self.tape if is_part else None)
-        for name in self.inner:
+            for region, is_part in self.harness.regions(inner).items():  # others draw as calls of their modules
+                region.__dict__["forward"] = own_forward(region, self.tape if is_part else None)
+        for name in inner:
             inside = module.get_submodule(name)
-            inside.__dict__["forward"] = only_forward(inside, self.tape, partial(self.called.add, name))
+            inside.__dict__["forward"] = own_forward(inside, self.tape, partial(self.called.add, name))
 
     def _convert(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._type(tensor), copy=True)
 
     def _type(self, tensor: Tensor) -> torch.dtype:
         return tensor.dtype if self.wide is None else widened(tensor.dtype, self.wide)
-
-    def _made_proxies(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        made: dict[int, Tensor] = {}
-        for name, original in self.harness.state.items():
-            if id(original) in made:
-                continue
-            made[id(original)] = self._proxy(state[name], original)
-        return {name: made[id(original)] for name, original in self.harness.state.items()}
 
     def _proxy(self, value: Tensor, original: Tensor) -> Tensor:
         """Return what stands for a tensor in this trial; of its own value, what an earlier trial left as it was."""
@@ -252,8 +182,8 @@ class Execution:
 
     def _run(self, arguments: Arguments, stand_ins: Mapping[str, Tensor], *, as_is: bool = False) -> Outcome:
         leaves, (args, kwargs) = ({}, arguments) if as_is else self._arguments(arguments)
-        given = _named_inputs((args, kwargs))
-        before = {name: (tensor, _version(given[name])) for name, tensor in _named_inputs(arguments).items()}
+        given = named_tensors((args, kwargs))
+        before = {name: (tensor, _version(given[name])) for name, tensor in named_tensors(arguments).items()}
         held = {name: (tensor, _version(tensor)) for name, tensor in self.harness.plain.items()}
         usual = torch.get_default_dtype(), torch.is_grad_enabled()
         with ExitStack() as stack:
@@ -284,7 +214,7 @@ class Execution:
         )
 
     def _arguments(self, arguments: Arguments) -> tuple[dict[str, Tensor], Arguments]:
-        wanted = self.gradients and self.of_inputs
+        wanted = self.conditions.gradients and self.conditions.of_inputs
 
         def leaf_of(tensor: Tensor) -> Tensor:
             return _placed_alike(self._convert(tensor), tensor).requires_grad_(wanted and differentiable(tensor))
@@ -292,66 +222,40 @@ class Execution:
         leaves = map_tensors(leaf_of, arguments)
         if not wanted:
             return {}, leaves
-        named = {name: leaf for name, leaf in _named_inputs(leaves).items() if differentiable(leaf)}
+        named = {name: leaf for name, leaf in named_tensors(leaves).items() if differentiable(leaf)}
         return named, map_tensors(torch.clone, leaves)
 
     def _gradients(
         self, outputs: Mapping[str, Any], leaves: Mapping[str, Tensor], stand_ins: Mapping[str, Tensor]
     ) -> dict[int, Tensor]:
-        if not self.gradients:
+        if not self.conditions.gradients:
             return {}  # a parameter that is returned as it is requires them even then
         losses = [self._loss(value, index) for index, value in enumerate(outputs.values()) if _requires_grad(value)]
-        wanted = {id(tensor): tensor for tensor in (*leaves.values(), *stand_ins.values()) if tensor.requires_grad}
-        if not losses or not wanted:
+        by_id = {id(tensor): tensor for tensor in (*leaves.values(), *stand_ins.values()) if tensor.requires_grad}
+        if not losses or not by_id:
             return {}
-        found = self._differentiated(losses, list(wanted.values()), list(leaves.values()))
-        gradients = zip(wanted, found, strict=True)
-        return {key: gradient for key, gradient in gradients if gradient is not None}
+        wanted, found = list(by_id.values()), cast("Sequence[Tensor | None]", ())
+        if self.second:
+            first = self._backward(losses, list(leaves.values()), create_graph=True)
+            losses = [self._loss(value, at) for at, value in enumerate(first) if _requires_grad(value)]
+        if losses:
+            found = self._backward(losses, wanted, materialize_grads=self.second)
+        return {key: gradient for key, gradient in zip(by_id, found, strict=False) if gradient is not None}
 
-    def _differentiated(
-        self, losses: Sequence[Tensor], wanted: Sequence[Tensor], leaves: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
-        if not self.second:
-            return self._backward(losses, wanted)
-        first = self._backward(losses, leaves, create_graph=True)
-        known = [(number, value) for number, value in enumerate(first) if value is not None and value.requires_grad]
-        again = [self._loss(value, number) for number, value in known]
-        return self._backward(again, wanted, materialize_grads=True) if again else [None] * len(wanted)
-
-    def _backward(
-        self,
-        losses: Sequence[Tensor],
-        wanted: Sequence[Tensor],
-        *,
-        create_graph: bool = False,
-        materialize_grads: bool = False,
-    ) -> Sequence[Tensor | None]:
+    def _backward(self, losses: Sequence[Tensor], wanted: Sequence[Tensor], **options: bool) -> Sequence[Tensor | None]:
         """Return gradients; what is computed again on the way runs as it ran before."""
         with ExitStack() as stack:
             stack.enter_context(self.promotion if self.promotion and self.promotion.promoted else nullcontext())
             stack.enter_context(self.tape or nullcontext())
-            found = torch.autograd.grad(
-                losses, wanted, allow_unused=True, create_graph=create_graph, materialize_grads=materialize_grads
-            )
-            return cast("tuple[Tensor | None, ...]", found)
+            return cast("Any", torch.autograd.grad)(losses, wanted, allow_unused=True, **options)
 
     def _loss(self, output: Tensor, index: int) -> Tensor:
         """Return a scalar that sends the same random gradient into `output`, whatever its type."""
-        generator = torch.Generator().manual_seed(self.seed + index)
+        generator = torch.Generator().manual_seed(self.conditions.seed + index)
         noise = torch.randn(output.shape, generator=generator, dtype=torch.float64)
         exact_in_every_type = noise.to(torch.bfloat16).to(device=output.device, dtype=output.dtype)
         loss = (output * exact_in_every_type).sum()
         return loss.real if loss.is_complex() else loss
-
-
-def differentiable(tensor: Tensor) -> bool:
-    """Say whether gradients can flow to `tensor`, judged by its type."""
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
-def _named_inputs(arguments: Arguments) -> dict[str, Tensor]:
-    named = {**flatten(arguments[0], "input"), **flatten(arguments[1], "input")}
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 def _version(tensor: Tensor) -> int:
@@ -389,5 +293,5 @@ def _taken(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _requires_grad(value: Any) -> bool:
+def _requires_grad(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.requires_grad

@@ -17,15 +17,10 @@ __all__ = ["Float64Mode", "Table", "double_defaults", "narrow", "widened"]
 
 
 class Table(NamedTuple):
-    """What identifiers pick from.
+    """What identifiers pick from."""
 
-    Attributes:
-        length: how many there are to pick from, from 0 on; 0: that is not known.
-        apart: a number besides, which picks nothing: of labels that do not count.
-    """
-
-    length: int
-    apart: int | None = None
+    length: int  # how many there are to pick from, from 0 on; 0: that is not known
+    apart: int | None = None  # a number besides, which picks nothing: of labels that do not count
 
 
 _Picked = tuple[int | Table, Sequence[Tensor | None]]
@@ -64,25 +59,21 @@ class Float64Mode(DispatchMode):
     """Promote inner casts, factories and stray narrow tensors to `wide`, and note what the code is made of.
 
     Autocast needs no treatment: it never casts a float64 tensor down.
-
-    Attributes:
-        promoted: whether anything had to be promoted; if not, the same code runs alike without this mode.
-        random: whether a random operator ran.
     """
 
     def __init__(self, wide: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.wide = wide
-        self.promoted = self.random = False
+        self.promoted = False  # whether there was anything to promote; if not, the code runs alike without this mode
+        self.random = False  # whether a random operator ran
         self._tables: dict[int, Table] = {}
         self._casts: dict[int, tuple[int, Tensor]] = {}
         """Where integers lie that others were cast to, and those; held, so that their memory goes to nobody else."""
 
     def tables_of(self, arguments: Mapping[str, Tensor]) -> dict[str, Table]:
-        """Return the arguments that were used to pick from tables, each with the length of the shortest table.
-
-        It is 0 for those that were only compared for equality, sorted or counted into groups, or said where to write:
-        their range is not known.
+        """Return the arguments that were used to pick from tables, each with the length of the shortest table:
+        0 for those whose range is not known, as they were only compared, sorted, counted, or said where to
+        write.
         """
         places = {name: _place(tensor) for name, tensor in arguments.items() if _counts(tensor)}
         return {name: self._tables[place] for name, place in places.items() if place in self._tables}

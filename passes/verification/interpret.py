@@ -10,20 +10,19 @@ from typing import Any, cast
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from ...runtime.graphs import Capture, Region, Specialization, capture_of, fitting, required_capture, select
+from ...runtime.graphs import Capture, Specialization, capture_of, fitting, required_capture, select
 from ...runtime.guards import GuardMiss
 from ...runtime.values import Arguments
 from ...tracing.program import GraphRunner
 from .tape import Tape
 
-__all__ = ["graph_forward", "only_forward", "region_forward"]
+__all__ = ["graph_forward", "own_forward"]
 
 
 def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) -> Callable[..., Any] | None:
-    """Return a forward that interprets the graph which a call with `arguments` runs, or None where it runs no graph.
-
-    The graph is chosen by `arguments`, in the module's own types, because a guard may ask for these. What the forward
-    is then given may have wider ones. Give `module` this forward only for a while: its capture is replaced too.
+    """Return a forward that interprets the graph which a call with `arguments` runs, or None where it runs no
+    graph. It is chosen in the module's own types, as guards may ask for these; what the forward is given may have
+    wider ones. Give it to `module` only for a while: its capture is replaced too.
     """
     capture = capture_of(module)
     if capture is None:
@@ -32,22 +31,12 @@ def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) ->
     return _Forward(module, specializations, capture, tape) if specializations else None
 
 
-def only_forward(module: nn.Module, tape: Tape | None, on_call: Callable[[], None]) -> Callable[..., Any]:
-    """Return a forward that interprets a module's only graph, past its guards; `on_call` is told of each call."""
+def own_forward(
+    module: nn.Module, tape: Tape | None, on_call: Callable[[], object] = lambda: None
+) -> Callable[..., Any]:
+    """Return a forward that interprets the graphs of a region, or of a module inside, past their guards."""
     capture = required_capture(module)
-    forward = _Forward(module, capture.specializations[:1], capture, tape)
-
-    def interpreted(*args: Any, **kwargs: Any) -> Any:
-        on_call()
-        return forward(*args, **kwargs)
-
-    return interpreted
-
-
-def region_forward(region: Region, tape: Tape | None) -> Callable[..., Any]:
-    """Return a forward that interprets the graph of a region: random draws belong to the nodes it took over."""
-    capture = required_capture(region)
-    return _Forward(region, capture.specializations, capture, tape)
+    return _Forward(module, capture.specializations, capture, tape, on_call)
 
 
 @dataclasses.dataclass
@@ -56,8 +45,10 @@ class _Forward:
     specializations: Sequence[Specialization]
     capture: Capture
     tape: Tape | None
+    on_call: Callable[[], object] = lambda: None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.on_call()
         for specialization in self.specializations[:-1]:
             with contextlib.suppress(GuardMiss):
                 return self._run(specialization, args, kwargs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import modules_by_name
-from ...runtime.graphs import Capture, Region, capture_of
+from ...runtime.graphs import Region, capture_of
 from ...runtime.state import absent_from_checkpoints
 from ...runtime.values import INTERNAL, RandomState, TensorFunction, map_tensors, put_members_back, qualified
 from ...tracing.isolation import AttributeState
@@ -24,24 +24,22 @@ _OURS = "_fxopt_"
 """What fxopt itself keeps on modules; no forward changes it."""
 
 
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @dataclass
 class ModuleHarness:
-    """Hold where a module and its children keep their tensors, so that stand-ins can take their places.
-
-    Swapping the entries costs microseconds where copying the module costs milliseconds, and it reaches what a copy
-    would miss: tied tensors stay tied, and views of a fused tensor follow it.
-
-    Attributes:
-        module: the module to run.
-        parameters: its parameters by qualified name; a tied one under each of its names.
-        buffers: its buffers likewise.
-        state: both.
+    """Hold where a module and its children keep their tensors, so that stand-ins can take their places: in
+    microseconds where copying takes milliseconds, and tied tensors stay tied, and views of a fused tensor follow
+    it.
     """
 
-    module: nn.Module
+    module: nn.Module  # the module to run
+    # its parameters by qualified name; a tied one under each of its names
     parameters: dict[str, Tensor] = field(init=False)
-    buffers: dict[str, Tensor] = field(init=False)
-    state: dict[str, Tensor] = field(init=False)
+    buffers: dict[str, Tensor] = field(init=False)  # its buffers likewise
+    state: dict[str, Tensor] = field(init=False)  # both
     _modules: dict[str, nn.Module] = field(init=False)
     _belongings: list[_Belongings] = field(init=False)
     _plain: list[tuple[str, dict[str, Any], str]] = field(init=False)
@@ -68,24 +66,19 @@ class ModuleHarness:
 
     @property
     def has_missed(self) -> bool:
-        """Say whether, in the run that is under way, no graph of some module fitted a call, and its own code ran.
-
-        Where a module has no graph for the mode, its own code is what runs on every call: that is no miss.
+        """Say whether, in the run that is under way, no graph of some module fitted a call, and its own code
+        ran; where it has no graph for the mode, that is no miss.
         """
+        modules = zip(dict.fromkeys(self._modules.values()), self._belongings, strict=True)
+        captures = ((module, capture_of(module)) for module, each in modules if each.has_missed)
         return any(
             capture is not None and any(graph.runs_in_mode(module) for graph in capture.specializations)
-            for module, capture in self._missed()
+            for module, capture in captures
         )
 
-    def _missed(self) -> list[tuple[nn.Module, Capture | None]]:
-        modules = zip(dict.fromkeys(self._modules.values()), self._belongings, strict=True)
-        return [(module, capture_of(module)) for module, each in modules if each.has_missed]
-
     def regions(self, inner: Iterable[str] = ()) -> dict[Region, bool]:
-        """Return the parts of graphs that run as modules of their own; whether they are parts of an interpreted graph.
-
-        Args:
-            inner: the names of modules whose graphs are interpreted, too.
+        """Return the parts of graphs that run as modules of their own; whether they are parts of an interpreted
+        graph, of this module or an `inner` one.
         """
         interpreted: set[nn.Module] = {self.module, *(self._modules[name] for name in inner)}
         found: dict[Region, bool] = {}
@@ -118,20 +111,13 @@ class ModuleHarness:
 
     @contextmanager
     def playing(
-        self,
-        stand_ins: Mapping[str, Tensor],
-        *,
-        convert: TensorFunction,
-        training: bool | None = None,
+        self, stand_ins: Mapping[str, Tensor], convert: TensorFunction = _same, *, training: bool | None = None
     ) -> Generator[None]:
-        """Let `stand_ins` be the module's tensors.
+        """Let `stand_ins` be the module's tensors, by name; the run may change them.
 
-        Args:
-            stand_ins: name -> parameter or buffer to use; it may be changed by the run, so give a copy.
-            convert: makes the stand-in of any other tensor the modules hold as a plain attribute.
-            training: the flag to set on every module where the module's own differs; None leaves all as they are.
+        `convert` makes those of others. `training` is set where the module's own flag differs; None leaves all.
         """
-        cast = self._cast(stand_ins)
+        cast = {id(tensor): stand_ins[name] for name, tensor in self.state.items() if name in stand_ins}
         elsewhere = [(buffer, buffer.detach().clone()) for buffer in self._elsewhere]
         try:
             for belongings in self._belongings:
@@ -146,13 +132,6 @@ class ModuleHarness:
             with torch.no_grad():
                 for buffer, copy in elsewhere:
                     buffer.copy_(copy)
-
-    def _cast(self, stand_ins: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        cast: dict[int, Tensor] = {}
-        for name, tensor in self.state.items():
-            if name in stand_ins:
-                cast.setdefault(id(tensor), stand_ins[name])
-        return cast
 
     @property
     def buffers_now(self) -> dict[str, Tensor]:
@@ -204,19 +183,14 @@ def _holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def _seed_torch(seed: int) -> None:
-    """Seed the generators that exist; `torch.manual_seed` also notes a stack trace for GPUs that may come later."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-
-
 @contextmanager
 def random_state_kept(seed: int) -> Generator[None]:
     """Seed every generator with `seed` for a while, then put each back where it was."""
     generators = RandomState()
     try:
-        _seed_torch(seed)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` notes a stack trace for GPUs that may come
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
         yield

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from ...errors import InputError
 from ...runtime.graphs import capture_of, select
 from ...runtime.values import Arguments
 from ...tracing.examples import Inputs
-from .execution import Outcome
+from .execution import Conditions
 from .inputs import (
     Asked,
     ServedCall,
@@ -29,86 +28,24 @@ from .inputs import (
     permuted,
     perturbed_inputs,
     perturbed_state,
+    picks_by_data,
     served_calls,
     smaller,
     uneven,
     zeros,
 )
 from .module_harness import ModuleHarness
-from .reference_runs import ReferenceRuns, coarsest_epsilon, raised_by
-from .routing import picks_by_data
-from .samples import Data, Sample, Sizes, Used, taken_uses
+from .outcome import Outcome
+from .runs import Runs, coarsest_epsilon, raised_by
+from .samples import Data, Reference, Sample, Sizes
+from .uses import taken_uses
 
-__all__ = ["Data", "Reference", "Sample", "Sizes", "reference"]
+__all__ = ["reference"]
 
 _CALLS = 3
 """Of a module called often, this many calls are run, or one for each of its graphs if these are more."""
 
-
 _Test = Callable[[Outcome], bool]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Everything that verification needs to know of the module as it was.
-
-    Attributes:
-        samples: the runs; empty if there was no call to run.
-        state: parameters and buffers by name, as they were.
-        plain: the names of tensors held as plain attributes.
-        training: the mode asked for; None leaves every flag as it is.
-        gradients: whether gradients were taken.
-        seed: of noise, upstream gradients and random draws.
-        wide: the type of the exact runs; None where the module runs in its own types only.
-        narrower_because: why `wide` is not float64, or "".
-        native_epsilon: the resolution of the coarsest float type the module uses.
-        of_inputs: whether gradients of arguments were taken.
-        keyed: whether random draws are named by the node they happen in: the module had a graph.
-        random: whether random operators ran; their draws then come from a tape.
-        several: whether the calls run several graphs of the module.
-        whole: whether the module is a model as it is handed over; see `ReferenceRuns`.
-        inner: modules inside whose graphs are interpreted in exact runs; see `Trial`.
-        called: those of them that ran.
-        stream: the native run of the first call on the plain random stream; present where `random`.
-        served: calls made one after another without gradients, in the module's own types.
-        serving: what came of them.
-        used: what came of uses besides calls.
-        original: runs the module as it was again, where that stays as it is.
-    """
-
-    samples: tuple[Sample, ...]
-    state: Mapping[str, Tensor]
-    plain: frozenset[str]
-    training: bool | None
-    gradients: bool
-    seed: int
-    wide: torch.dtype | None = torch.float64
-    narrower_because: str = ""
-    native_epsilon: float = 0.0
-    of_inputs: bool = True
-    keyed: bool = False
-    random: bool = False
-    several: bool = False
-    whole: bool = False
-    inner: Sequence[str] = ()
-    called: frozenset[str] = frozenset()
-    stream: Outcome | None = None
-    served: tuple[ServedCall, ...] = ()
-    serving: tuple[Outcome, ...] = ()
-    used: tuple[Used, ...] = ()
-    original: ReferenceRuns | None = None
-
-    @property
-    def checked_in(self) -> str:
-        """Name the type of the exact runs."""
-        return "its own types" if self.wide is None else str(self.wide).removeprefix("torch.")
-
-    def runs_of(self, harness: ModuleHarness) -> ReferenceRuns:
-        """Return what runs another module as the original was run."""
-        return ReferenceRuns(
-            harness, self.training, self.gradients, self.seed, self.wide, keyed=self.keyed, random=self.random,
-            of_inputs=self.of_inputs, several=self.several, whole=self.whole, inner=self.inner,
-        )  # fmt: skip
 
 
 def reference(
@@ -128,21 +65,12 @@ def reference(
 ) -> Reference:
     """Run `module` on its recorded calls, before it is rewritten, and keep what verification compares with.
 
-    The module is left exactly as it was: parameters, gradients, buffers, attributes, flags and random state.
+    The module is left exactly as it was. What is not said here is said of `Conditions`.
 
     Args:
-        module: the module around the site.
-        calls: how it was called.
-        training: run in this mode; None leaves every module's flag as it is, and so does its current mode.
-        gradients: take gradients of float arguments and parameters under random upstream gradients.
-        seed: of all noise and random draws.
-        keyed: name random draws by the node they happen in; False counts them in their order, for a rewritten module
-            that has no graph. By default where the module has a graph.
+        keyed: by default where the module has a graph; False is for a rewritten module that has none.
         brief: take no samples with noise.
         whole: run the module as it is handed over, and not its graph.
-        sizes: of the calls.
-        inner: modules inside that are to be rewritten, by name, with one graph each: exact runs interpret these, for
-            their guards may hold in the module's own types only.
         lasting: `module` stays as it is, so that it can be run again.
         widest: the type of exact runs; float32 is enough, and much faster, for what errs by more than a thousandth.
 
@@ -151,11 +79,10 @@ def reference(
     """
     by_node = capture_of(module) is not None
     keyed = by_node if keyed is None else by_node and keyed
-    runs = ReferenceRuns(
-        ModuleHarness(module), training, gradients, seed, widest, keyed=keyed, whole=whole, inner=inner
-    )
+    conditions = Conditions(training, gradients, seed, widest, keyed=keyed, whole=whole, inner=inner)
+    runs = Runs(ModuleHarness(module), conditions)
     made = _Maker(runs, brief, sizes).make([(call.args, call.kwargs) for call in calls])
-    return dataclasses.replace(made, original=runs) if lasting else made
+    return replace(made, original=runs) if lasting else made
 
 
 def _spread(firsts: Sequence[int], count: int) -> list[int]:
@@ -167,12 +94,10 @@ def _spread(firsts: Sequence[int], count: int) -> list[int]:
 class _Maker:
     """Take the samples of one reference."""
 
-    def __init__(self, runs: ReferenceRuns, brief: bool, sizes: Sizes) -> None:
+    def __init__(self, runs: Runs, brief: bool, sizes: Sizes) -> None:
         self.runs, self.brief, self.sizes = runs, brief, sizes
         self.smaller = sizes is not Sizes.RECORDED
-        self.harness = runs.harness
-        self.state = runs.harness.state
-        self.reason = ""
+        self.module, self.state = runs.harness.module, runs.harness.state
         self.few: Arguments = ((), {})
         self.one: Arguments = ((), {})
         self.epsilon = 0.0
@@ -181,45 +106,39 @@ class _Maker:
         self._types = (torch.float64, torch.float32, None)[runs.wide is not torch.float64 :]
 
     def make(self, calls: Sequence[Arguments]) -> Reference:
+        runs, state = self.runs, self.state
         samples = self._samples(calls, self._firsts(calls)) if calls else []
-        served, serving = self._served(samples[0], calls[0]) if samples and not self.brief else ((), ())
-        runs = self.runs
+        is_thorough = bool(samples) and not self.brief
+        served = self._served(samples[0], calls[0]) if is_thorough else ()
         return Reference(
+            conditions=runs.conditions,
+            state={name: tensor.detach() for name, tensor in state.items()},
+            plain=frozenset(runs.harness.plain),
             samples=tuple(samples),
-            state={name: tensor.detach() for name, tensor in self.state.items()},
-            plain=frozenset(self.harness.plain),
-            training=runs.training,
-            gradients=runs.gradients,
-            seed=runs.seed,
-            wide=runs.wide,
-            narrower_because="" if runs.wide is torch.float64 else self.reason,
             native_epsilon=self.epsilon,
-            of_inputs=runs.of_inputs,
-            keyed=runs.keyed,
-            random=runs.random,
-            several=runs.several,
-            whole=runs.whole,
-            inner=runs.inner,
             called=frozenset(runs.called),
-            stream=runs.stream(calls[0], self.state) if runs.random else None,
+            stream=runs.stream(calls[0], state) if runs.conditions.random else None,
             served=served,
-            serving=serving,
-            used=() if self.brief or not samples else tuple(taken_uses(runs, self.one, self.state)),
+            used=tuple(taken_uses(runs, self.one, state)) if is_thorough else (),
         )
 
     def _firsts(self, calls: Sequence[Arguments]) -> list[int]:
         """Return the number of the first call of each graph that the calls run in the mode asked for."""
-        module = self.harness.module
+        module = self.module
         capture = capture_of(module)
         if capture is None or len(capture.specializations) < 2:
             return [0]
-        with self.harness.playing({}, convert=lambda tensor: tensor, training=self.runs.training):
+        with self._in_mode():
             selected = [select(module, *call) for call in calls]
         graphs = [None if found is None else found[0].graph for found in selected]
         return [graphs.index(graph) for graph in dict.fromkeys(graphs)]
 
+    def _in_mode(self) -> AbstractContextManager[None]:
+        """Set the mode, in which guards are asked."""
+        return self.runs.harness.playing({}, training=self.runs.conditions.training)
+
     def _samples(self, all_calls: Sequence[Arguments], firsts: Sequence[int]) -> list[Sample]:
-        self.runs.several = len(firsts) > 1
+        self.runs.set(several=len(firsts) > 1)
         chosen = [all_calls[number] for number in _spread(firsts, len(all_calls))]
         calls = [self._reduced(call) for call in chosen]
         if self.sizes is Sizes.SMALLER_AND_RECORDED:
@@ -246,19 +165,17 @@ class _Maker:
     def _widest(self, arguments: Arguments) -> Outcome:
         """Run in the widest type that works, and stay with it; gradients of inputs are given up last."""
         failure: Exception | None = None
-        types = self._types
-        for self.runs.of_inputs in (True, False):
-            for self.runs.wide in types:
-                self.runs.census = None
+        for of_inputs in (True, False):
+            for wide in self._types:
+                self.runs.set(of_inputs=of_inputs, wide=wide)
                 try:
                     return self.runs.exact(arguments, self.state)
-                except Exception as error:  # the module's own code may raise anything; the reason is kept
+                except Exception as error:  # the module's own code may raise anything; the first reason is told
                     failure = failure or error
-                    self.reason = self.reason or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise InputError(raised_by(type(self.harness.module).__name__, failure)) from failure
+        raise InputError(raised_by(type(self.module).__name__, failure)) from failure
 
     def _sample(self, data: Data, arguments: Arguments, state: Mapping[str, Tensor], exact: Outcome) -> Sample:
-        known = None if self.runs.random or state is not self.state else self._natives.get(id(arguments))
+        known = None if self.runs.conditions.random or state is not self.state else self._natives.get(id(arguments))
         is_plain = self.runs.census is not None and not self.runs.census.promoted  # no cast inside was left out
         is_float32 = self._types[0] is self.runs.wide is torch.float32
         is_native = is_plain and is_float32 and self.epsilon <= torch.finfo(torch.float32).eps
@@ -267,13 +184,12 @@ class _Maker:
         )
 
     def _noisy(self, first: Sample) -> list[Sample]:
-        """Run a call again with noise; where the module does not take it, with less of it, or not at all.
-
-        A few rows of it are enough, and cheaper; so is a shorter sequence, or a smaller image.
+        """Run a call again with noise: on a few rows, which are cheaper; where the module does not take it,
+        with less of it, or not at all.
         """
-        state = perturbed_state(self.state, self.runs.seed)
+        state = perturbed_state(self.state, self.runs.conditions.seed)
         for arguments in (*(() if self.smaller else smaller(first.arguments)), first.arguments):
-            for inputs in (perturbed_inputs(arguments, self.runs.seed + 1), arguments):
+            for inputs in (perturbed_inputs(arguments, self.runs.conditions.seed + 1), arguments):
                 run = self._attempt(inputs, state, first.exact) if self._runs_same(inputs, first.arguments) else None
                 if run is not None and run.structure == first.exact.structure:
                     self.few = arguments if self.few is first.arguments else self.few
@@ -282,7 +198,7 @@ class _Maker:
 
     def _derived(self, first: Sample, example: Arguments) -> list[Sample]:
         """Run calls that are derived from one, each the farthest from it that the module takes."""
-        tables, seed = first.exact.tables, self.runs.seed + 2
+        tables, seed = first.exact.tables, self.runs.conditions.seed + 2
         far = [*other_rows(self.few, tables, seed), perturbed_inputs(self.few, seed)]
         far.insert(0, other_strides(far[0]))
         rows = self._first_taken(Data.ROWS, far, first)
@@ -291,15 +207,14 @@ class _Maker:
         self.one = one.arguments if one else self.few
         zero = self._first_taken(Data.ZEROS, map(zeros, (*small, self.few)), first, Outcome.is_finite_in_value)
         many = () if self.smaller else larger(self.few, example, seed)
-        cleared = [call for call in (nothing(self.one),) if call is not None]
-        padded = self._first_taken(Data.NOTHING, cleared, first, Outcome.is_finite_in_value)
+        padded = self._first_taken(Data.NOTHING, nothing(self.one), first, Outcome.is_finite_in_value)
         other = self._first_taken(Data.UNEVEN, uneven(self.few), first)
         found = (rows, one and self._second(one), zero, padded, other, self._first_taken(Data.LARGER, many, first))
         return [sample for sample in (*found, *self._routed(first)) if sample is not None]
 
     def _routed(self, first: Sample) -> list[Sample | None]:
         """Run what picks by data anew: all rows the same way, so that experts are full and empty, and turned round."""
-        if not picks_by_data(self.harness.module):
+        if not picks_by_data(self.module):
             return []
         calls = (*alike(self.few), permuted(first.arguments))
         return [self._first_taken(Data.ALIKE, [call], first) for call in calls]
@@ -310,7 +225,7 @@ class _Maker:
         for arguments in derived:
             if not self._runs_same(arguments, first.arguments):
                 continue
-            if not self.runs.gradients and are_same(arguments, first.arguments):
+            if not self.runs.conditions.gradients and are_same(arguments, first.arguments):
                 return None
             run = self._attempt(arguments, self.state, first.exact, test)
             if run is not None and run.structure == first.exact.structure:
@@ -319,26 +234,28 @@ class _Maker:
 
     def _second(self, sample: Sample) -> Sample:
         """Return the sample with second derivatives, where the module has any."""
-        if not self.runs.gradients or not self.runs.of_inputs or self.runs.wide is None:
+        given = self.runs.conditions
+        if not given.gradients or not given.of_inputs or given.wide is None:
             return sample
         run = self._attempt(sample.arguments, sample.state, sample.exact, second=True)
         return sample if run is None or run.is_zero() else Sample(Data.SECOND, sample.arguments, sample.state, run)
 
     def _runs_same(self, arguments: Arguments, recorded: Arguments) -> bool:
         """Say whether a derived call runs the graph of the recorded one, where the module has graphs."""
-        if arguments is recorded or capture_of(self.harness.module) is None:
+        if arguments is recorded or capture_of(self.module) is None:
             return True
-        with self.harness.playing({}, convert=lambda tensor: tensor, training=self.runs.training), suppress(Exception):
-            one, other = (select(self.harness.module, *call) for call in (arguments, recorded))
+        with self._in_mode(), suppress(Exception):
+            one, other = (select(self.module, *call) for call in (arguments, recorded))
             return one is not None and other is not None and one[0] is other[0]
         return False  # a guard may read what such a call does not have
 
-    def _served(self, first: Sample, example: Arguments) -> tuple[tuple[ServedCall, ...], tuple[Outcome, ...]]:
+    def _served(self, first: Sample, example: Arguments) -> tuple[tuple[ServedCall, Outcome], ...]:
         """Make calls in a row, those that the module takes; the same ones again where it did not take all."""
         large = {Sizes.RECORDED: Asked.SAME, Sizes.SMALLER_AND_RECORDED: Asked.BITS}.get(self.sizes)
-        training = self.harness.module.training if self.runs.training is None else self.runs.training
+        given = self.runs.conditions
         thought_of = served_calls(
-            self.few, example, first.exact.tables, self.runs.seed, large=large, training=training,
+            self.few, example, first.exact.tables, given.seed, large=large,
+            training=self.module.training if given.training is None else given.training,
             weight=sum(tensor.numel() for tensor in self.state.values()),
         )  # fmt: skip
         calls = [call for call in thought_of if self._runs_same(call.arguments, first.arguments)]
@@ -349,24 +266,19 @@ class _Maker:
                 runs = self.runs.served([call.arguments for call in calls], self.state, untaken)
                 untaken |= set[int]() if untaken else _telling_nothing(calls, runs)
                 if not untaken:
-                    return tuple(self._with_exact(call, first) for call in calls), tuple(runs)
+                    return tuple(zip((self._with_exact(call, first) for call in calls), runs, strict=True))
             calls = [call for number, call in enumerate(calls) if number not in untaken]
-        return (), ()
+        return ()
 
     def _with_exact(self, call: ServedCall, first: Sample) -> ServedCall:
         if call.asked is not Asked.NEAR_ZERO or self.runs.wide is None:
             return call
-        return dataclasses.replace(call, exact=self._attempt(call.arguments, self.state, first.exact))
+        return replace(call, exact=self._attempt(call.arguments, self.state, first.exact))
 
     def _attempt(
-        self,
-        arguments: Arguments,
-        state: Mapping[str, Tensor],
-        usual: Outcome,
-        test: _Test = Outcome.is_finite,
-        *,
-        second: bool = False,
-    ) -> Outcome | None:
+        self, arguments: Arguments, state: Mapping[str, Tensor], usual: Outcome, test: _Test = Outcome.is_finite,
+        *, second: bool = False,
+    ) -> Outcome | None:  # fmt: skip
         """Return the run, or None where noise led out of the module's domain: an error, or new infinities."""
         try:
             run = self.runs.exact(arguments, state, second=second)

@@ -6,14 +6,14 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from ...compat import DispatchMode, draws_randomly
 
-__all__ = ["Key", "Tape"]
+__all__ = ["SteadyDraws", "Tape"]
 
 Key = str | tuple[str, ...]
 """Where a draw happens: the name of a node, or the names of all the nodes that a fused node stands for."""
@@ -26,14 +26,9 @@ _FIRST_PLACE = 2**62
 class Tape(DispatchMode):
     """Serve every random operator from draws named (seed, key, count), computed in float64.
 
-    Whoever runs a graph says `at(key)` before each node; a tape that is not keyed counts all draws in their order. A
-    tuple key stands for N members: its draw is the members' draws, stacked on dim 0; where the operator asks for
-    another layout, the dimension they fit along is used. Draws are counted per name, so several nodes of one origin
-    go on counting where the last one stopped.
-
-    Where the tape stands is known by the seed of the CPU generator: code that puts the generator back to an earlier
-    state (a checkpoint that computes a region again) is served the same draws again, and code that should but does not
-    is served others. Outside of the tape the generator stays where it was.
+    Whoever runs a graph says `at(key)` before each node; one that is not keyed counts all draws in their order. A tuple
+    of keys stands for members, whose draws are stacked on the dimension that they fit along. Where the tape stands is
+    known by the seed of the CPU generator: a checkpoint that puts that back is served the same draws again.
     """
 
     def __init__(self, seed: int, *, keyed: bool = True) -> None:
@@ -102,8 +97,48 @@ class Tape(DispatchMode):
             return func(*args, **kwargs)
 
 
-class _Draws:
+class SteadyDraws(DispatchMode):
+    """Serve every random operator one and the same number: members that run as one still draw what they drew alone.
+
+    `has_drawn` says whether any ran, `is_sure` whether only such ran that draw the same in any order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_sure, self.has_drawn = True, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not draws_randomly(func, args, kwargs) or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        self.has_drawn = True
+        rule = _RULES.get(str(func))
+        if rule is not None and rule is not _integers:
+            return rule(_SteadyNumbers(), args, kwargs)
+        self.is_sure = False
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return func(*args, **kwargs)
+
+
+class _Numbers(Protocol):
     """The random numbers of one operator: uniform in [0, 1) or standard normal, of any shape."""
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor: ...
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor: ...
+
+
+class _SteadyNumbers:
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Return almost zero: a dropout keeps what it is given, and scales it."""
+        return torch.full(tuple(shape), 1e-3, dtype=torch.float64, device=device)
+
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return torch.full(tuple(shape), 0.7, dtype=torch.float64, device=device)
+
+
+class _Draws:
+    """Numbers named (seed, key, count), each from a generator of its own."""
 
     def __init__(self, seed: int, key: Key, counts: tuple[int, ...]) -> None:
         self.seed, self.key, self.counts = seed, key, counts
@@ -142,67 +177,74 @@ def _digest(seed: int, key: str, count: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
-def _factory(kind: str) -> Callable[[_Draws, Any, Any], Any]:
-    def rule(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
-        like = args[0] if isinstance(args[0], Tensor) else None
-        shape = args[0] if like is None else like.shape
-        dtype = kwargs.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
-        device = kwargs.get("device") or (torch.device("cpu") if like is None else like.device)
-        return getattr(draws, kind)(shape, device).to(dtype)
-
-    return rule
+def _option(args: Any, kwargs: Any, position: int, name: str, usual: Any) -> Any:
+    """Return what an operator was given at a position or by name, or what is usual."""
+    return args[position] if len(args) > position else kwargs.get(name, usual)
 
 
-def _bernoulli(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+def _kind(like: Tensor | None, kwargs: Any, usual: torch.dtype | None = None) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype and the device of what an operator makes."""
+    dtype = (usual or torch.get_default_dtype()) if like is None else like.dtype
+    device = torch.device("cpu") if like is None else like.device
+    return kwargs.get("dtype") or dtype, kwargs.get("device") or device
+
+
+def _uniform(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
+    return _made(draws.uniform, args[0], kwargs)
+
+
+def _standard_normal(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
+    return _made(draws.normal, args[0], kwargs)
+
+
+def _made(draw: Callable[[Sequence[int], torch.device], Tensor], shape: Any, kwargs: Any) -> Tensor:
+    like = shape if isinstance(shape, Tensor) else None
+    size: Sequence[int] = shape.shape if isinstance(shape, Tensor) else shape
+    dtype, device = _kind(like, kwargs)
+    return draw(size, device).to(dtype)
+
+
+def _bernoulli(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
     source = args[0]
-    chance = args[1] if len(args) > 1 else kwargs.get("p", source)
-    return (draws.uniform(source.shape, source.device) < chance).to(source.dtype)
+    return (draws.uniform(source.shape, source.device) < _option(args, kwargs, 1, "p", source)).to(source.dtype)
 
 
-def _bernoulli_in_place(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+def _bernoulli_in_place(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
     target = args[0]
-    chance = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    return target.copy_(draws.uniform(target.shape, target.device) < chance)
+    return target.copy_(draws.uniform(target.shape, target.device) < _option(args, kwargs, 1, "p", 0.5))
 
 
-def _uniform_in_place(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
-    target = args[0]
-    low = args[1] if len(args) > 1 else kwargs.get("from", 0.0)
-    high = args[2] if len(args) > 2 else kwargs.get("to", 1.0)
+def _uniform_in_place(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
+    target, low, high = args[0], _option(args, kwargs, 1, "from", 0.0), _option(args, kwargs, 2, "to", 1.0)
     return target.copy_(low + (high - low) * draws.uniform(target.shape, target.device))
 
 
-def _normal_in_place(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
-    target = args[0]
-    mean = args[1] if len(args) > 1 else kwargs.get("mean", 0.0)
-    std = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
+def _normal_in_place(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
+    target, mean, std = args[0], _option(args, kwargs, 1, "mean", 0.0), _option(args, kwargs, 2, "std", 1.0)
     return target.copy_(mean + std * draws.normal(target.shape, target.device))
 
 
-def _normal(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
-    mean = args[0]
-    std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
+def _normal(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
+    mean, std = args[0], _option(args, kwargs, 1, "std", 1.0)
     like = mean if isinstance(mean, Tensor) else std
     return (mean + std * draws.normal(like.shape, like.device)).to(like.dtype)
 
 
-def _exponential_in_place(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
-    target = args[0]
-    rate = args[1] if len(args) > 1 else kwargs.get("lambd", 1.0)
+def _exponential_in_place(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
+    target, rate = args[0], _option(args, kwargs, 1, "lambd", 1.0)
     return target.copy_(-torch.log1p(-draws.uniform(target.shape, target.device)) / rate)
 
 
-def _integers(draws: _Draws, args: Any, kwargs: Any) -> Tensor:
+def _integers(draws: _Numbers, args: Any, kwargs: Any) -> Tensor:
     bounds = [arg for arg in args if isinstance(arg, int)]
     low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
     like = args[0] if isinstance(args[0], Tensor) else None
     shape: Sequence[int] = like.shape if like is not None else args[len(bounds)]
-    dtype = kwargs.get("dtype") or (torch.int64 if like is None else like.dtype)
-    device = kwargs.get("device") or (torch.device("cpu") if like is None else like.device)
+    dtype, device = _kind(like, kwargs, torch.int64)
     return (low + torch.floor((high - low) * draws.uniform(shape, device))).to(dtype)
 
 
-def _native_dropout(draws: _Draws, args: Any, _: Any) -> tuple[Tensor, Tensor]:
+def _native_dropout(draws: _Numbers, args: Any, _: Any) -> tuple[Tensor, Tensor]:
     source, chance, train = args[0], args[1], args[2]
     if train is False:
         return source.clone(), torch.ones_like(source, dtype=torch.bool)
@@ -210,7 +252,7 @@ def _native_dropout(draws: _Draws, args: Any, _: Any) -> tuple[Tensor, Tensor]:
     return source * mask * (0.0 if chance == 1 else 1 / (1 - chance)), mask
 
 
-_RULES: dict[str, Callable[[_Draws, Any, Any], Any]] = {
+_RULES: dict[str, Callable[[_Numbers, Any, Any], Any]] = {
     "aten.bernoulli.default": _bernoulli,
     "aten.bernoulli.p": _bernoulli,
     "aten.bernoulli_.Tensor": _bernoulli_in_place,
@@ -221,13 +263,13 @@ _RULES: dict[str, Callable[[_Draws, Any, Any], Any]] = {
     "aten.normal.Tensor_float": _normal,
     "aten.normal.float_Tensor": _normal,
     "aten.normal_.default": _normal_in_place,
-    "aten.rand.default": _factory("uniform"),
-    "aten.rand_like.default": _factory("uniform"),
+    "aten.rand.default": _uniform,
+    "aten.rand_like.default": _uniform,
     "aten.randint.default": _integers,
     "aten.randint.low": _integers,
     "aten.randint_like.default": _integers,
     "aten.randint_like.low_dtype": _integers,
-    "aten.randn.default": _factory("normal"),
-    "aten.randn_like.default": _factory("normal"),
+    "aten.randn.default": _standard_normal,
+    "aten.randn_like.default": _standard_normal,
     "aten.uniform_.default": _uniform_in_place,
 }

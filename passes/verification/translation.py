@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,71 +12,45 @@ from torch import Tensor
 from ...errors import FxoptError, VerificationError
 from ...runtime.state import StateMap
 from .compare import Tolerance, bitwise_problem, distance, form_problem
-from .execution import Outcome
 from .inputs import perturbed_state
 from .module_harness import ModuleHarness
-from .reference import Reference
-from .reference_runs import coarsest_epsilon
+from .outcome import Outcome, Quantities, differentiable
+from .runs import coarsest_epsilon
+from .samples import Reference
+from .tolerances import STATE_UNITS
 
-__all__ = ["GRADIENT", "MapState", "Objection", "Quantities", "Translation", "is_gradient", "quantities"]
+__all__ = ["MapState", "Objection", "Translation"]
 
 MapState = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """From every parameter and buffer under its old name to the same under the new names; `StateMap.forward` is one."""
-
-Quantities = dict[str, Any]
-"""Everything one run yields, by a label that a message can show: "output[0]", "gradient of weight", "buffer mean"."""
-
-GRADIENT = "gradient of "
 
 
 class Objection(VerificationError):
     """Why a rewrite is not accepted."""
 
 
-def quantities(run: Outcome, parameter_gradients: Mapping[str, Any], buffers: Mapping[str, Any]) -> Quantities:
-    """Return what a run yielded as one flat dictionary."""
-    return {
-        **{name: _as_tensor(value) for name, value in run.outputs.items()},
-        **{f"{name} after the call": tensor for name, tensor in run.inputs.items()},
-        **{f"{GRADIENT}{name}": gradient for name, gradient in run.input_gradients.items()},
-        **{f"{GRADIENT}{name}": gradient for name, gradient in parameter_gradients.items()},
-        **{f"buffer {name}": tensor for name, tensor in buffers.items()},
-    }
-
-
-def is_gradient(label: str) -> bool:
-    """Say whether a label of `quantities` names a gradient."""
-    return label.startswith(GRADIENT)
-
-
 class Translation:
-    """Translate state and runs from the old names to the new ones.
-
-    Attributes:
-        mapped: the original's state under the new names.
-        covers: whether the map accounts for every float parameter and buffer of the rewritten module. If not, noise on
-            the old state cannot be carried over.
-        is_rounded: whether there are new tensors (a folded constant, say), computed in the module's own types.
-        steps: the map as steps that lead back, too, where it is one.
-    """
+    """Translate state and runs from the old names to the new ones."""
 
     def __init__(self, reference: Reference, after: ModuleHarness, map_state: MapState) -> None:
         self.reference, self.after, self.map_state = reference, after, map_state
         self._marks: dict[frozenset[str], Mapping[str, Tensor]] = {}
-        self.mapped = self.state(reference.state)
+        self.mapped = self.state(reference.state)  # under the new names
         self._reached = reached = {id(after.state[name]) for name in self.mapped if name in after.state}
-        self.covers = all(id(tensor) in reached or not _is_float(tensor) for tensor in after.state.values())
+        # Where the map does not account for every float tensor, noise on the old state cannot be carried over.
+        self.covers = all(id(tensor) in reached or not differentiable(tensor) for tensor in after.state.values())
         plain = (tensor for name, tensor in after.plain.items() if name not in reference.plain)
-        self.is_rounded = not self.covers or any(_is_float(tensor) for tensor in plain)
+        # New tensors (a folded constant, say) are computed in the module's own types.
+        self.is_rounded = not self.covers or any(differentiable(tensor) for tensor in plain)
+        self._slack = Tolerance(STATE_UNITS * coarsest_epsilon(((), {}), reference.state), 0.0)
         steps = getattr(map_state, "__self__", None)
-        self.steps = steps if isinstance(steps, StateMap) else None
+        self.steps = steps if isinstance(steps, StateMap) else None  # they lead back, too
+        known = () if self.steps is None else self.steps.steps
+        self._fixed = {name for step in known if not step.keeps_gradients for name in step.targets}
+        self._filled = {name for step in known if step.fills_gradients for name in step.targets}
 
     def state(self, state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Map whole old state.
-
-        Raises:
-            Objection: if the map does not take it.
-        """
+        """Map whole old state; object where the map does not take it."""
         try:
             return self.map_state(state)
         except FxoptError as error:
@@ -92,7 +66,6 @@ class Translation:
     def check_state(self) -> None:
         """Object unless the map yields what the rewritten module really holds."""
         actual = self.after.state
-        slack = 16 * coarsest_epsilon(((), {}), self.reference.state)
         for name, expected in self.mapped.items():
             if name not in actual:
                 raise Objection(f"{name} is missing, but the state map produces it")
@@ -101,23 +74,19 @@ class Translation:
                 raise Objection(
                     f"{name} has shape {list(found.shape)}, but the state map gives it {list(expected.shape)}"
                 )
-            if distance(expected, found, Tolerance(slack, 0.0)).problem:
+            if distance(expected, found, self._slack).problem:
                 raise Objection(f"{name} does not have the values of the original tensors")
 
     def check_way_back(self) -> None:
         """Object unless any checkpoint comes back from the rewritten module as it went in, bit by bit."""
         if self.steps is None or not self.steps.steps:
             return
-        state = _told_apart(self.reference.state, self.reference.seed)
+        state = _told_apart(self.reference.state, self.reference.conditions.seed)
         state |= {alias: state[name] for alias, name in self.steps.aliases if name in state}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that values changed on the way is found out below
-                back = self.steps.backward(self.steps.forward(state))
-                if self.steps.is_lossy:  # what is left must come back: what was cut away cannot
-                    state, back = self.steps.forward(state), self.steps.forward(back)
-        except Exception as error:
-            raise Objection(f"the state map cannot be reversed: {type(error).__name__}: {error}") from error
+        with _quietly("the state map cannot be reversed"):
+            back = self.steps.backward(self.steps.forward(state))
+            if self.steps.is_lossy:  # what is left must come back: what was cut away cannot
+                state, back = self.steps.forward(state), self.steps.forward(back)
         for name, tensor in state.items():
             problem = form_problem(tensor, back.get(name)) or bitwise_problem(tensor, back[name])
             if problem:
@@ -133,28 +102,21 @@ class Translation:
                 raise Objection(
                     f"{name} is in no original checkpoint, and the state map does not say what it is made of"
                 )
-        found = self._there_and_back({name: tensor.detach() for name, tensor in held.items()}, self.steps)
+        with _quietly("the state makes no round trip"):
+            back = self.steps.backward({name: tensor.detach() for name, tensor in held.items()})
+            found = self.steps.forward(back)
         reached = {id(held[name]) for name in found if name in held}
-        slack = Tolerance(16 * coarsest_epsilon(((), {}), self.reference.state), 0.0)
         for name, tensor in held.items():
             problem = "is gone" if id(tensor) not in reached else ""
             if name in found:
                 other = found[name].detach()
-                problem = form_problem(tensor, other) or distance(tensor.detach(), other, slack).problem
+                problem = form_problem(tensor, other) or distance(tensor.detach(), other, self._slack).problem
             if problem:
                 raise Objection(f"{name} {problem} after it was saved under the original names and loaded")
 
-    def _there_and_back(self, held: Mapping[str, Tensor], steps: StateMap) -> Mapping[str, Tensor]:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what is gone comes back as zeros
-                return steps.forward(steps.backward(held))
-        except Exception as error:
-            raise Objection(f"the state makes no round trip: {type(error).__name__}: {error}") from error
-
     def quantities(self, run: Outcome, state: Mapping[str, Tensor]) -> Quantities:
         """Return what a run of the original, on `state`, yielded, under the new names."""
-        return quantities(run, self._gradients(run), self._buffers(run, state))
+        return run.quantities(self._gradients(run), self._buffers(run, state))
 
     def _buffers(self, run: Outcome, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not run.buffers:
@@ -163,31 +125,21 @@ class Translation:
         return {name: tensor for name, tensor in mapped.items() if name in self.after.buffers}
 
     def _gradients(self, run: Outcome) -> dict[str, Tensor | None]:
-        if not self.reference.gradients:
+        if not self.reference.conditions.gradients:
             return {}
         found = run.parameter_gradients
         wide = next((gradient.dtype for gradient in found.values() if gradient is not None), None)
         values = {name: _or_zeros(found.get(name), tensor, wide) for name, tensor in self.reference.state.items()}
         marks = self._marks_of(frozenset(name for name, gradient in found.items() if gradient is not None))
         everywhere = self._marks_of(frozenset(self.reference.state))
-        mapped, fixed, filled = self.state(values), self._fixed, self._filled
+        mapped = self.state(values)
         return {  # of a tensor without elements, which is gone as a whole, there is nothing to compare
-            name: _if_present(name, gradient, marks[name], everywhere[name], filled=name in filled)
+            name: _if_present(name, gradient, marks[name], everywhere[name], filled=name in self._filled)
             for name, gradient in mapped.items()
-            if name not in fixed and gradient.numel() and (name in self.after.parameters or bool(marks[name].any()))
+            if name not in self._fixed
+            and gradient.numel()
+            and (name in self.after.parameters or bool(marks[name].any()))
         }
-
-    @property
-    def _fixed(self) -> set[str]:
-        """Return the new names of what is not trained any more."""
-        steps = () if self.steps is None else self.steps.steps
-        return {name for step in steps if not step.keeps_gradients for name in step.targets}
-
-    @property
-    def _filled(self) -> set[str]:
-        """Return the new names of what gets zeros where parts of it had no gradient."""
-        steps = () if self.steps is None else self.steps.steps
-        return {name for step in steps if step.fills_gradients for name in step.targets}
 
     def _marks_of(self, present: frozenset[str]) -> Mapping[str, Tensor]:
         """Map ones for old tensors with a gradient and zeros for the others: mixed marks tell mixed members."""
@@ -198,12 +150,22 @@ class Translation:
         return self._marks[present]
 
 
+@contextmanager
+def _quietly(problem: str) -> Generator[None]:
+    """Object to whatever a state map raises; warnings that values change on the way are known besides."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:
+        raise Objection(f"{problem}: {type(error).__name__}: {error}") from error
+
+
 def _if_present(name: str, gradient: Tensor, marks: Tensor, everywhere: Tensor, *, filled: bool) -> Tensor | None:
-    if (filled and bool(marks.any())) or torch.equal(
-        marks, everywhere
-    ):  # a mask leaves zeros where nothing can have a gradient
+    has_any = bool(marks.any())
+    if (filled and has_any) or torch.equal(marks, everywhere):  # a mask leaves zeros where none can have a gradient
         return gradient
-    if not bool(marks.any()):
+    if not has_any:
         return None
     raise Objection(f"{name} joins tensors that receive a gradient with tensors that do not")
 
@@ -215,17 +177,8 @@ def _told_apart(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     return {n: t + number if t.dtype in counts else t for number, (n, t) in enumerate(noisy.items())}
 
 
-def _as_tensor(value: Any) -> Any:
-    """Return a Python float as a tensor: it was rounded like one."""
-    return torch.tensor(value, dtype=torch.float64) if type(value) is float else value
-
-
 def _or_zeros(gradient: Tensor | None, like: Tensor, wide: torch.dtype | None) -> Tensor:
     if gradient is not None:
         return gradient
     dtype = wide if wide is not None and torch.promote_types(wide, like.dtype) == wide else like.dtype
     return torch.zeros((), dtype=dtype, device=like.device).expand(like.shape)
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point or tensor.dtype.is_complex

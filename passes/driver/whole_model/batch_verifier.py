@@ -138,7 +138,7 @@ class BatchVerifier:
             )
             for mode in modes
         ]  # fmt: skip
-        return [] if any(each.random or each.wide is None for each in references) else references
+        return [] if any(each.conditions.random or each.conditions.wide is None for each in references) else references
 
     def _right(self, groups: Sequence[Group]) -> list[Group]:
         """Write groups beside those that stand, and keep those of them that are right."""

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from .alike import alike, permuted
-from .derived import (
-    are_same,
-    few_rows,
-    larger,
-    longer,
-    many_rows,
-    not_finite,
-    one_row,
-    other_rows,
-    other_strides,
-    smaller,
-    zeros,
-)
+from .contents import alike, are_same, nothing, one_row, other_rows, other_strides, permuted, zeros
+from .modes import depends_on_mode, modes_to_check, picks_by_data
 from .neighbours import Neighbour, neighbours
 from .noise import jittered, perturbed_inputs, perturbed_state
 from .served import Asked, ServedCall, served_calls
-from .unlike import nothing, uneven
+from .sizes import few_rows, larger, many_rows, named_tensors, smaller, uneven
 
 __all__ = [
     "Asked",
@@ -27,13 +15,14 @@ __all__ = [
     "ServedCall",
     "alike",
     "are_same",
+    "depends_on_mode",
     "few_rows",
     "jittered",
     "larger",
-    "longer",
     "many_rows",
+    "modes_to_check",
+    "named_tensors",
     "neighbours",
-    "not_finite",
     "nothing",
     "one_row",
     "other_rows",
@@ -41,6 +30,7 @@ __all__ = [
     "permuted",
     "perturbed_inputs",
     "perturbed_state",
+    "picks_by_data",
     "served_calls",
     "smaller",
     "uneven",

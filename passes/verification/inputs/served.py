@@ -8,28 +8,27 @@ from dataclasses import dataclass
 from itertools import islice
 
 from ....runtime.values import Arguments
-from ..execution import Outcome
 from ..float64 import Table
-from .derived import longer, many_rows, not_finite, other_rows
+from ..outcome import Outcome
+from .contents import elsewhere, far_from_zero, halves, no_rows, not_finite, other_rows, small
 from .noise import perturbed_inputs
-from .unlike import elsewhere, far_from_zero, halves, no_rows, small
+from .sizes import longer, many_rows
 
 __all__ = ["Asked", "ServedCall", "served_calls"]
-
 
 _SPOILT = 3
 """Of so many arguments one after another is given what is not finite."""
 
 
 class Asked(enum.Enum):
-    """What is asked of a call."""
+    """What is asked of a call; a comment says which mistakes it shows."""
 
-    SAME = "the same values"
-    BITS = "the same bits, where the rewrite promises them"
-    FINITE = "nothing overflows"
-    EXACTLY = "the same values, whatever rounding of the arguments might do"
-    NEAR_ZERO = "the same values, as far as sums with larger ones keep them"
-    NOT_FINITE = "what is not finite stays so"
+    SAME = "the same values"  # what is kept from one call to the next; parts of a batch that are left out
+    BITS = "the same bits, where the rewrite promises them"  # sums in another order
+    FINITE = "nothing overflows"  # an exponential without its shift
+    EXACTLY = "the same values, whatever rounding of the arguments might do"  # above for at least, halves rounded up
+    NEAR_ZERO = "the same values, as far as sums with larger ones keep them"  # log(1 + x) for log1p
+    NOT_FINITE = "what is not finite stays so"  # NaN that is hidden, or spreads to other rows
 
 
 @dataclass(frozen=True)
@@ -45,32 +44,19 @@ def served_calls(
     arguments: Arguments, example: Arguments, tables: Mapping[str, Table], seed: int, *, large: Asked | None,
     training: bool = False, weight: int = 0,
 ) -> Iterator[ServedCall]:  # fmt: skip
-    """Yield calls to make one after another.
-
-    First as recorded, then of the same sizes with noise, of halves, near zero and far from it, without rows, then with
-    many more rows than the example, which some ways of computing are made for, and longer; then with a row more, large
-    and negative, and with NaN and infinity.
-
-    Args:
-        arguments: of the call: the example, or a smaller one made of it.
-        example: the call as it was recorded.
-        tables: see `other_rows`.
-        seed: of all noise.
-        large: what is asked of calls that are larger than the example; None makes none. Where it is the same bits, they
-            are as small as calls can be that are larger: the model is a slow one.
-        training: whether the module is in training.
-        weight: how many numbers it holds.
+    """Yield calls to make one after another, from `arguments`: the example, or a smaller one made of it. `large`
+    says what is asked of larger ones (None makes none; of the same BITS they are hardly larger: the model is a slow
+    one); `weight`, how many numbers the module holds.
     """
     yield ServedCall(arguments)
     yield ServedCall(elsewhere(perturbed_inputs(arguments, seed + 1)))
     found = [(halves(arguments), Asked.EXACTLY), (small(arguments), Asked.NEAR_ZERO)]
     if not training:  # what is far off would stay in running statistics, and those of no rows are undefined
         found += [(far_from_zero(arguments), Asked.SAME), (no_rows(arguments), Asked.SAME)]
-    yield from (ServedCall(call, asked) for call, asked in found if call is not None)
     if large is not None:
-        few = longer(arguments, example, seed + 1, barely=large is Asked.BITS)
-        made = (many_rows(arguments, example, seed + 1, weight=weight), few)
-        yield from (ServedCall(call, large) for call in made if call is not None)
+        found.append((many_rows(arguments, example, seed + 1, weight=weight), large))
+        found.append((longer(arguments, example, seed + 1, barely=large is Asked.BITS), large))
+    yield from (ServedCall(call, asked) for call, asked in found if call is not None)
     for call in islice(other_rows(arguments, tables, seed, more=True), 1):
         yield ServedCall(call, Asked.FINITE)
     for spoilt in islice(not_finite(arguments), _SPOILT):

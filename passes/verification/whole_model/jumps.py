@@ -12,45 +12,24 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..compare import Tolerance, deviation, scale_of
-from ..execution import differentiable
-from ..tolerances import beside_neighbours
-from ..translation import Quantities, is_gradient
+from ..allowances import beside_neighbours
+from ..compare import deviation, scale_of
+from ..outcome import Quantities, differentiable, is_gradient
+from ..tolerances import AT_A_PLACE, IN_MEAN, JUMP_UNITS, JUMPS, UNITS, Tolerance
 
-__all__ = ["JUMP_UNITS", "Jumps", "are_far_off"]
-
-JUMP_UNITS = 32.0
-"""Inputs and state are off by so many units in the last place where it is learned how far gradients jump: with fewer,
-none of few ReLUs may fall on its other side."""
-
-_UNITS = 4.0
-"""Rounding moves results as far as so many units do; where more units moved them, a part of that counts."""
-
-_FACTOR = 4.0
-"""All may be off by four times as much as was seen."""
-
-_MOST_IN_MEAN = 0.1
-_MOST_AT_A_PLACE = 0.5
-"""However far those jump, no gradient is off by more than a tenth of itself in the root of the mean square, and in no
-place by half of its scale. Chosen: on images that lie channels last, those of a ResNet-18 are off by 0.01 and 0.12, of
-a ResNet-50 by 0.05 and 0.22."""
+__all__ = ["Jumps", "are_far_off"]
 
 
 @dataclass
 class Jumps:
-    """How far the original was seen to move.
-
-    One ReLU moves few elements far, and others at each time: of all gradients, the farthest place counts. In the mean
-    one gradient jumps about as far each time.
-
-    Attributes:
-        place: the farthest that any element of a gradient moved, relative to its scale.
-        means: by label, how far a gradient moved in the root of the mean square, relative to that of itself.
-        results: by label, how far any other value is moved by rounding, relative to its scale.
+    """How far the original was seen to move. One ReLU moves few elements far, and others at each time: of all
+    gradients the farthest place counts. In the mean one gradient jumps about as far each time.
     """
 
-    place: float = 0.0
+    place: float = 0.0  # the farthest that any element of a gradient moved, relative to its scale
+    # by label, how far a gradient moved in the root of the mean square, relative to that of itself
     means: dict[str, float] = field(default_factory=dict[str, float])
+    # by label, how far any other value is moved by rounding, relative to its scale
     results: dict[str, float] = field(default_factory=dict[str, float])
 
     def learn(self, exact: Quantities, other: Quantities, units: float) -> None:
@@ -60,24 +39,20 @@ class Jumps:
                 self.place = max(self.place, place)
                 self.means[label] = max(self.means.get(label, 0.0), _in_mean(exact[label], other[label], unit))
             else:
-                self.results[label] = max(self.results.get(label, 0.0), place * min(1.0, _UNITS / units))
+                self.results[label] = max(self.results.get(label, 0.0), place * min(1.0, UNITS / units))
 
     def allowed(self, before: Quantities, found: Quantities, close: Mapping[str, Tolerance]) -> dict[str, Tolerance]:
         """Return what values may be off by: what is `close`, and more; of a gradient, where the mean allows it."""
         allowed = dict(close)
         for label, unit, place in _places(before, found):
             if not is_gradient(label):
-                more = _FACTOR * self.results.get(label, 0.0) * unit + _rounding_of_terms(label, before)
+                more = JUMPS * self.results.get(label, 0.0) * unit + _rounding_of_terms(label, before)
                 allowed[label] = replace(close[label], absolute=close[label].absolute + more)
             elif place * unit > close[label].absolute:
-                most = min(_FACTOR * self.means.get(label, 0.0), _MOST_IN_MEAN)
+                most = min(JUMPS * self.means.get(label, 0.0), IN_MEAN)
                 if _in_mean(before[label], found[label], unit) <= most:
-                    allowed[label] = replace(close[label], absolute=self._at_a_place * unit)
+                    allowed[label] = replace(close[label], absolute=min(JUMPS * self.place, AT_A_PLACE) * unit)
         return allowed
-
-    @property
-    def _at_a_place(self) -> float:
-        return min(_FACTOR * self.place, _MOST_AT_A_PLACE)
 
 
 def are_far_off(before: Quantities, found: Quantities, close: Mapping[str, Tolerance]) -> bool:

@@ -1,110 +1,97 @@
-"""Compare a whole model, as it is handed over, with its original: in its own types, with its hooks, in few runs."""
+"""Compare a whole model, as it is handed over, with its original: in its own types, with its hooks, in few runs.
+
+The demands and tolerances are those of `verify`, which looks closely where a first run differs by more than is `CLOSE`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from ....errors import GuardError
-from ....runtime.values import Arguments, flatten, map_tensors
+from ....runtime.values import Arguments, map_tensors
 from ....tracing.examples import Inputs
-from ..compare import Tolerance
+from ..allowances import beside_neighbours, is_drowned
 from ..demands import (
     TooFar,
     Verdict,
     check_attachment,
     check_form,
+    check_memory,
     check_same_quantities,
-    check_sharing,
     check_structure,
-    error_around,
     judged,
+    judged_within,
     largest_gap,
     results_in,
 )
-from ..execution import Execution, Kept, Outcome
-from ..inputs import few_rows, jittered, many_rows, smaller
+from ..execution import Conditions, Kept
+from ..inputs import few_rows, jittered, many_rows, named_tensors, smaller
 from ..module_harness import ModuleHarness
-from ..reference import Reference, reference
-from ..tolerances import beside_neighbours, is_drowned, learn_response, within
-from ..translation import MapState, Objection, Quantities, Translation, quantities
+from ..outcome import Outcome, Quantities
+from ..reference import reference
+from ..runs import Runs
+from ..samples import Reference
+from ..tape import SteadyDraws
+from ..tolerances import CLOSE, ECHOES, FEW_ROWS, JUMP_UNITS, Tolerance
+from ..translation import MapState, Objection, Translation
 from ..verify import verify
-from .jumps import JUMP_UNITS, Jumps, are_far_off
+from .jumps import Jumps, are_far_off
 from .own_tensors import leaves_tensors, own_tensors, written_parameter
-from .steady import SteadyDraws
 
 __all__ = ["Original"]
-
-_CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
-"""What runs in these types may differ by, relative to the scale, without a look at float64: 4 units in narrow ones."""
-
-_ROWS = 3
-"""So many rows tell in float64 what a larger batch means."""
-
-_PROBES = 4
-"""How often the original is run on inputs and state that are off, where gradients are."""
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """One call of the original.
+    """One call of the original."""
 
-    Attributes:
-        arguments: of the call.
-        run: what came of it, in the model's own types.
-        is_given: whether it is an example, and not derived from one.
-        gradients: whether those that are wanted were taken.
-    """
+    arguments: Arguments  # of the call
+    run: Outcome  # what came of it, in the model's own types
+    is_given: bool  # whether it is an example, and not derived from one
+    gradients: bool = True  # whether those that are wanted were taken
 
-    arguments: Arguments
-    run: Outcome
-    is_given: bool
-    gradients: bool = True
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """A rewritten model, and what is asked of it."""
+
+    runs: Runs
+    translation: Translation
+    budget: float | None  # None where the rewrites keep the function
 
 
 @dataclass
 class Original:
-    """The original model's runs on its example calls, to compare rewritten ones with.
-
-    Of random draws only the distribution is promised: each draw is served the same number. In its own types a rewritten
-    model runs once for each call; the exact comparison is made where these runs differ by more than rounding does.
-
-    Attributes:
-        model: the original; it is left exactly as it is.
-        calls: the example calls; the first one is also made smaller and with one more row, where the original takes it.
-        training: the mode; None leaves every flag as it is.
-        is_usual: whether the user gave the model in this mode. In another one, that smaller call is the only one.
-        gradients: compare the gradients of parameters, too.
-        seed: of upstream gradients.
+    """The original model's runs on its example calls, to compare rewritten ones with. Each random draw is served
+    the same number: only the distribution is promised. Exact runs are made where those in its own types differ too
+    much.
     """
 
-    model: nn.Module
+    model: nn.Module  # the original; it is left exactly as it is
+    # the example calls; the first one is also made smaller and with one more row, where the original takes it
     calls: Sequence[Inputs]
-    training: bool | None = None
-    gradients: bool = False
-    seed: int = 0
+    training: bool | None = None  # the mode; None leaves every flag as it is
+    gradients: bool = False  # compare the gradients of parameters, too
+    seed: int = 0  # of upstream gradients
+    # whether the user gave the model in this mode. In another one, that smaller call is the only one
     is_usual: bool = True
-    _stage: ModuleHarness = field(init=False)
-    _is_random: bool = field(default=False, init=False)
+    _stage: Runs = field(init=False)
+    _is_random: bool = field(default=True, init=False)
     _is_sure: bool = field(default=True, init=False)
     _has_drawn: bool = field(default=False, init=False)
-    _samples: list[_Sample] = field(default_factory=list[_Sample], init=False)
-    _larger: list[_Sample] | None = field(default=None, init=False)
-    _many: list[_Sample] | None = field(default=None, init=False)
+    _samples: list[_Sample] = field(init=False)
     _exact: dict[tuple[int, bool], Reference] = field(default_factory=dict[tuple[int, bool], Reference], init=False)
-    _kept: dict[int, tuple[ModuleHarness, Kept]] = field(
-        default_factory=dict[int, "tuple[ModuleHarness, Kept]"], init=False
-    )
 
     def __post_init__(self) -> None:
-        self._stage = ModuleHarness(self.model)
-        self._is_random = True
-        if self.is_usual:
-            self._samples = self._given()
+        conditions = Conditions(self.training, self.gradients, self.seed, wide=None, of_inputs=False, whole=True)
+        self._stage = Runs(ModuleHarness(self.model), conditions)
+        self._samples = self._given() if self.is_usual else []
         first = self._arguments[0]
         others = (_one_row_more(call) for call in smaller(first))
         self._samples += self._first_taken(call for call in others if self.is_usual or _size(call) < _size(first))
@@ -131,37 +118,30 @@ class Original:
         self._is_random = self._has_drawn
         return run
 
+    @cached_property
     def _larger_ones(self) -> list[_Sample]:
         """Return what to compare on where the rewritten model runs none of its graphs on a smaller call."""
-        if self._larger is None:
-            self._larger = [] if any(sample.is_given for sample in self._samples) else self._given()
-            self._larger += self._first_taken([_one_row_more(self._arguments[0])])
-        return self._larger
+        return [*self._others_given, *self._first_taken([_one_row_more(self._arguments[0])])]
 
+    @cached_property
+    def _others_given(self) -> list[_Sample]:
+        return [] if any(sample.is_given for sample in self._samples) else self._given()
+
+    @cached_property
     def _with_many_rows(self) -> list[_Sample]:
         """Return a call with many rows, without gradients; another mode than the usual goes without."""
-        if self._many is None:
-            example = self._arguments[0]
-            base = next((sample.arguments for sample in self._samples if not sample.is_given), example)
-            call = many_rows(base, example, self.seed, numbers=False) if self.is_usual else None
-            self._many = []
-            with suppress(Exception):  # the original need not take so many
-                if call is not None:
-                    self._many = [_Sample(call, self._run(self._stage, call, gradients=False), False, False)]
-        return self._many
+        example = self._arguments[0]
+        base = next((sample.arguments for sample in self._samples if not sample.is_given), example)
+        call = many_rows(base, example, self.seed, numbers=False) if self.is_usual else None
+        with suppress(Exception):  # the original need not take so many
+            return [] if call is None else [_Sample(call, self._run(self._stage, call, gradients=False), False, False)]
+        return []
 
     def _run(
-        self,
-        harness: ModuleHarness,
-        arguments: Arguments,
-        state: Mapping[str, Tensor] | None = None,
-        *,
-        gradients: bool = True,
+        self, runs: Runs, arguments: Arguments, state: Mapping[str, Tensor] | None = None, *, gradients: bool = True
     ) -> Outcome:
         with self._drawing() as steady:
-            kept = self._kept.setdefault(id(harness), (harness, {}))[1]  # what code derives from weights is made once
-            trial = Execution(harness, self.training, self.gradients and gradients, False, self.seed, kept=kept)
-            run = trial.run(arguments, state or harness.state)
+            run = runs.native(arguments, state or runs.harness.state, gradients=gradients)
         self._is_sure = self._is_sure and getattr(steady, "is_sure", True)
         self._has_drawn = self._has_drawn or getattr(steady, "has_drawn", False)
         return run
@@ -171,8 +151,7 @@ class Original:
         if not self._is_sure:
             return False
         sample = self._samples[0]
-        again, first = (quantities(run, run.parameter_gradients, run.buffers) for run in (
-            self._run(self._stage, sample.arguments), sample.run))  # fmt: skip
+        again, first = self._run(self._stage, sample.arguments).quantities(), sample.run.quantities()
         try:
             largest_gap(first, again, _close(first), "")
         except Objection:
@@ -185,20 +164,14 @@ class Original:
     ) -> Verdict:  # fmt: skip
         """Return what a rewritten model is worth as it stands, in the flags, classes and hooks that it has.
 
-        Args:
-            model: the rewritten one; it is left exactly as it is.
-            map_state: from the original's parameters and buffers to the model's.
-            budget: the error that the rewrites may make together, relative to the scale; None where they keep the
-                function.
-            only_runs: the function changes by design: the model need only run, and keep the form of its results.
-            keeps_form: whether it must keep that.
+        The rewrites may make an error of `budget` together, relative to the scale, where they do not keep the function
+        (None). Where it changes by design, the model `only_runs`, and its results keep their form, unless told not to.
         """
-        after = ModuleHarness(model)
-        self._kept = {number: kept for number, kept in self._kept.items() if kept[0] is self._stage}
-        with own_tensors(after) if self._only_computes else nullcontext(Kept()) as kept:
-            self._kept[id(after)] = after, kept
+        harness = ModuleHarness(model)
+        with own_tensors(harness) if self._only_computes else nullcontext(Kept()) as kept:
+            after = Runs(harness, self._stage.conditions, kept=kept)
             verdict = self._verdict(after, map_state, budget, only_runs=only_runs, keeps_form=keeps_form)
-        name = written_parameter(after, kept)
+        name = written_parameter(harness, kept)
         return Verdict(False, f"it writes to its parameter '{name}'", checked_in="its own types") if name else verdict
 
     @property
@@ -207,45 +180,43 @@ class Original:
         training = self.model.training if self.training is None else self.training
         if self.gradients or training:
             return False
-        return leaves_tensors(self._stage, self._kept[id(self._stage)][1], [each.run.buffers for each in self._samples])
+        return leaves_tensors(self._stage.harness, self._stage.kept, [each.run.buffers for each in self._samples])
 
     def _verdict(
-        self, after: ModuleHarness, map_state: MapState, budget: float | None, *, only_runs: bool, keeps_form: bool
+        self, after: Runs, map_state: MapState, budget: float | None, *, only_runs: bool, keeps_form: bool
     ) -> Verdict:
+        stage = self._stage.harness
         try:
-            translation = Translation(self._as_reference(), after, map_state)
+            state = {name: tensor.detach() for name, tensor in stage.state.items()}
+            known = Reference(self._stage.conditions, state, frozenset(stage.plain))
+            translation = Translation(known, after.harness, map_state)
+            rewritten = _Rewritten(after, translation, budget)
             translation.check_state()
             if only_runs or budget is not None:
                 translation.check_round_trip()
             if only_runs:
-                return self._running(after, translation, keeps_form)
-            errors = [self._compared(sample, after, translation, budget) for sample in self._samples]
-            if budget is None:
-                errors += [self._compared(sample, after, translation, budget) for sample in self._with_many_rows()]
-            if None in errors[: len(self._samples)]:
-                errors += [self._compared(sample, after, translation, budget) for sample in self._larger_ones()]
+                self._check_form(rewritten, keeps_form)
+                return Verdict(True, "", checked_in="its own types")
+            errors = [self._compared(sample, rewritten) for sample in self._samples]
+            others = self._with_many_rows if budget is None else []
+            others = [*others, *(self._larger_ones if None in errors else [])]
+            errors += [self._compared(sample, rewritten) for sample in others]
             error = max((each for each in errors if each is not None), default=0.0)
         except Objection as objection:
             error = objection.error if isinstance(objection, TooFar) else 0.0
             return Verdict(False, str(objection), precision_error=error, checked_in="its own types")
         return Verdict(True, "", precision_error=error, checked_in="its own types")
 
-    def _as_reference(self) -> Reference:
-        state = {name: tensor.detach() for name, tensor in self._stage.state.items()}
-        return Reference((), state, frozenset(self._stage.plain), self.training, self.gradients, self.seed)
-
-    def _running(self, after: ModuleHarness, translation: Translation, keeps_form: bool) -> Verdict:
-        """Return that the model runs, and that its results keep their form."""
-        given = [] if any(sample.is_given for sample in self._samples) else self._larger_ones()
-        for sample in (*self._samples, *given):
-            run = self._run_rewritten(after, sample)
+    def _check_form(self, after: _Rewritten, keeps_form: bool) -> None:
+        """Object unless the model runs, and its results keep their form."""
+        for sample in (*self._samples, *(self._larger_ones if self._others_given else [])):
+            run = self._run_rewritten(after.runs, sample)
             if run is not None and keeps_form:
                 check_structure(sample.run, run)
-                before = translation.quantities(sample.run, self._stage.state)
-                check_form(results_in(before), quantities(run, {}, {}))
-        return Verdict(True, "", checked_in="its own types")
+                before = after.translation.quantities(sample.run, self._stage.harness.state)
+                check_form(results_in(before), run.quantities())
 
-    def _run_rewritten(self, after: ModuleHarness, sample: _Sample) -> Outcome | None:
+    def _run_rewritten(self, after: Runs, sample: _Sample) -> Outcome | None:
         """Run the rewritten model; None where it says that it does not take a call that is no example."""
         try:
             return self._run(after, sample.arguments, gradients=sample.gradients)
@@ -255,89 +226,83 @@ class Original:
             where = "" if sample.is_given else " with another batch size"
             raise Objection(f"the model raises {type(error).__name__}{where}: {error}") from error
 
-    def _compared(
-        self, sample: _Sample, after: ModuleHarness, translation: Translation, budget: float | None
-    ) -> float | None:
+    def _compared(self, sample: _Sample, after: _Rewritten) -> float | None:
         """Return how far the model is from the original on one call; None where that tells nothing of its graphs."""
-        run = self._run_rewritten(after, sample)
+        run = self._run_rewritten(after.runs, sample)
         if run is None:
             return None
         where = "(in its own types, the whole model)" if sample.is_given else "(with another batch size)"
-        before = translation.quantities(sample.run, self._stage.state)
-        found = quantities(run, run.parameter_gradients, run.buffers)
+        before, found = after.translation.quantities(sample.run, self._stage.harness.state), run.quantities()
         check_structure(sample.run, run)
         check_attachment(sample.run, run)
         check_same_quantities(before, found)
-        if budget is not None:
+        if after.budget is not None:
             check_form(results_in(before), found)
-            error = self._within(sample, translation, before, found, budget, where)
+            error = self._within(after.budget, sample, after.translation, before, found, where)
         else:
             check_form(before, found)
-            check_sharing(sample.run, run)
+            check_memory(sample.run, run)
             try:
                 error = largest_gap(before, found, _close(before), where)
             except TooFar:
-                error = self._seen_in_few_rows(sample, after, translation, before, found)
+                error = self._seen_in_few_rows(sample, after, before, found)
                 if error is None:
-                    error = self._looked_at_closely(sample, after.module, translation, _close(before))
+                    error = self._looked_at_closely(sample, after, _close(before))
         return None if run.missed and not sample.is_given else error
 
     def _within(
-        self,
-        sample: _Sample,
-        translation: Translation,
-        before: Quantities,
-        found: Quantities,
-        budget: float,
+        self, budget: float, sample: _Sample, translation: Translation, before: Quantities, found: Quantities,
         where: str,
-    ) -> float:
+    ) -> float:  # fmt: skip
         """Return how far two runs are apart, within a budget; gradients may jump as those of the original do."""
-        try:
-            return largest_gap(before, found, within(before, budget), where)
-        except TooFar:
-            error, responses = error_around(before, found, budget), dict[str, float]()
-        state = dict(self._stage.state)
-        for seed in range(_PROBES if error else 0):
-            run = self._run(self._stage, *jittered((sample.arguments, state), error, None, seed))
-            learn_response(responses, before, translation.quantities(run, state))
-            with suppress(TooFar):
-                return largest_gap(before, found, within(before, budget, responses), where)
-        return largest_gap(before, found, within(before, budget, responses), where)
+
+        def respond(step: float) -> Iterator[Quantities]:
+            return self._around(sample.arguments, step, translation)
+
+        error, objection = judged_within(before, before, found, budget, respond, where, fewer_infinities=False)
+        if objection is not None:
+            raise objection
+        return error
+
+    def _around(self, arguments: Arguments, step: float, translation: Translation) -> Iterator[Quantities]:
+        """Run the original on inputs and state that are off by `step`."""
+        state = dict(self._stage.harness.state)
+        for seed in range(ECHOES):
+            near = jittered((arguments, state), step, None, seed)
+            yield translation.quantities(self._run(self._stage, *near), state)
 
     def _seen_in_few_rows(
-        self, sample: _Sample, after: ModuleHarness, translation: Translation, before: Quantities, found: Quantities
+        self, sample: _Sample, after: _Rewritten, before: Quantities, found: Quantities
     ) -> float | None:
-        """Return how far two runs are apart of which a few rows tell enough; None where all rows have to be looked at.
-
-        In float64 these rows, through the same graphs, show gradients that are the same. So where those of the original
-        jump in its own types, the others may do so on the whole batch, about as far; results may not.
+        """Return how far two runs are apart of which a few rows tell enough; None where all rows have to be
+        looked at. Where these show in float64 that gradients are the same, those of the whole batch may jump
+        about as far as the original's do, in its own types; results may not.
         """
-        few, close = few_rows(sample.arguments, _ROWS), _close(before)
+        few, close = few_rows(sample.arguments, FEW_ROWS), _close(before)
         if not (self.gradients and sample.gradients) or 2 * _size(few) >= _size(sample.arguments):
             return None
         with suppress(Exception):  # the models need not take so few; then all rows tell what is wrong
-            if are_far_off(before, found, close) or self._run(after, few, gradients=False).missed:
+            if are_far_off(before, found, close) or self._run(after.runs, few, gradients=False).missed:
                 return None
             known = self._exactly(sample, few)
-            if not self._verified(_in_float64_alone(known), after.module, translation).ok:
+            if not self._verified(_in_float64_alone(known), after).ok:
                 return None
             jumps = Jumps()
             error, objection = judged(
                 lambda: largest_gap(before, found, jumps.allowed(before, found, close), ""),
-                lambda: self._learned(jumps, known, few, translation),
+                lambda: self._learned(jumps, known, few, after.translation),
             )
             return error if objection is None else None
         return None
 
     def _learned(self, jumps: Jumps, known: Reference, few: Arguments, translation: Translation) -> Iterator[None]:
         """Note how far the original moves on a few rows, run by run; the first one has been made."""
-        state, (sample,) = self._stage.state, known.samples
+        state, (sample,) = self._stage.harness.state, known.samples
         exact = translation.quantities(sample.exact, state)
         if sample.native is not None:
             yield jumps.learn(exact, translation.quantities(sample.native, state), 1.0)
-        for seed in range(_PROBES):
-            near = jittered((few, dict(state)), JUMP_UNITS * known.native_epsilon, None, seed)
-            yield jumps.learn(exact, translation.quantities(self._run(self._stage, *near), state), JUMP_UNITS)
+        for near in self._around(few, JUMP_UNITS * known.native_epsilon, translation):
+            yield jumps.learn(exact, near, JUMP_UNITS)
 
     def _exactly(self, sample: _Sample, few: Arguments | None = None) -> Reference:
         """Return the original's exact run on a call, or on a few rows of it."""
@@ -350,26 +315,21 @@ class Original:
                 )  # fmt: skip
         return self._exact[key]
 
-    def _verified(
-        self, known: Reference, model: nn.Module, translation: Translation, least: Mapping[str, Tolerance] | None = None
-    ) -> Verdict:
+    def _verified(self, known: Reference, after: _Rewritten, least: Mapping[str, Tolerance] | None = None) -> Verdict:
         with self._drawing():
-            return verify(known, model, map_state=translation.map_state, least=least)
+            return verify(known, after.runs.harness.module, map_state=after.translation.map_state, least=least)
 
     def _drawing(self) -> AbstractContextManager[object]:
         return SteadyDraws() if self._is_random else nullcontext()
 
-    def _looked_at_closely(
-        self, sample: _Sample, model: nn.Module, translation: Translation, close: Mapping[str, Tolerance]
-    ) -> float | None:
-        """Compare in float64, and in the own types what is not `close`; None where a derived call drowns in rounding.
-
-        A norm over the few values of a smaller call may give gradients that are rounding alone: of such a call only
-        float64 tells, and how exact the model is in its own types is for the examples to say.
+    def _looked_at_closely(self, sample: _Sample, after: _Rewritten, close: Mapping[str, Tolerance]) -> float | None:
+        """Compare in float64, and in the own types what is not `close`; None where a derived call drowns in
+        rounding, as gradients of a norm over few values may: then only float64 tells, and the examples how
+        exact the model is.
         """
         known = self._exactly(sample)
         drowns = not sample.is_given and _drowns(known)
-        verdict = self._verified(_in_float64_alone(known) if drowns else known, model, translation, close)
+        verdict = self._verified(_in_float64_alone(known) if drowns else known, after, close)
         if not verdict.ok:
             raise TooFar(f"{verdict.reason}, in the whole model", max(verdict.meaning_error, verdict.precision_error))
         return None if drowns else verdict.precision_error
@@ -378,10 +338,7 @@ class Original:
 def _drowns(known: Reference) -> bool:
     """Say whether gradients of the original, in its own types, are mostly rounding."""
     pairs = [(sample.exact, sample.native) for sample in known.samples if sample.native is not None]
-    return any(
-        is_drowned(*(quantities(run, run.parameter_gradients, run.buffers) for run in (exact, native)))
-        for exact, native in pairs
-    )
+    return any(is_drowned(exact.quantities(), native.quantities()) for exact, native in pairs)
 
 
 def _in_float64_alone(known: Reference) -> Reference:
@@ -391,19 +348,19 @@ def _in_float64_alone(known: Reference) -> Reference:
 def _close(values: Quantities) -> dict[str, Tolerance]:
     """Return what rounding may do to each value; a gradient is as exact as its neighbours."""
     return {
-        label: Tolerance(0.0, _CLOSE.get(values[label].dtype, 0.0) * unit, unit)
+        label: Tolerance(0.0, CLOSE.get(values[label].dtype, 0.0) * unit, unit)
         for label, unit in beside_neighbours(values, 1.0).items()
     }
 
 
 def _size(call: Arguments | None) -> int:
     """Return of how many elements the tensors of a call are."""
-    return sum(leaf.numel() for leaf in flatten(call).values() if isinstance(leaf, Tensor))
+    return 0 if call is None else sum(tensor.numel() for tensor in named_tensors(call).values())
 
 
 def _one_row_more(arguments: Arguments) -> Arguments | None:
     """Return a call with the first row once more at the end of every tensor with as many rows as the first one."""
-    leaves = [leaf for leaf in flatten(arguments).values() if isinstance(leaf, Tensor)]
+    leaves = named_tensors(arguments).values()
     rows = next((len(tensor) for tensor in leaves if tensor.dim() and len(tensor)), 0)
     if not rows or any(tensor.layout is not torch.strided for tensor in leaves):
         return None

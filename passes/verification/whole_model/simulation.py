@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,28 +11,23 @@ from torch import nn
 
 from ....tracing.examples import Inputs
 from ..demands import Verdict
-from ..reference import Reference, Sizes, reference
+from ..reference import reference
+from ..samples import Reference, Sizes
+from ..tape import SteadyDraws
 from ..translation import MapState
 from ..verify import verify
-from .steady import SteadyDraws
 
 __all__ = ["Simulation"]
 
 
 @dataclass
 class Simulation:
-    """The runs of what a rewritten module must be equal to, in each mode.
-
-    What it must be equal to may be of other sizes inside: then no draw of random numbers fits both. So each draw is
-    served the same number.
-
-    Attributes:
-        references: its runs; noise would fill what is zero there.
-        is_random: whether random operators ran.
+    """The runs of what a rewritten module must be equal to, in each mode, without noise, which would fill what is
+    zero there. Sizes inside may differ, so that no draws fit both: each is served the same number.
     """
 
-    references: Sequence[Reference]
-    is_random: bool = False
+    references: Sequence[Reference]  # its runs; noise would fill what is zero there
+    is_random: bool = False  # whether random operators ran
 
     @classmethod
     def taken(
@@ -42,7 +37,7 @@ class Simulation:
         """Run a module on its calls; it is left as it is."""
 
         def run(*, steady: bool) -> list[Reference]:
-            with _steady(steady):
+            with SteadyDraws() if steady else nullcontext():
                 return [
                     reference(
                         module, calls, training=mode, gradients=gradients, seed=seed, brief=True, widest=widest,
@@ -52,14 +47,10 @@ class Simulation:
                 ]  # fmt: skip
 
         references = run(steady=False)
-        is_random = any(each.random for each in references)
+        is_random = any(each.conditions.random for each in references)
         return cls(run(steady=True) if is_random else references, is_random)
 
     def verdicts(self, module: nn.Module, map_state: MapState) -> list[Verdict]:
         """Return what a rewritten module is worth in each mode."""
-        with _steady(self.is_random):
+        with SteadyDraws() if self.is_random else nullcontext():
             return [verify(each, module, map_state=map_state) for each in self.references]
-
-
-def _steady(wanted: bool) -> AbstractContextManager[object]:
-    return SteadyDraws() if wanted else nullcontext()

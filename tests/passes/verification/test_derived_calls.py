@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.passes.verification import Data, Verdict, reference, smaller, verify
 from fxopt.passes.verification.inputs import Asked
-from fxopt.passes.verification.inputs.derived import resized
+from fxopt.passes.verification.inputs.sizes import resized
 from fxopt.tracing.examples import Inputs
 
 Function = Callable[..., Any]
@@ -275,7 +275,7 @@ def test_an_original_that_stops_at_nan_is_compared_on_all_other_calls() -> None:
         return x @ m.weight
 
     taken = reference(Model(checked), [Inputs(rows())])
-    asked = {call.asked for call in taken.served}
+    asked = {call.asked for call, _ in taken.served}
     assert Asked.FINITE in asked and Asked.NOT_FINITE not in asked
     assert judged(checked, lambda m, x: x.nan_to_num() @ m.weight, rows()).ok
 

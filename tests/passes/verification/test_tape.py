@@ -160,7 +160,7 @@ def test_members_run_in_another_order_draw_the_same() -> None:
     for node in graph.find_nodes(op="call_module"):
         start.append(node)
     recompile(model)
-    assert before.random
+    assert before.conditions.random
     verdict = verify(before, model)
     assert verdict.ok, verdict.reason
 

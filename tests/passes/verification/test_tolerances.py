@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from fxopt.passes.verification import Tolerance, distance, scale_of
-from fxopt.passes.verification.tolerances import Measured, Tolerances
+from fxopt.passes.verification.allowances import Allowances, Measured
 
 OTHER = torch.linspace(-1, 1, 100, dtype=torch.float64)
 
 
 def allowed(gradient: torch.Tensor) -> float:
     """Return what a gradient beside one of scale 1 may be off by in float32, where the original made no error in it."""
-    reference = cast("Any", SimpleNamespace(native_epsilon=torch.finfo(torch.float32).eps, wide=torch.float64))
+    epsilon = torch.finfo(torch.float32).eps
     exact: dict[str, Any] = {"output": OTHER, "gradient of weight": OTHER, "gradient of bias": gradient}
     sample = Measured(exact, {label: value.float() for label, value in exact.items()})
-    return Tolerances(reference, [sample], is_rounded=False).for_precision(sample)["gradient of bias"].absolute
+    return (
+        Allowances(epsilon, torch.float64, [sample], is_rounded=False)
+        .for_precision(sample)["gradient of bias"]
+        .absolute
+    )
 
 
 def test_a_gradient_that_is_zero_in_theory_may_be_rounding_of_its_neighbours() -> None:

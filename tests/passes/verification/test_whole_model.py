@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.operators import derived
-from fxopt.passes.verification import Original, demands, tolerances
+from fxopt.passes.verification import Original, allowances, demands
 from fxopt.passes.verification.whole_model import original
 from fxopt.runtime.graphs import attach, drop_specializations
 from fxopt.tracing.examples import Inputs
@@ -94,7 +94,7 @@ def test_a_gradient_drowns_where_rounding_is_more_than_half_of_it() -> None:
     exact = {"gradient of a.weight": torch.tensor([1.0, -2.0]).double(), "output": torch.ones(2).double()}
     for move, drowned in ((0.9, False), (1.1, True)):
         native = {"gradient of a.weight": torch.tensor([1.0, -2.0 + move]), "output": torch.zeros(2)}
-        assert tolerances.is_drowned(exact, native) is drowned
+        assert allowances.is_drowned(exact, native) is drowned
 
 
 def test_no_more_is_learned_of_rounding_than_is_enough() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from ....compat import all_modules
-from ....runtime.graphs import Capture, GraphRunner, Region, capture_of, select
+from ....runtime.graphs import Capture, Region, capture_of, select
 from ....tracing.isolation import in_phase, preserved
-from ....tracing.program import Program
+from ....tracing.program import GraphRunner, Program
 from ....tracing.recording import calls_intercepted, copy_inputs
 from .dimension_tracker import DimensionTracker
 from .functions import Functions

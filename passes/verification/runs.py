@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...runtime.values import Arguments, flatten
-from .execution import Execution, Kept, Outcome
+from .execution import Conditions, Execution, Kept
 from .float64 import Float64Mode
 from .inputs import jittered
 from .module_harness import ModuleHarness
+from .outcome import Outcome
 from .tape import Tape
 
-__all__ = ["ReferenceRuns", "coarsest_epsilon", "epsilon_of", "raised_by"]
+__all__ = ["Runs", "coarsest_epsilon", "raised_by"]
 
 _STREAM = 0x0DD5EED0DD5EED
 """Where the plain random stream begins: at no seed that code sets, whose draws would look like those that go on."""
-
 
 _NO_GRADIENT = re.compile(
     r"Trying to backward through (\S+?)(?:\.default)? but no autograd formula|derivative for (\S+) is not implemented"
@@ -43,68 +43,50 @@ def raised_by(name: str, failure: Exception | None) -> str:
 
 
 @dataclass
-class ReferenceRuns:
-    """Give a module's exact and native runs, and find out on the way what they take.
-
-    The first exact run goes under `Float64Mode`, which is slow; where it had nothing to promote, later ones of the same
-    graph go without.
-
-    Attributes:
-        harness: the module.
-        training: the mode to run in; None leaves every flag as it is.
-        gradients: whether gradients are wanted.
-        of_inputs: whether those of float arguments are wanted too; some modules take none that require them.
-        seed: of upstream gradients and random draws.
-        wide: the type of exact runs; None means that there are native runs only.
-        keyed: name draws by the node they happen in, where the module has a graph.
-        random: whether the draws come from a tape.
-        several: whether calls run several graphs, so that the first run does not tell what the others take.
-        whole: run a model as it is handed over: its own forward, whatever it is, on the random draws that it is served.
-        inner: modules inside whose graphs are interpreted in exact runs; see `Execution`.
-        called: those of them that ran.
-        census: what the first exact run was made of.
+class Runs:
+    """Give a module's exact and native runs, and find out on the way what they take. The first exact run goes under
+    `Float64Mode`, which is slow; where that had nothing to promote, later ones of the same graph go without.
     """
 
-    harness: ModuleHarness
-    training: bool | None
-    gradients: bool
-    seed: int
-    wide: torch.dtype | None = torch.float64
-    keyed: bool = True
-    random: bool = False
-    of_inputs: bool = True
-    several: bool = False
-    whole: bool = False
-    inner: Sequence[str] = ()
-    called: set[str] = field(default_factory=set[str])
-    _kept: Kept = field(default_factory=dict[tuple[int, torch.dtype], "tuple[Tensor, int]"])
-    census: Float64Mode | None = None
+    harness: ModuleHarness  # the module
+    conditions: Conditions  # what it is run under
+    called: set[str] = field(default_factory=set[str])  # those inner modules that ran
+    census: Float64Mode | None = None  # what the first exact run was made of
+    kept: Kept = field(default_factory=Kept)  # stand-ins; see `Execution`
+
+    @property
+    def wide(self) -> torch.dtype | None:
+        """Return the type of exact runs."""
+        return self.conditions.wide
+
+    def set(self, **changed: Any) -> None:
+        """Change conditions; what was seen of another type of exact runs is forgotten."""
+        self.census = None if "wide" in changed else self.census
+        self.conditions = replace(self.conditions, **changed)
 
     def exact(
         self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None, *, second: bool = False,
         frozen: bool = False,
     ) -> Outcome:  # fmt: skip
-        """Run in `wide`; a run that turns out to be random is run again from the tape.
-
-        A captured module runs the graph that a call with `like` would (by default, one with `arguments`). Gradients are
-        the second ones where these are asked for; those of parameters are left out where these are frozen.
+        """Run in the wide type, from the tape where draws are random, on the graph that a call with `like`
+        would run (by default `arguments`); with `second` derivatives, or with `frozen` parameters.
         """
-        if self.wide is None:
+        wide, given = self.wide, self.conditions
+        if wide is None:
             return self.native(arguments, state)
-        watched = self.census is None or self.several
-        mode = self.census or Float64Mode(self.wide)
-        trial = self._trial(self.wide, mode if watched or mode.promoted else None)
-        trial.second, trial.frozen = second, frozen
-        run = trial.run(arguments, state, like)
+        mode = self.census or Float64Mode(wide)
+        is_watched = self.census is None or given.several or mode.promoted
+        execution = self._execution(wide, promotion=mode if is_watched else None, second=second, frozen=frozen)
+        run = execution.run(arguments, state, like)
         self.census = mode
-        if mode.random and not self.random and not self.whole:
-            self.random = True
+        if mode.random and not given.random and not given.whole:
+            self.set(random=True)
             return self.exact(arguments, state, like, second=second, frozen=frozen)
         return run
 
-    def native(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Outcome:
+    def native(self, arguments: Arguments, state: Mapping[str, Tensor], *, gradients: bool = True) -> Outcome:
         """Run in the module's own types, random draws from the tape."""
-        return self._trial(None, None).run(arguments, state)
+        return self._execution(gradients=gradients).run(arguments, state)
 
     def around(
         self, arguments: Arguments, state: Mapping[str, Tensor], step: float, count: int, *,
@@ -120,35 +102,31 @@ class ReferenceRuns:
         self, calls: Sequence[Arguments], state: Mapping[str, Tensor], untaken: set[int] | None = None
     ) -> list[Outcome]:
         """Make calls one after another in the module's own types, without gradients; see `Execution.serve`."""
-        trial = self._trial(None, None)
-        trial.gradients = False
-        return trial.serve(calls, state, untaken)
+        return self._execution(gradients=False).serve(calls, state, untaken)
 
     def doubled(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Outcome:
         """Run as a module that was converted to float64: what its code casts or makes besides keeps its types."""
-        trial = self._trial(torch.float64, None)
-        trial.gradients, trial.by_node, trial.inner, trial.defaults = False, False, (), False
-        return trial.run(arguments, state)
+        execution = self._execution(torch.float64, gradients=False, defaults=False)
+        return replace(execution, by_node=False).run(arguments, state)
 
     def stepped(
         self, calls: tuple[Arguments, Arguments], state: Mapping[str, Tensor], after: Mapping[str, Tensor]
     ) -> Outcome:
         """Run in the module's own types, without gradients; change arguments and state in place; run again."""
-        trial = self._trial(None, None)
-        trial.gradients = False
-        return trial.step(calls, state, after)
+        return self._execution(gradients=False).step(calls, state, after)
 
     def stream(self, arguments: Arguments, state: Mapping[str, Tensor]) -> Outcome:
         """Run in the module's own types on the plain random stream."""
-        seed = self.seed + _STREAM
-        return Execution(self.harness, self.training, self.gradients, self.of_inputs, seed).run(arguments, state)
+        conditions = replace(self.conditions, seed=self.conditions.seed + _STREAM)
+        return Execution(self.harness, conditions).run(arguments, state)
 
-    def _trial(self, wide: torch.dtype | None, mode: Float64Mode | None) -> Execution:
-        tape = Tape(self.seed, keyed=self.keyed) if self.random else None
-        by_node = (wide is not None or self.random) and not self.whole
+    def _execution(self, wide: torch.dtype | None = None, *, gradients: bool = True, **settings: Any) -> Execution:
+        given = self.conditions
         return Execution(
-            self.harness, self.training, self.gradients, self.of_inputs, self.seed, wide, mode, tape, by_node,
-            inner=self.inner if by_node else (), called=self.called, kept=self._kept,
+            self.harness, given if gradients else replace(given, gradients=False), wide,
+            tape=Tape(given.seed, keyed=given.keyed) if given.random else None,
+            by_node=(wide is not None or given.random) and not given.whole,
+            called=self.called, kept=self.kept, **settings,
         )  # fmt: skip
 
 
@@ -158,8 +136,3 @@ def coarsest_epsilon(arguments: Arguments, state: Mapping[str, Tensor]) -> float
     kinds = {leaf.dtype for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point}
     known = [torch.finfo(kind).eps for kind in kinds if kind.itemsize > 1]
     return max(known, default=torch.finfo(torch.float32).eps)
-
-
-def epsilon_of(wide: torch.dtype | None) -> float | None:
-    """Return the resolution of `wide`; None for None."""
-    return None if wide is None else torch.finfo(wide).eps
