@@ -67,7 +67,7 @@ ROOMS = {
         ("optimizers",),
         ("pipeline",),
         ("contract",),
-        ("rewriting",),
+        ("kinds", "rewriting"),
         ("verification", "timing"),
         ("sites",),
     ),

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ...layers.packed import Packed
+from ...passes.kinds import LEAST_GAIN
 from ...passes.rewriting import readers_in
 from ...passes.sites import Cause, Refusal, Site
 from ...passes.timing import last_level_bytes
@@ -22,7 +23,7 @@ from .decompositions import spelled_at
 from .epilogue import Epilogue, find_epilogue
 from .interleaved import times_interleaved
 from .layers import Packable, graphs_in, packable_at
-from .timing import LEAST, PACKED, TRANSPOSED, Calls, Gains, Times
+from .timing import PACKED, TRANSPOSED, Calls, Gains, Times
 from .writing import ACTIVATION
 
 __all__ = ["IN_TRAINING", "found_in"]
@@ -111,7 +112,7 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
     together = _gain_together(layers, gains.known)
     graphs: dict[tuple[str, int], list[_Found]] = {}
     for found in layers:
-        least = _LEAST_TOGETHER if together and found.layer.geometry is not None else LEAST
+        least = _LEAST_TOGETHER if together and found.layer.geometry is not None else LEAST_GAIN
         if refusal := gains.refusal(found.kind, found.name, least):
             yield refusal
         else:
@@ -149,7 +150,7 @@ def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) ->
     Between one that is packed and one that is not images are laid out anew, which is to be saved.
     """
     timed = [known[found.kind] for found in layers if found.layer.geometry is not None and found.kind in known]
-    return sum(times.own for times in timed) > LEAST * sum(times.packed for times in timed)
+    return sum(times.own for times in timed) > LEAST_GAIN * sum(times.packed for times in timed)
 
 
 def _laid_channels_last(group: Sequence[_Found]) -> set[fx.Node]:

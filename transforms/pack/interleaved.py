@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from ...passes.timing import Timings
+from ...passes.timing import Timings, race_clock
 from .timing import MOST, Calls, Times
 
 __all__ = ["times_interleaved"]
@@ -68,8 +68,7 @@ def _calls(lowerings: Lowerings) -> dict[str, _LayerCalls]:
 
 def _seconds(calls: Mapping[Hashable, _LayerCalls]) -> dict[Hashable, float]:
     """Call a layer of each kind in turn, then the next of each; return the seconds that one of each kind takes."""
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    spent = dict.fromkeys(calls, 0.0)
+    clock, spent = race_clock(), dict.fromkeys(calls, 0.0)
     for number in range(MOST):
         for kind, each in calls.items():
             if number < len(each):

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from ...operators import laid_last
+from ...passes.kinds import LEAST_GAIN, no_gain, over_budget
 from ...passes.sites import Cause, Refusal
 from ...passes.timing import SECONDS_OF_A_KIND, Interval, time_kind, time_pair
 
-__all__ = ["LEAST", "MOST", "PACKED", "TRANSPOSED", "Calls", "Gains", "Times"]
-
-LEAST = 1.01
-"""What gains less by itself stays as it is; of the rest the whole model tells."""
+__all__ = ["MOST", "PACKED", "TRANSPOSED", "Calls", "Gains", "Times"]
 
 MOST = 4
 """So many layers of a kind are called in turn: in use, weights do not wait in the caches either."""
@@ -93,7 +91,7 @@ class Calls:
             if self.gain_together:
                 found = time_pair(before, after, seconds=SECONDS_OF_A_KIND / 2, cold=cold)
             else:
-                found = time_kind(before, after, least=LEAST, cold=cold)
+                found = time_kind(before, after, least=LEAST_GAIN, cold=cold)
         own, packed = (found.seconds(name) / len(some) for name in ("before", "after"))
         return Times(found.ratio("before", "after"), own, packed)
 
@@ -119,15 +117,12 @@ class Gains:
         """Return the kinds that something is known of."""
         return {*self.known, *self.faults}
 
-    def refusal(self, kind: Hashable, at: str, least: float = LEAST) -> Refusal | None:
+    def refusal(self, kind: Hashable, at: str, least: float = LEAST_GAIN) -> Refusal | None:
         """Return why a layer of a kind stays as it is: it would be wrong, or gain less than `least`."""
         if kind in self.faults:
             return Refusal(self.faults[kind], at, Cause.JUDGED_WRONG)
-        gain = self.known[kind].gain if kind in self.known else None
-        if gain is None or gain.mid >= least:
-            return None
-        slow = f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})"
-        return Refusal(slow, at, Cause.JUDGED_SLOWER)
+        slow = no_gain(self.known[kind].gain, least) if kind in self.known else ""
+        return Refusal(slow, at, Cause.JUDGED_SLOWER) if slow else None
 
     def error(self, kinds: Collection[Hashable]) -> float | None:
         """Return the largest error of some kinds; None where it is not known of all, or there are none."""
@@ -156,9 +151,7 @@ class Gains:
         if allowed is None:
             return calls.check.fault(x, other)
         self.errors[kind] = error = calls.check.error(x, other)
-        if error <= allowed:
-            return ""
-        return f"packed, it errs by {error:.2g} of its scale, more than the budget of {allowed:g}"
+        return over_budget(error, allowed)
 
     def take(self, kind: Hashable, times: Mapping[str, Times]) -> None:
         """Take the fastest way of computing a kind."""

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
+from ...errors import CalibrationError
+from ...passes.kinds import error_of
+from ...passes.verification import smaller
 from ...progress_bar import progress_bar
+from ...tracing.examples import Inputs
+from ...tracing.isolation import preserved
 from ...tracing.program import Program
-from .compared import ComparedRun
+from ..calibration import run_call
 
-__all__ = ["costs", "costs_in_groups", "left_in_floats", "left_out"]
+__all__ = ["ComparedRun", "costs", "costs_in_groups", "left_in_floats", "left_out"]
 
 Layer = TypeVar("Layer")
 
@@ -23,6 +29,40 @@ _MARGIN = 0.9
 
 _SURELY = 0.8
 """So much of what is allowed is aimed at: the largest error does not add up quite as squares do."""
+
+
+class ComparedRun(Generic[Layer]):
+    """Run a model on a call with some of its layers replaced, and compare.
+
+    Args:
+        model: is left as it is.
+        call: of it.
+        replaced: lets a layer compute something else for a while.
+    """
+
+    def __init__(
+        self, model: nn.Module, call: Inputs, replaced: Callable[[Layer], AbstractContextManager[object]]
+    ) -> None:
+        self._model, self._call, self._replaced = model, call, replaced
+        self._expected = self._run()
+
+    def on_less(self) -> ComparedRun[Layer]:
+        """Return the same on a smaller call, if the model takes one."""
+        for args, kwargs in smaller((self._call.args, self._call.kwargs)):
+            with suppress(CalibrationError):
+                return ComparedRun(self._model, Inputs(*args, **kwargs), self._replaced)
+        return self
+
+    def error(self, layers: Iterable[Layer]) -> float:
+        """Return by how much the results are off where these layers are replaced, relative to their scale."""
+        with ExitStack() as stack:
+            for layer in layers:
+                stack.enter_context(self._replaced(layer))
+            return error_of(self._expected, self._run())
+
+    def _run(self) -> Any:
+        with torch.no_grad(), preserved(self._model):
+            return run_call(self._model, self._call, 0)
 
 
 def left_in_floats(program: Program, layers: Mapping[nn.Module, nn.Module], budget: float) -> dict[nn.Module, float]:

@@ -44,7 +44,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(interleaved, "time", SimpleNamespace(thread_time=made.read, perf_counter=made.read))
+    monkeypatch.setattr(interleaved, "time", SimpleNamespace(perf_counter=made.read))
+    monkeypatch.setattr(interleaved, "race_clock", lambda: made.read)
     return made
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ...compat import own_parameters
 from ...errors import MatchFailure
 from ...layers.quantized import QuantizedLayer, QuantizedLinear, TiedInt8Linear
 from ...passes.rewriting import Edit
 from ...runtime.state import QuantizeWeight, StateStep
 from .kernels import kernel_problem
-from .linears import linear_of
+from .layers import linear_of, weight_of
 
 __all__ = ["Held", "Instead", "instead_of", "instead_of_linear", "put"]
 
@@ -61,13 +62,14 @@ def instead_of_linear(
     linear = linear_of(module)
     if linear is None:
         raise MatchFailure("it is no linear layer any more")
-    problem = kernel_problem(make, linear.outputs, linear.inputs, group)
+    problem = kernel_problem(make, *reversed(linear.channels), group)
     if problem:
         raise MatchFailure(problem)
+    weight, bias, dim = weight_of(module), own_parameters(module).get("bias"), int(linear.inputs_first)
     if stays:
-        return Instead(TiedInt8Linear(linear.weight, linear.bias, group), ())
-    step, dtype = QuantizeWeight.of("weight", linear.weight, form, linear.dim, group), linear.weight.dtype
-    return instead_of({step: linear.weight}, lambda held: make(*held[0], linear.bias, dtype, linear.dim))
+        return Instead(TiedInt8Linear(weight, bias, group), ())
+    step = QuantizeWeight.of("weight", weight, form, dim, group)
+    return instead_of({step: weight}, lambda held: make(*held[0], bias, weight.dtype, dim))
 
 
 def put(edit: Edit, path: str, instead: Instead) -> None:
