@@ -22,8 +22,7 @@ from ...tracing.program import Program
 from ..swap_kernels import Occurrence
 from .decompositions import WRITTEN_OUT, number_of
 from .judging import Judge
-from .left_out import weights_left_out
-from .returned import readers_of
+from .returned import readers_of, weights_left_out
 
 __all__ = ["Attention"]
 

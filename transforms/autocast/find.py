@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from ...compat import all_modules, has_hooks, own_parameters
 from ...operators import canonical_name, operator_info, operator_of_module
 from ...passes.contract import names_module
-from ...passes.sites import Refusal
+from ...passes.sites import Refusal, Site
 from ...passes.verification import CallSites
 from ...runtime.graphs import Context, WrappedRegion, capture_of, required_capture, specializations_of
 from ...runtime.values import is_leaf, qualified, user_class
@@ -22,17 +22,7 @@ from .lists import Kind, kind_of_layer
 from .parts import in_float32, kind_of_operation, parts_of
 from .returning import ReturningAutocast
 
-__all__ = ["Layer", "Part", "Search"]
-
-
-class Layer(NamedTuple):
-    """A single layer that no region can be around.
-
-    Attributes:
-        name: of the module.
-    """
-
-    name: str
+__all__ = ["Part", "Search"]
 
 
 class Part(NamedTuple):
@@ -53,7 +43,7 @@ class Part(NamedTuple):
     size: int
 
 
-Found: TypeAlias = "Part | Layer | Refusal"
+Found: TypeAlias = "Part | Site | Refusal"
 
 
 class Search:
@@ -71,7 +61,7 @@ class Search:
         self._kinds: dict[nn.Module, Kind] = {}
 
     def found(self) -> Iterator[Found]:
-        """Yield every part, and why what would gain is left out."""
+        """Yield every part, single layers that no region can be around as sites, and why others are left out."""
         if not self.program.inputs:
             yield Refusal("which types it computes in is not known; give example_inputs", "(root)")
             return
@@ -93,7 +83,7 @@ class Search:
             if capture_of(module) is not None:
                 yield from self._in_module(name)
             elif given and all(self._is_for(value.dtype, value.device) for value in given):
-                yield Layer(name)
+                yield Site(self.program, name, {}, detail="a single layer", data={"regions": 0})
 
     def _gains(self, module: nn.Module) -> bool:
         """Say whether a module is a single layer that gains."""

@@ -12,7 +12,7 @@ from ...errors import CalibrationError, FxoptError, one_line
 from ...tracing.examples import Inputs, call_of_batch
 from ...tracing.program import Program
 
-__all__ = ["calls", "run_call"]
+__all__ = ["calls", "replayable", "run_call"]
 
 
 def calls(given: Any, count: int, program: Program, what: str) -> Sequence[Inputs]:
@@ -70,3 +70,21 @@ def run_call(model: nn.Module, call: Inputs, number: int) -> Any:
     except Exception as error:  # whatever the user's forward raises
         text = f"the model does not take calibration batch {number}: {type(error).__name__}: {one_line(error)}"
         raise CalibrationError(text) from error
+
+
+class _Kept:
+    """Go through an iterator, and what was taken out of it before, as often as is wanted."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source, self._taken = source, list[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._taken
+        for item in self._source:
+            self._taken.append(item)
+            yield item
+
+
+def replayable(data: Any) -> Any:
+    """Return data that can be gone through several times: an iterator keeps what is taken out of it."""
+    return _Kept(cast("Iterator[Any]", data)) if hasattr(data, "__next__") else data

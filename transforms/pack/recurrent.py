@@ -19,10 +19,10 @@ from ...passes.sites import Cause, Refusal, Site
 from ...runtime.graphs import Region
 from ...runtime.values import qualified
 from ...tracing.program import Program
-from .finding import IN_TRAINING
+from .find import IN_TRAINING
 from .layers import graphs_in
 from .timing import PACKED, Calls, Gains
-from .writing import seal_modules
+from .write import seal_modules
 
 __all__ = ["LABEL", "recurrent_in", "write_recurrent"]
 

@@ -207,8 +207,7 @@ def test_verification_computes_the_fold_exactly(monkeypatch: pytest.MonkeyPatch)
 
     right = write.fold_of
     for module in (fold_batchnorm, write):
-        wrong = lambda *args, **options: replace(right(*args, **options), eps=1e-5 + 1e-8)
-        monkeypatch.setattr(module, "fold_of", wrong)
+        monkeypatch.setattr(module, "fold_of", lambda *a, **options: replace(right(*a, **options), eps=1e-5 + 1e-8))
     (decision,) = fxopt.plan(folded(block())).decisions
     assert decision.status == "refused" and "float64" in decision.reason
 

@@ -21,10 +21,9 @@ from ...tracing.program import Program
 from .checking import Check
 from .decompositions import spelled_at
 from .epilogue import Epilogue, find_epilogue
-from .interleaved import times_interleaved
 from .layers import Packable, graphs_in, packable_at
-from .timing import PACKED, TRANSPOSED, Calls, Gains, Times
-from .writing import ACTIVATION
+from .timing import PACKED, TRANSPOSED, Calls, Gains, Times, times_interleaved
+from .write import ACTIVATION
 
 __all__ = ["IN_TRAINING", "found_in"]
 
