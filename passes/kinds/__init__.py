@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from .judging import (
-    LEAST_GAIN,
-    Judgement,
-    allowed_error,
-    error_of,
-    figures_of,
-    gain_judgement,
-    no_gain,
-    over_budget,
-)
+from .judging import LEAST_GAIN, Judgement, allowed_error, error_of, figures_of, gain_judgement, no_gain, over_budget
 
 __all__ = [
-    "LEAST_GAIN",
-    "Judgement",
-    "allowed_error",
-    "error_of",
-    "figures_of",
-    "gain_judgement",
-    "no_gain",
-    "over_budget",
-]
+    "LEAST_GAIN", "Judgement", "allowed_error", "error_of", "figures_of", "gain_judgement", "no_gain", "over_budget",
+]  # fmt: skip

@@ -20,7 +20,7 @@ from .calls import (
     operation,
     shape_of,
     tensor_read,
-)
+)  # fmt: skip
 from .changes import UnnotedChange, only_reading
 from .edit import Edit
 from .effects import handed_out, has_effects, writes, written_values
@@ -30,38 +30,9 @@ from .memory_order import lay_out_readers, readers_in
 from .snapshot import Snapshot
 
 __all__ = [
-    "LAYERS",
-    "Edit",
-    "Held",
-    "Layer",
-    "LayerCall",
-    "Match",
-    "Pattern",
-    "Snapshot",
-    "UnnotedChange",
-    "anything",
-    "asks_unchanged",
-    "call_in",
-    "call_of_layer",
-    "either",
-    "handed_out",
-    "has_effects",
-    "hold_written_out",
-    "is_undisturbed",
-    "lasting_guards",
-    "lay_out_readers",
-    "layer_of",
-    "module",
-    "objection_to_module",
-    "obstacle_at",
-    "obstacle_to_inlining",
-    "only_reading",
-    "opened_by",
-    "operation",
-    "readers_in",
-    "shape_of",
-    "tensor_read",
-    "unmet_guards",
-    "writes",
-    "written_values",
-]
+    "LAYERS", "Edit", "Held", "Layer", "LayerCall", "Match", "Pattern", "Snapshot", "UnnotedChange", "anything",
+    "asks_unchanged", "call_in", "call_of_layer", "either", "handed_out", "has_effects", "hold_written_out",
+    "is_undisturbed", "lasting_guards", "lay_out_readers", "layer_of", "module", "objection_to_module",
+    "obstacle_at", "obstacle_to_inlining", "only_reading", "opened_by", "operation", "readers_in", "shape_of",
+    "tensor_read", "unmet_guards", "writes", "written_values",
+]  # fmt: skip

@@ -31,11 +31,7 @@ _LONG = 1 << 20
 
 @dataclass
 class Judge:
-    """Judge attention of one program, each kind of equal operands and operations once.
-
-    Args:
-        program: which it is in.
-    """
+    """Judge attention of one program, each kind of equal operands and operations once."""
 
     program: Program
     _known: dict[str, Judgement | None] = field(default_factory=dict[str, "Judgement | None"], init=False)
@@ -43,8 +39,8 @@ class Judge:
     def of(self, found: Occurrence) -> tuple[str, Judgement] | None:
         """Return the kind of an occurrence, and what is known of it; None where its place is to tell.
 
-        So it is in training, on other devices than a CPU, and where finite numbers hide scores: of a query that may
-        attend to nothing the gradients are not what they were, and only the mask itself tells.
+        So it is in training, off the CPU, and where finite numbers hide scores: of a query that may attend to nothing
+        the gradients are not what they were, and only the mask itself tells.
         """
         if self.program.training or self.program.replaying or _hides_by_number(found) or not _is_on_cpu(found):
             return None

@@ -26,14 +26,9 @@ __all__ = ["Part", "Search"]
 
 
 class Part(NamedTuple):
-    """What can run in 16 bits as one.
+    """What can run in 16 bits as one: nodes of a graph, in order, of which some gain.
 
-    Attributes:
-        owner: the module whose graph has the nodes.
-        specialization: which of its graphs.
-        nodes: in order.
-        gaining: of these, what is gained from.
-        size: how many layers and functions gain, in modules that are called, too.
+    `size` counts the layers and functions that gain, in modules that are called, too.
     """
 
     owner: str
@@ -47,13 +42,7 @@ Found: TypeAlias = "Part | Site | Refusal"
 
 
 class Search:
-    """Go through the graphs of a model, from the root down.
-
-    Args:
-        program: the model.
-        keep: names and classes of modules, and operators, that stay as they are.
-        device: the type of the devices that regions are for; "auto" is any.
-    """
+    """Go through the graphs of a model, from the root down; `keep` stays as it is, `device` is a type or "auto"."""
 
     def __init__(self, program: Program, keep: Sequence[str], device: str) -> None:
         self.program, self.keep, self.device = program, keep, device

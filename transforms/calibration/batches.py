@@ -16,17 +16,10 @@ __all__ = ["calls", "replayable", "run_call"]
 
 
 def calls(given: Any, count: int, program: Program, what: str) -> Sequence[Inputs]:
-    """Return the calls to calibrate on.
+    """Return the calls to calibrate on, `count` at the most; None stands for the example inputs.
 
-    Args:
-        given: a loader, an iterator or a list of batches, or one batch; labels that the forward does not take are left
-            out. None stands for the example inputs.
-        count: how many batches are taken at the most.
-        program: of the model.
-        what: calibrates, for messages.
-
-    Raises:
-        CalibrationError: there are none, or reading them raises.
+    Labels that the forward does not take are left out. `what` calibrates, for messages. Raises `CalibrationError` where
+    there are none, or reading them raises.
     """
     if given is None:
         if not program.whole_calls:
@@ -58,11 +51,7 @@ def _taken(batches: Iterable[Any], count: int, model: nn.Module) -> Iterator[Inp
 
 
 def run_call(model: nn.Module, call: Inputs, number: int) -> Any:
-    """Run a model on a call.
-
-    Raises:
-        CalibrationError: the model raises.
-    """
+    """Run a model on a call; what it raises becomes a `CalibrationError`."""
     try:
         return call.run(model)
     except CalibrationError:

@@ -19,15 +19,10 @@ _OUTPUTS = 16
 
 @dataclass(frozen=True)
 class Check:
-    """A layer, and the same on a packed weight.
+    """A layer, and the same on a packed weight, whose results are the sum of so many `terms`.
 
-    Attributes:
-        packed: computes it in both ways.
-        weight, bias: of the layer.
-        adds: something is added to the result.
-        along: the dimensions of the outputs in the weight and in the result; None where outputs are not by themselves.
-        rows: of what it is given, those that are computed in float64.
-        terms: how many products each output is the sum of.
+    `along` are the dimensions of outputs in weight and result, None where these are not by themselves; `rows` those of
+    the input that are computed in float64.
     """
 
     packed: Packed
@@ -39,12 +34,7 @@ class Check:
     terms: int
 
     def fault(self, x: Tensor, laid: Tensor) -> str:
-        """Return how far off the packed layer is, or "" where that is rounding.
-
-        Args:
-            x: what the layer is given.
-            laid: the same, as it lies in memory where the packed layer is given it.
-        """
+        """Return how far off the packed layer is on `x`, in memory as in `laid`, or "" where that is rounding."""
         with torch.no_grad():
             other, own, found = self._both(x, laid)
             if found.shape != own.shape or found.dtype != own.dtype:

@@ -49,14 +49,7 @@ Nodes = dict[str, str]
 
 @dataclass(frozen=True)
 class _Found:
-    """A layer that can be computed on a packed weight.
-
-    Attributes:
-        number: which of its owner's graphs the call is in.
-        layer: the call.
-        epilogue: what is computed with it.
-        dtype: that it would be computed in.
-    """
+    """A layer of a graph that can be computed on a packed weight, with what is computed together, in a dtype."""
 
     number: int
     layer: Packable
@@ -91,10 +84,7 @@ class _Found:
 def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Site | Refusal]:
     """Yield the layers of each graph that runs in evaluation as a site, and those that stay as they are.
 
-    Args:
-        program: the model.
-        dtype: to compute in.
-        budget: the error that is allowed in others than float32.
+    `budget` is the error that is allowed in others than float32.
     """
     if program.training:
         yield from (
@@ -144,10 +134,7 @@ def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_Found]
 
 
 def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) -> bool:
-    """Say whether the convolutions of a model gain, all of them packed.
-
-    Between one that is packed and one that is not images are laid out anew, which is to be saved.
-    """
+    """Say whether the convolutions of a model gain, all of them packed: in between, images would be laid out anew."""
     timed = [known[found.kind] for found in layers if found.layer.geometry is not None and found.kind in known]
     return sum(times.own for times in timed) > LEAST_GAIN * sum(times.packed for times in timed)
 

@@ -32,14 +32,7 @@ LABEL = "recurrent"
 
 @dataclass(frozen=True)
 class _Found:
-    """A call of an LSTM.
-
-    Attributes:
-        owner, number: the graph.
-        node: the call.
-        module: what it calls.
-        objection: why it stays as it is, or "".
-    """
+    """A call of an LSTM in a graph, and why it stays as it is, or ""."""
 
     owner: str
     number: int

@@ -53,12 +53,7 @@ class _Check(Protocol):
 
 @dataclass(frozen=True)
 class Times:
-    """How long a layer takes by itself.
-
-    Attributes:
-        gain: how many times faster it is packed.
-        own, packed: seconds, as it is and packed.
-    """
+    """How many times faster a layer is packed, and its seconds as it is and packed."""
 
     gain: Interval
     own: float
@@ -67,15 +62,10 @@ class Times:
 
 @dataclass(frozen=True)
 class Calls:
-    """Layers of one kind, in two ways of computing them.
+    """Layers of one kind, each by its tensors, in two ways of computing them on inputs of a shape.
 
-    Attributes:
-        shape: of what they are given.
-        before, after: compute a layer, from what it is given and its tensors.
-        tensors: those of each layer: the weight and bias, say.
-        check: of one of them.
-        lies_last: what the new way is given lies channels last in memory.
-        gain_together: it matters little what they gain by themselves: they are timed for half as long.
+    `lies_last`: the new way is given images channels last. `gain_together`: what they gain by themselves matters
+    little, so that they are timed for half as long.
     """
 
     shape: tuple[int, ...]
@@ -112,13 +102,8 @@ class Calls:
 
 @dataclass
 class Gains:
-    """What was found out about kinds of layers.
-
-    Attributes:
-        known: how long they take.
-        faults: why they must not be packed.
-        transposed: those that are faster on transposed weights.
-        errors: of those that are not to be exact, relative to the scale of their results.
+    """What is known of kinds: how long they take, why they must not be packed, which are faster on transposed weights,
+    and the errors, relative to the scale, of those that are not to be exact.
     """
 
     known: dict[Hashable, Times] = field(default_factory=dict[Hashable, Times])
@@ -146,12 +131,8 @@ class Gains:
     def look(self, kind: Hashable, lowerings: Mapping[str, Calls], *, allowed: float | None) -> dict[str, Calls]:
         """Check the layers of a kind; return the lowerings that are right: none where `PACKED` is wrong.
 
-        The others compute with the packed weight, too, where a call has more rows than one.
-
-        Args:
-            kind: of layers.
-            lowerings: `PACKED`, and perhaps another.
-            allowed: the error that they may make, relative to the scale of the result; None: they are to be exact.
+        The others compute with the packed weight, too, where a call has more rows than one. `allowed` is the error that
+        they may make, relative to the scale of the result; None: they are to be exact.
         """
         if fault := self._fault(kind, lowerings[PACKED], allowed):
             self.faults[kind] = fault
@@ -183,10 +164,10 @@ Lowerings = Mapping[str, Calls]
 
 
 def times_interleaved(kinds: Mapping[Hashable, Lowerings]) -> dict[Hashable, dict[str, Times]]:
-    """Return how long one layer of each kind takes in each lowering that is known of it.
+    """Return how long one layer of each kind takes in each of its lowerings, all kinds called in turn.
 
-    A kind that is called by itself finds its weights in the caches; in the model those of others have taken their
-    place. Emptying the caches by writing, as for `measure="cold"`, would slow down the reading.
+    A kind by itself finds its weights in the caches; in use those of others have taken their place. Emptying the caches
+    by writing, as for `measure="cold"`, would slow down the reading.
     """
     layers = {kind: _calls(lowerings) for kind, lowerings in kinds.items()}
     names = list(dict.fromkeys(name for calls in layers.values() for name in calls))

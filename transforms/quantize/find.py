@@ -41,16 +41,10 @@ Make = Callable[[nn.Module], Instead]
 
 
 def found(settings: Settings, program: Program, layers: Sequence[Candidate], make: Make) -> Iterator[Site | Refusal]:
-    """Yield a site for each layer, and why others stay as they are.
+    """Yield a site for each of the layers that a scheme knows, and why others stay as they are.
 
     First come those that save most for their error, which are the last to go where the whole model errs by too much;
-    where nothing runs, the largest.
-
-    Args:
-        settings: what the user asks for.
-        program: the model.
-        layers: which the scheme knows.
-        make: returns what stands in the place of one, or raises `MatchFailure`.
+    where nothing runs, the largest. `make` returns what stands in the place of one, or raises `MatchFailure`.
     """
     yield from already_quantized(settings.keep, program)
     called = _called(program, [layer.module for layer in layers])

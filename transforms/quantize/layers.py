@@ -44,15 +44,9 @@ _STACKED = "the weights of its members are stacked, and there is no kernel for b
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layer that a scheme would replace.
+    """A layer that a scheme would replace, with the weights that would be quantized, by their names in it.
 
-    Attributes:
-        name: its qualified name.
-        module: the layer.
-        weights: name in the layer -> what would be quantized.
-        detail: for the report.
-        objection: why the scheme cannot take it, or "".
-        stays: its weight may stay as it is, for others who have it too.
+    `objection` says why the scheme cannot take it, or "". `stays`: its weight may stay, for others who have it too.
     """
 
     name: str
@@ -146,10 +140,8 @@ def weight_of(module: nn.Module) -> nn.Parameter:
 def linears(program: Program, objection: Callable[[Layer, Tensor], str], *, stays: bool = False) -> list[Candidate]:
     """Return each linear layer by its first name, and what looks as if it held some.
 
-    Args:
-        program: the model.
-        objection: says why the scheme cannot take a layer with a weight, or "".
-        stays: the scheme takes weights that other modules have too.
+    `objection` says why the scheme cannot take one with a weight, or ""; `stays`: it takes weights that others have
+    too.
     """
     found: list[Candidate] = []
     for module in program.names.distinct:

@@ -23,24 +23,14 @@ Held = Sequence[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Instead:
-    """What stands in the place of a layer.
-
-    Attributes:
-        layer: with small numbers.
-        steps: how its state follows.
-    """
+    """What stands in the place of a layer, and how its state follows."""
 
     layer: QuantizedLayer
     steps: tuple[StateStep, ...]
 
 
 def instead_of(weights: Mapping[StateStep, Tensor], make: Callable[[Held], QuantizedLayer]) -> Instead:
-    """Return what stands in the place of a layer.
-
-    Args:
-        weights: what each weight becomes, as a step, and the weight.
-        make: returns the new layer, from the numbers and scales of each.
-    """
+    """Return the layer that `make` makes of numbers and scales; `weights` says what each becomes, as a step."""
     held = [step.forward([weight.detach()]) for step, weight in weights.items()]
     return Instead(make([(values, scales) for values, scales in held]), tuple(weights))
 
@@ -48,16 +38,10 @@ def instead_of(weights: Mapping[StateStep, Tensor], make: Callable[[Held], Quant
 def instead_of_linear(
     module: nn.Module, make: type[QuantizedLinear], form: str, group: int, *, stays: bool = False
 ) -> Instead:
-    """Return what stands in the place of a linear layer.
+    """Return what stands in the place of a linear layer; `form` and `group` are those of `QuantizeWeight`.
 
-    Args:
-        module: the layer.
-        make: the new layer's class.
-        form, group: see `QuantizeWeight`.
-        stays: the weight stays as it is, for others who have it too; in int8 alone.
-
-    Raises:
-        MatchFailure: the module is no linear layer, or the kernel is wrong.
+    `stays`: the weight stays as it is, for others who have it too; in int8 alone. Raises `MatchFailure` where the
+    module is no linear layer, or the kernel is wrong.
     """
     linear = linear_of(module)
     if linear is None:

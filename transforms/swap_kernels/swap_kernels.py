@@ -104,14 +104,9 @@ def _in_graph(
 
 
 def _kernels_named(names: Sequence[str], given: Sequence[Kernel] = ()) -> list[Kernel]:
-    """Return the kernels of these names, all if there are none.
+    """Return the kernels of these names, all if there are none; those `given` need not be known, and win.
 
-    Args:
-        names: of kernels.
-        given: kernels that need not be known; they win.
-
-    Raises:
-        UsageError: there is none of a name, or one cannot be loaded.
+    Raises `UsageError` where there is none of a name, or one cannot be loaded.
     """
     own = {kernel.name: kernel for kernel in (*KERNELS, *given)}
     if names and own.keys() >= set(names):

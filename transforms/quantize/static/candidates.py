@@ -32,10 +32,7 @@ def candidates(
 ) -> Iterator[tuple[str, nn.Module] | Refusal]:
     """Yield the layers that can be quantized, by name, and refusals of those that cannot.
 
-    Args:
-        keep: names and classes of modules that stay as they are.
-        program: of the model.
-        runs_here: whether the layers are to run on this machine's CPU now.
+    `keep` names modules and classes that stay; `runs_here`: the layers are to run on this machine's CPU now.
     """
     yield from already_quantized(keep, program)
     for module in program.names.distinct:

@@ -11,13 +11,7 @@ from torch import fx, nn
 
 from ....compat import has_hooks
 from ....layers.quantized import FakeQuantized, Freezable, Range
-from ....operators import (
-    canonical_name,
-    has_random_effects,
-    normalized_arguments,
-    operator_info,
-    operator_of_module,
-)  # fmt: skip
+from ....operators import canonical_name, has_random_effects, normalized_arguments, operator_info, operator_of_module
 from ....passes.verification import CallSites
 from ....runtime.graphs import Region, required_capture
 from ....runtime.values import user_class
@@ -32,7 +26,6 @@ _MOVING = frozenset("contiguous dropout flatten identity reshape squeeze unsquee
 
 _ASKING = frozenset({"dim", "shape", "size"})
 
-
 _SETTINGS: Mapping[str, Any] = {
     "kernel_size": None, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False,
 }  # fmt: skip
@@ -41,11 +34,9 @@ _SETTINGS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Followers:
-    """What comes behind a result.
+    """What comes behind a result: calls of `view` in the same graph, which could be `reshape`.
 
-    Attributes:
-        views: calls of `view` in the same graph, which could be `reshape`.
-        is_open: somebody else may count on the layout: whoever called the model, `view` in another graph, other code.
+    `is_open`: somebody else may count on its order in memory: the model's caller, `view` in another graph, other code.
     """
 
     views: tuple[fx.Node, ...] = ()
@@ -54,16 +45,10 @@ class Followers:
 
 @dataclass(eq=False)
 class Link:
-    """A call of a layer.
+    """A call of a layer, with the batch norm and the ReLU on its result that become part of it.
 
-    Attributes:
-        name: of the layer, qualified.
-        node: that calls it.
-        norm: that calls a batch norm on the result, which is folded into it, or None.
-        relu: on the result of both, or None.
-        followers: what counts on how its result lies in memory.
-        between: the operations up to the layers behind, where all that comes behind are such, of one range.
-        output: that range; None: it gives floats.
+    `between` are the operations up to the layers behind, if all behind are such, of one range, `output`; None gives
+    floats. `followers` count on how the result lies in memory.
     """
 
     name: str

@@ -23,15 +23,10 @@ __all__ = ["Sensitivity", "sensitivity", "unknown"]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What quantizing layers costs, relative to the scale of what is compared.
+    """What quantizing costs, relative to the scale: each layer's `own` results, and the model's by it `alone`.
 
-    Attributes:
-        own: layer -> by how much its own result is off.
-        alone: layer -> by how much the model's results are off where this layer alone is quantized, on a smaller call
-            where the model takes one; empty where all layers together are within the budget.
-        left: the layers that stay in floats, the most costly first.
-        error: by how much the model's results are off with all the others.
-        together: by how much they are off with all layers.
+    `left` stay in floats, the most costly first, so that the model errs by `error`, where all `together` err by more.
+    `alone` is of a smaller call where the model takes one, and empty where all layers are within the budget.
     """
 
     own: Mapping[str, float]
@@ -107,14 +102,7 @@ class _Rounded:
 
 
 class _RoundedModel(ComparedRun[str]):
-    """Run a model on one call with some of its layers rounded, and compare.
-
-    Args:
-        program: of the model, which is left as it is.
-        ranges: of the inputs of layers, by name.
-        group: see `quantized`.
-        call: of the model.
-    """
+    """Run a model on one call with some layers rounded, by name and range of their inputs, and compare."""
 
     def __init__(self, program: Program, ranges: Mapping[str, Range], group: int, call: Inputs) -> None:
         layers = {name: _Rounded.of(program.module(name), range_, group) for name, range_ in ranges.items()}

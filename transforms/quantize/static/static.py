@@ -99,10 +99,7 @@ def _site_of(program: Program, chain: Chain, ranges: Mapping[str, Range], found:
 
 
 def _kind(program: Program, layers: list[dict[str, Any]]) -> Hashable:
-    """Return what the time that layers take hangs on: not on the numbers that calibration found.
-
-    How floats lie in memory is a choice for convolutions only.
-    """
+    """Return what the time of layers hangs on: not on calibration, and on the order in memory for convolutions only."""
     moved = (isinstance(program.module(layer["name"]), CONVOLUTIONS) and layer["contiguous"] for layer in layers)
     return tuple(zip((layer["output"] is None for layer in layers), moved, strict=True))
 

@@ -41,13 +41,7 @@ _READ = {"layer": (), "norm": ("eps",), "relu": ()}
 
 
 def rewrite(site: Site, edit: Edit, group: int) -> None:
-    """Rewrite a site: layers by what its data says, and the calls of these in its graph.
-
-    Args:
-        site: a layer, or a chain of them in a graph.
-        edit: of the site.
-        group: of the weights, see `QuantizeWeight`.
-    """
+    """Rewrite a layer, or a chain of them in a graph, by the site's data; `group` as in `QuantizeWeight`."""
     layers: list[Mapping[str, Any]] = site.data["layers"]
     if not site.nodes:
         _replace_layer("", layers[0], edit, group)
@@ -210,9 +204,7 @@ def _members(site: Site, edit: Edit) -> dict[str, str]:
 def _unchanged_guards(owner: nn.Module, called: Mapping[str, str]) -> list[Guard]:
     """Return guards on what a chain stands on: with hooks, other modules or settings the module's own forward runs.
 
-    Args:
-        owner: of the graph.
-        called: path of a module -> what it is in the chain.
+    `called` says what each module is in the chain, by its path.
     """
     anywhere = Guard(Call(has_global_hooks, ()), Truth(False), "hooks on all modules would meet numbers of 8 bits")
     found = [anywhere]
