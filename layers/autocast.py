@@ -14,10 +14,9 @@ __all__ = ["ReturningAutocast"]
 
 
 class ReturningAutocast(Context):
-    """Autocast within float32: arguments come in and results leave in float32.
+    """Autocast within float32, on the device of its arguments: they come in and results leave in float32.
 
-    It stands aside where the user's own autocast is on already, whose types then hold, and where the model is no longer
-    in float32. The device is that of the arguments, so a model that is moved computes in 16 bits there, too.
+    It stands aside where the user's own autocast is on, and where the model is no longer in float32.
     """
 
     def __init__(self, dtype: torch.dtype, device: str = "auto") -> None:

@@ -106,11 +106,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Folds:
-    """Compute the weight and bias of a layer that does what a norm, the layer and another norm do.
-
-    Attributes:
-        before, behind: of the two norms; the second one takes the results of the first.
-    """
+    """Compute the weight and bias of a layer that does what a norm `before`, the layer and a norm `behind` do."""
 
     before: Fold
     behind: Fold

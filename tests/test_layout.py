@@ -68,7 +68,7 @@ ROOMS = {
         ("optimizers",),
         ("pipeline",),
         ("contract",),
-        ("rewriting",),
+        ("kinds", "rewriting"),
         ("verification", "timing"),
         ("sites",),
     ),
@@ -214,6 +214,15 @@ def test_rooms_are_entered_by_their_front_door(path: Path):
     own = path.relative_to(ROOT).parts[:-1]
     for found in imports(path):
         deep = len(found.source) > 2 and found.source[0] in ROOMS and found.source[:2] != own[:2]
+        assert not deep, f"{found.place}: import it from {'.'.join(found.source[:2])}"
+
+
+@each_file
+def test_passes_are_entered_by_their_front_door(path: Path):
+    """A file of one pass imports from another pass's folder only what its front door offers."""
+    own = path.relative_to(ROOT).parts[:-1]
+    for found in imports(path):
+        deep = len(found.source) > 2 and found.source[0] == "transforms" and found.source[:2] != own[:2]
         assert not deep, f"{found.place}: import it from {'.'.join(found.source[:2])}"
 
 

@@ -20,7 +20,7 @@ from .calls import (
     operation,
     shape_of,
     tensor_read,
-)
+)  # fmt: skip
 from .changes import UnnotedChange, only_reading
 from .edit import Edit
 from .effects import handed_out, has_effects, writes, written_values

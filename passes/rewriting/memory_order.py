@@ -27,12 +27,8 @@ def readers_in(
 ) -> dict[tuple[str, int], dict[str, str]]:
     """Return, by graph, who reads images or parts of them and may need them in order, and what they read.
 
-    Args:
-        program: the model.
-        packed: by graph, the nodes whose results will lie otherwise.
-
-    Returns:
-        By graph, names of nodes by labels: `reader.N` reads `value.N`; and the graph returns `output.N`.
+    `packed` are, by graph, the nodes whose results will lie otherwise. Nodes are named by labels: `reader.N` reads
+    `value.N`, and the graph returns `output.N`.
     """
     found: dict[tuple[str, int], dict[str, str]] = {}
     for owner, capture in program.captures.items():
@@ -46,12 +42,7 @@ def readers_in(
 
 
 def lay_out_readers(edit: Edit, labels: Iterable[str]) -> None:
-    """Lay images out for all who need them in the order of their dimensions.
-
-    Args:
-        edit: of the graph.
-        labels: of `readers_in`, with or without something before them; others are passed over.
-    """
+    """Lay images out for all who need them in order, by labels of `readers_in` with or without a prefix."""
     for label in labels:
         start, what, number = ("." + label).rsplit(".", 2)
         if what == "reader":
@@ -77,12 +68,7 @@ def _lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
 
 @dataclass
 class _Graph:
-    """A graph, and which of its tensors may lie otherwise than they did.
-
-    Attributes:
-        program, owner, graph: where it is.
-        packed: the nodes whose results will lie otherwise.
-    """
+    """A graph, of which some nodes' results will lie otherwise than they did, and all that lies otherwise then."""
 
     program: Program
     owner: str

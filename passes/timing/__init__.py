@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...collection import collection_paused
 from .budget import DEFAULT_BUDGET, BudgetRequest, TimeBudget
+from .clocks import race_clock
 from .cold import last_level_bytes
 from .live_bytes import LiveBytes, MemoryUse, memory_use
 from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
@@ -27,6 +28,7 @@ __all__ = [
     "last_level_bytes",
     "memory_use",
     "microseconds",
+    "race_clock",
     "runner",
     "time_candidates",
     "time_kind",

@@ -13,6 +13,7 @@ from ...cuda_ops import Kernel
 from ...errors import MatchFailure
 from ...operators import hidden_scores, hides_later, scaled_dot_product_attention
 from ...passes.contract import Pass
+from ...passes.kinds import Judgement
 from ...passes.rewriting import Edit, Held
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...runtime.guards import SELF, Attribute, Guard, Truth, attribute_at
@@ -20,9 +21,8 @@ from ...tracing.examples import TensorMeta
 from ...tracing.program import Program
 from ..swap_kernels import Occurrence
 from .decompositions import WRITTEN_OUT, number_of
-from .judging import Judge, Judgement
-from .left_out import weights_left_out
-from .returned import readers_of
+from .judging import Judge
+from .returned import readers_of, weights_left_out
 
 __all__ = ["Attention"]
 
@@ -87,12 +87,12 @@ def _leave_out(weights: fx.Node, edit: Edit) -> None:
     edit.sign(instead)
 
 
-def _judged(found: Occurrence, number: int, judgement: Judgement | None) -> Site | Refusal:
-    if judgement is None:
+def _judged(found: Occurrence, number: int, known: tuple[str, Judgement] | None) -> Site | Refusal:
+    if known is None:
         return _site(found, number)
-    if judgement.objection:
-        return Refusal(judgement.objection, found.result, judgement.cause)
-    return replace(_site(found, number), kind=judgement.kind, found=judgement.figures)
+    code, judgement = known
+    kind = "attention", code
+    return judgement.refusal(found.result) or replace(_site(found, number), kind=kind, found=judgement.figures)
 
 
 def _site(found: Occurrence, number: int) -> Site:

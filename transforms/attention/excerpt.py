@@ -29,14 +29,9 @@ Compute = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Attention by itself.
+    """Attention by itself: its operands, in the order of the call, made by `laid_out` of what `sources` describe.
 
-    Attributes:
-        operands: their names, in the order in which they are given.
-        sources: what their memory is laid out from, described.
-        laid_out: makes the operands of the sources.
-        ways: before and after; `beyond`: with what lays out the result.
-        code: equal where all of that is.
+    `ways` compute it before and after, `beyond` with what lays out the result. `code` is equal where all of that is.
     """
 
     operands: tuple[str, ...]
@@ -159,11 +154,7 @@ def _with(graph: fx.Graph, behind: Sequence[fx.Node], result: fx.Node) -> fx.Gra
 
 
 def _copy(nodes: Collection[fx.Node], known: dict[fx.Node, Any], graph: fx.Graph) -> None:
-    """Write nodes into another graph, with the numbers that others give them.
-
-    Raises:
-        KeyError: if something else than a number is not known.
-    """
+    """Write nodes into another graph, with the numbers that others give; a `KeyError` names what is no number."""
 
     def value_of(node: fx.Node) -> Any:
         if node in known:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,24 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...passes.sites import Cause
-from ...passes.timing import time_kind, timing_figures
-from ...passes.verification import Float64Mode, Tolerance, distance, double_defaults, rounding, scale_of
+from ...passes.kinds import Judgement, allowed_error, figures_of, gain_judgement
+from ...passes.verification import Float64Mode, Tolerance, distance, double_defaults, scale_of
 from ...tracing.program import Program
 from ..swap_kernels import Occurrence
 from .excerpt import Compute, Excerpt, excerpt_of
 
-__all__ = ["Judge", "Judgement"]
-
-_LEAST = 1.02
-"""What is not shown to be so much faster stays as it is."""
+__all__ = ["Judge"]
 
 _MEANING = 1e-10
 """What may differ in float64, relative to the scale."""
-
-_OWN = 4.0
-"""In its own types the operator may err four times as much as what is written out, by units in the last place of the
-scale, and by what rounding adds up to in a sum over the keys."""
 
 _SOME = 2
 """So many rows and heads are compared, and of long sequences one: each is by itself."""
@@ -37,39 +29,18 @@ _LONG = 1 << 20
 """So many scores of one head are many."""
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """What is known of one kind.
-
-    Attributes:
-        kind: which it is.
-        objection: why it stays as it is, or "".
-        figures: how long it takes by itself, where that was measured.
-        cause: the kind of objection.
-    """
-
-    kind: Hashable
-    objection: str = ""
-    figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    cause: Cause = Cause.JUDGED_WRONG
-
-
 @dataclass
 class Judge:
-    """Judge attention of one program, each kind of equal operands and operations once.
-
-    Args:
-        program: which it is in.
-    """
+    """Judge attention of one program, each kind of equal operands and operations once."""
 
     program: Program
     _known: dict[str, Judgement | None] = field(default_factory=dict[str, "Judgement | None"], init=False)
 
-    def of(self, found: Occurrence) -> Judgement | None:
-        """Return what is known of an occurrence; None where it is to be verified and timed in its place.
+    def of(self, found: Occurrence) -> tuple[str, Judgement] | None:
+        """Return the kind of an occurrence, and what is known of it; None where its place is to tell.
 
-        So it is in training, on other devices than a CPU, and where finite numbers hide scores: of a query that may
-        attend to nothing the gradients are not what they were, and only the mask itself tells.
+        So it is in training, off the CPU, and where finite numbers hide scores: of a query that may attend to nothing
+        the gradients are not what they were, and only the mask itself tells.
         """
         if self.program.training or self.program.replaying or _hides_by_number(found) or not _is_on_cpu(found):
             return None
@@ -78,7 +49,8 @@ class Judge:
             return None
         if excerpt.code not in self._known:
             self._known[excerpt.code] = self._run(excerpt)
-        return self._known[excerpt.code]
+        known = self._known[excerpt.code]
+        return None if known is None else (excerpt.code, known)
 
     def _run(self, excerpt: Excerpt) -> Judgement | None:
         try:
@@ -88,13 +60,14 @@ class Judge:
 
     def _judged(self, excerpt: Excerpt) -> Judgement:
         """Time a kind, and compare it where it gains."""
-        kind, given, measuring = ("attention", excerpt.code), excerpt.given(), self.program.measuring
-        figures = _figures(excerpt.beyond, given, cold=measuring.is_cold) if measuring else {}
-        if figures and figures["speedup_low"] <= _LEAST:
-            mid, low, high = (figures[f"speedup{end}"] for end in ("", "_low", "_high"))
-            slow = f"not clearly faster by itself: {mid:.3g}x ({low:.3g} to {high:.3g})"
-            return Judgement(kind, slow, cause=Cause.JUDGED_SLOWER)
-        return Judgement(kind, _fault(excerpt, _some(excerpt, given)), figures)
+        given, measuring, figures = excerpt.given(), self.program.measuring, dict[str, Any]()
+        if measuring:
+            before, after = (partial(way, *given) for way in excerpt.beyond)
+            figures = figures_of([before], [after], cold=measuring.is_cold)
+            timed = gain_judgement(figures, surely=True)
+            if timed.objection:
+                return timed
+        return Judgement(figures=figures, objection=_fault(excerpt, _some(excerpt, given)))
 
 
 def _hides_by_number(found: Occurrence) -> bool:
@@ -110,15 +83,6 @@ def _some(excerpt: Excerpt, given: Sequence[Tensor]) -> list[Tensor]:
     scores = math.prod(given[excerpt.operands.index(name)].shape[-2] for name in ("q", "v"))
     count = _SOME if scores < _LONG else 1
     return [each[tuple(slice(count) for _ in each.shape[:-2])] for each in given]
-
-
-# -- time ----------------------------------------------------------------------------------------------------------
-
-
-def _figures(ways: Sequence[Compute], given: Sequence[Tensor], *, cold: bool) -> dict[str, Any]:
-    before, after = (partial(way, *given) for way in ways)
-    with torch.no_grad():
-        return timing_figures(time_kind(before, after, least=_LEAST, cold=cold))
 
 
 # -- results -------------------------------------------------------------------------------------------------------
@@ -160,8 +124,7 @@ def _objection(meant: Tensor, computed: Tensor, own: Tensor, found: Tensor, keys
     if seen.problem:
         return f"the operator is off by {seen.error:.1e} of the scale in float64"
     error = float((own.double() - meant).abs().max())
-    summed = math.sqrt(keys) * torch.finfo(own.dtype).eps * scale
-    seen = distance(meant, found.double(), Tolerance(0.0, _OWN * error + rounding(own).absolute + summed))
+    seen = distance(meant, found.double(), Tolerance(0.0, allowed_error(error, own, meant, keys)))
     return f"the operator is off by {seen.error:.1e} of the scale" if seen.problem else ""
 
 

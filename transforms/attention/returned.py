@@ -1,18 +1,19 @@
-"""Who reads what a module returns beside its result: attention weights, mostly nobody."""
+"""Attention weights that a module returns: who reads them, mostly nobody, and what stands in their place."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from torch import fx, nn
 
 from ...compat import has_hooks, modules_by_name
+from ...errors import FxoptError
 from ...passes.sites import Site
 from ...tracing.program import Program
 
-__all__ = ["readers_of"]
+__all__ = ["readers_of", "weights_left_out"]
 
 
 def readers_of(program: Program, owner: str, node: fx.Node) -> list[Site] | None:
@@ -74,3 +75,35 @@ def _is_captured_around(program: Program, module: nn.Module) -> bool:
     around = {".".join(name.split(".")[:count]) for name in names for count in range(name.count(".") + 1)}
     captures = program.captures
     return all(name in captures or type(program.module(name)).forward is nn.Module.forward for name in around)
+
+
+# -- what stands in their place ------------------------------------------------------------------------------------
+
+
+class _LeftOut:
+    """Attention weights that were not computed; any use of them is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def __repr__(self) -> str:
+        return "<attention weights that were left out>"
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise FxoptError(
+            "these attention weights were left out by the pass 'attention', as no call in example_inputs read them; "
+            "add the call that does to example_inputs, or call fxopt.restore"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __rmatmul__ = _refuse
+    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __neg__ = __torch_function__ = _refuse
+
+
+_LEFT_OUT = _LeftOut()
+
+
+def weights_left_out() -> Any:
+    """Return what stands for weights that were not computed."""
+    return _LEFT_OUT

@@ -67,11 +67,7 @@ class Autocast(Pass):
             if isinstance(each, Part):
                 blocks.setdefault(_block(program, each.owner, likeness), []).append(each)
             else:
-                yield (
-                    each
-                    if isinstance(each, Refusal)
-                    else Site(program, each.name, {}, detail="a single layer", data={"regions": 0})
-                )
+                yield each
         # The largest first: what one time budget allows is spent where the most is gained.
         yield from (_site(program, parts) for parts in sorted(blocks.values(), key=_size, reverse=True))
 

@@ -12,7 +12,7 @@ from ...compat import all_modules, has_hooks, own_parameters
 from ...layers.autocast import ReturningAutocast
 from ...operators import canonical_name, operator_info, operator_of_module
 from ...passes.contract import names_module
-from ...passes.sites import Refusal
+from ...passes.sites import Refusal, Site
 from ...runtime.graphs import Context, WrappedRegion, capture_of, required_capture, specializations_of
 from ...runtime.values import is_leaf, qualified, user_class
 from ...tracing.examples import TensorMeta
@@ -21,28 +21,13 @@ from .leaf import AutocastLeaf
 from .lists import Kind, kind_of_layer
 from .parts import in_float32, kind_of_operation, parts_of
 
-__all__ = ["Layer", "Part", "Search"]
-
-
-class Layer(NamedTuple):
-    """A single layer that no region can be around.
-
-    Attributes:
-        name: of the module.
-    """
-
-    name: str
+__all__ = ["Part", "Search"]
 
 
 class Part(NamedTuple):
-    """What can run in 16 bits as one.
+    """What can run in 16 bits as one: nodes of a graph, in order, of which some gain.
 
-    Attributes:
-        owner: the module whose graph has the nodes.
-        specialization: which of its graphs.
-        nodes: in order.
-        gaining: of these, what is gained from.
-        size: how many layers and functions gain, in modules that are called, too.
+    `size` counts the layers and functions that gain, in modules that are called, too.
     """
 
     owner: str
@@ -52,17 +37,11 @@ class Part(NamedTuple):
     size: int
 
 
-Found: TypeAlias = "Part | Layer | Refusal"
+Found: TypeAlias = "Part | Site | Refusal"
 
 
 class Search:
-    """Go through the graphs of a model, from the root down.
-
-    Args:
-        program: the model.
-        keep: names and classes of modules, and operators, that stay as they are.
-        device: the type of the devices that regions are for; "auto" is any.
-    """
+    """Go through the graphs of a model, from the root down; `keep` stays as it is, `device` is a type or "auto"."""
 
     def __init__(self, program: Program, keep: Sequence[str], device: str) -> None:
         self.program, self.keep, self.device = program, keep, device
@@ -70,7 +49,7 @@ class Search:
         self._kinds: dict[nn.Module, Kind] = {}
 
     def found(self) -> Iterator[Found]:
-        """Yield every part, and why what would gain is left out."""
+        """Yield every part, single layers that no region can be around as sites, and why others are left out."""
         if not self.program.inputs:
             yield Refusal("which types it computes in is not known; give example_inputs", "(root)")
             return
@@ -92,7 +71,7 @@ class Search:
             if capture_of(module) is not None:
                 yield from self._in_module(name)
             elif given and all(self._is_for(value.dtype, value.device) for value in given):
-                yield Layer(name)
+                yield Site(self.program, name, {}, detail="a single layer", data={"regions": 0})
 
     def _gains(self, module: nn.Module) -> bool:
         """Say whether a module is a single layer that gains."""

@@ -16,11 +16,7 @@ __all__ = ["AutocastLeaf", "in_autocast"]
 
 
 class AutocastLeaf(Remade):
-    """A layer of its own class that computes under autocast.
-
-    Attributes:
-        autocast: what it runs under.
-    """
+    """A layer of its own class that computes under autocast."""
 
     autocast: ReturningAutocast
 

@@ -51,11 +51,11 @@ def _holds_float32(meta: object) -> bool:
 
 
 def parts_of(graph: fx.Graph, judge: Judge) -> list[list[fx.Node]]:
-    """Return what of a graph is to run in 16 bits, each part in order.
+    """Return what of a graph is to run in 16 bits: what gains, and what follows and reads from the part.
 
-    A node belongs to a part if it gains, or if it follows and reads from the part. Levels count how often the way to a
-    node enters or leaves what belongs: nodes of one level cannot reach each other through anything else, so a connected
-    set of them is convex; so is one of several that read the same (the projections of an attention, say).
+    Levels count how often the way to a node enters or leaves: nodes of one level reach each other through nothing else,
+    so a connected set of them is convex; so is one of several that read the same (the projections of an attention,
+    say).
     """
     level: dict[fx.Node, int] = {}
     joined: dict[fx.Node, fx.Node] = {}

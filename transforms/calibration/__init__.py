@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .batches import calls, run_call
+from .batches import calls, replayable, run_call
 from .ranges import ranges_of
-from .replayable import replayable
 
 __all__ = ["calls", "ranges_of", "replayable", "run_call"]

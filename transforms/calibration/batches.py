@@ -12,21 +12,14 @@ from ...errors import CalibrationError, FxoptError, one_line
 from ...tracing.examples import Inputs, call_of_batch
 from ...tracing.program import Program
 
-__all__ = ["calls", "run_call"]
+__all__ = ["calls", "replayable", "run_call"]
 
 
 def calls(given: Any, count: int, program: Program, what: str) -> Sequence[Inputs]:
-    """Return the calls to calibrate on.
+    """Return the calls to calibrate on, `count` at the most; None stands for the example inputs.
 
-    Args:
-        given: a loader, an iterator or a list of batches, or one batch; labels that the forward does not take are left
-            out. None stands for the example inputs.
-        count: how many batches are taken at the most.
-        program: of the model.
-        what: calibrates, for messages.
-
-    Raises:
-        CalibrationError: there are none, or reading them raises.
+    Labels that the forward does not take are left out. `what` calibrates, for messages. Raises `CalibrationError` where
+    there are none, or reading them raises.
     """
     if given is None:
         if not program.whole_calls:
@@ -58,11 +51,7 @@ def _taken(batches: Iterable[Any], count: int, model: nn.Module) -> Iterator[Inp
 
 
 def run_call(model: nn.Module, call: Inputs, number: int) -> Any:
-    """Run a model on a call.
-
-    Raises:
-        CalibrationError: the model raises.
-    """
+    """Run a model on a call; what it raises becomes a `CalibrationError`."""
     try:
         return call.run(model)
     except CalibrationError:
@@ -70,3 +59,21 @@ def run_call(model: nn.Module, call: Inputs, number: int) -> Any:
     except Exception as error:  # whatever the user's forward raises
         text = f"the model does not take calibration batch {number}: {type(error).__name__}: {one_line(error)}"
         raise CalibrationError(text) from error
+
+
+class _Kept:
+    """Go through an iterator, and what was taken out of it before, as often as is wanted."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source, self._taken = source, list[Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._taken
+        for item in self._source:
+            self._taken.append(item)
+            yield item
+
+
+def replayable(data: Any) -> Any:
+    """Return data that can be gone through several times: an iterator keeps what is taken out of it."""
+    return _Kept(cast("Iterator[Any]", data)) if hasattr(data, "__next__") else data

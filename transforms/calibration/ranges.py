@@ -28,16 +28,10 @@ _SAMPLE = 1 << 16
 def ranges_of(
     program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs], kind: str
 ) -> dict[str, Range]:
-    """Return the range of the input of each layer that the calls reach.
+    """Return the range of the input of each layer that the calls reach; the model is left as it is.
 
-    Args:
-        program: of the model, which is run as it is and left so.
-        layers: by name.
-        calls: of the model.
-        kind: of observer: "histogram", "minmax" or "moving_average".
-
-    Raises:
-        CalibrationError: the model does not take the calls, or computes NaN or infinity on them.
+    `kind` is of observer: "histogram", "minmax" or "moving_average". Raises `CalibrationError` where the model does not
+    take the calls, or computes NaN or infinity on them.
     """
     observers = {name: Observer(kind) for name in layers}
     seen: set[str] = set()

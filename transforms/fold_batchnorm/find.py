@@ -31,13 +31,9 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A norm and the layer that takes it, with every place where a module's graphs call one on the other's output.
+    """A norm and the layer beside it, with all calls in a module's graphs of one on the other's output.
 
-    Attributes:
-        owner: of the graphs.
-        layer, norm: as the graphs call them.
-        before: the norm stands before the layer.
-        calls: the places.
+    `before`: the norm stands before the layer.
     """
 
     owner: str

@@ -28,11 +28,7 @@ def obstacles(
 ) -> dict[Pair, str]:
     """Return why pairs must stay as they are, where they must.
 
-    Args:
-        pairs: in the program.
-        program: of the model.
-        also: classes whose own forward is known to whoever asks.
-        tails: what a norm's own forward computes behind the norm is computed by whoever asks.
+    `also` are classes whose own forward the caller knows; `tails`: it computes what norms compute behind the norm.
     """
     outside = _called_from_outside(pairs, program)
     reasons = {pair: _obstacle(pair, program, also, tails) or outside.get(pair) for pair in pairs}

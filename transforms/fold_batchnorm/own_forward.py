@@ -28,13 +28,9 @@ _DROPOUTS = frozenset((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """What follows in a norm's own forward.
+    """What a norm's own forward computes behind the norm, `start`: nodes, each of the one before.
 
-    Attributes:
-        start: the norm.
-        nodes: what is computed behind it, in order, each of the one before.
-        flags: reads of `self.training`, which is false.
-        dimensions: what the input must have for this, where the forward asks.
+    `flags` read `self.training`, which is false; `dimensions` the input must have for this, where the forward asks.
     """
 
     start: fx.Node
@@ -109,9 +105,9 @@ def _is_known(node: fx.Node, norm: nn.Module) -> bool:
 
 
 def _dimensions(norm: nn.Module, specialization: Specialization, node: fx.Node) -> int | None:
-    """Return how many dimensions the input must have, None for any number; 0 where more is asked of it than that.
+    """Return how many dimensions the input must have, all that a forward may ask for, and None for any number.
 
-    A forward may ask for that number alone.
+    It is 0 where more is asked of the input.
     """
     name, given = next((str(each.target), each) for each in node.all_input_nodes if each.op == "placeholder")
     unmet = [each for each in unmet_guards(norm, specialization, {name: given}) if not each.asks_for_training]

@@ -30,15 +30,10 @@ _STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """A batch norm.
+    """A batch norm of `width` channels: a module, or a call of `F.batch_norm`, named by its node.
 
-    Attributes:
-        name: of the module, or of the node that calls the function, in the owner.
-        tensors: "weight" and "bias" where there are any, the statistics -> the name in the owner.
-        eps: what is added to the variance.
-        width: how many channels it norms.
-        training: it norms by the batch as things are.
-        module: None for a call of `F.batch_norm`.
+    `tensors` are weight and bias, where there are any, and statistics -> the paths in the owner. `training`: it norms
+    by the batch as things are.
     """
 
     name: str

@@ -32,13 +32,7 @@ def full_name(module: nn.Module) -> str:
 
 
 def edges_before(program: Program, owner: str, x: fx.Node) -> fx.Node | Refusal:
-    """Return the edges that went into the message passing before `x`, or the call that coarsened; or why neither.
-
-    Args:
-        program: read only.
-        owner: the module whose graph holds `x`.
-        x: features of nodes.
-    """
+    """Return the edges of the message passing before features `x`, or the call that coarsened; or why neither."""
     at = qualified(owner, x.name)
     found: dict[fx.Node, int | None] = {}
     seen, queue = {x}, [x]

@@ -2,49 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...layers.packed import Packed
-from ...passes.verification import Tolerance, distance, rounding, scale_of
+from ...passes.kinds import allowed_error, error_of
+from ...passes.verification import Tolerance, distance, scale_of
 
-__all__ = ["Check", "tolerated"]
-
-_OWN = 4.0
-"""A packed layer may err four times as much as the layer does, by units in the last place of the scale, and by what
-rounding adds up to in a sum one after another: the square root of the number of terms."""
+__all__ = ["Check"]
 
 _OUTPUTS = 16
 """So many outputs are computed in float64; the others are compared with the layer's own in float32."""
 
 
-def tolerated(error: float, own: Tensor, exact: Tensor, terms: int = 1) -> float:
-    """Return how far off a packed layer may be.
-
-    Args:
-        error: by how much the layer itself is off.
-        own: what that gives.
-        exact: the same in float64.
-        terms: how many products each output is the sum of, where they are not added one after another in both.
-    """
-    summed = math.sqrt(terms) * torch.finfo(own.dtype).eps * scale_of(exact)
-    return _OWN * error + rounding(own).absolute + summed
-
-
 @dataclass(frozen=True)
 class Check:
-    """A layer, and the same on a packed weight.
+    """A layer, and the same on a packed weight, whose results are the sum of so many `terms`.
 
-    Attributes:
-        packed: computes it in both ways.
-        weight, bias: of the layer.
-        adds: something is added to the result.
-        along: the dimensions of the outputs in the weight and in the result; None where outputs are not by themselves.
-        rows: of what it is given, those that are computed in float64.
-        terms: how many products each output is the sum of.
+    `along` are the dimensions of outputs in weight and result, None where these are not by themselves; `rows` those of
+    the input that are computed in float64.
     """
 
     packed: Packed
@@ -56,22 +34,15 @@ class Check:
     terms: int
 
     def fault(self, x: Tensor, laid: Tensor) -> str:
-        """Return how far off the packed layer is, or "" where that is rounding.
-
-        Args:
-            x: what the layer is given.
-            laid: the same, as it lies in memory where the packed layer is given it.
-        """
+        """Return how far off the packed layer is on `x`, in memory as in `laid`, or "" where that is rounding."""
         with torch.no_grad():
-            other = torch.ones_like(self.packed.computed(x, self.weight, self.bias)) if self.adds else None
-            own = self.packed.plainly(x, self.weight, self.bias, other)
-            found = self.packed(laid, self.weight, self.bias, other)
+            other, own, found = self._both(x, laid)
             if found.shape != own.shape or found.dtype != own.dtype:
                 return f"packed, it gives {tuple(found.shape)} of {found.dtype}, and not {tuple(own.shape)}"
             some = self._some(own)
             exact = self._exact(x, other, some)
             error = float((self._picked(own, some) - exact).abs().max())
-            most = tolerated(error, own, exact, self.terms)
+            most = allowed_error(error, own, exact, self.terms)
             seen = distance(exact, self._picked(found, some).double(), Tolerance(0.0, most))
             if not seen.problem:
                 seen = distance(own.double(), found.double(), Tolerance(0.0, most + error))
@@ -82,10 +53,13 @@ class Check:
     def error(self, x: Tensor, laid: Tensor) -> float:
         """Return how far off the packed layer is from the layer itself, relative to the scale of its result."""
         with torch.no_grad():
-            other = torch.ones_like(self.packed.computed(x, self.weight, self.bias)) if self.adds else None
-            own = self.packed.plainly(x, self.weight, self.bias, other)
-            found = self.packed(laid, self.weight, self.bias, other)
-            return distance(own.double(), found.double(), Tolerance(0.0, math.inf)).error
+            return error_of(*self._both(x, laid)[1:])
+
+    def _both(self, x: Tensor, laid: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return what is added, and what the layer and the packed one give."""
+        other = torch.ones_like(self.packed.computed(x, self.weight, self.bias)) if self.adds else None
+        own = self.packed.plainly(x, self.weight, self.bias, other)
+        return other, own, self.packed(laid, self.weight, self.bias, other)
 
     def _some(self, own: Tensor) -> Tensor | None:
         """Return the numbers of the outputs that are computed in float64; None stands for all."""

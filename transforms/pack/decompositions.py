@@ -43,13 +43,7 @@ def written_out(program: Program, owner: str, user: fx.Node, x: fx.Node) -> Acti
 
 @dataclass(frozen=True)
 class Spelled:
-    """An activation that a module, or several operations of a graph, write out.
-
-    Attributes:
-        activation: what it is.
-        x: what it is given.
-        computed: the operations, or the call of the module.
-    """
+    """An activation of `x` that a module, or several operations of a graph, write out."""
 
     activation: Activation
     x: fx.Node

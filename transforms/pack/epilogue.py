@@ -18,14 +18,10 @@ __all__ = ["Epilogue", "find_epilogue"]
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What is computed together with a layer.
+    """What is computed together with a layer: `inside` are its nodes, the layer's first.
 
-    Attributes:
-        inside: the nodes that are computed together, the layer's first.
-        other: what is added to the layer's result, or what that is multiplied by; None for nothing.
-        activation: behind that.
-        joins: what is done with `other`: `add` or `mul`.
-        modes: attributes that say whether dropouts inside are in training, where they are not to be.
+    `other` is added to the result or multiplied (`joins`), then the activation follows. `modes` are attributes of
+    dropouts inside that must say they are not in training.
     """
 
     inside: tuple[fx.Node, ...]
@@ -41,12 +37,9 @@ class Epilogue:
 
 
 def find_epilogue(layer: LayerCall) -> Epilogue:
-    """Return what stands behind a layer: an activation; or a sum, or a product, and perhaps an activation.
+    """Return what stands behind a layer: an activation; or a sum, or of linears a product, and perhaps an activation.
 
     Dropouts in between are left out, for they do nothing in evaluation.
-
-    Args:
-        layer: what it stands behind; only the result of a linear layer is multiplied by another.
     """
     start, modes = _through_dropouts(layer, (layer.node,))
     found = _activation(layer, start[-1])

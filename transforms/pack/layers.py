@@ -22,14 +22,9 @@ _PADDING = "it pads otherwise than with zeros, or its settings are no plain numb
 
 @dataclass(frozen=True)
 class Packable:
-    """A call of a layer that there are packed kernels for.
+    """A call of a layer that there are packed kernels for, of an input `x`, or why it stays as it is.
 
-    Attributes:
-        call: of the layer.
-        x: what it is given.
-        objection: why it stays as it is, or "".
-        geometry: the settings of a convolution; None of a linear layer.
-        pad: what adds zeros before a convolution, and is computed with it; None for nothing.
+    Convolutions have their geometry, and perhaps a `pad`, which adds zeros before and is computed with them.
     """
 
     call: LayerCall
@@ -153,12 +148,9 @@ def _geometry(call: LayerCall) -> Geometry | None:
 
 
 def _padded(geometry: Geometry, zeros: object, kernel: Sequence[int]) -> Geometry | None:
-    """Return the settings of a convolution behind a pad; None where these are no settings of a convolution.
+    """Return the settings of a convolution behind a pad by `zeros`, as `F.pad` has them: the last dimension first.
 
-    Args:
-        geometry: of the convolution.
-        zeros: before and behind each dimension, the last one first, as `F.pad` has them.
-        kernel: the size of its weight, along the dimensions that it moves along.
+    None where these are no settings of a convolution.
     """
     given = _numbers(zeros, 0)
     if given is None or len(given) % 2 or len(given) > 2 * geometry.rank or min(given, default=0) < 0:

@@ -16,9 +16,9 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
-from .finding import found_in
+from .find import found_in
 from .recurrent import LABEL, recurrent_in, write_recurrent
-from .writing import write
+from .write import write
 
 __all__ = ["Pack"]
 

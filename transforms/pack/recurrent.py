@@ -13,17 +13,16 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_parameters
 from ...layers.packed import PackedLSTM, Recurrence, why_not_packed
+from ...passes.kinds import allowed_error, error_of
 from ...passes.rewriting import Edit, objection_to_module, shape_of
 from ...passes.sites import Cause, Refusal, Site
-from ...passes.verification import Tolerance, distance
 from ...runtime.graphs import Region
 from ...runtime.values import qualified
 from ...tracing.program import Program
-from .checking import tolerated
-from .finding import IN_TRAINING
+from .find import IN_TRAINING
 from .layers import graphs_in
 from .timing import PACKED, Calls, Gains
-from .writing import seal_modules
+from .write import seal_modules
 
 __all__ = ["LABEL", "recurrent_in", "write_recurrent"]
 
@@ -33,14 +32,7 @@ LABEL = "recurrent"
 
 @dataclass(frozen=True)
 class _Found:
-    """A call of an LSTM.
-
-    Attributes:
-        owner, number: the graph.
-        node: the call.
-        module: what it calls.
-        objection: why it stays as it is, or "".
-    """
+    """A call of an LSTM in a graph, and why it stays as it is, or ""."""
 
     owner: str
     number: int
@@ -187,11 +179,11 @@ class _Check:
             exact = self.packed.plainly(x.double(), None, *(each.double() for each in self.tensors))[0]
             own, found = self.packed.plainly(x, None, *self.tensors)[0], self.packed(laid, None, *self.tensors)[0]
             errors = [float((each.double() - exact).abs().max()) for each in (own, found)]
-            most = tolerated(errors[0], own, exact)
+            most = allowed_error(errors[0], own, exact)
         return "" if errors[1] <= most else f"packed, it is off by {errors[1]:.1e}, where it is by {errors[0]:.1e}"
 
     def error(self, x: Tensor, laid: Tensor) -> float:
         """Return how far off the packed LSTM is from the LSTM itself, relative to the scale of its outputs."""
         with torch.no_grad():
             own, found = self.packed.plainly(x, None, *self.tensors)[0], self.packed(laid, None, *self.tensors)[0]
-            return distance(own, found, Tolerance(0.0, math.inf)).error
+            return error_of(own, found)

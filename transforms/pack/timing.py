@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...operators import laid_last
+from ...passes.kinds import LEAST_GAIN, no_gain, over_budget
 from ...passes.sites import Cause, Refusal
-from ...passes.timing import SECONDS_OF_A_KIND, Interval, time_kind, time_pair
+from ...passes.timing import SECONDS_OF_A_KIND, Interval, Timings, race_clock, time_kind, time_pair
 
-__all__ = ["LEAST", "MOST", "PACKED", "TRANSPOSED", "Calls", "Gains", "Times"]
-
-LEAST = 1.01
-"""What gains less by itself stays as it is; of the rest the whole model tells."""
+__all__ = ["MOST", "PACKED", "TRANSPOSED", "Calls", "Gains", "Times", "times_interleaved"]
 
 MOST = 4
 """So many layers of a kind are called in turn: in use, weights do not wait in the caches either."""
 
 PACKED, TRANSPOSED = "packed", "transposed"
 """The lowerings of a layer: on a packed weight, and at one row on a transposed one."""
+
+_ROUNDS = (8, 30)
+"""So many are taken at least, and at most."""
+
+_SECONDS = 0.05
+"""How long each kind is timed."""
+
+_BEFORE = "before"
+
+_InTurn = Sequence[Callable[[], object]]
+"""One of each layer of a kind."""
 
 Compute = Callable[..., object]
 
@@ -41,12 +53,7 @@ class _Check(Protocol):
 
 @dataclass(frozen=True)
 class Times:
-    """How long a layer takes by itself.
-
-    Attributes:
-        gain: how many times faster it is packed.
-        own, packed: seconds, as it is and packed.
-    """
+    """How many times faster a layer is packed, and its seconds as it is and packed."""
 
     gain: Interval
     own: float
@@ -55,15 +62,10 @@ class Times:
 
 @dataclass(frozen=True)
 class Calls:
-    """Layers of one kind, in two ways of computing them.
+    """Layers of one kind, each by its tensors, in two ways of computing them on inputs of a shape.
 
-    Attributes:
-        shape: of what they are given.
-        before, after: compute a layer, from what it is given and its tensors.
-        tensors: those of each layer: the weight and bias, say.
-        check: of one of them.
-        lies_last: what the new way is given lies channels last in memory.
-        gain_together: it matters little what they gain by themselves: they are timed for half as long.
+    `lies_last`: the new way is given images channels last. `gain_together`: what they gain by themselves matters
+    little, so that they are timed for half as long.
     """
 
     shape: tuple[int, ...]
@@ -93,20 +95,15 @@ class Calls:
             if self.gain_together:
                 found = time_pair(before, after, seconds=SECONDS_OF_A_KIND / 2, cold=cold)
             else:
-                found = time_kind(before, after, least=LEAST, cold=cold)
+                found = time_kind(before, after, least=LEAST_GAIN, cold=cold)
         own, packed = (found.seconds(name) / len(some) for name in ("before", "after"))
         return Times(found.ratio("before", "after"), own, packed)
 
 
 @dataclass
 class Gains:
-    """What was found out about kinds of layers.
-
-    Attributes:
-        known: how long they take.
-        faults: why they must not be packed.
-        transposed: those that are faster on transposed weights.
-        errors: of those that are not to be exact, relative to the scale of their results.
+    """What is known of kinds: how long they take, why they must not be packed, which are faster on transposed weights,
+    and the errors, relative to the scale, of those that are not to be exact.
     """
 
     known: dict[Hashable, Times] = field(default_factory=dict[Hashable, Times])
@@ -119,15 +116,12 @@ class Gains:
         """Return the kinds that something is known of."""
         return {*self.known, *self.faults}
 
-    def refusal(self, kind: Hashable, at: str, least: float = LEAST) -> Refusal | None:
+    def refusal(self, kind: Hashable, at: str, least: float = LEAST_GAIN) -> Refusal | None:
         """Return why a layer of a kind stays as it is: it would be wrong, or gain less than `least`."""
         if kind in self.faults:
             return Refusal(self.faults[kind], at, Cause.JUDGED_WRONG)
-        gain = self.known[kind].gain if kind in self.known else None
-        if gain is None or gain.mid >= least:
-            return None
-        slow = f"it would be no faster: {gain.mid:.3g}x ({gain.low:.3g} to {gain.high:.3g})"
-        return Refusal(slow, at, Cause.JUDGED_SLOWER)
+        slow = no_gain(self.known[kind].gain, least) if kind in self.known else ""
+        return Refusal(slow, at, Cause.JUDGED_SLOWER) if slow else None
 
     def error(self, kinds: Collection[Hashable]) -> float | None:
         """Return the largest error of some kinds; None where it is not known of all, or there are none."""
@@ -137,12 +131,8 @@ class Gains:
     def look(self, kind: Hashable, lowerings: Mapping[str, Calls], *, allowed: float | None) -> dict[str, Calls]:
         """Check the layers of a kind; return the lowerings that are right: none where `PACKED` is wrong.
 
-        The others compute with the packed weight, too, where a call has more rows than one.
-
-        Args:
-            kind: of layers.
-            lowerings: `PACKED`, and perhaps another.
-            allowed: the error that they may make, relative to the scale of the result; None: they are to be exact.
+        The others compute with the packed weight, too, where a call has more rows than one. `allowed` is the error that
+        they may make, relative to the scale of the result; None: they are to be exact.
         """
         if fault := self._fault(kind, lowerings[PACKED], allowed):
             self.faults[kind] = fault
@@ -156,9 +146,7 @@ class Gains:
         if allowed is None:
             return calls.check.fault(x, other)
         self.errors[kind] = error = calls.check.error(x, other)
-        if error <= allowed:
-            return ""
-        return f"packed, it errs by {error:.2g} of its scale, more than the budget of {allowed:g}"
+        return over_budget(error, allowed)
 
     def take(self, kind: Hashable, times: Mapping[str, Times]) -> None:
         """Take the fastest way of computing a kind."""
@@ -166,3 +154,59 @@ class Gains:
         self.known[kind] = times[lowering]
         if lowering == TRANSPOSED:
             self.transposed.add(kind)
+
+
+# -- layers whose weights come from memory: all kinds are called in turn, as a forward calls them ------------------
+
+
+Lowerings = Mapping[str, Calls]
+"""Name -> a way of computing a kind; all of them have one way before."""
+
+
+def times_interleaved(kinds: Mapping[Hashable, Lowerings]) -> dict[Hashable, dict[str, Times]]:
+    """Return how long one layer of each kind takes in each of its lowerings, all kinds called in turn.
+
+    A kind by itself finds its weights in the caches; in use those of others have taken their place. Emptying the caches
+    by writing, as for `measure="cold"`, would slow down the reading.
+    """
+    layers = {kind: _calls(lowerings) for kind, lowerings in kinds.items()}
+    names = list(dict.fromkeys(name for calls in layers.values() for name in calls))
+    passes = {name: {kind: calls[name] for kind, calls in layers.items() if name in calls} for name in names}
+    found = {kind: Timings() for kind in kinds}
+    shuffling, start = random.Random(0), time.perf_counter()  # noqa: S311 - it hides no secret
+    with torch.no_grad():
+        for calls in passes.values():
+            _seconds(calls)
+        for count in range(_ROUNDS[1]):
+            if count >= _ROUNDS[0] and time.perf_counter() - start > _SECONDS * len(kinds):
+                break
+            seconds = {name: _seconds(passes[name]) for name in shuffling.sample(names, len(names))}
+            for kind, timings in found.items():
+                timings.rounds.append({name: each[kind] for name, each in seconds.items() if kind in each})
+    return {kind: {name: _times(found[kind], name) for name in lowerings} for kind, lowerings in kinds.items()}
+
+
+def _times(timings: Timings, lowering: str) -> Times:
+    own, gain = timings.seconds(_BEFORE), timings.ratio(_BEFORE, lowering)
+    return Times(gain, own, own / gain.mid)
+
+
+def _calls(lowerings: Lowerings) -> dict[str, _InTurn]:
+    """Return the calls of some layers of a kind as they are, and in each lowering."""
+    first = next(iter(lowerings.values()))
+    ways = {_BEFORE: (first.before, first.given()[0])}
+    ways |= {name: (calls.after, calls.given()[1]) for name, calls in lowerings.items()}
+    some = first.tensors[:MOST]
+    return {name: [partial(compute, x, *tensors) for tensors in some] for name, (compute, x) in ways.items()}
+
+
+def _seconds(calls: Mapping[Hashable, _InTurn]) -> dict[Hashable, float]:
+    """Call a layer of each kind in turn, then the next of each; return the seconds that one of each kind takes."""
+    clock, spent = race_clock(), dict.fromkeys(calls, 0.0)
+    for number in range(MOST):
+        for kind, each in calls.items():
+            if number < len(each):
+                begin = clock()
+                each[number]()
+                spent[kind] += clock() - begin
+    return {kind: seconds / len(calls[kind]) for kind, seconds in spent.items()}

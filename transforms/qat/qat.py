@@ -16,7 +16,7 @@ from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...runtime.values import user_class
 from ...tracing.program import Program
 from ..calibration import calls, ranges_of, replayable
-from ..quantize.static.candidates import candidates
+from ..quantize import candidates
 
 __all__ = ["Qat"]
 

@@ -1,7 +1,8 @@
-"""Compute with integers of 8 or 4 bits, or floats of 8: the pass, what its schemes share, and the schemes."""
+"""Compute layers with small integers or floats: the pass, and which layers can be."""
 
 from __future__ import annotations
 
 from .quantize import Quantize
+from .static import candidates
 
-__all__ = ["Quantize"]
+__all__ = ["Quantize", "candidates"]

@@ -16,17 +16,16 @@ from ...passes.sites import Refusal, Site
 from ...runtime.state import QuantizeWeight, StateStep
 from ...runtime.values import qualified, user_class
 from ...tracing.program import Program
-from .eligible import Layer, tied_to
-from .finding import found
+from .find import found
 from .kernels import lstm_problem
-from .linears import linears
-from .replacing import Instead, instead_of, instead_of_linear, put
-from .settings import Settings
+from .layers import Candidate, linears, tied_to
+from .schemes import Scheme, Settings
+from .write import Instead, instead_of, instead_of_linear, put
 
-__all__ = ["SCHEME"]
+__all__ = ["Dynamic"]
 
 
-class _Dynamic:
+class Dynamic(Scheme):
     """Quantize linear layers and LSTMs, activations at each call."""
 
     def check(self, settings: Settings, model: nn.Module) -> None:
@@ -36,14 +35,11 @@ class _Dynamic:
 
     def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:
         stays = settings.aim == "speed"
-        layers = linears(program, lambda linear: _elsewhere(linear.weight), stays=stays)
+        layers = linears(program, lambda _, weight: _elsewhere(weight), stays=stays)
         return found(settings, program, [*layers, *_lstms(program)], partial(_instead, settings, program))
 
     def rewrite(self, settings: Settings, site: Site, edit: Edit) -> None:
         put(edit, "", _instead(settings, edit.program, edit.owner))
-
-
-SCHEME = _Dynamic()
 
 
 def _elsewhere(tensor: Tensor) -> str:
@@ -51,14 +47,14 @@ def _elsewhere(tensor: Tensor) -> str:
     return "" if device == "cpu" else f"it is on {device}, and the kernels are for CPUs"
 
 
-def _lstms(program: Program) -> Iterator[Layer]:
+def _lstms(program: Program) -> Iterator[Candidate]:
     for module in program.names.distinct:
         if isinstance(module, nn.LSTM) and user_class(type(module)) is nn.LSTM:
             weights = _weights(module)
             objection = "its hidden state is projected, for which there is no kernel" if module.proj_size else ""
             objection = objection or _elsewhere(next(iter(weights.values())))
             detail = f"LSTM {module.input_size} to {module.hidden_size}"
-            yield Layer(program.names.name(module), module, weights, detail, objection)
+            yield Candidate(program.names.name(module), module, weights, detail, objection)
 
 
 def _weights(lstm: nn.LSTM) -> Mapping[str, Tensor]:
@@ -67,11 +63,10 @@ def _weights(lstm: nn.LSTM) -> Mapping[str, Tensor]:
 
 
 def _instead(settings: Settings, program: Program, module: nn.Module) -> Instead:
-    group = 0 if settings.per_channel else -1
     if isinstance(module, nn.LSTM):
-        return _instead_of_lstm(module, group)
+        return _instead_of_lstm(module, settings.group)
     tied = tied_to(qualified(program.names.name(module), "weight"), program)
-    return instead_of_linear(module, Int8DynamicLinear, "int8", group, stays=bool(tied))
+    return instead_of_linear(module, Int8DynamicLinear, "int8", settings.group, stays=bool(tied))
 
 
 def _instead_of_lstm(lstm: nn.LSTM, group: int) -> Instead:

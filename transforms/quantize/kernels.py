@@ -33,8 +33,7 @@ _ROUNDING_OF_LSTM = 0.1
 def kernel_problem(kind: type[QuantizedLinear], outputs: int, inputs: int, group: int) -> str:
     """Return in what a kernel, or its gradients, differ from its simulation in floating point, or "".
 
-    The two are compared on random numbers: of one shape a kernel does the same with all of them. Kernels of GPUs are
-    left to the verification of the rewrite.
+    Random numbers must do: of one shape a kernel does the same with all. Kernels of GPUs are left to verification.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False):

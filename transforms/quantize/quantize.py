@@ -10,18 +10,24 @@ from torch import nn
 
 from ...errors import UsageError, did_you_mean
 from ...passes.contract import Pass, check_named, check_options_read, module_words
+from ...passes.kinds import Judgement
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
 from ..calibration import replayable
-from .judging import Judgement
-from .schemes import SCHEMES, scheme_called
-from .settings import READ_BY, Settings
+from .dynamic import Dynamic
+from .schemes import Scheme, Settings
+from .static import Static
+from .weights import WEIGHT_SCHEMES
 
 __all__ = ["Quantize"]
 
-_BUDGETS = {"float8": 0.1, "int4_weight": 0.2}
-"""What the schemes with fewer bits may err by, where the user does not say."""
+SCHEMES: Mapping[str, Scheme] = {"int8_dynamic": Dynamic(), "int8_static": Static(), **WEIGHT_SCHEMES}
+_READ_BY = {
+    option: tuple(name for name, scheme in SCHEMES.items() if option in scheme.options)
+    for option in dict.fromkeys(option for scheme in SCHEMES.values() for option in scheme.options)
+}
+"""Option -> the schemes that read it."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +66,13 @@ class Quantize(Pass, Settings):
 
     @property
     def error_budget(self) -> float:
-        if self.budget is None:
-            return _BUDGETS.get(str(self.scheme), 0.05)
-        return super().error_budget
+        return SCHEMES.get(self.scheme, Scheme).budget if self.budget is None else super().error_budget
 
     def __post_init__(self) -> None:
+        scheme = SCHEMES.get(self.scheme)
         object.__setattr__(self, "goal", Goal.SIZE if self.aim == "size" else Goal.SPEED)
-        object.__setattr__(self, "profiles_itself", self.scheme != "int8_static")
-        if self.scheme == "int8_static":  # it folds norms into what it quantizes, and leaves the rest as they were
+        object.__setattr__(self, "profiles_itself", scheme is None or scheme.profiles_itself)
+        if scheme is not None and scheme.folds_norms:  # and leaves the other norms as they were
             object.__setattr__(self, "includes", ("fold_batchnorm", *self.includes))
             rest = {name: why for name, why in self.destroys.items() if name != "fold_batchnorm"}
             object.__setattr__(self, "destroys", rest)
@@ -81,19 +86,19 @@ class Quantize(Pass, Settings):
             raise UsageError(f"pass 'quantize': aim={self.aim!r}; use 'speed' or 'size'")
         if isinstance(self.group_size, bool) or self.group_size < 1:
             raise UsageError(f"pass 'quantize': group_size={self.group_size}; give a positive number, such as 64")
-        check_options_read("quantize", self, "scheme", READ_BY)
+        check_options_read("quantize", self, "scheme", _READ_BY)
         check_named(self.name, "keep", self.keep, model)
         if all(module.training for module in model.modules()):
             raise UsageError("pass 'quantize' is for evaluation, and the model is in training; call model.eval() first")
         _ = self.error_budget
-        scheme_called(self.scheme).check(self, model)
+        SCHEMES[self.scheme].check(self, model)
 
     def find(self, program: Program) -> Iterable[Site | Refusal]:
-        return scheme_called(self.scheme).find(self, program)
+        return SCHEMES[self.scheme].find(self, program)
 
     def judgement(self, site: Site) -> Mapping[str, Any]:
         found = site.found
-        return {"precision_error": found.error, **(found.figures or {})} if isinstance(found, Judgement) else {}
+        return {"precision_error": found.error, **found.figures} if isinstance(found, Judgement) else {}
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        scheme_called(self.scheme).rewrite(self, site, edit)
+        SCHEMES[self.scheme].rewrite(self, site, edit)

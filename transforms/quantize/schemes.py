@@ -1,10 +1,11 @@
-"""What a scheme is, and where each is found."""
+"""What a scheme is, and the options that schemes read."""
 
 from __future__ import annotations
 
-import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 
@@ -12,43 +13,63 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
 from ...tracing.program import Program
 
-if TYPE_CHECKING:
-    from .settings import Settings
+__all__ = ["Scheme", "SchemeName", "Settings"]
 
-__all__ = ["SCHEMES", "Scheme", "scheme_called"]
+SchemeName = Literal["int8_dynamic", "int8_static", "int8_weight", "int4_weight", "float8"]
 
 
-class Scheme(Protocol):
-    """One way to quantize; each file named in `SCHEMES` has one, called `SCHEME`."""
+@dataclass(frozen=True)
+class Settings:
+    """What the user asks for; `Quantize` says what each option means."""
 
+    scheme: SchemeName = "int8_dynamic"
+    keep: tuple[str, ...] = ()
+    budget: float | None = None
+    per_channel: bool = True
+    group_size: int = 64
+    aim: Literal["speed", "size"] = "speed"
+    observer: Literal["histogram", "minmax", "moving_average"] = "histogram"
+    batches: int = 32
+    calibration: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def error_budget(self) -> float:
+        """Return the error that is allowed, relative to the scale; `Quantize` knows the defaults."""
+        raise NotImplementedError
+
+    @property
+    def group(self) -> int:
+        """Return how many weights of an int8 layer have a scale in common: 0 is those of an output, -1 is all."""
+        return 0 if self.per_channel else -1
+
+
+class Scheme(ABC):
+    """One way to quantize.
+
+    Attributes:
+        budget: the error that is allowed where the user does not say.
+        options: those that not all schemes read, and this one does.
+        folds_norms: it folds batch norms into what it quantizes.
+        profiles_itself: see `Pass`.
+    """
+
+    budget: ClassVar[float] = 0.05
+    options: ClassVar[tuple[str, ...]] = ("per_channel",)
+    folds_norms: ClassVar[bool] = False
+    profiles_itself: ClassVar[bool] = True
+
+    @abstractmethod
     def check(self, settings: Settings, model: nn.Module) -> None:
-        """Refuse, before any work, options and machines that the scheme can do nothing with.
+        """Refuse, before any work, options and machines that it can do nothing with.
 
         Raises:
             UsageError: with what to do instead.
         """
-        ...
 
+    @abstractmethod
     def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:
         """Yield the layers to quantize, and why others stay; see `Pass.find`."""
-        ...
 
+    @abstractmethod
     def rewrite(self, settings: Settings, site: Site, edit: Edit) -> None:
         """Rewrite one site; see `Pass.rewrite`."""
-        ...
-
-
-SCHEMES = {
-    "int8_dynamic": ".dynamic",
-    "int8_static": ".static",
-    "int8_weight": ".weights",
-    "int4_weight": ".weights",
-    "float8": ".weights",
-}
-"""Each scheme -> the file, or folder, that knows it."""
-
-
-def scheme_called(name: str) -> Scheme:
-    """Return a scheme by its name, importing no other."""
-    module = importlib.import_module(SCHEMES[name], __package__)
-    return cast("Scheme", module.SCHEME)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
+from ...errors import CalibrationError
+from ...passes.kinds import error_of
+from ...passes.verification import smaller
 from ...progress_bar import progress_bar
+from ...tracing.examples import Inputs
+from ...tracing.isolation import preserved
 from ...tracing.program import Program
-from .compared import ComparedRun
+from ..calibration import run_call
 
-__all__ = ["costs", "costs_in_groups", "left_in_floats", "left_out"]
+__all__ = ["ComparedRun", "costs", "costs_in_groups", "left_in_floats", "left_out"]
 
 Layer = TypeVar("Layer")
 
@@ -25,15 +31,39 @@ _SURELY = 0.8
 """So much of what is allowed is aimed at: the largest error does not add up quite as squares do."""
 
 
+class ComparedRun(Generic[Layer]):
+    """Run a model on a call with some of its layers replaced, and compare; `replaced` replaces one for a while."""
+
+    def __init__(
+        self, model: nn.Module, call: Inputs, replaced: Callable[[Layer], AbstractContextManager[object]]
+    ) -> None:
+        self._model, self._call, self._replaced = model, call, replaced
+        self._expected = self._run()
+
+    def on_less(self) -> ComparedRun[Layer]:
+        """Return the same on a smaller call, if the model takes one."""
+        for args, kwargs in smaller((self._call.args, self._call.kwargs)):
+            with suppress(CalibrationError):
+                return ComparedRun(self._model, Inputs(*args, **kwargs), self._replaced)
+        return self
+
+    def error(self, layers: Iterable[Layer]) -> float:
+        """Return by how much the results are off where these layers are replaced, relative to their scale."""
+        with ExitStack() as stack:
+            for layer in layers:
+                stack.enter_context(self._replaced(layer))
+            return error_of(self._expected, self._run())
+
+    def _run(self) -> Any:
+        with torch.no_grad(), preserved(self._model):
+            return run_call(self._model, self._call, 0)
+
+
 def left_in_floats(program: Program, layers: Mapping[nn.Module, nn.Module], budget: float) -> dict[nn.Module, float]:
     """Return the layers to leave out, each with what it alone moves the model's results by; none where none must be.
 
-    Those go first that cost most for what they save: by their squared error, over the size of their weights.
-
-    Args:
-        program: of the model, which is left as it is.
-        layers: each layer, and what would stand in its place.
-        budget: the error that is allowed, relative to the scale of the results.
+    Those go first that cost most for what they save: by their squared error, over the size of their weights. `layers`
+    are each layer and what would stand in its place.
     """
     if not program.whole_calls or not layers:
         return {}
@@ -56,14 +86,8 @@ def costs_in_groups(
 ) -> dict[Layer, float]:
     """Return by about how much a model's results are off where one layer alone computes in fewer bits.
 
-    The errors of layers are taken to add up as independent ones do, by their squares, and those that cost much for
-    their size to be few: the group that costs most for its size is halved until what is left over is allowed. Of groups
-    that are not looked into, each layer has an equal part. Of 85 layers, four of them costly, that takes some 30 runs.
-
-    Args:
-        sizes: of the layers, in the order of the model, in which costs change slowly.
-        error: of the model with some of them in fewer bits.
-        allowed: how much that may be.
+    Errors are taken to add up by their squares, and few layers to be costly: the group that costs most for its size is
+    halved until the rest is allowed; layers of a group share its cost. Of 85 layers, 4 costly, that takes some 30 runs.
     """
     layers = list(sizes)
     groups: list[_Group[Layer]] = [_Group.of(layers, sizes, error)]
@@ -118,10 +142,7 @@ def left_out(
 ) -> tuple[Sequence[Layer], float]:
     """Return the layers to leave in floats, the most costly first, and the error with all others in fewer bits.
 
-    Args:
-        alone: what each costs by itself, or for its size; together they err by more than is allowed.
-        error: of some of them.
-        allowed: how much that may be.
+    `alone` is what each costs by itself, or for its size; together they err by more than is allowed.
     """
     order = sorted(alone, key=alone.__getitem__, reverse=True)
     # More layers in floats are taken to err less, so that the count can be found by halving.

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .decompositions import is_cast, spelled, tensor, through
 from .occurrences import Occurrence
-from .swap import SwapKernels
+from .swap_kernels import SwapKernels
 
 __all__ = ["Occurrence", "SwapKernels", "is_cast", "spelled", "tensor", "through"]

@@ -24,12 +24,9 @@ _PLAIN = {"float": (int, float), "int": (int,), "str": (str,), "tuple": (tuple, 
 
 @dataclass(frozen=True)
 class Spelled:
-    """A spelling as a pattern.
+    """A spelling as a pattern: its operands have the names of parameters, which `settings` hands over besides.
 
-    Attributes:
-        pattern: what it computes; its operands have the names of its parameters.
-        settings: what it hands over besides, by parameter.
-        operator: what computes its result.
+    `operator` is what computes its result.
     """
 
     pattern: Pattern
@@ -39,11 +36,7 @@ class Spelled:
 
 @cache
 def spelled(spelling: Callable[..., Any]) -> Spelled:
-    """Return a spelling as a pattern.
-
-    Raises:
-        UsageError: if it calls what is no known operator, or does not take tensors and plain values.
-    """
+    """Return a spelling as a pattern; a `UsageError` says that it calls what is no known operator."""
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
     patterns: dict[fx.Node, Pattern] = {}

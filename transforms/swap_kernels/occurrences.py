@@ -26,14 +26,10 @@ __all__ = ["Occurrence"]
 
 @dataclass(frozen=True)
 class Occurrence:
-    """A place where operations compute what a kernel does.
+    """A place where the operations that were found compute what a kernel does, with what the spelling says besides.
 
-    Attributes:
-        kernel: what may be put there.
-        found: the operations, their operands by name, and the node that has the result.
-        settings: what the spelling says besides.
-        second: the node that has the second result, where the kernel gives two.
-        unread: the node whose result the graph returns, but no caller reads.
+    `second` has the second result, where the kernel gives two; `unread` is returned by the graph, and read by no
+    caller.
     """
 
     kernel: Kernel

@@ -7,21 +7,6 @@ from .patterns import Match, Pattern, anything, either, module, operation
 from .spelling import Held, call_in, is_undisturbed
 
 __all__ = [
-    "LAYERS",
-    "Held",
-    "Layer",
-    "LayerCall",
-    "Match",
-    "Pattern",
-    "anything",
-    "call_in",
-    "call_of_layer",
-    "either",
-    "is_undisturbed",
-    "layer_of",
-    "module",
-    "objection_to_module",
-    "operation",
-    "shape_of",
-    "tensor_read",
-]
+    "LAYERS", "Held", "Layer", "LayerCall", "Match", "Pattern", "anything", "call_in", "call_of_layer", "either",
+    "is_undisturbed", "layer_of", "module", "objection_to_module", "operation", "shape_of", "tensor_read",
+]  # fmt: skip

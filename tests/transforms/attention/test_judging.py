@@ -85,7 +85,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
             "before_us": 9.0,
             "after_us": 9 / speed,
         }
-        monkeypatch.setattr(judging, "_figures", lambda ways, given, cold: figures)
+        monkeypatch.setattr(judging, "figures_of", lambda before, after, cold: figures)
 
     return be
 

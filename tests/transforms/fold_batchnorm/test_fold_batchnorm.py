@@ -205,10 +205,11 @@ def test_verification_finds_a_fold_gone_wrong(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_verification_computes_the_fold_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxopt.transforms.fold_batchnorm import write
+    from fxopt.transforms.fold_batchnorm import fold_batchnorm, write
 
     right = write.fold_of
-    monkeypatch.setattr(write, "fold_of", lambda *args, **options: replace(right(*args, **options), eps=1e-5 + 1e-8))
+    for module in (fold_batchnorm, write):
+        monkeypatch.setattr(module, "fold_of", lambda *a, **options: replace(right(*a, **options), eps=1e-5 + 1e-8))
     (decision,) = fxopt.plan(folded(block())).decisions
     assert decision.status == "refused" and "float64" in decision.reason
 

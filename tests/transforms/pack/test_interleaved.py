@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxopt.transforms.pack import interleaved, timing
+from fxopt.transforms.pack import timing
 
 
 class Right:
@@ -44,14 +44,15 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(interleaved, "time", SimpleNamespace(thread_time=made.read, perf_counter=made.read))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=made.read))
+    monkeypatch.setattr(timing, "race_clock", lambda: made.read)
     return made
 
 
 def test_seconds_are_those_of_one_layer_in_the_lowerings_that_its_kind_has(clock: Clock) -> None:
     wide = {"packed": clock.layers(3, 6.0, 3.0, "wide"), "transposed": clock.layers(3, 6.0, 2.0, "wide")}
     narrow = {"packed": clock.layers(1, 1.0, 4.0, "narrow")}
-    found = interleaved.times_interleaved({"wide": wide, "narrow": narrow})
+    found = timing.times_interleaved({"wide": wide, "narrow": narrow})
     assert {kind: list(times) for kind, times in found.items()} == {
         "wide": ["packed", "transposed"],
         "narrow": ["packed"],
@@ -64,8 +65,8 @@ def test_seconds_are_those_of_one_layer_in_the_lowerings_that_its_kind_has(clock
 
 def test_kinds_are_called_in_turn_and_no_more_than_some_layers_of_each(clock: Clock) -> None:
     many = clock.layers(timing.MOST + 2, 1.0, 1.0, "many")
-    interleaved.times_interleaved({"many": {"packed": many}, "two": {"packed": clock.layers(2, 1.0, 1.0, "two")}})
+    timing.times_interleaved({"many": {"packed": many}, "two": {"packed": clock.layers(2, 1.0, 1.0, "two")}})
     first = ["many 0", "two 0", "many 1", "two 1", "many 2", "many 3"]
     assert clock.calls[: len(first)] == first
-    per_pass, rounds = 2 * len(first), interleaved._ROUNDS[0]
+    per_pass, rounds = 2 * len(first), timing._ROUNDS[0]
     assert len(clock.calls) == per_pass * (1 + rounds)  # once to warm up; by this clock time is up after the fewest

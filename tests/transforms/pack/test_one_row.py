@@ -59,7 +59,7 @@ def test_more_rows_are_computed_on_packed_weights() -> None:
 
 
 def test_weights_beyond_the_caches_are_timed_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxopt.transforms.pack.finding.last_level_bytes", lambda: 64)
+    monkeypatch.setattr("fxopt.transforms.pack.find.last_level_bytes", lambda: 64)
 
     def by_itself(self: timing.Calls, *, cold: bool = False) -> timing.Times:
         raise AssertionError("it finds its weight in the caches")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes import timing
-from fxopt.passes.timing import Timings
-from fxopt.transforms.quantize import judging
+from fxopt.passes.timing import Timings, timing_figures
+from fxopt.transforms.quantize import find
 
 X = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
 
@@ -75,11 +75,11 @@ def trials(races: list[str], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Note each time that layers are timed by themselves; with small numbers they are always twice as fast."""
     seen: list[int] = []
 
-    def timed(before: Any, after: Any, *, cold: bool, **_: Any) -> Timings:
+    def timed(before: Any, after: Any, *, cold: bool) -> dict[str, Any]:
         seen.append(len((before, after)))
-        return Timings([{"before": 2.0, "after": 1.0}] * 9, cold=cold)
+        return timing_figures(Timings([{"before": 2.0, "after": 1.0}] * 9, cold=cold), count=len(before))
 
-    monkeypatch.setattr(judging, "time_kind", timed)
+    monkeypatch.setattr(find, "figures_of", timed)
     return seen
 
 

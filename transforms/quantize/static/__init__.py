@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .scheme import SCHEME
+from .candidates import candidates
+from .static import Static
 
-__all__ = ["SCHEME"]
+__all__ = ["Static", "candidates"]

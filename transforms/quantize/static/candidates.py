@@ -13,8 +13,7 @@ from ....passes.contract import word_for
 from ....passes.sites import Refusal
 from ....runtime.values import user_class
 from ....tracing.program import Program
-from ..eligible import Layer, already_quantized, obstacle
-from ..linears import CONVOLUTIONS, linear_of
+from ..layers import CONVOLUTIONS, Candidate, already_quantized, linear_of, obstacle
 
 __all__ = ["candidates", "is_candidate", "objection"]
 
@@ -24,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def is_candidate(module: nn.Module) -> bool:
     """Say whether a module is a linear layer or a convolution, or one that was trained to be quantized."""
     linear = linear_of(module)
-    is_plain = user_class(type(module)) in CONVOLUTIONS or (linear is not None and not linear.dim)
+    is_plain = user_class(type(module)) in CONVOLUTIONS or (linear is not None and not linear.inputs_first)
     return is_plain or isinstance(module, FakeQuantized)
 
 
@@ -33,10 +32,7 @@ def candidates(
 ) -> Iterator[tuple[str, nn.Module] | Refusal]:
     """Yield the layers that can be quantized, by name, and refusals of those that cannot.
 
-    Args:
-        keep: names and classes of modules that stay as they are.
-        program: of the model.
-        runs_here: whether the layers are to run on this machine's CPU now.
+    `keep` names modules and classes that stay; `runs_here`: the layers are to run on this machine's CPU now.
     """
     yield from already_quantized(keep, program)
     for module in program.names.distinct:
@@ -50,7 +46,7 @@ def candidates(
 def objection(name: str, module: nn.Module, program: Program, *, runs_here: bool = True) -> str:
     """Return why a candidate must stay as it is, or ""; see `candidates`."""
     weight = cast("nn.Parameter", cast("nn.Linear", module).weight)
-    reason = obstacle(Layer(name, module, {"weight": weight}), program)
+    reason = obstacle(Candidate(name, module, {"weight": weight}), program)
     if reason:
         return reason
     if runs_here and weight.device.type != "cpu":

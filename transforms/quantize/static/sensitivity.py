@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
+from torch import Tensor, nn
+
+from ....compat import own_parameters
 from ....layers.quantized import Range
+from ....passes.kinds import error_of
+from ....runtime.state import dequantized, quantized
 from ....tracing.examples import Inputs
 from ....tracing.program import Program
-from ..within import costs, left_out
-from .simulation import RoundedModel
+from ..within import ComparedRun, costs, left_out
 
 __all__ = ["Sensitivity", "sensitivity", "unknown"]
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What quantizing layers costs, relative to the scale of what is compared.
+    """What quantizing costs, relative to the scale: each layer's `own` results, and the model's by it `alone`.
 
-    Attributes:
-        own: layer -> by how much its own result is off.
-        alone: layer -> by how much the model's results are off where this layer alone is quantized, on a smaller call
-            where the model takes one; empty where all layers together are within the budget.
-        left: the layers that stay in floats, the most costly first.
-        error: by how much the model's results are off with all the others.
-        together: by how much they are off with all layers.
+    `left` stay in floats, the most costly first, so that the model errs by `error`, where all `together` err by more.
+    `alone` is of a smaller call where the model takes one, and empty where all layers are within the budget.
     """
 
     own: Mapping[str, float]
@@ -44,10 +46,74 @@ def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call:
 
     In which order they are left out a smaller call says well enough; what is within the budget only the whole one.
     """
-    simulation = RoundedModel(program, ranges, group, call)
+    simulation = _RoundedModel(program, ranges, group, call)
     whole = simulation.error(ranges)
     if whole <= budget:
         return Sensitivity(simulation.own_errors, {}, (), whole, whole)
     alone = costs(ranges, simulation.on_less().error)
     left, error = left_out(alone, simulation.error, budget)
     return Sensitivity(simulation.own_errors, alone, left, error, whole)
+
+
+# -- layers that compute in floats what they would compute in 8 bits, for a while ----------------------------------
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A layer, the range of its input, and its weight as 8 bits hold it."""
+
+    module: nn.Module
+    range: Range
+    weight: Tensor
+
+    @classmethod
+    def of(cls, module: nn.Module, range_: Range, group: int) -> _Rounded:
+        weight = cast("Tensor", own_parameters(module)["weight"]).detach()
+        return cls(module, range_, dequantized(*quantized(weight, "int8", group), "int8", weight.dtype))
+
+    @contextmanager
+    def rounded(self) -> Generator[None]:
+        """Let the layer have the rounded weight for a while."""
+        registry = own_parameters(self.module)
+        before = registry["weight"]
+        registry["weight"] = nn.Parameter(self.weight, requires_grad=False)
+        try:
+            yield
+        finally:
+            registry["weight"] = before
+
+    @contextmanager
+    def computed_rounded(self) -> Generator[None]:
+        """Let the layer compute with the rounded weight, on a rounded input, for a while."""
+        handle = self.module.register_forward_pre_hook(self._round_input, with_kwargs=True)
+        try:
+            with self.rounded():
+                yield
+        finally:
+            handle.remove()
+
+    def _round_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return (self.range.rounded(args[0] if args else kwargs["input"]),), {}
+
+    def own_error(self, x: Tensor, result: Tensor) -> float:
+        """Return by how much the layer's own result is off, relative to its scale."""
+        with self.rounded():
+            return error_of(result, self.module.forward(self.range.rounded(x)))
+
+
+class _RoundedModel(ComparedRun[str]):
+    """Run a model on one call with some layers rounded, by name and range of their inputs, and compare."""
+
+    def __init__(self, program: Program, ranges: Mapping[str, Range], group: int, call: Inputs) -> None:
+        layers = {name: _Rounded.of(program.module(name), range_, group) for name, range_ in ranges.items()}
+        self._layers = layers
+        self.own_errors: dict[str, float] = {}
+        with ExitStack() as stack:
+            for name, layer in layers.items():
+                handle = layer.module.register_forward_hook(partial(self._compare, name), with_kwargs=True)
+                stack.callback(handle.remove)
+            super().__init__(program.model, call, lambda name: layers[name].computed_rounded())
+
+    def _compare(self, name: str, _: nn.Module, args: Any, kwargs: Any, result: Tensor) -> None:
+        error = self._layers[name].own_error(args[0] if args else kwargs["input"], result)
+        self.own_errors[name] = max(error, self.own_errors.get(name, 0.0))

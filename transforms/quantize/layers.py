@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from ...compat import has_hooks, has_state_hooks, submodule
+from ...compat import has_hooks, has_state_hooks, own_parameters, submodule
 from ...layers.folded import Fold, Folds
+from ...layers.members import FusedMembers, stacked_weights
 from ...layers.quantized import ASKED, QuantizedLayer
 from ...operators import Derived
 from ...passes.contract import word_for
 from ...passes.driver import record_of
+from ...passes.rewriting import Layer, layer_of
 from ...passes.sites import Refusal
-from ...runtime.values import qualified
+from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners, TensorReads
 
-__all__ = ["Layer", "already_quantized", "obstacle", "tied_to"]
+__all__ = ["CONVOLUTIONS", "Candidate", "already_quantized", "linear_of", "linears", "obstacle", "tied_to", "weight_of"]
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Those that `int8_static` takes."""
 
 _QUANTIZED = "it is quantized already; for another scheme, begin with the model as it was, or with fxopt.restore(model)"
 _FOLDED = (
@@ -28,17 +34,18 @@ _FOLDED = (
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A layer that a scheme would replace.
+_ONE_FUNCTION = "torch computes it as one function of its weights, in which no layer can be replaced"
 
-    Attributes:
-        name: its qualified name.
-        module: the layer.
-        weights: name in the layer -> what would be quantized.
-        detail: for the report.
-        objection: why the scheme cannot take it, or "".
-        stays: its weight may stay as it is, for others who have it too.
+_EXPERTS = "its experts' weights are stacked ({}), and there is no kernel for batched products of small numbers"
+
+_STACKED = "the weights of its members are stacked, and there is no kernel for batched products of small numbers"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layer that a scheme would replace, with the weights that would be quantized, by their names in it.
+
+    `objection` says why the scheme cannot take it, or "". `stays`: its weight may stay, for others who have it too.
     """
 
     name: str
@@ -63,7 +70,7 @@ def already_quantized(keep: Sequence[str], program: Program) -> Iterator[Refusal
             yield Refusal(_QUANTIZED, name)
 
 
-def obstacle(layer: Layer, program: Program) -> str:
+def obstacle(layer: Candidate, program: Program) -> str:
     """Return why a layer must stay as it is, or ""."""
     if not layer.name:
         return "the whole model is this layer, and nothing can be put in its place"
@@ -77,7 +84,7 @@ def tied_to(name: str, program: Program) -> list[str]:
     return [other for other in program.analyses[TensorOwners].names(name) if other != name]
 
 
-def _weight_problem(layer: Layer, name: str, program: Program) -> str:
+def _weight_problem(layer: Candidate, name: str, program: Program) -> str:
     weight, tensor = qualified(layer.name, name), layer.weights[name]
     tied = tied_to(weight, program)
     if tied:
@@ -111,3 +118,49 @@ def _value_problem(name: str, tensor: Tensor) -> str:
     if not tensor.numel():
         return f"{name} is empty"
     return "" if tensor.is_meta or tensor.isfinite().all() else f"{name} has elements that are not finite"
+
+
+# -- linear layers -------------------------------------------------------------------------------------------------
+
+
+def linear_of(module: nn.Module) -> Layer | None:
+    """Return a module as a linear layer: `nn.Linear` itself, or the `Conv1D` of transformers; None for any other."""
+    layer = layer_of(module)
+    if layer is None or user_class(type(module)) is not layer.base:
+        return None
+    return layer if layer.is_linear and len(layer.shape) == 2 else None
+
+
+def weight_of(module: nn.Module) -> nn.Parameter:
+    """Return the weight of a layer."""
+    return cast("nn.Parameter", own_parameters(module)["weight"])
+
+
+def linears(program: Program, objection: Callable[[Layer, Tensor], str], *, stays: bool = False) -> list[Candidate]:
+    """Return each linear layer by its first name, and what looks as if it held some.
+
+    `objection` says why the scheme cannot take one with a weight, or ""; `stays`: it takes weights that others have
+    too.
+    """
+    found: list[Candidate] = []
+    for module in program.names.distinct:
+        linear, name = linear_of(module), program.names.name(module)
+        if linear is None:
+            reason = _objection(module)
+            found += [Candidate(name, module, {}, objection=reason)] if reason else []
+            continue
+        weight, (inputs, outputs) = weight_of(module), linear.channels
+        detail, wrong = f"{inputs} to {outputs}", objection(linear, weight)
+        found.append(Candidate(name, module, {"weight": weight}, detail, wrong, stays and not linear.inputs_first))
+    return found
+
+
+def _objection(module: nn.Module) -> str:
+    """Return why linear layers that a module is made of cannot be replaced, or "" where it holds none."""
+    if isinstance(module, FusedMembers):
+        return _STACKED
+    if isinstance(module, nn.MultiheadAttention):
+        return _ONE_FUNCTION
+    is_other = isinstance(module, nn.Bilinear) or layer_of(module) is not None
+    names = [] if is_other else stacked_weights(module)
+    return _EXPERTS.format(" and ".join(names)) if names else ""

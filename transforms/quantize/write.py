@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ...compat import own_parameters
 from ...errors import MatchFailure
 from ...layers.quantized import QuantizedLayer, QuantizedLinear, TiedInt8Linear
 from ...passes.rewriting import Edit
 from ...runtime.state import QuantizeWeight, StateStep
 from .kernels import kernel_problem
-from .linears import linear_of
+from .layers import linear_of, weight_of
 
 __all__ = ["Held", "Instead", "instead_of", "instead_of_linear", "put"]
 
@@ -22,24 +23,14 @@ Held = Sequence[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Instead:
-    """What stands in the place of a layer.
-
-    Attributes:
-        layer: with small numbers.
-        steps: how its state follows.
-    """
+    """What stands in the place of a layer, and how its state follows."""
 
     layer: QuantizedLayer
     steps: tuple[StateStep, ...]
 
 
 def instead_of(weights: Mapping[StateStep, Tensor], make: Callable[[Held], QuantizedLayer]) -> Instead:
-    """Return what stands in the place of a layer.
-
-    Args:
-        weights: what each weight becomes, as a step, and the weight.
-        make: returns the new layer, from the numbers and scales of each.
-    """
+    """Return the layer that `make` makes of numbers and scales; `weights` says what each becomes, as a step."""
     held = [step.forward([weight.detach()]) for step, weight in weights.items()]
     return Instead(make([(values, scales) for values, scales in held]), tuple(weights))
 
@@ -47,27 +38,22 @@ def instead_of(weights: Mapping[StateStep, Tensor], make: Callable[[Held], Quant
 def instead_of_linear(
     module: nn.Module, make: type[QuantizedLinear], form: str, group: int, *, stays: bool = False
 ) -> Instead:
-    """Return what stands in the place of a linear layer.
+    """Return what stands in the place of a linear layer; `form` and `group` are those of `QuantizeWeight`.
 
-    Args:
-        module: the layer.
-        make: the new layer's class.
-        form, group: see `QuantizeWeight`.
-        stays: the weight stays as it is, for others who have it too; in int8 alone.
-
-    Raises:
-        MatchFailure: the module is no linear layer, or the kernel is wrong.
+    `stays`: the weight stays as it is, for others who have it too; in int8 alone. Raises `MatchFailure` where the
+    module is no linear layer, or the kernel is wrong.
     """
     linear = linear_of(module)
     if linear is None:
         raise MatchFailure("it is no linear layer any more")
-    problem = kernel_problem(make, linear.outputs, linear.inputs, group)
+    problem = kernel_problem(make, *reversed(linear.channels), group)
     if problem:
         raise MatchFailure(problem)
+    weight, bias, dim = weight_of(module), own_parameters(module).get("bias"), int(linear.inputs_first)
     if stays:
-        return Instead(TiedInt8Linear(linear.weight, linear.bias, group), ())
-    step, dtype = QuantizeWeight.of("weight", linear.weight, form, linear.dim, group), linear.weight.dtype
-    return instead_of({step: linear.weight}, lambda held: make(*held[0], linear.bias, dtype, linear.dim))
+        return Instead(TiedInt8Linear(weight, bias, group), ())
+    step = QuantizeWeight.of("weight", weight, form, dim, group)
+    return instead_of({step: weight}, lambda held: make(*held[0], bias, weight.dtype, dim))
 
 
 def put(edit: Edit, path: str, instead: Instead) -> None:

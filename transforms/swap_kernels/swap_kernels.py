@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,18 +10,20 @@ from typing import ClassVar
 
 from torch import fx, nn
 
-from ...cuda_ops import Kernel
-from ...errors import MatchFailure
+from ...cuda_ops import KERNELS, Kernel
+from ...errors import MatchFailure, UsageError, did_you_mean
 from ...passes.contract import Pass, check_option_types
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
 from .decompositions import is_cast
-from .known import kernels_named
+from .find import occurrence
 from .occurrences import Occurrence
-from .search import occurrence
 
 __all__ = ["SwapKernels"]
+
+_GROUP = "fxopt.kernels"
+"""The entry-point group of kernels from other distributions; fxopt's own win where names are equal."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,10 @@ class SwapKernels(Pass):
             names = (each.name if isinstance(each, Kernel) else each for each in listed)
             object.__setattr__(self, "kernels", tuple(names))
             check_option_types(self)
-            kernels_named(self.kernels, self._given)
+            _kernels_named(self.kernels, self._given)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        kernels = kernels_named(self.kernels, self._given)
+        kernels = _kernels_named(self.kernels, self._given)
         items = [
             item
             for owner, capture in program.captures.items()
@@ -62,7 +65,7 @@ class SwapKernels(Pass):
         yield from (item for item in items if not isinstance(item, Site) or program.module(item.owner) not in idle)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        (kernel,) = kernels_named([site.data["kernel"]], self._given)
+        (kernel,) = _kernels_named([site.data["kernel"]], self._given)
         found = occurrence(edit.program, site.owner, site["result"], kernel)
         if not isinstance(found, Occurrence):
             raise MatchFailure(found or f"{kernel.name} is not there any more")
@@ -98,3 +101,29 @@ def _in_graph(
             if isinstance(found, str) and not is_cast(node):  # what is cast is looked at itself
                 refused.setdefault(node, Refusal(f"{kernel.name}: {found}", node))
     yield from (refusal for node, refusal in refused.items() if node not in taken)
+
+
+def _kernels_named(names: Sequence[str], given: Sequence[Kernel] = ()) -> list[Kernel]:
+    """Return the kernels of these names, all if there are none; those `given` need not be known, and win.
+
+    Raises `UsageError` where there is none of a name, or one cannot be loaded.
+    """
+    own = {kernel.name: kernel for kernel in (*KERNELS, *given)}
+    if names and own.keys() >= set(names):
+        return [own[name] for name in names]  # reading what all distributions offer takes longer than a swap
+    others = {e.name: e for e in importlib.metadata.entry_points(group=_GROUP) if e.name not in own}
+    for name in names:
+        if name not in own and name not in others:
+            raise UsageError(f"swap_kernels: unknown kernel {name!r}{did_you_mean(name, [*own, *others])}")
+    return [own[name] if name in own else _loaded(others[name]) for name in names or [*own, *others]]
+
+
+def _loaded(entry: importlib.metadata.EntryPoint) -> Kernel:
+    where = f"kernel {entry.name!r} ({entry.value})"
+    try:
+        found = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{where} cannot be loaded: {error}") from error
+    if not isinstance(found, Kernel) or found.name != entry.name:
+        raise UsageError(f"{where} is no fxopt.cuda_ops.Kernel of that name")
+    return found

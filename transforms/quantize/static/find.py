@@ -1,43 +1,53 @@
-"""Layers behind one another in a graph, which can pass on numbers of 8 bits rather than floats."""
+"""Layers behind one another in a graph, which can pass on numbers of 8 bits, and what comes behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import networkx as nx
 from torch import fx, nn
 
 from ....compat import has_hooks
 from ....layers.quantized import FakeQuantized, Freezable, Range
-from ....operators import canonical_name, has_random_effects, operator_of_module
+from ....operators import canonical_name, has_random_effects, normalized_arguments, operator_info, operator_of_module
 from ....runtime.graphs import Region, required_capture
 from ....runtime.values import user_class
+from ....tracing.examples import TensorMeta
 from ....tracing.program import CallSites, Program
 from ...fold_batchnorm import obstacles, pairs_in
-from .layout import Followers, followers
-from .pools import pooling_of
 
-__all__ = ["Chain", "Link", "chains"]
+__all__ = ["Chain", "Link", "chains", "pooling_of"]
 
 _MOVING = frozenset("contiguous dropout flatten identity reshape squeeze unsqueeze view".split())
 """What only moves numbers or chooses among them: numbers of 8 bits go through as floats do."""
 
 _ASKING = frozenset({"dim", "shape", "size"})
 
+_SETTINGS: Mapping[str, Any] = {
+    "kernel_size": None, "stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False,
+}  # fmt: skip
+"""Of max pooling, with what they are by default."""
+
+
+@dataclass(frozen=True)
+class Followers:
+    """What comes behind a result: calls of `view` in the same graph, which could be `reshape`.
+
+    `is_open`: somebody else may count on its order in memory: the model's caller, `view` in another graph, other code.
+    """
+
+    views: tuple[fx.Node, ...] = ()
+    is_open: bool = False
+
 
 @dataclass(eq=False)
 class Link:
-    """A call of a layer.
+    """A call of a layer, with the batch norm and the ReLU on its result that become part of it.
 
-    Attributes:
-        name: of the layer, qualified.
-        node: that calls it.
-        norm: that calls a batch norm on the result, which is folded into it, or None.
-        relu: on the result of both, or None.
-        followers: what counts on how its result lies in memory.
-        between: the operations up to the layers behind, where all that comes behind are such, of one range.
-        output: that range; None: it gives floats.
+    `between` are the operations up to the layers behind, if all behind are such, of one range, `output`; None gives
+    floats. `followers` count on how the result lies in memory.
     """
 
     name: str
@@ -124,7 +134,7 @@ def _connected(
             graph.add_edges_from((link, other) for other in behind)
         else:
             link.between.clear()
-            link.followers = followers(program, owner, link.last)
+            link.followers = _followers(program, owner, link.last)
     order = {link: number for number, link in enumerate(links.values())}
     for group in nx.connected_components(graph):
         yield sorted(group, key=order.__getitem__)
@@ -165,3 +175,92 @@ def _operator(program: Program, owner: str, node: fx.Node) -> str | None:
         return canonical_name(node)
     module = program.callee(owner, node)
     return None if has_hooks(module) else operator_of_module(user_class(type(module)))
+
+
+# -- max pooling ---------------------------------------------------------------------------------------------------
+
+
+def pooling_of(program: Program, owner: str, node: fx.Node) -> tuple[list[int], list[int], list[int]] | None:
+    """Return the kernel, stride and padding of a node that pools images by the largest; None of any other node."""
+    settings = _settings(program, owner, node)
+    if settings is None or settings["ceil_mode"] or settings["return_indices"] or _pair(settings["dilation"]) != [1, 1]:
+        return None
+    kernel = settings["kernel_size"]
+    pairs = [_pair(given) for given in (kernel, settings["stride"] or kernel, settings["padding"])]
+    known = [pair for pair in pairs if pair is not None]
+    return (known[0], known[1], known[2]) if len(known) == 3 else None
+
+
+def _settings(program: Program, owner: str, node: fx.Node) -> Mapping[str, Any] | None:
+    if node.op == "call_module":
+        module = program.callee(owner, node)
+        is_pool = user_class(type(module)) is nn.MaxPool2d and not has_hooks(module)
+        return {name: getattr(module, name) for name in _SETTINGS} if is_pool else None
+    if canonical_name(node) != "max_pool2d":
+        return None
+    named = normalized_arguments("max_pool2d", node.target, node.args, node.kwargs).named
+    return {name: named.get(name, default) for name, default in _SETTINGS.items()}
+
+
+def _pair(value: Any) -> list[int] | None:
+    values = list(cast("Sequence[Any]", value)) if isinstance(value, (tuple, list)) else [value, value]
+    return values if len(values) == 2 and all(type(each) is int for each in values) else None
+
+
+# -- who counts on how a result lies in memory ---------------------------------------------------------------------
+
+
+def _followers(program: Program, owner: str, node: fx.Node) -> Followers:
+    """Return what comes behind a node, as far as its layout goes with it."""
+    views: dict[fx.Node, None] = {}
+    pending, seen = [(owner, node)], {node}
+    while pending:
+        place, last = pending.pop()
+        for user in last.users:
+            if user in seen or _has_one_place(user):
+                continue
+            seen.add(user)
+            if user.op == "call_method" and user.target == "view" and place == owner:
+                views[user] = None
+                continue
+            behind = _behind(program, place, user)
+            if behind is None:
+                return Followers(tuple(views), is_open=True)
+            pending += behind
+    return Followers(tuple(views))
+
+
+def _behind(program: Program, owner: str, user: fx.Node) -> list[tuple[str, fx.Node]] | None:
+    """Return where a result goes on from a node that reads it; None where that cannot be seen, or is `view`."""
+    if user.op == "output":
+        return list(_callers(program, owner)) or None
+    name = canonical_name(user)
+    if user.op == "call_module":
+        name = operator_of_module(user_class(type(program.callee(owner, user))))
+        if name is None:
+            return _placeholders(program, owner, user) or None
+    order = operator_info(name).memory_order
+    return None if order is None else [(owner, user)] if order == "kept" else []
+
+
+def _callers(program: Program, owner: str) -> Iterator[tuple[str, fx.Node]]:
+    module = program.module(owner)
+    for name, capture in program.captures.items():
+        for specialization in capture.specializations:
+            for node in specialization.graph.find_nodes(op="call_module"):
+                if program.callee(name, node) is module:
+                    yield name, node
+
+
+def _placeholders(program: Program, owner: str, node: fx.Node) -> list[tuple[str, fx.Node]]:
+    """Return where a called module's graphs take what they are given; nothing where it has none."""
+    name = program.name_of(program.callee(owner, node))
+    capture = program.captures.get(name)
+    graphs = () if capture is None else (specialization.graph for specialization in capture.specializations)
+    return [(name, placeholder) for graph in graphs for placeholder in graph.find_nodes(op="placeholder")]
+
+
+def _has_one_place(node: fx.Node) -> bool:
+    """Say whether a result is [rows, channels, 1, ...]: it lies in memory in one way only."""
+    val = node.meta.get("val")
+    return isinstance(val, TensorMeta) and len(val.shape) > 2 and set(val.shape[2:]) == {1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -14,18 +14,22 @@ from ....passes.rewriting import Edit
 from ....passes.sites import Cause, Refusal, Site
 from ....tracing.program import Program
 from ...calibration import calls, ranges_of
-from ..linears import CONVOLUTIONS
-from ..settings import Settings
+from ..layers import CONVOLUTIONS
+from ..schemes import Scheme, Settings
 from .candidates import candidates
-from .chains import Chain, Link, chains
-from .rewriting import rewrite
+from .find import Chain, Link, chains
 from .sensitivity import Sensitivity, sensitivity, unknown
+from .write import rewrite
 
-__all__ = ["SCHEME"]
+__all__ = ["Static"]
 
 
-class _Static:
+class Static(Scheme):
     """Quantize linear layers and convolutions with ranges that calibration found."""
+
+    options: ClassVar[tuple[str, ...]] = ("per_channel", "observer", "batches", "calibration")
+    folds_norms: ClassVar[bool] = True
+    profiles_itself: ClassVar[bool] = False
 
     def check(self, settings: Settings, model: nn.Module) -> None:
         reason = why_no_static_int8()
@@ -39,11 +43,8 @@ class _Static:
 
     def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:
         if program.training:
-            yield Refusal(
-                "it is for evaluation, and the model is in training; call model.eval() first",
-                "(root)",
-                Cause.IN_TRAINING,
-            )
+            reason = "it is for evaluation, and the model is in training; call model.eval() first"
+            yield Refusal(reason, "(root)", Cause.IN_TRAINING)
             return
         layers: dict[str, nn.Module] = {}
         for found in candidates(settings.keep, program):
@@ -55,14 +56,7 @@ class _Static:
             yield from _calibrated(settings, program, layers)
 
     def rewrite(self, settings: Settings, site: Site, edit: Edit) -> None:
-        rewrite(site, edit, _group(settings))
-
-
-SCHEME = _Static()
-
-
-def _group(settings: Settings) -> int:
-    return 0 if settings.per_channel else -1
+        rewrite(site, edit, settings.group)
 
 
 def _calibrated(settings: Settings, program: Program, layers: Mapping[str, nn.Module]) -> Iterator[Site | Refusal]:
@@ -77,7 +71,7 @@ def _calibrated(settings: Settings, program: Program, layers: Mapping[str, nn.Mo
     if not ranges:
         return
     budget = settings.error_budget
-    found = sensitivity(program, ranges, _group(settings), data[0], budget) if data else unknown(ranges)
+    found = sensitivity(program, ranges, settings.group, data[0], budget) if data else unknown(ranges)
     for name in found.left:
         cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"
         yield Refusal(f"{cost}, all layers together by {found.together:.2g}; the budget is {budget:g}", name)
@@ -105,10 +99,7 @@ def _site_of(program: Program, chain: Chain, ranges: Mapping[str, Range], found:
 
 
 def _kind(program: Program, layers: list[dict[str, Any]]) -> Hashable:
-    """Return what the time that layers take hangs on: not on the numbers that calibration found.
-
-    How floats lie in memory is a choice for convolutions only.
-    """
+    """Return what the time of layers hangs on: not on calibration, and on the order in memory for convolutions only."""
     moved = (isinstance(program.module(layer["name"]), CONVOLUTIONS) and layer["contiguous"] for layer in layers)
     return tuple(zip((layer["output"] is None for layer in layers), moved, strict=True))
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ...layers.packed import Packed
+from ...passes.kinds import LEAST_GAIN
 from ...passes.rewriting import readers_in
 from ...passes.sites import Cause, Refusal, Site
 from ...passes.timing import last_level_bytes
@@ -20,10 +21,9 @@ from ...tracing.program import Program
 from .checking import Check
 from .decompositions import spelled_at
 from .epilogue import Epilogue, find_epilogue
-from .interleaved import times_interleaved
 from .layers import Packable, graphs_in, packable_at
-from .timing import LEAST, PACKED, TRANSPOSED, Calls, Gains, Times
-from .writing import ACTIVATION
+from .timing import PACKED, TRANSPOSED, Calls, Gains, Times, times_interleaved
+from .write import ACTIVATION
 
 __all__ = ["IN_TRAINING", "found_in"]
 
@@ -49,14 +49,7 @@ Nodes = dict[str, str]
 
 @dataclass(frozen=True)
 class _Found:
-    """A layer that can be computed on a packed weight.
-
-    Attributes:
-        number: which of its owner's graphs the call is in.
-        layer: the call.
-        epilogue: what is computed with it.
-        dtype: that it would be computed in.
-    """
+    """A layer of a graph that can be computed on a packed weight, with what is computed together, in a dtype."""
 
     number: int
     layer: Packable
@@ -91,10 +84,7 @@ class _Found:
 def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Site | Refusal]:
     """Yield the layers of each graph that runs in evaluation as a site, and those that stay as they are.
 
-    Args:
-        program: the model.
-        dtype: to compute in.
-        budget: the error that is allowed in others than float32.
+    `budget` is the error that is allowed in others than float32.
     """
     if program.training:
         yield from (
@@ -111,7 +101,7 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
     together = _gain_together(layers, gains.known)
     graphs: dict[tuple[str, int], list[_Found]] = {}
     for found in layers:
-        least = _LEAST_TOGETHER if together and found.layer.geometry is not None else LEAST
+        least = _LEAST_TOGETHER if together and found.layer.geometry is not None else LEAST_GAIN
         if refusal := gains.refusal(found.kind, found.name, least):
             yield refusal
         else:
@@ -144,12 +134,9 @@ def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_Found]
 
 
 def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) -> bool:
-    """Say whether the convolutions of a model gain, all of them packed.
-
-    Between one that is packed and one that is not images are laid out anew, which is to be saved.
-    """
+    """Say whether the convolutions of a model gain, all of them packed: in between, images would be laid out anew."""
     timed = [known[found.kind] for found in layers if found.layer.geometry is not None and found.kind in known]
-    return sum(times.own for times in timed) > LEAST * sum(times.packed for times in timed)
+    return sum(times.own for times in timed) > LEAST_GAIN * sum(times.packed for times in timed)
 
 
 def _laid_channels_last(group: Sequence[_Found]) -> set[fx.Node]:

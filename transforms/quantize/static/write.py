@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
-from ....compat import own_parameters
+from ....compat import has_global_hooks, has_hooks, own_parameters
 from ....errors import MatchFailure
 from ....layers.folded import Fold
+from ....layers.members import settings_of
 from ....layers.quantized import (
     FakeQuantized,
     Geometry,
@@ -24,32 +25,29 @@ from ....layers.quantized import (
 )
 from ....passes.rewriting import Edit, call_of_layer
 from ....passes.sites import Site
+from ....runtime.guards import Attribute, Call, Guard, Lacks, Source, Truth, exactly, key_of, module_at, of_class
 from ....runtime.state import QuantizeTrained, QuantizeWeight, StateStep
-from ....runtime.values import qualified
+from ....runtime.values import qualified, user_class
 from ....tracing.examples import TensorMeta
 from ...fold_batchnorm import source_of, write_check
-from ..linears import CONVOLUTIONS
-from ..replacing import instead_of, put
+from ..layers import CONVOLUTIONS
+from ..write import instead_of, put
 from .candidates import is_candidate, objection
-from .members import members, unchanged_guards
-from .pools import pooling_of
+from .find import pooling_of
 
 __all__ = ["rewrite"]
 
+_READ = {"layer": (), "norm": ("eps",), "relu": ()}
+"""Which settings count, by what a module is in a chain; of operations between layers all do."""
+
 
 def rewrite(site: Site, edit: Edit, group: int) -> None:
-    """Rewrite a site: layers by what its data says, and the calls of these in its graph.
-
-    Args:
-        site: a layer, or a chain of them in a graph.
-        edit: of the site.
-        group: of the weights, see `QuantizeWeight`.
-    """
+    """Rewrite a layer, or a chain of them in a graph, by the site's data; `group` as in `QuantizeWeight`."""
     layers: list[Mapping[str, Any]] = site.data["layers"]
     if not site.nodes:
         _replace_layer("", layers[0], edit, group)
         return
-    called = members(site, edit)
+    called = _members(site, edit)
     nodes = [edit.graph_node(f"layer.{number}") for number in range(len(layers))]
     for number, node in enumerate(nodes):
         normed = call_of_layer(edit.program, site.owner, node) if f"norm.{number}" in site.nodes else None
@@ -65,7 +63,7 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
             _pass_numbers(edit.graph_node(label), edit)
         if label.startswith("view."):
             _loosened(edit.graph_node(label), edit)
-    edit.hold_where(unchanged_guards(edit.owner, called))
+    edit.hold_where(_unchanged_guards(edit.owner, called))
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -193,3 +191,34 @@ def _note_numbers(node: fx.Node) -> None:
     val = node.meta.get("val")
     if isinstance(val, TensorMeta):
         node.meta["val"] = dataclasses.replace(val, dtype=torch.uint8)
+
+
+# -- what the graph stands on: the modules that it calls with numbers, or no longer calls, are as they were --------
+
+
+def _members(site: Site, edit: Edit) -> dict[str, str]:
+    """Return the modules of a chain, by their paths from its owner: "layer", "norm", "relu", "between" or "view"."""
+    nodes = {label: edit.graph_node(label) for label in site.nodes}
+    return {str(node.target): label.partition(".")[0] for label, node in nodes.items() if node.op == "call_module"}
+
+
+def _unchanged_guards(owner: nn.Module, called: Mapping[str, str]) -> list[Guard]:
+    """Return guards on what a chain stands on: with hooks, other modules or settings the module's own forward runs.
+
+    `called` says what each module is in the chain, by its path.
+    """
+    anywhere = Guard(Call(has_global_hooks, ()), Truth(False), "hooks on all modules would meet numbers of 8 bits")
+    found = [anywhere]
+    for path, what in called.items():
+        module = owner.get_submodule(path)
+        names = _READ.get(what, settings_of(module))
+        found += _as_it_is(module_at(path.split(".")), module, [name for name in names if name != "inplace"])
+    return found
+
+
+def _as_it_is(place: Source, module: nn.Module, names: list[str]) -> Iterator[Guard]:
+    yield of_class(place, user_class(type(module)), "quantize has written what it computes into the graph")
+    yield Guard(Call(has_hooks, (place,)), Truth(False), "a hook would meet numbers of 8 bits, or never run")
+    yield Guard(Attribute(place, "__dict__"), Lacks(key_of("forward")), "quantize has read its own forward")
+    for name in names:
+        yield from exactly(Attribute(place, name), getattr(module, name))

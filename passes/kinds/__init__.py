@@ -1,0 +1,9 @@
+"""Judge one kind of layer by itself, computed in two ways: is the new one right, and does it gain?"""
+
+from __future__ import annotations
+
+from .judging import LEAST_GAIN, Judgement, allowed_error, error_of, figures_of, gain_judgement, no_gain, over_budget
+
+__all__ = [
+    "LEAST_GAIN", "Judgement", "allowed_error", "error_of", "figures_of", "gain_judgement", "no_gain", "over_budget",
+]  # fmt: skip

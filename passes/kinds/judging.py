@@ -1,0 +1,112 @@
+"""What is known of one kind of layer in two ways of computing it: the error, the gain, and what objects to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..sites import Cause, Refusal
+from ..timing import Interval, time_kind, timing_figures
+from ..verification import Tolerance, distance, rounding, scale_of
+
+__all__ = [
+    "LEAST_GAIN",
+    "Judgement",
+    "allowed_error",
+    "error_of",
+    "figures_of",
+    "gain_judgement",
+    "no_gain",
+    "over_budget",
+]
+
+LEAST_GAIN = 1.01
+"""What gains less by itself stays as it is; of the rest the whole model tells."""
+
+_OWN = 4.0
+"""The new way may err four times as much as the layer does, by units in the last place of the scale, and by what
+rounding adds up to in a sum one after another: the square root of the number of terms."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What is known of a kind.
+
+    Attributes:
+        error: of its results in the new way, relative to their scale.
+        figures: what plans say of its time.
+        objection: why it stays as it is, or "".
+        cause: the kind of objection.
+    """
+
+    error: float = 0.0
+    figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    objection: str = ""
+    cause: Cause = Cause.JUDGED_WRONG
+
+    def refusal(self, at: Any) -> Refusal | None:
+        """Return it as the refusal of a place; None where nothing objects."""
+        return Refusal(self.objection, at, self.cause) if self.objection else None
+
+
+def allowed_error(error: float, own: Tensor, exact: Tensor, terms: int = 1) -> float:
+    """Return how far off results may be that are to be the same but for rounding.
+
+    Args:
+        error: by how much the layer itself is off.
+        own: what that gives.
+        exact: the same in float64.
+        terms: how many products each result is the sum of, where they are not added one after another in both.
+    """
+    summed = math.sqrt(terms) * torch.finfo(own.dtype).eps * scale_of(exact)
+    return _OWN * error + rounding(own).absolute + summed
+
+
+def error_of(expected: Any, found: Any) -> float:
+    """Return the largest difference between tensors of floats in two results, relative to the scale of each."""
+    pairs = zip(pytree.tree_leaves(expected), pytree.tree_leaves(found), strict=True)
+    floats = ((old, new) for old, new in pairs if isinstance(old, Tensor) and old.is_floating_point())
+    return max((distance(old, new, Tolerance(0.0, math.inf)).error for old, new in floats), default=0.0)
+
+
+def over_budget(error: float, budget: float) -> str:
+    """Return why results with an error are not to be had within a budget, or ""."""
+    return "" if error <= budget else f"it errs by {error:.2g} of its scale, more than the budget of {budget:g}"
+
+
+def figures_of(
+    before: Sequence[Callable[[], object]], after: Sequence[Callable[[], object]], *, cold: bool
+) -> dict[str, Any]:
+    """Time layers of a kind, one after another, in both ways; return figures of one for plans.
+
+    Args:
+        before, after: call each layer. In use, weights do not wait in the caches either: give several.
+        cold: empty the caches before each time.
+    """
+    with torch.no_grad():
+        timings = time_kind(lambda: _run(before), lambda: _run(after), least=LEAST_GAIN, cold=cold)
+    return timing_figures(timings, count=len(before))
+
+
+def gain_judgement(figures: Mapping[str, Any], error: float = 0.0, *, surely: bool = False) -> Judgement:
+    """Return what figures say: less than `LEAST_GAIN` is no gain. `surely`: the whole interval must show it."""
+    speed = Interval(figures["speedup_low"], figures["speedup"], figures["speedup_high"])
+    return Judgement(error, figures, no_gain(speed, surely=surely), Cause.JUDGED_SLOWER)
+
+
+def no_gain(speed: Interval, least: float = LEAST_GAIN, *, surely: bool = False) -> str:
+    """Return why layers that are so many times faster by themselves stay as they are, or ""; see `gain_judgement`."""
+    slow = f"{'not clearly' if surely else 'no'} faster by itself: {speed.mid:.3g}x"
+    gains = (speed.low if surely else speed.mid) > least
+    return "" if gains else f"{slow} ({speed.low:.3g} to {speed.high:.3g})"
+
+
+def _run(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()

@@ -1,0 +1,164 @@
+"""Which layers are replaced, whatever the scheme: each is compared, and one of each kind timed, by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ...errors import MatchFailure
+from ...passes.contract import word_for
+from ...passes.kinds import Judgement, error_of, figures_of, gain_judgement, over_budget
+from ...passes.sites import Refusal, Site
+from ...runtime.values import user_class
+from ...settings import Measure
+from ...tracing.program import Program, is_on_meta
+from ...tracing.recording import Call
+from .layers import Candidate, already_quantized, obstacle
+from .schemes import Settings
+from .within import left_in_floats
+from .write import Instead
+
+__all__ = ["found"]
+
+_COSTLY = (
+    "the whole model would err by more than the budget; this layer alone moves its results by about {:.2g} of "
+    "their scale; raise budget= to quantize it too"
+)
+_NEVER_CALLED = "the example inputs never call it"
+_BYPASSED = "torch's encoder layer computes with its weights, and does not call it in evaluation"
+_BYTES = 2**25
+"""So much of a kind is called in turn, where there is as much: in use, weights do not wait in the caches either."""
+
+Make = Callable[[nn.Module], Instead]
+
+
+def found(settings: Settings, program: Program, layers: Sequence[Candidate], make: Make) -> Iterator[Site | Refusal]:
+    """Yield a site for each of the layers that a scheme knows, and why others stay as they are.
+
+    First come those that save most for their error, which are the last to go where the whole model errs by too much;
+    where nothing runs, the largest. `make` returns what stands in the place of one, or raises `MatchFailure`.
+    """
+    yield from already_quantized(settings.keep, program)
+    called = _called(program, [layer.module for layer in layers])
+    able: list[Candidate] = []
+    for layer in sorted(layers, key=lambda layer: -layer.size):
+        if word_for(settings.keep, layer.name, program) is not None:
+            continue
+        reason = (obstacle(layer, program) if layer.weights else "") or layer.objection
+        if not reason and called is not None and layer.module not in called:
+            reason = _BYPASSED if _in_encoder(layer.name, program) else _NEVER_CALLED
+        if reason:
+            yield Refusal(reason, layer.name or "(root)")
+        else:
+            able.append(layer)
+    if called is None or is_on_meta(program.model):
+        yield from (Site(program, layer.name, {}, detail=layer.detail) for layer in able)
+        return
+    measuring = program.measuring if settings.aim == "speed" else Measure.NO
+    judged = _judged(program, able, make, settings.error_budget, measuring=measuring)
+    fine = {layer.module: new for layer, new, judgement in judged if new is not None and not judgement.objection}
+    costly = left_in_floats(program, fine, settings.error_budget)
+    for layer, _, judgement in sorted(judged, key=lambda each: -_saved(each[2])):
+        cost = costly.get(layer.module)
+        reason = None if cost is None else Refusal(_COSTLY.format(cost), layer.name)
+        site = Site(program, layer.name, {}, detail=layer.detail, found=judgement)
+        yield judgement.refusal(layer.name) or reason or site
+
+
+def _saved(judgement: Judgement) -> float:
+    """Return the seconds that a layer saves for its error; where nothing was timed, only the error counts."""
+    figures = judgement.figures
+    saved = figures["before_us"] - figures["after_us"] if "after_us" in figures else 1.0
+    return saved / max(judgement.error, 1e-12)
+
+
+def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None:
+    """Return those of the modules that the example inputs call, or None where there are none."""
+    if not program.inputs or program.replaying:
+        return None
+    return {module for module in modules if program.recording(modules).calls.get(module)}
+
+
+def _in_encoder(name: str, program: Program) -> bool:
+    return isinstance(program.module(name.rpartition(".")[0]), nn.TransformerEncoderLayer)
+
+
+# -- judging -------------------------------------------------------------------------------------------------------
+
+
+def _judged(
+    program: Program, layers: Sequence[Candidate], make: Make, budget: float, *, measuring: Measure
+) -> list[tuple[Candidate, nn.Module | None, Judgement]]:
+    """Return each layer, the same in small numbers and how they compare, on what the model gives them."""
+    calls = program.recording([layer.module for layer in layers]).calls
+    kinds: dict[Hashable, list[nn.Module]] = {}
+    for layer in layers:
+        kinds.setdefault(_kind(layer.module, calls[layer.module]), []).append(layer.module)
+    found: dict[nn.Module, tuple[nn.Module | None, Judgement]] = {}
+    with torch.no_grad():
+        for alike in kinds.values():
+            found |= _Trial(alike, calls, make, budget).judgements(measuring)
+    return [(layer, *found[layer.module]) for layer in layers]
+
+
+@dataclass
+class _Trial:
+    """Layers of one kind, beside the same in small numbers."""
+
+    modules: Sequence[nn.Module]
+    calls: Mapping[nn.Module, Sequence[Call]]
+    make: Make
+    budget: float
+
+    def judgements(self, measuring: Measure) -> dict[nn.Module, tuple[nn.Module | None, Judgement]]:
+        """Return what stands in the place of each, and what is known of that."""
+        some: list[tuple[nn.Module, nn.Module]] = []
+        found: dict[nn.Module, tuple[nn.Module | None, Judgement]] = {}
+        for module in self.modules:
+            try:
+                instead = self.make(module).layer
+            except MatchFailure as failure:
+                found[module] = None, Judgement(objection=str(failure))
+                continue
+            judgement = self._compared(module, instead)
+            found[module] = instead, judgement
+            if measuring and not judgement.objection and sum(_size(each) for each, _ in some) < _BYTES:
+                some.append((module, instead))
+        if not some:
+            return found
+        pairs = ((partial(layer, *call.args, **call.kwargs) for layer in pair) for call, pair in self._first(some))
+        before, after = zip(*pairs, strict=True)
+        figures = figures_of(before, after, cold=measuring.is_cold)
+        return {module: (new, self._timed(judgement, figures)) for module, (new, judgement) in found.items()}
+
+    def _compared(self, module: nn.Module, instead: nn.Module) -> Judgement:
+        calls = self.calls[module]
+        chosen = [calls[number] for number in {0, (len(calls) - 1) // 2, len(calls) - 1}]  # first, middle, last
+        error = max(error_of(call.output, instead(*call.args, **call.kwargs)) for call in chosen)
+        return Judgement(error, objection=over_budget(error, self.budget))
+
+    def _first(self, some: Sequence[tuple[nn.Module, nn.Module]]) -> Iterator[tuple[Call, tuple[nn.Module, nn.Module]]]:
+        return ((self.calls[pair[0]][0], pair) for pair in some)
+
+    def _timed(self, judgement: Judgement, figures: Mapping[str, Any]) -> Judgement:
+        timed = gain_judgement(figures, judgement.error)
+        return dataclasses.replace(judgement, figures=figures) if judgement.objection else timed
+
+
+def _size(module: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in module.parameters())
+
+
+def _kind(module: nn.Module, calls: Sequence[Call]) -> Hashable:
+    """Return what layers that take as long have in common."""
+    given: list[object] = pytree.tree_leaves((calls[0].args, calls[0].kwargs))
+    shapes = tuple((each.shape, each.dtype) if isinstance(each, Tensor) else type(each).__name__ for each in given)
+    tensors = tuple((name, tuple(each.shape), each.dtype) for name, each in module.named_parameters())
+    return user_class(type(module)), shapes, tensors, repr(module)
