@@ -2,6 +2,7 @@
 
 from .arguments import CallArguments, normalized_arguments
 from .attention import hidden_scores, hides_later, scaled_dot_product_attention
+from .cache import Cache
 from .calls import (
     canonical_name,
     function_of,
@@ -23,6 +24,7 @@ from .unchanged import Unchanged, why_unseen
 
 __all__ = [
     "CHANNELS_LAST",
+    "Cache",
     "CallArguments",
     "Chance",
     "Derived",

@@ -29,17 +29,24 @@ class Unchanged:
 
     Args:
         tensors: in the order of the calls of `same`; None stays None.
+        whole: compare tensors of inference mode with copies, in full.
 
     Attributes:
         same: say whether tensors are these, unchanged.
+        holds_floats: an optimizer may write to one of them.
     """
 
     __slots__ = ("_memory", "same")
 
-    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        noted = [value for tensor in tensors if tensor is not None for value in _noted(tensor)]
+    def __init__(self, tensors: Sequence[Tensor | None], *, whole: bool = False) -> None:
+        kinds = tuple("none" if each is None else _kind(each, whole) for each in tensors)
+        noted = [value for tensor in tensors if tensor is not None for value in _noted(tensor, whole)]
         self._memory = [tensor.detach() for tensor in tensors if tensor is not None]
-        self.same: Callable[..., bool] = _check_of(tuple(map(_kind, tensors)))(*noted)
+        self.same: Callable[..., bool] = _check_of(kinds)(*noted)
+
+    @property
+    def holds_floats(self) -> bool:
+        return any(tensor.is_floating_point() for tensor in self._memory)
 
     @property
     def first_is_gone(self) -> bool:
@@ -54,26 +61,29 @@ def why_unseen(tensor: Tensor) -> str:
     return "was made in inference_mode, where torch does not count writes into it" if tensor.is_inference() else ""
 
 
-_NOTED = ("name", "version", "place", "number", "strides", "view", "sample")
+_NOTED = ("name", "version", "place", "number", "strides", "view", "sample", "copy")
 
 
-def _noted(tensor: Tensor) -> tuple[Any, ...]:
+def _noted(tensor: Tensor, whole: bool) -> tuple[Any, ...]:
     """Return what is compared at each call, in the order of `_NOTED`."""
     version = None if tensor.is_inference() else version_of(tensor)
     sample = sample_of(tensor) if type(tensor) in (Tensor, nn.Parameter) else (None, None)
-    return id(tensor), version, tensor.data_ptr(), tensor.numel(), tensor.stride(), *sample
+    copy = tensor.clone() if whole and tensor.is_inference() else None
+    return id(tensor), version, tensor.data_ptr(), tensor.numel(), tensor.stride(), *sample, copy
 
 
-def _kind(tensor: Tensor | None) -> str:
-    return "none" if tensor is None else "inference" if tensor.is_inference() else "counted"
+def _kind(tensor: Tensor, whole: bool) -> str:
+    return "counted" if not tensor.is_inference() else "whole" if whole else "inference"
 
 
+_SAMPLE = f"id(x{{i}}) == name{{i}} and {SAME_MEMORY} and view{{i}} == sample{{i}}"
+"""The view comes last: it may be read only where the tensor still has that memory."""
 _CHECKS = {
     "none": "x{i} is None",
     "counted": f"id(x{{i}}) == name{{i}} and {SAME_VERSION} and {SAME_MEMORY} and view{{i}} == sample{{i}}",
-    "inference": f"id(x{{i}}) == name{{i}} and {SAME_MEMORY} and view{{i}} == sample{{i}}",
+    "inference": _SAMPLE,
+    "whole": f"{_SAMPLE} and equal(x{{i}}, copy{{i}})",
 }
-"""The view comes last: it may be read only where the tensor still has that memory."""
 
 
 @cache
@@ -92,6 +102,6 @@ def check_of({", ".join(noted)}):
             return False
     return same
 """
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"equal": torch.equal}
     exec(text, names)  # noqa: S102  made of numbers and names of this file
     return names["check_of"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -165,8 +165,8 @@ class _Held(Derived):
         held = self._held.get(id(originals[0]))
         return self._before(*originals) if held is None else held[1]
 
-    def forget(self, first: int) -> None:
-        self._before.forget(first)
+    def forget(self, key: Hashable = None) -> None:
+        self._before.forget(key)
 
     def forget_all(self) -> None:
         self._before.forget_all()

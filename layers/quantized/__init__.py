@@ -7,7 +7,6 @@ from .held import ASKED
 from .layer import QuantizedLayer, check_in_floats
 from .linear import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
 from .lstm import Int8DynamicLSTM
-from .packing import Packing
 from .pooling import max_pool_numbers
 from .static import Geometry, StaticConv, StaticLayer, StaticLinear
 from .tied import TiedInt8Linear
@@ -24,7 +23,6 @@ __all__ = [
     "Int8DynamicLSTM",
     "Int8DynamicLinear",
     "Int8WeightLinear",
-    "Packing",
     "QuantizedLayer",
     "QuantizedLinear",
     "Range",

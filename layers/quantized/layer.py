@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ...compat import is_plainly_eager, modules_by_name, own_buffers, runs_kernels, wants_gradients
 from ...compat.quantized import is_simulating, runs_simulation
 from ...errors import UsageError
+from ...operators import Cache
 from ...runtime.state import dequantized
 from .held import HeldWeight
-from .packing import Packing
 
 __all__ = ["HoldsWeight", "QuantizedLayer", "check_in_floats", "is_finite", "is_plain_call"]
 
@@ -29,7 +29,7 @@ class QuantizedLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.packing = Packing()
+        self.packing = Cache()
 
     def __setattr__(self, name: str, value: Any) -> None:
         made = getattr(type(self), name, None)

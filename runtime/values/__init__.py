@@ -8,7 +8,7 @@ from .dynamic import Quiet, Remade, class_recipe, empty_module, in_class, same_k
 from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
 from .held_tensors import ChangeCounts, change_count, plain_tensors
 from .leaves import CONTAINERS, counts_items, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
-from .markers import Cache, Factors
+from .markers import Factors
 from .meta import Meta, TensorMeta, meta_key, meta_of
 from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, is_sharded, qualified, tensors_by_name
 from .objects import (
@@ -37,7 +37,6 @@ __all__ = [
     "PLAIN_TYPES",
     "Absent",
     "Arguments",
-    "Cache",
     "ChangeCounts",
     "Factors",
     "FunctionCall",

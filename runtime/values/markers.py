@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["Cache", "Factors"]
-
-
-class Cache:
-    """What was made of the tensors beside it, and is made again where it is missing: modules are alike all the same."""
-
-    __slots__ = ()
+__all__ = ["Factors"]
 
 
 class Factors:
