@@ -133,15 +133,7 @@ def _shift(wide: _Originals) -> Tensor:
 
 
 def expect_dimensions(found: int, count: int) -> None:
-    """Make sure that a batch norm that was folded would have normed the dimension that it was folded for.
-
-    Args:
-        found: how many dimensions an input has.
-        count: how many it must have.
-
-    Raises:
-        GuardError: if it has more or fewer.
-    """
+    """Raise a GuardError where an input has more or fewer dimensions than a batch norm was folded for."""
     if found != count:
         # Two dimensions may be a batch without positions, which BatchNorm1d takes, and need not lack that of the batch.
         unbatched = found == count - 1 and found > 2

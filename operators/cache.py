@@ -15,15 +15,13 @@ __all__ = ["Cache"]
 class Cache:
     """Keep what functions make of tensors as long as these are the same, unchanged: `Unchanged` says what a change is.
 
-    It is in no state dict; copies and pickles begin without what is kept, and modules are alike whatever it is. Writes
-    of fused optimizers are not all seen: who has one forgets after a backward, and where the mode is set. Threads may
+    It is in no state dict; copies and pickles begin without what is kept, and modules are alike whatever it is. Who has
+    one forgets after a backward, and where the mode is set: not all writes of fused optimizers are seen. Threads may
     call it at the same time.
-
-    Attributes:
-        compares_whole: compare tensors of inference mode, whose writes torch does not count, in full.
     """
 
     compares_whole: ClassVar[bool] = False
+    """Compare tensors of inference mode, whose writes torch does not count, in full."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, tuple[Any, ...]] = {}

@@ -40,13 +40,9 @@ class Keeping:
 class Derived(Cache, Keeping):
     """Call a function of tensors, and give what it made before as long as these are the same, unchanged.
 
-    What counts as a change, `Unchanged` says. After a backward, and after `train()`, `eval()` or `.to()` of the module
-    that computes with it, everything is made anew. Where gradients are wanted, they flow to the originals. Compiled,
-    exported and transformed code (`torch.func`), and originals that are more than plain tensors, compute anew each
-    time. `derived` makes these.
-
-    Args:
-        function: of tensors, to a tensor or a tuple of tensors; pure, picklable, and equal where it computes the same.
+    After a backward, `train()`, `eval()` and `.to()` of the module, everything is made anew. Gradients flow to the
+    originals. Compiled, exported and transformed code, and originals that are no plain tensors, compute anew each time.
+    `derived` makes these, of functions that are pure, picklable, and equal where they compute the same.
     """
 
     operator: ClassVar[str] = "derived"

@@ -17,23 +17,14 @@ __all__ = ["Unchanged", "why_unseen"]
 
 
 class Unchanged:
-    """Notes how tensors are.
+    """Notes how tensors are, in the order of the calls of `same`; None stays None.
 
-    A tensor counts as changed when it is another object, was written to in place, has other memory, size or strides
-    (`.data = ...`), or, on a CPU, holds other numbers at one of a few places (`sample_of`): so what torch does not
-    count (`.data` itself, numpy, fused optimizers, other processes) is seen where it writes into most elements. Of
-    tensors of inference mode torch counts no writes: the rest is compared.
-
-    There are no weak references to tensors, for torch swaps none that have some (`torch.utils.swap_tensors`); their
-    memory is held, so that nothing else comes to lie in its place.
-
-    Args:
-        tensors: in the order of the calls of `same`; None stays None.
-        whole: compare tensors of inference mode with copies, in full.
-
-    Attributes:
-        same: say whether tensors are these, unchanged.
-        holds_floats: an optimizer may write to one of them.
+    A tensor counts as changed when it is another object, was written to in place, has other memory, size or strides,
+    or, on a CPU, holds other numbers at one of a few places (`sample_of`): so writes that torch does not count
+    (`.data`, numpy, fused optimizers, other processes) are seen where they reach most elements. Of tensors of inference
+    mode torch counts no writes: they are compared in full where `whole`. There are no weak references, for
+    `torch.utils.swap_tensors` takes none that have some; their memory is held, so that nothing else comes to lie in its
+    place.
     """
 
     __slots__ = ("_memory", "same")

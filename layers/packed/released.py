@@ -173,14 +173,7 @@ class _Held(Derived):
 
 
 def release_weight(module: nn.Module, own_name: str, name: str, layers: Sequence[Packed]) -> None:
-    """Put what stands for a weight in its place, of which these packed layers hold what they made.
-
-    Args:
-        module: that has the weight.
-        own_name: the weight's in it.
-        name: the weight's in the model.
-        layers: all that compute with it.
-    """
+    """Put what stands for a weight in its place, of which these packed layers, all that use it, hold what they made."""
     weight = module.get_parameter(own_name)
     released = ReleasedWeight.of(weight, name)
     made: dict[int, _Held] = {}  # several layers may share what they make

@@ -13,16 +13,8 @@ __all__ = ["sums_by_edges", "weights_of"]
 def sums_by_edges(x: Tensor, weights: Tensor, edges: Tensor, batch: Tensor, num_graphs: int, limit: int) -> Tensor:
     """Return the sums of x_i x_j x_k over the triples without an edge, with one, two and three: [graphs, 4, C].
 
-    A weight w is an edge to the share w: of a triple with the weights a, b and c, the share a b (1 - c) + a c (1 - b)
-    + b c (1 - a) has two edges.
-
-    Args:
-        x: [n, C].
-        weights: [m, 1].
-        edges: [2, m], simple and oriented.
-        batch: [n], the graph of each node.
-        num_graphs: how many graphs there are.
-        limit: bytes for the enumeration of triangles.
+    A weight [m, 1] is an edge to that share: of a triple with a, b and c, the share a b (1 - c) + a c (1 - b) + b c (1
+    - a) has two. Takes x [n, C], simple oriented edges [2, m], and a limit in bytes.
     """
 
     def by_graph(values: Tensor, nodes_graph: Tensor) -> Tensor:

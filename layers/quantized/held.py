@@ -23,10 +23,6 @@ class HeldWeight(Tensor):
     """Answer for its shape, type and device at no cost; for anything else be made, anew each time, of floats.
 
     Forwards ask a weight for its type (T5's does). Writing into it changes nothing.
-
-    Args:
-        make: returns the weight.
-        shape, dtype, device: of the weight.
     """
 
     make: Callable[[], Tensor]

@@ -58,16 +58,9 @@ class QuantizedLayer(nn.Module):
 
 
 class HoldsWeight(QuantizedLayer):
-    """Hold the weight of a linear layer or a convolution as small numbers.
+    """Hold the weight of a linear layer or a convolution as small numbers with scales, see `quantized`.
 
-    Args:
-        values, scales: of the weight, see `quantized`.
-        bias: [outputs] or None; kept as it is.
-        dtype: of the weight that the numbers stand for.
-        dim: which dimension of that is the one of outputs.
-
-    Attributes:
-        form: how the weight is held.
+    `dtype` is that of the weight they stand for, `dim` its dimension of outputs; the bias [outputs] stays.
     """
 
     form: ClassVar[str] = "int8"

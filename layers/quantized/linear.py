@@ -34,14 +34,7 @@ class QuantizedLinear(HoldsWeight):
     """Compute `x @ weight.T + bias` with the numbers and scales of a weight.
 
     Compilers and exporters get what the kernel computes in plain operators. Under transforms and outside the CPU it
-    computes with the weight that the numbers stand for.
-    Gradients flow to the input and the bias as if it always did; the weight has none.
-
-    Args:
-        values, scales, bias, dtype, dim: see `HoldsWeight`.
-
-    Attributes:
-        in_features, out_features: of the weight.
+    computes with the weight that the numbers stand for; gradients flow to the input and the bias as if it always did.
     """
 
     def __init__(

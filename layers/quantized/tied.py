@@ -16,13 +16,8 @@ __all__ = ["TiedInt8Linear"]
 class TiedInt8Linear(QuantizedLayer):
     """Quantize activations at each call, and multiply integers of 8 bits that are made of a weight which stays.
 
-    They are made when they are first needed, and anew where the weight was changed; they are in no state dict. Calls
-    that want gradients, compilers and exporters get the linear layer.
-
-    Args:
-        weight: [outputs, inputs]; a parameter that other modules have too.
-        bias: [outputs] or None.
-        group: see `quantized`.
+    They are made anew where it was changed, and are in no state dict. Calls that want gradients, compilers and
+    exporters get the linear layer.
     """
 
     weight: nn.Parameter

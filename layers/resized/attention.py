@@ -12,13 +12,10 @@ __all__ = ["ResizedAttention"]
 
 
 class ResizedAttention(nn.MultiheadAttention):
-    """Attend as `nn.MultiheadAttention`, whose width is the number of heads times their own width.
+    """Attend as `nn.MultiheadAttention`, whose width is the number of heads times `head_dim`, their own width.
 
-    Here the width of a head stays what it was; the number of heads, the width of the inputs and that of the result are
-    those of the weights, whatever was cut from them. Names of tensors are the same. It never takes torch's fast path.
-
-    Attributes:
-        head_dim: the width of a head.
+    All other sizes are those of the weights, whatever was cut from them; tensors have the same names. It never takes
+    torch's fast path.
     """
 
     head_dim: int

@@ -37,13 +37,9 @@ __all__ = [
 class Specialization:
     """One graph of a module, and when it holds.
 
-    Attributes:
-        guards: conditions over the forward's arguments and `self`, all of which must hold.
-        graph: placeholders are the tensors among the arguments.
-        arguments: name of a placeholder -> where its value is in the forward's arguments (`inputs[0]`).
-        reads: plain attributes of the module whose value is part of the graph, and children whose class may be.
-        volatile: the module's attributes are set while the model runs, by this graph or around it: what it computes
-            hangs on more than its arguments, and passes leave it as it is.
+    `arguments` says where the value of each placeholder is in the forward's arguments; `reads` are plain attributes
+    whose value, and children whose class, is part of the graph. Where `volatile`, what it computes hangs on attributes
+    that are set while the model runs.
     """
 
     guards: tuple[Guard, ...]
@@ -76,13 +72,7 @@ class Specialization:
 
 @dataclass(frozen=True, eq=False)
 class RegionPlan:
-    """How to make a region that a graph calls; every module that shares the graph gets one of its own.
-
-    Attributes:
-        context: what the region runs under.
-        capture: its graph.
-        borrowed: the names that the owner has for what it calls.
-    """
+    """How to make a region that a graph calls: `borrowed` are the names that the owner has for what it calls."""
 
     context: Context
     capture: Capture

@@ -223,15 +223,9 @@ def _is_captured_class(cls: type) -> bool:
 
 
 def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = None) -> Capture:
-    """Make `module` run from the graphs of `capture`, which other modules may share; return what it runs from now.
+    """Make `module` run from the graphs of `capture`, or of one rebased to `base`; return what it runs from now.
 
-    Args:
-        module: is changed in place.
-        capture: if it is of another class than the module's, a capture of the same graphs takes its place.
-        base: the class to have without the graphs; by default the one it has.
-
-    Raises:
-        CaptureError: if the class of the module was changed by something else since it was captured.
+    Raises a CaptureError if its class was changed by something else since it was captured.
     """
     base = base or own_class(module)
     if capture.base is not base:

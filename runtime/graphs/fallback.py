@@ -46,10 +46,7 @@ _DROPPED = "most calls had tensor data that the graph does not fit, so it was dr
 class Fallback:
     """Count what happened to one module since the model was handed over, and warn of it.
 
-    Attributes:
-        name: the module's qualified name.
-        warned: the guards that a warning told of; the modules of a model share them, for one call misses in many.
-        generates: the model calls itself while it generates.
+    The modules of a model share `warned`, for one call misses in many.
     """
 
     name: str

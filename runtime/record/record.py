@@ -141,14 +141,7 @@ class Record:
     _originals: list[_Original] = field(default_factory=list["_Original"], init=False, repr=False)
 
     def remember(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Note the parameters of the model that was optimized, so that an optimizer over them can be translated.
-
-        Neither they nor the model are kept alive. A model that was itself an optimized one passes on what it remembers.
-
-        Args:
-            model: what was optimized.
-            parameters: its own, each under its first name.
-        """
+        """Note the model's parameters by name, for optimizers over them; neither is kept alive."""
         earlier = record_of(model)
         self._originals.extend([_Original.of(model, parameters)] if earlier is None else earlier._originals)
 

@@ -20,15 +20,9 @@ State = TypeVar("State", bound=Mapping[str, Any])
 
 
 def gathered(state: Mapping[str, Any], state_map: StateMap, *, whole: bool = True) -> dict[str, Any]:
-    """Return the state dict of an optimized model under the original names alone.
+    """Return the state dict of an optimized model under the original names.
 
-    Where some tensors are sharded, every rank has to call this.
-
-    Args:
-        state: what `model.state_dict()` gives.
-        state_map: from the original names to those.
-        whole: gather all tensors. Otherwise only those that are merged of several or cut; of the others, this rank has
-            its part.
+    Every rank calls it where tensors are sharded. Unless `whole`, only tensors that are merged or cut are gathered.
     """
     wanted = (name for name, value in state.items() if is_sharded(value) and (whole or name in state_map.origins))
     moved = {name: state[name].full_tensor() for name in wanted}  # in the same order on every rank

@@ -223,13 +223,7 @@ class ConcatenateOfSome(Concatenate):
 def merge(olds: Sequence[str], new: str, example: Tensor, *, some: bool = False) -> StateStep:
     """Return the step by which equal parameters become one: vectors lie behind one another, others are stacked.
 
-    So what an optimizer decides by the number of dimensions (weight decay for matrices alone) stays decided.
-
-    Args:
-        olds: names of the parameters.
-        new: name of the one.
-        example: one of the old parameters.
-        some: whether a call may use some of them only.
+    So what an optimizer decides by the number of dimensions stays decided. `some`: a call may use some of them only.
     """
     if example.ndim != 1:
         return StackOfSome(tuple(olds), new) if some else Stack(tuple(olds), new)

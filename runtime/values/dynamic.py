@@ -36,12 +36,7 @@ def subclass(
 ) -> type[Any]:
     """Return the subclass of `mixins` and `base` that passes for `base`: the same name, module and description.
 
-    Args:
-        base: the class to pass for.
-        mixins: what comes before it.
-        body: makes the further attributes of the class; called where there is no such class yet.
-        key: tells classes of the same bases apart, hashable. The class is kept for as long as it is in use; None makes
-            a class of its own each time.
+    `body` makes further attributes. Classes are kept by `key` while in use; None makes one anew each time.
     """
     known = None if key is None else _classes.get((base, mixins, key))
     if known is not None:

@@ -28,13 +28,7 @@ def given(**arguments: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Signature:
-    """Hold the parameters of a forward, without `self`.
-
-    Attributes:
-        parameters: as the user wrote them.
-        decorated: the forward is wrapped in a decorator that may see whether an argument was given: an argument that
-            was not is `Absent`, not its default, and arguments are handed on by name.
-    """
+    """Hold the parameters of a forward, without `self`. If `decorated`, what is not given is `Absent`."""
 
     parameters: tuple[inspect.Parameter, ...]
     decorated: bool = False
