@@ -19,8 +19,7 @@ from .flops import counted_flops, flops_of
 from .info import Chance, OpInfo
 from .layout import CHANNELS_LAST, laid_last
 from .registry import Registration, operator_info, operator_of_module, register_operator
-from .samples import is_dense
-from .unchanged import Unchanged, why_unseen
+from .unchanged import Unchanged, is_dense, why_unseen
 
 __all__ = [
     "CHANNELS_LAST",

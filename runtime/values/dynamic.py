@@ -6,10 +6,11 @@ and its arguments, both picklable, that make the class again. Where several meet
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -18,6 +19,7 @@ from ...compat import REGISTERS
 __all__ = [
     "Quiet",
     "Remade",
+    "cached_by_class",
     "class_recipe",
     "empty_module",
     "identity",
@@ -96,3 +98,25 @@ def in_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     registers = {name: dict(vars(module)[name]) for name in (*REGISTERS, "_modules")}
     vars(made).update(vars(module) | registers)
     return made
+
+
+T = TypeVar("T")
+
+
+def cached_by_class(function: Callable[[type[Any]], T]) -> Callable[[type[Any]], T]:
+    """Let a function of one class be computed once for each class; unlike `lru_cache` it keeps no class alive.
+
+    Args:
+        function: its result must not refer to the class.
+    """
+    known: weakref.WeakKeyDictionary[type[Any], T] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def cached(cls: type[Any]) -> T:
+        try:
+            return known[cls]
+        except KeyError:
+            answer = known[cls] = function(cls)
+            return answer
+
+    return cached

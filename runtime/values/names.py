@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...compat import all_modules, children_of, has_state_hooks, own_buffers, own_parameters, transient_buffers
-from .class_cache import cached_by_class
+from .dynamic import cached_by_class
 
 __all__ = [
     "INTERNAL",

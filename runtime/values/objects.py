@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from .class_cache import cached_by_class
+from .dynamic import cached_by_class
 from .plain_types import PLAIN_TYPES
 
 __all__ = [

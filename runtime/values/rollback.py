@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from .class_cache import cached_by_class
+from .dynamic import cached_by_class
 from .generators import RandomState
 from .objects import copied_object, makes_objects, parts_of, state_of
 from .signature import Absent
