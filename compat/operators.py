@@ -48,12 +48,7 @@ def numbers_of(tensor: Tensor) -> Any:
 
 
 def register_promotion(definition: Any, device: str) -> None:
-    """Let floating-point operands of an operator take the widest dtype of theirs where autocast is on.
-
-    Args:
-        definition: as `torch.library.custom_op` returns it.
-        device: the type of device.
-    """
+    """Let floating-point operands of an operator take the widest dtype of theirs where autocast is on."""
     key = getattr(_native.DispatchKey, "Autocast" + _native._dispatch_key_for_device(device))
     excluded = _native.DispatchKeySet(key)
 

@@ -144,9 +144,7 @@ _LSTM = 2
 def lstm_packed(tensors: Sequence[Tensor], hidden: int) -> tuple[Tensor, ...]:
     """Return the weights of a layer of an LSTM in one direction as oneDNN reads them, and its biases, zeros for none.
 
-    Args:
-        tensors: [4 * hidden, inputs], [4 * hidden, hidden], and perhaps two biases, [4 * hidden].
-        hidden: how many numbers the state has.
+    `tensors` are [4 * hidden, inputs], [4 * hidden, hidden], and perhaps two biases, [4 * hidden].
     """
     weights = [each.contiguous() for each in tensors[:2]]
     biases = [each.contiguous() for each in tensors[2:]] or [weights[0].new_zeros(4 * hidden)] * 2

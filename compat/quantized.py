@@ -204,11 +204,7 @@ def float8_product(rows: Tensor, of_rows: Tensor, weight: Tensor, of_outputs: Te
 
 
 def int8_cells(halves: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> list[Any]:
-    """Return the cells of an LSTM as its kernel reads them.
-
-    Args:
-        halves: of each cell that of the input, then that of the hidden state: numbers, scales and bias.
-    """
+    """Return the cells of an LSTM as its kernel reads them, from numbers, scales and bias of their halves."""
     packed: list[tuple[Any, Tensor]] = []
     for values, scales, bias in halves:
         bias = torch.zeros(len(values)) if bias is None else bias.detach().float()

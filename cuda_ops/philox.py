@@ -56,8 +56,7 @@ def _at_start(key: NDArray[np.uint64]) -> np.random.Philox:
 def key_of(operator: str, seed: int | Tensor | None, offset: int, device: torch.device) -> Tensor:
     """Return two int64, of a seed and an offset, or drawn by torch; a tensor is such a key already.
 
-    Raises:
-        UsageError: there is an offset, but no number that it goes with; the message names the operator.
+    Raises a UsageError where an offset comes without a number.
     """
     if (seed is None or isinstance(seed, Tensor)) and offset:
         found = "None, which draws both" if seed is None else "a tensor, which holds both"

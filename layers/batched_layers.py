@@ -213,12 +213,7 @@ def pool_members(path: str, x: Tensor, spatial: int, args: tuple[Any, ...], kwar
 
 
 def reshape_members(x: Tensor, *shape: Any) -> Tensor:
-    """Reshape each member of [N, ...]; a copy is made where the members' layout does not allow a view.
-
-    Args:
-        x: [N, ...].
-        shape: the sizes one by one, or all as one sequence.
-    """
+    """Reshape each member of x [N, ...]; a copy is made where the members' layout does not allow a view."""
     whole = len(shape) == 1 and isinstance(shape[0], (tuple, list))
     sizes = cast("Sequence[int]", shape[0]) if whole else shape
     return x.reshape(x.shape[0], *sizes)
@@ -250,11 +245,7 @@ def results_of_member(results: Any, index: int) -> Any:
 
 
 def members_training(*flags: bool) -> bool:
-    """Return the members' common mode.
-
-    Raises:
-        FusedMemberError: if some train and others do not.
-    """
+    """Return the members' common mode, or raise a FusedMemberError."""
     if len(set(flags)) > 1:
         raise FusedMemberError(
             "some members of a fused ensemble are in training mode and others are not; set "

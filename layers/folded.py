@@ -106,11 +106,7 @@ class Fold:
 
 @dataclass(frozen=True)
 class Folds:
-    """Compute the weight and bias of a layer that does what a norm, the layer and another norm do.
-
-    Attributes:
-        before, behind: of the two norms; the second one takes the results of the first.
-    """
+    """Compute the weight and bias of a layer that does what a norm `before`, the layer and a norm `behind` do."""
 
     before: Fold
     behind: Fold
@@ -144,10 +140,6 @@ def expect_dimensions(found: int, count: int) -> None:
 
 
 def expect_one_of(found: int, *dimensions: int) -> None:
-    """Make sure that a batch norm norms the dimension that is its own.
-
-    Raises:
-        ValueError: if its input has `found` dimensions, and none of those that it takes.
-    """
+    """Raise a ValueError where a batch norm's input has `found` dimensions, and none of those that it takes."""
     if found not in dimensions:
         raise ValueError(f"expected {' or '.join(f'{each}D' for each in dimensions)} input (got {found}D input)")

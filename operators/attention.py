@@ -56,8 +56,7 @@ def hidden_scores(hidden: Tensor, number: float, query: Tensor) -> Tensor:
 def hides_later(queries: int, keys: int) -> bool:
     """Say whether a causal mask that is square hides anything: of one query, it hides no keys that came before.
 
-    Raises:
-        ValueError: if there are several queries, and more keys or fewer: such a mask does not fit.
+    Raises a ValueError where there are several queries, and more keys or fewer.
     """
     if queries not in (1, keys):
         raise ValueError(f"a square causal mask does not fit {queries} queries and {keys} keys")

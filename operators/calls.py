@@ -112,11 +112,7 @@ def function_path(node: fx.Node) -> str | None:
 
 @cache
 def resolve(path: str) -> Callable[..., Any]:
-    """Return the function that `function_path` named.
-
-    Raises:
-        KeyError: if there is none.
-    """
+    """Return the function that `function_path` named, or raise a KeyError."""
     prefix, _, name = path.rpartition(".")
     if "::" in path:
         function = registered_operator(path)

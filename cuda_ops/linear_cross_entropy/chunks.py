@@ -59,11 +59,7 @@ class Head:
         return found.to(wide(found.dtype))
 
     def kept(self, start: int) -> Tensor:
-        """Return which rows of a chunk count; on a GPU, which nobody waits for, a wrong target gives nan.
-
-        Raises:
-            UsageError: a target is no class.
-        """
+        """Return which rows of a chunk count, or raise a UsageError for no class; on GPUs that gives nan."""
         target, classes = self.target[start : start + self.step], self.weight.shape[0]
         kept = target != self.ignore_index
         wrong = target[kept & ((target < 0) | (target >= classes))] if target.is_cpu else target[:0]

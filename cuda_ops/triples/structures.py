@@ -35,11 +35,7 @@ TYPES: Mapping[str, Callable[[int], int]] = {
 
 
 def check_sizes(batch: Tensor, limit: int) -> None:
-    """Make sure that no graph has more nodes than this; on a device this waits for it.
-
-    Raises:
-        UsageError: one has.
-    """
+    """Raise a UsageError if a graph has more nodes than this; on a device this waits for it."""
     most = int(torch.bincount(batch).max()) if len(batch) else 0
     if most > limit:
         raise UsageError(

@@ -112,9 +112,7 @@ _forwards = _Forwards()
 def masked_module(module: nn.Module, gone: Mapping[str, Tensor]) -> nn.Module:
     """Return a module of the same class and with the same tensors as `module`, with masks.
 
-    Args:
-        module: stays as it is.
-        gone: name of a parameter of the module's own -> which of its elements are zero, booleans of its shape.
+    `gone` says of its own parameters, by name, which elements are zero, in booleans of their shape.
     """
     new = in_class(module, type(module))
     uninstall(new)

@@ -18,12 +18,7 @@ __all__ = ["PackedLinear"]
 
 @dataclass(frozen=True)
 class _Weight:
-    """Pack the weight of a linear layer; return it as it is where that cannot be.
-
-    Attributes:
-        dtype: to pack it in.
-        inputs_first: it is [inputs, outputs].
-    """
+    """Pack the weight of a linear layer; return it as it is where that cannot be."""
 
     dtype: torch.dtype
     inputs_first: bool

@@ -23,12 +23,7 @@ Result = tuple[Tensor, State]
 
 @dataclass(frozen=True)
 class _Weights:
-    """Pack the tensors of a layer in one direction; return them as they are where that cannot be.
-
-    Attributes:
-        inputs, hidden: the sizes.
-        dtype: to pack them in.
-    """
+    """Pack the tensors of a layer in one direction; return them as they are where that cannot be."""
 
     inputs: int
     hidden: int

@@ -105,11 +105,7 @@ class HoldsWeight(QuantizedLayer):
 
 
 def check_in_floats(pass_name: str, model: nn.Module) -> None:
-    """Refuse a model with layers that have no weight in floats any more.
-
-    Raises:
-        UsageError: the first of them, by name.
-    """
+    """Raise a UsageError for a model with layers that have no weight in floats any more, with the first of them."""
     modules: dict[str, nn.Module] = modules_by_name(model)
     name = next((name for name, module in modules.items() if isinstance(module, QuantizedLayer)), None)
     if name is not None:

@@ -173,11 +173,7 @@ class Geometry:
 
 
 class StaticConv(StaticLayer):
-    """Compute a convolution along one, two or three dimensions; see `StaticLayer`.
-
-    Args:
-        geometry: its settings.
-    """
+    """Compute a convolution along one, two or three dimensions; see `StaticLayer`."""
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range,

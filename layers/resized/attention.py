@@ -22,11 +22,7 @@ class ResizedAttention(nn.MultiheadAttention):
 
     @classmethod
     def of(cls, module: nn.MultiheadAttention) -> ResizedAttention:
-        """Return a module that has the tensors and attributes of `module`.
-
-        Raises:
-            ValueError: if it adds keys and values of its own, which this one does not.
-        """
+        """Return a module with the tensors and attributes of `module`, or raise a ValueError if it adds keys."""
         if module.bias_k is not None or module.add_zero_attn:
             raise ValueError("an attention with bias_k, bias_v or add_zero_attn cannot be resized")
         made = cls.__new__(cls)

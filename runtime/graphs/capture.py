@@ -184,11 +184,7 @@ class Capture:
 
 
 def check_picklable(base: type[nn.Module]) -> None:
-    """Make sure that a captured module of this class can be pickled.
-
-    Raises:
-        PicklingError: it is a `GraphModule`, whose class is made for itself alone.
-    """
+    """Raise a PicklingError for a `GraphModule`, whose class is made for itself alone."""
     if issubclass(base, fx.GraphModule):
         raise pickle.PicklingError(
             "an optimized torch.fx.GraphModule cannot be pickled; use fxopt.save(model, path), fxopt.export, or "
@@ -237,11 +233,7 @@ def specializations_of(module: nn.Module) -> Sequence[Specialization]:
 
 
 def required_capture(module: nn.Module) -> Capture:
-    """Return the graphs that `module` runs from.
-
-    Raises:
-        CaptureError: if it has none.
-    """
+    """Return the graphs that `module` runs from, or raise a CaptureError."""
     capture = capture_of(module)
     if capture is None:
         raise CaptureError(f"this {type(module).__name__} has no graph: it was not captured, or it is a leaf")
@@ -249,11 +241,7 @@ def required_capture(module: nn.Module) -> Capture:
 
 
 def with_graph(module: nn.Module, specialization: int, graph: fx.Graph | None = None) -> None:
-    """Give `module` graphs of its own: copies, or in the place of one of them another graph; see `recompile`.
-
-    Raises:
-        CaptureError: if the module has no graph.
-    """
+    """Give `module` graphs of its own: copies, or in the place of one of them another graph; see `recompile`."""
     specializations = required_capture(module).specializations
     with_specializations(
         module,
@@ -265,11 +253,7 @@ def with_graph(module: nn.Module, specialization: int, graph: fx.Graph | None = 
 
 
 def with_specializations(module: nn.Module, specializations: Sequence[Specialization]) -> None:
-    """Give `module` other graphs, which nobody else may have; see `recompile`.
-
-    Raises:
-        CaptureError: if the module has no graph.
-    """
+    """Give `module` other graphs, which nobody else may have; see `recompile`."""
     capture = required_capture(module)
     specializations = [replace(v, arguments=dict(v.arguments)) for v in specializations]
     new = replace(  # it runs from its graphs again, where it was inactive

@@ -162,11 +162,7 @@ def fallback_of(module: nn.Module) -> Fallback | None:
 
 
 def detach(names: ModelNames) -> None:
-    """Hand a model over to its user: from now on its modules tell of calls that they have no graph for.
-
-    Args:
-        names: of the model, captured, and rewritten as far as it will be.
-    """
+    """Hand a model over to its user: from now on its modules tell of calls that they have no graph for."""
     warned: set[str] = set()
     generates = callable(getattr(names.modules[""], "generate", None))
     for name, module in names.modules.items():

@@ -68,11 +68,7 @@ class Region(nn.Module):
 
 
 class WrappedRegion(Region):
-    """A part of its owner's graph that runs under a context; calling the region opens it.
-
-    Attributes:
-        context: what it runs under.
-    """
+    """A part of its owner's graph that runs under a context; calling the region opens it."""
 
     def __init__(self, context: Surrounding, owner: nn.Module, borrowed: Iterable[str]) -> None:
         super().__init__(owner, borrowed)

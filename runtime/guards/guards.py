@@ -295,11 +295,7 @@ _WINDOW = 16
 
 
 class GuardMiss(Exception):
-    """An assumption about an intermediate value does not hold; the captured forward catches it and starts over.
-
-    Attributes:
-        tally: how often it held so far, where it is about the data in a tensor; else None.
-    """
+    """An assumption about an intermediate value does not hold; the captured forward catches it and starts over."""
 
     def __init__(self, reason: str, tally: Tally | None = None) -> None:
         super().__init__(reason)

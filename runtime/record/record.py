@@ -42,9 +42,7 @@ _Place = tuple[int, int, tuple[int, ...]]
 class _Original:
     """The parameters of a model, known without weak references to them, which torch's `swap_tensors` forbids.
 
-    Attributes:
-        model: while it lives and is not rewritten in place it is asked, whatever it was converted to.
-        places: name -> memory and place of each parameter, which an optimizer may hold when the model is gone.
+    While it lives and is not rewritten in place, the model is asked; else their places in memory tell.
     """
 
     model: ReferenceType[nn.Module]
@@ -172,11 +170,7 @@ def record_of(model: nn.Module) -> Record | None:
 
 
 def needed_record(model: nn.Module) -> Record:
-    """Return the record of an optimized model.
-
-    Raises:
-        StateError: it is not one; the message says where one is, if it is inside.
-    """
+    """Return the record of an optimized model, or raise a StateError that says where one is, if it is inside."""
     record = record_of(model)
     if record is None:
         raise StateError(f"this {type(model).__name__} was not optimized by fxopt; {_what_to_give(model)}")

@@ -199,9 +199,8 @@ def translate_on_load(
 class _Loading:
     """One module's part of one call of `load_state_dict`.
 
-    Attributes:
-        used: the original names whose tensors went into others.
-        settled: the original names that nobody needs to look for any more.
+    `used` are the original names whose tensors went into others, `settled` those that nobody needs to look for any
+    more.
     """
 
     module: nn.Module

@@ -48,8 +48,7 @@ def sharded_like(value: Tensor, example: Tensor) -> Tensor:
 def sharded_state(model: nn.Module, state_map: StateMap, state: State) -> State | dict[str, Any]:
     """Return a state dict with original or new names and whole tensors as a sharded model takes it.
 
-    Raises:
-        StateError: if only some of the tensors are given that are one sharded tensor now.
+    Raises a StateError if only some tensors are given that are one sharded tensor now.
     """
     current = _stored(model)
     if not any(map(is_sharded, current.values())):
@@ -67,11 +66,7 @@ def writes_files(model: nn.Module) -> bool:
 
 
 def refuse_sharded(model: nn.Module, what: str, advice: str) -> None:
-    """Refuse what needs whole tensors.
-
-    Raises:
-        StateError: if the model has sharded tensors.
-    """
+    """Raise a StateError if a model has sharded tensors, for what needs whole ones."""
     if isinstance(model, InParts):
         raise StateError(f"the model is in parts on several ranks, and {what}; {advice}")
     for name, tensor in _stored(model).items():

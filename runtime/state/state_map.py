@@ -287,11 +287,7 @@ class StateMap:
 def check_fits(
     given: Mapping[str, Tensor], known: Mapping[str, Tensor], *, strict: bool, optional: Iterable[str] = ()
 ) -> None:
-    """Refuse tensors that are missing, unexpected or of another shape than the model's.
-
-    Raises:
-        StateError: with everything that does not fit, by name.
-    """
+    """Raise a StateError that names all tensors that are missing, unexpected or of another shape than the model's."""
     faults: list[str] = []
     missing = [name for name in known if name not in given and name not in set(optional)]
     unexpected = [name for name in given if name not in known]

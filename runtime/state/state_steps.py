@@ -365,11 +365,7 @@ def packed(flags: Tensor) -> str:
 
 
 def unpacked(text: str, shape: Sequence[int]) -> Tensor:
-    """Return the tensor of booleans, of this shape, that `packed` wrote.
-
-    Raises:
-        StateError: the text is no such thing, or of another size.
-    """
+    """Return the tensor of booleans, of this shape, that `packed` wrote, or raise a StateError."""
     count = math.prod(shape)
     reader = zlib.decompressobj()
     try:

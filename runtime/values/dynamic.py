@@ -104,11 +104,7 @@ T = TypeVar("T")
 
 
 def cached_by_class(function: Callable[[type[Any]], T]) -> Callable[[type[Any]], T]:
-    """Let a function of one class be computed once for each class; unlike `lru_cache` it keeps no class alive.
-
-    Args:
-        function: its result must not refer to the class.
-    """
+    """Let a function of one class be computed once for each, and keep none alive: its result must not refer to it."""
     known: weakref.WeakKeyDictionary[type[Any], T] = weakref.WeakKeyDictionary()
 
     @functools.wraps(function)

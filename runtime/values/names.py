@@ -121,10 +121,9 @@ class ModelNames:
         return dict(first.values())
 
     def registered(self, *, transient: bool = True) -> dict[str, Tensor]:
-        """Return every parameter and buffer; one that has several names is there under each.
+        """Return every parameter and buffer under each of its names.
 
-        Args:
-            transient: with the buffers that a state dict leaves out.
+        `transient` ones, too, that a state dict leaves out.
         """
         found: dict[str, Tensor] = {}
         for path, module in self.modules.items():
