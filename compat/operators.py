@@ -28,13 +28,7 @@ _is_excluded = _native._dispatch_tls_is_dispatch_key_excluded
 
 
 def answer_instead(definition: Any, plain: Callable[..., Any], is_asked: Callable[[], bool]) -> None:
-    """Let other operations answer for an operator at times, before its gradient is looked at.
-
-    Args:
-        definition: as `torch.library.custom_op` returns it, with its gradient.
-        plain: takes the same arguments, and calls these operations.
-        is_asked: says when.
-    """
+    """Let the operations of `plain` answer for an operator when `is_asked` says so, before its gradient is asked."""
     usual = cast("Any", _library_autograd).make_autograd_impl(definition._opoverload, definition)
 
     def chosen(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,12 +48,7 @@ def numbers_of(tensor: Tensor) -> Any:
 
 
 def register_promotion(definition: Any, device: str) -> None:
-    """Let floating-point operands of an operator take the widest dtype of theirs where autocast is on.
-
-    Args:
-        definition: as `torch.library.custom_op` returns it.
-        device: the type of device.
-    """
+    """Let floating-point operands of an operator take the widest dtype of theirs where autocast is on."""
     key = getattr(_native.DispatchKey, "Autocast" + _native._dispatch_key_for_device(device))
     excluded = _native.DispatchKeySet(key)
 

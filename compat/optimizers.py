@@ -54,13 +54,7 @@ _HOOKS = (
 
 
 def carry_hooks_of_steps(source: Optimizer, copied: Optimizer, instead: Mapping[int, Any]) -> None:
-    """Give the copy of an optimizer the hooks that `copy.deepcopy` leaves behind.
-
-    Args:
-        source: the optimizer that was copied.
-        copied: its copy.
-        instead: see `rebind_hooks_of_steps`.
-    """
+    """Give the copy of an optimizer the hooks that `copy.deepcopy` leaves behind; see `rebind_hooks_of_steps`."""
     for name in _HOOKS:
         hooks: dict[int, Any] = getattr(copied, name)
         hooks.update({key: _rebound(hook, instead) for key, hook in getattr(source, name).items()})
@@ -69,10 +63,7 @@ def carry_hooks_of_steps(source: Optimizer, copied: Optimizer, instead: Mapping[
 def rebind_hooks_of_steps(optimizer: Optimizer, instead: Mapping[int, Any]) -> None:
     """Let the hooks of an optimizer reach other objects than they did.
 
-    Args:
-        optimizer: it keeps its hooks, in their order.
-        instead: id of an object -> the one that takes its place where it is a hook, the owner of a method, an argument
-            of `functools.partial`, or in the closure of a function.
+    `instead` is by the id of a hook, an owner of a method, an argument of a partial, or what a closure holds.
     """
     for name in _HOOKS:
         hooks: dict[int, Any] = getattr(optimizer, name)

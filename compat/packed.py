@@ -111,14 +111,7 @@ def convolution_of(
 
 @dataclass(frozen=True)
 class Recurrence:
-    """The settings of an LSTM, as `torch.nn.LSTM` names them.
-
-    Attributes:
-        input_size, hidden_size, num_layers: its sizes.
-        bias: whether it has biases.
-        batch_first: whether the input is [N, T, inputs]; else it is [T, N, inputs].
-        bidirectional: whether it reads sequences from behind, too.
-    """
+    """The settings of an LSTM, as `torch.nn.LSTM` names them."""
 
     input_size: int
     hidden_size: int
@@ -151,9 +144,7 @@ _LSTM = 2
 def lstm_packed(tensors: Sequence[Tensor], hidden: int) -> tuple[Tensor, ...]:
     """Return the weights of a layer of an LSTM in one direction as oneDNN reads them, and its biases, zeros for none.
 
-    Args:
-        tensors: [4 * hidden, inputs], [4 * hidden, hidden], and perhaps two biases, [4 * hidden].
-        hidden: how many numbers the state has.
+    `tensors` are [4 * hidden, inputs], [4 * hidden, hidden], and perhaps two biases, [4 * hidden].
     """
     weights = [each.contiguous() for each in tensors[:2]]
     biases = [each.contiguous() for each in tensors[2:]] or [weights[0].new_zeros(4 * hidden)] * 2
@@ -168,14 +159,9 @@ def _lstm() -> Any:
 def lstm_layer(
     x: Tensor, packed: Sequence[Tensor], states: tuple[Tensor, Tensor], its: Recurrence, *, is_reversed: bool
 ) -> list[Tensor]:
-    """Return outputs, [T, N, hidden], hidden state and cell state of a layer of an LSTM in one direction.
+    """Return outputs [T, N, hidden], hidden and cell state of a layer of an LSTM in one direction.
 
-    Args:
-        x: [T, N, inputs].
-        packed: as `lstm_packed` makes them.
-        states: hidden and cell state, [1, N, hidden].
-        its: the settings.
-        is_reversed: it begins with the last step.
+    Takes x [T, N, inputs], what `lstm_packed` gives, and states, [1, N, hidden] each.
     """
     sizes, kind = its.hidden_size, its.bidirectional
     return _lstm()(x, *packed, *states, is_reversed, [], _LSTM, sizes, its.num_layers, True, kind, False, False)[:3]

@@ -195,24 +195,16 @@ def has_float8(device: torch.device) -> bool:
 
 
 def float8_product(rows: Tensor, of_rows: Tensor, weight: Tensor, of_outputs: Tensor) -> Tensor:
-    """Return the product of activations and a weight, both of float8_e4m3fn, in bfloat16; sums are made in float32.
+    """Return rows [rows, inputs] times weight [outputs, inputs], both of float8_e4m3fn, in bfloat16.
 
-    Args:
-        rows: [rows, inputs], both sizes of a weight multiples of 16.
-        of_rows: scales, [rows, 1] of float32.
-        weight: [outputs, inputs].
-        of_outputs: scales, [outputs] of float32.
+    Sums are in float32. Scales are float32, [rows, 1] and [outputs]; both sizes of a weight are multiples of 16.
     """
     scales = of_rows, of_outputs.view(1, -1)
     return _TORCH._scaled_mm(rows, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
 
 def int8_cells(halves: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> list[Any]:
-    """Return the cells of an LSTM as its kernel reads them.
-
-    Args:
-        halves: of each cell that of the input, then that of the hidden state: numbers, scales and bias.
-    """
+    """Return the cells of an LSTM as its kernel reads them, from numbers, scales and bias of their halves."""
     packed: list[tuple[Any, Tensor]] = []
     for values, scales, bias in halves:
         bias = torch.zeros(len(values)) if bias is None else bias.detach().float()
@@ -314,12 +306,9 @@ def int8_product_static(
 def int8_convolution_packed(
     values: Tensor, scales: Tensor, bias: Tensor | None, scale: float, zero_point: int, geometry: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Return a convolution's weight, [outputs, inputs / groups, ...] of int8, with its scales and bias.
+    """Return a convolution's weight, [outputs, inputs / groups, ...] of int8, with its scales and bias, packed.
 
-    Args:
-        values, scales, bias: of the convolution.
-        scale, zero_point: of the activations.
-        geometry: stride, padding and dilation, a list each, and the groups.
+    `scale` and `zero_point` are of the activations, `geometry` stride, padding, dilation and groups.
     """
     per_output = _per_output(values, scales, bias)
     return (_ONEDNN.qconv_prepack(values, per_output[0], scale, zero_point, *geometry, None), *per_output)

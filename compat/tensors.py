@@ -233,11 +233,7 @@ def runs_kernels() -> bool:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return what tells a tensor's memory from others'.
-
-    Raises:
-        NotImplementedError: for a tensor without memory of its own (a sparse one).
-    """
+    """Return what tells a tensor's memory from others'; raise a NotImplementedError for one without (a sparse one)."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 

@@ -35,9 +35,7 @@ _loaded: dict[str, str] = {}
 def native(name: str) -> Any:
     """Return the operators of the source of a name, compiled for the GPU in use: `torch.ops.fxopt_NAME`.
 
-    Raises:
-        OSError: there is no nvcc, it does not compile the source, or its result cannot be kept or read; or this process
-            has them for a GPU of another architecture already, and operators are registered once.
+    Raises an OSError as `compiled` does, or where this process has them for another architecture.
     """
     major, minor = torch.cuda.get_device_capability()
     return _native(name, f"sm_{major}{minor}")
@@ -55,19 +53,14 @@ def _native(name: str, architecture: str) -> Any:
 
 
 def compile_all(*architectures: str) -> list[Path]:
-    """Compile all sources for architectures (`"sm_90"`), and return where the results are kept.
-
-    Raises:
-        OSError: as `compiled` says.
-    """
+    """Compile all sources for architectures (`"sm_90"`), and return where the results are kept; see `compiled`."""
     return [compiled(source, architecture) for source in SOURCES for architecture in architectures]
 
 
 def compiled(source: Path, architecture: str) -> Path:
     """Return where a source is kept as a library for one architecture (`"sm_90"`), after compiling it if it is new.
 
-    Raises:
-        OSError: there is no nvcc, it does not compile the source, or the folder cannot be written.
+    Raises an OSError where there is no nvcc, it does not compile the source, or the folder cannot be written.
     """
     place = _place(source, architecture)
     if place.exists():

@@ -42,13 +42,7 @@ def kernels_compute_on(device: torch.device) -> bool:
 
 
 def on_gpu(place: str, name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what computes an operator on a GPU: its kernel, or the reference where that cannot be had.
-
-    Args:
-        place: the kernel's `"module:function"` below this package.
-        name: of the operator.
-        reference: takes the same arguments.
-    """
+    """Return what computes an operator on a GPU: its kernel at "module:function", or the reference without one."""
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]

@@ -23,14 +23,9 @@ __all__ = ["key_of", "uniform"]
 
 
 def uniform(shape: Sequence[int], key: Tensor) -> Tensor:
-    """Return float32 numbers in [0, 1), each a multiple of 2**-24, on the CPU.
+    """Return float32 numbers of `shape` in [0, 1), multiples of 2**-24, for a key of two int64, on the CPU.
 
-    Numpy counts blocks of four words from one. Element i is the half i % 2, the lower first, of word i // 2; its upper
-    24 bits, as a signed number, are scaled and shifted by 0.5.
-
-    Args:
-        shape: of what is returned.
-        key: two int64.
+    Numpy counts blocks of four words from one; element i is the half i % 2, the lower first, of word i // 2.
     """
     count = math.prod(shape)
     words = _at_start(numbers_of(key).view(np.uint64)).random_raw((count + 1) // 2)
@@ -61,8 +56,7 @@ def _at_start(key: NDArray[np.uint64]) -> np.random.Philox:
 def key_of(operator: str, seed: int | Tensor | None, offset: int, device: torch.device) -> Tensor:
     """Return two int64, of a seed and an offset, or drawn by torch; a tensor is such a key already.
 
-    Raises:
-        UsageError: there is an offset, but no number that it goes with; the message names the operator.
+    Raises a UsageError where an offset comes without a number.
     """
     if (seed is None or isinstance(seed, Tensor)) and offset:
         found = "None, which draws both" if seed is None else "a tensor, which holds both"

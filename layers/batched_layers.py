@@ -58,18 +58,10 @@ def apart(x: Tensor, members: int, spatial: int) -> Tensor:
 def convolve_members(
     path: str, x: Tensor, weight: Tensor, bias: Tensor | None, shared: bool, groups: int, options: dict[str, Any]
 ) -> Tensor:
-    """Convolve input i with kernel i, all in one convolution.
+    """Convolve input i with kernel i, all in one convolution, to [N, B, out, ...].
 
-    Args:
-        path: the convolution, as `operators.resolve` finds it.
-        x: [B, C, ...] read by every member if `shared`, else [N, B, C, ...]; the batch may be missing.
-        weight: [N, out, C / groups, ...].
-        bias: [N, out].
-        groups: of one member.
-        options: stride, padding, dilation.
-
-    Returns:
-        [N, B, out, ...].
+    Takes x [B, C, ...] if `shared`, else [N, B, C, ...], with or without a batch; weight [N, out, C / groups, ...] and
+    bias [N, out].
     """
     count, spatial = weight.shape[0], weight.ndim - 3
     if shared and groups == 1:
@@ -151,15 +143,9 @@ def batch_norm_members(
     eps: float,
     shared: bool,
 ) -> Tensor:
-    """Normalize each member's channels by their own statistics; running ones are updated in place in training.
+    """Normalize each member's channels [N, B, C, ...]; running statistics [N, C] are updated in place in training.
 
-    Args:
-        x: [B, C, ...] if `shared`, else [N, B, C, ...].
-        weight, bias, running_mean, running_var: [N, C].
-        batches: [N], how many batches the running statistics have seen.
-
-    Returns:
-        [N, B, C, ...].
+    Takes x [B, C, ...] if `shared`; weight and bias [N, C]; batches [N], how many were seen.
     """
     known = next((t for t in (weight, running_mean) if t is not None), None)
     count = x.shape[0] if known is None else known.shape[0]
@@ -204,15 +190,9 @@ def attend_members(query: Tensor, key: Tensor, value: Tensor, **options: Any) ->
 
 
 def embed_members(indices: Tensor, weight: Tensor, padding: int | None, shared: bool) -> Tensor:
-    """Look indices up in each member's own table, in one table with all of them behind one another.
+    """Look indices, [*] if `shared`, else [N, *], up in each member's own table.
 
-    Args:
-        indices: [*] if `shared`, else [N, *].
-        weight: [N, V, D].
-        padding: the row that gets no gradient.
-
-    Returns:
-        [N, *, D].
+    Takes weight [N, V, D], gives [N, *, D]; the row `padding` gets no gradient.
     """
     count, rows = weight.shape[:2]
     if shared:
@@ -233,12 +213,7 @@ def pool_members(path: str, x: Tensor, spatial: int, args: tuple[Any, ...], kwar
 
 
 def reshape_members(x: Tensor, *shape: Any) -> Tensor:
-    """Reshape each member of [N, ...]; a copy is made where the members' layout does not allow a view.
-
-    Args:
-        x: [N, ...].
-        shape: the sizes one by one, or all as one sequence.
-    """
+    """Reshape each member of x [N, ...]; a copy is made where the members' layout does not allow a view."""
     whole = len(shape) == 1 and isinstance(shape[0], (tuple, list))
     sizes = cast("Sequence[int]", shape[0]) if whole else shape
     return x.reshape(x.shape[0], *sizes)
@@ -270,11 +245,7 @@ def results_of_member(results: Any, index: int) -> Any:
 
 
 def members_training(*flags: bool) -> bool:
-    """Return the members' common mode.
-
-    Raises:
-        FusedMemberError: if some train and others do not.
-    """
+    """Return the members' common mode, or raise a FusedMemberError."""
     if len(set(flags)) > 1:
         raise FusedMemberError(
             "some members of a fused ensemble are in training mode and others are not; set "

@@ -20,17 +20,10 @@ Step = Callable[[Tensor, State, Tensor, "Tensor | None"], State]
 def recurrent_members(
     x: Tensor, weights: Mapping[str, Tensor], options: Mapping[str, Any], training: bool, shared: bool
 ) -> tuple[Tensor, Any]:
-    """Run `nn.LSTM`, `nn.GRU` or `nn.RNN` number i on input i, from states of zero.
+    """Run `nn.LSTM`, `nn.GRU` or `nn.RNN` number i on input i, from states of zero; weights are [N, ...] by name.
 
-    Args:
-        x: [T, B, in] if `shared`, else [N, T, B, in]; [B, T, in] with `batch_first`; the batch may be missing.
-        weights: by the names that the layer has for them, each [N, ...].
-        options: mode, num_layers, bidirectional, batch_first, dropout, hidden_size.
-        training: whether dropout between the layers is active.
-
-    Returns:
-        What the layer gives, members in front: output [N, T, B, out] and the last state [N, layers, B, hidden], for
-        an LSTM a pair of states.
+    Takes x [T, B, in] if `shared`, else [N, T, B, in], or with `batch_first`, or without a batch; returns what the
+    layer gives, members in front.
     """
     count = weights["weight_ih_l0"].shape[0]
     layer = x.expand(count, *x.shape) if shared else x

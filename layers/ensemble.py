@@ -35,16 +35,10 @@ __all__ = [
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply N linears to one shared input as a single matrix product with all their outputs side by side.
+    """Apply N linears to one shared input [*, in] as a single matrix product.
 
-    Args:
-        x: [*, in], read by every member.
-        weight: [N, out, in].
-        bias: [N, out], or [N * out].
-
-    Returns:
-        [N, *, out]: each member's results lie together. Those of several rows are a view of a contiguous [N, out, *]:
-        those of one output lie behind one another, which elementwise operations keep and `batched_linear` takes up.
+    Weight is [N, out, in], bias [N, out] or [N * out]; the result is [N, *, out], of several rows a view of a
+    contiguous [N, out, *].
     """
     rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
     results = _wide_product(rows, weight, bias)
@@ -65,15 +59,10 @@ def _wide_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply linear i to input i as one batched matrix product.
+    """Apply linear i to input i, [N, *, in], as one batched matrix product.
 
-    Args:
-        x: [N, *, in].
-        weight: [N, out, in].
-        bias: [N, out], or [N * out].
-
-    Returns:
-        [N, *, out]; contiguous, or a view of a contiguous [N, out, *] where `x` is such a view.
+    Weight is [N, out, in], bias [N, out] or [N * out]; the result is [N, *, out], a view of a contiguous [N, out, *]
+    where `x` is one.
     """
     if x.ndim == 3:
         return _batched_product(x, weight, bias)
@@ -94,30 +83,12 @@ def _batched_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def shared_batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply N linears to one shared input as one batched matrix product; the input is expanded, not copied.
-
-    Args:
-        x: [*, in], read by every member.
-        weight: [N, out, in].
-        bias: [N, out], or [N * out].
-
-    Returns:
-        [N, *, out].
-    """
+    """Apply N linears to one shared input [*, in], expanded and not copied, as one batched product: [N, *, out]."""
     return batched_linear(x.expand(weight.shape[0], *x.shape), weight, bias)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply linear i to input i as a convolution of width 1 with one group for each member.
-
-    Args:
-        x: [N, *, in].
-        weight: [N, out, in].
-        bias: [N, out], or [N * out].
-
-    Returns:
-        [N, *, out].
-    """
+    """Apply linear i to input i, [N, *, in], as a convolution with one group for each member: [N, *, out]."""
     if x.numel() == 0 or weight.numel() == 0:
         return batched_linear(x, weight, bias)  # a convolution refuses an empty sequence, and empty channels
     columns = x.flatten(1, -2).mT if x.ndim > 2 else x.unsqueeze(-1)
@@ -130,16 +101,7 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def shared_grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply N linears to one shared input as a convolution of width 1 with one group for each member.
-
-    Args:
-        x: [*, in], read by every member.
-        weight: [N, out, in].
-        bias: [N, out], or [N * out].
-
-    Returns:
-        [N, *, out].
-    """
+    """Apply N linears to one shared input [*, in] as a convolution with one group for each member: [N, *, out]."""
     return grouped_linear(x.expand(weight.shape[0], *x.shape), weight, bias)
 
 
@@ -162,18 +124,9 @@ def gather_members(*members: Tensor) -> Tensor:
 
 
 def select_members(x: Tensor, dim: int, count: int) -> Tensor:
-    """Return the first `count` slices of `x` along `dim` as members: slice i is member i.
+    """Return the first `count` slices of `x` along `dim` as members: slice i is member i of [N, ...], a view.
 
-    Args:
-        x: a tensor with at least `count` elements along `dim`.
-        dim: any dimension of `x`; negative ones count from the end.
-        count: the number of members N.
-
-    Returns:
-        [N, ...], a view of `x`.
-
-    Raises:
-        IndexError: if `x` has fewer slices, as the member that reads the missing one would have.
+    Raises an IndexError if `x` has fewer, as the member that reads the missing one would have.
     """
     if x.shape[dim] < count:
         raise IndexError(f"{count} members read dimension {dim} of a tensor with shape {list(x.shape)}")
@@ -181,16 +134,7 @@ def select_members(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def align_members(x: Tensor, *others: Tensor, shared: Sequence[object] = ()) -> Tensor:
-    """Insert dimensions of size one behind the members', so that members broadcast against other operands.
-
-    Args:
-        x: [N, ...].
-        others: [N, ...] each, with any number of dimensions.
-        shared: what all members read: [...], or numbers.
-
-    Returns:
-        [N, 1, ..., 1, ...], a view of `x` with as many dimensions as the widest operand has with its members.
-    """
+    """Return a view of x [N, ...] that broadcasts against other members' and what is `shared`: [N, 1, ..., 1, ...]."""
     ranks = [other.ndim for other in others] + [y.ndim + 1 for y in shared if isinstance(y, Tensor)]
     rank = max(ranks, default=0)
     for _ in range(rank - x.ndim):
@@ -205,27 +149,15 @@ def align_members(x: Tensor, *others: Tensor, shared: Sequence[object] = ()) -> 
 
 
 def stack_members(x: Tensor, dim: int = 0, copy: bool = False) -> Tensor:
-    """Return what `torch.stack` of the members along `dim` gives, contiguous.
-
-    Args:
-        x: [N, ...].
-        dim: where the members go in the result; negative ones count from the result's end.
-        copy: share no memory with `x`.
-    """
+    """Return what `torch.stack` of the members of x [N, ...] along `dim` gives; a `copy` shares no memory."""
     moved = x.movedim(0, dim) if dim else x
     return moved.clone(memory_format=torch.contiguous_format) if copy else moved.contiguous()
 
 
 def concatenate_members(x: Tensor, dim: int = 0, copy: bool = False) -> Tensor:
-    """Return what `torch.cat` of the members along `dim` gives, contiguous.
+    """Return what `torch.cat` of the members of x along `dim` gives, contiguous; a `copy` shares no memory.
 
-    Args:
-        x: [N, ...].
-        dim: a dimension of one member; negative ones count from a member's end.
-        copy: share no memory with `x`.
-
-    Raises:
-        IndexError: if a member has no such dimension.
+    Raises an IndexError if a member has no such dimension.
     """
     rank = x.ndim - 1
     if not -rank <= dim < rank:

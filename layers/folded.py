@@ -129,15 +129,7 @@ def _shift(wide: _Originals) -> Tensor:
 
 
 def expect_dimensions(found: int, count: int) -> None:
-    """Make sure that a batch norm that was folded would have normed the dimension that it was folded for.
-
-    Args:
-        found: how many dimensions an input has.
-        count: how many it must have.
-
-    Raises:
-        GuardError: if it has more or fewer.
-    """
+    """Raise a GuardError where an input has more or fewer dimensions than a batch norm was folded for."""
     if found != count:
         # Two dimensions may be a batch without positions, which BatchNorm1d takes, and need not lack that of the batch.
         unbatched = found == count - 1 and found > 2
@@ -148,10 +140,6 @@ def expect_dimensions(found: int, count: int) -> None:
 
 
 def expect_one_of(found: int, *dimensions: int) -> None:
-    """Make sure that a batch norm norms the dimension that is its own.
-
-    Raises:
-        ValueError: if its input has `found` dimensions, and none of those that it takes.
-    """
+    """Raise a ValueError where a batch norm's input has `found` dimensions, and none of those that it takes."""
     if found not in dimensions:
         raise ValueError(f"expected {' or '.join(f'{each}D' for each in dimensions)} input (got {found}D input)")

@@ -124,18 +124,10 @@ def stacked_weights(module: nn.Module) -> list[str]:
 def attach_member(
     module: nn.Module, views: Mapping[str, tuple[nn.Module, str, int]], sealed: Collection[str] = ()
 ) -> Callable[[], None]:
-    """Take parameters and buffers of `module` away and let it read them as slices of stacked ones.
+    """Let `module` read slices of stacked tensors in the place of its own.
 
-    Args:
-        module: a member; it keeps its identity, its class's name and its forward.
-        views: name -> (module that holds the stacked tensor, its name there, index of the slice).
-        sealed: see `seal`.
-
-    Returns:
-        A function that puts everything back as it was, the old parameters' values included.
-
-    Raises:
-        FusedMemberError: if the module has no such parameter, or one of another shape than the slice.
+    `views` is name -> (holder, its name, index). Returns a function that undoes it, with the old values. Raises a
+    FusedMemberError if the shapes differ.
     """
     held = own_children(module).keys() & sealed
     if not views:
@@ -196,13 +188,7 @@ def _give_back(
 def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
     """Let the attributes `names` of `parent` be neither replaced nor removed; a container takes in nothing either.
 
-    Args:
-        parent: any module.
-        names: of children or plain attributes; with "forward" among them it refuses hooks, too, with "__class__"
-            another class.
-
-    Returns:
-        A function that takes the seal off again.
+    With "forward" it refuses hooks, with "__class__" another class. Returns a function that takes the seal off.
     """
     return _change(parent, {SEALED: _with_sealed(parent, names)})
 

@@ -26,16 +26,10 @@ REPLICA = "_fxopt_replica"
 class Replica:
     """What one process does so that its copy of a model stays like those of the others.
 
-    The first backward that is synchronized shows which parameters get gradients, and in which order. From then on
-    torch's reducer, the one behind `DistributedDataParallel`, averages these and no others, in buckets of that order,
-    while the backward goes on. A copy of the model (`copy.deepcopy`, pickle) is no replica.
-
-    Args:
-        named: the parameters that are trained, by name; none, for a copy.
-        state: everything that starts as it is in process 0.
-        buffers: those that a forward writes: each one in training starts from those of process 0.
-        search: let torch's reducer look at every forward which parameters it used.
-        bucket_cap_mb: of torch's reducer.
+    The first synchronized backward shows which parameters get gradients, in which order. From then on torch's reducer
+    averages these, in buckets of that order, while the backward goes on. Everything in `state` starts as in process 0,
+    and `buffers` in each training forward; with `search` the reducer finds out which parameters a forward used. A copy
+    of the model is no replica.
     """
 
     def __init__(

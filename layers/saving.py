@@ -126,11 +126,7 @@ def _is_saved(module: nn.Module, name: str, view: View) -> bool:
 
 
 def _refuse_sharded(module: nn.Module) -> None:
-    """Refuse to save members by themselves whose tensors are sharded: nothing of them would be saved.
-
-    Raises:
-        FusedMemberError: if there are such members in the module, and not what holds their tensors.
-    """
+    """Raise a FusedMemberError where sharded members are saved by themselves: nothing of them would be saved."""
     inside = modules_by_name(module)
     stores = set(map(id, inside.values()))
     for path, child in inside.items():

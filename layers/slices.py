@@ -59,22 +59,14 @@ class View(NamedTuple):
         return found
 
     def write(self, value: Tensor, what: str) -> None:
-        """Copy a tensor of the same shape into the slice.
-
-        Raises:
-            FusedMemberError: if it has another shape.
-        """
+        """Copy a tensor of the same shape into the slice, or raise a FusedMemberError."""
         member = self._cut()
         _check_like(member, value, what, ("shape",))
         with torch.no_grad():
             member.copy_(_apart(value, member, what))
 
     def replace(self, value: Tensor, what: str) -> None:
-        """Let the slice have the values of a tensor of its shape, type and device.
-
-        Raises:
-            FusedMemberError: if it has others: the member's parameter cannot take these on by itself.
-        """
+        """Let the slice have the values of a tensor of its shape, type and device, or raise a FusedMemberError."""
         _check_like(self._cut(), value, what)
         self.write(value, what)
 
@@ -86,11 +78,7 @@ class View(NamedTuple):
         return self.of(stacked.grad) if stacked.is_leaf and stacked.grad is not None else None
 
     def set_gradient(self, value: Tensor | None) -> None:
-        """Set the slice of the gradient; without one it is zero, where other members have one.
-
-        Raises:
-            FusedMemberError: if it has another shape, type or device than the slice.
-        """
+        """Set the slice of the gradient, zero for none where others have one, or raise a FusedMemberError."""
         stacked = self.stacked
         if value is not None:
             _check_like(self._cut(), value, "this gradient")
@@ -200,11 +188,7 @@ def slices_in(tensors: Iterable[Tensor]) -> list[Slice]:
 
 
 def frozen_alone(what: str) -> NoReturn:
-    """Refuse to let one member's parameters want gradients where the others' do not, or the other way round.
-
-    Raises:
-        FusedMemberError: always.
-    """
+    """Raise a FusedMemberError: one member's parameters cannot want gradients where the others' do not."""
     raise FusedMemberError(
         f"{what} is part of a fused member, and one member cannot be frozen by itself: freeze all of them "
         "(model.heads.requires_grad_(False)), freeze this one before optimizing, or keep its gradient zero "
@@ -213,11 +197,7 @@ def frozen_alone(what: str) -> NoReturn:
 
 
 def check_plain(value: Tensor, what: str) -> None:
-    """Refuse a tensor that is more than numbers in memory, as quantized ones are.
-
-    Raises:
-        FusedMemberError: if it is one.
-    """
+    """Raise a FusedMemberError for a tensor that is more than numbers in memory, as quantized ones are."""
     if type(value) not in (Tensor, nn.Parameter, Slice):
         raise FusedMemberError(
             f"{what} is a slice of a stacked parameter and cannot become of type {type(value).__name__}; "
@@ -242,8 +222,7 @@ def _check_like(
 def _apart(value: Tensor, member: Tensor, what: str) -> Tensor:
     """Return what to copy into a slice: a copy of what is there already, transposed, say.
 
-    Raises:
-        FusedMemberError: if it is the memory of another member, which would be shared from then on.
+    Raises a FusedMemberError for the memory of another member, which would be shared from then on.
     """
     if value.layout is not torch.strided or storage_id(value) != storage_id(member):
         return value
@@ -256,11 +235,7 @@ def _apart(value: Tensor, member: Tensor, what: str) -> Tensor:
 
 
 def _refuse_sharded(stacked: Tensor, name: str) -> None:
-    """Refuse to cut a sharded tensor: a slice of it is a copy, and writes to it are lost.
-
-    Raises:
-        FusedMemberError: if it is one.
-    """
+    """Raise a FusedMemberError for a sharded tensor: a slice of it is a copy, and writes to it are lost."""
     if is_sharded(stacked):
         raise FusedMemberError(
             f"the stacked parameter '{name}' is sharded, so its members cannot be read or written one by one; "

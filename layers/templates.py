@@ -25,10 +25,7 @@ class Slot:
 class Template(nn.Module):
     """Call a module that cannot be written as a graph, given its tensors and training flags as operands.
 
-    Args:
-        module: any member; it is copied.
-        arguments: of its call, with a `Slot` for each operand.
-        state: names of the parameters, buffers and flags that the last operands are.
+    `arguments` of its call have a `Slot` for each operand; `state` names what the last operands are.
     """
 
     def __init__(self, module: nn.Module, arguments: Any, state: tuple[str, ...]) -> None:

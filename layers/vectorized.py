@@ -16,12 +16,10 @@ __all__ = ["VectorizedMembers", "graph_of_member", "vectorize_members"]
 
 
 class VectorizedMembers(nn.Module):
-    """Compute all members at once over a graph of a single one.
+    """Compute all members at once over a graph of a single one, a pure function without parameters.
 
-    Attributes:
-        member: a pure function of its operands; it holds no parameters of its own.
-        in_dims: for each placeholder 0 where the members have one each, None where they share it.
-        structured: whether a member may return more than tensors: attention may return None for its weights.
+    `in_dims` is 0 where members have a value each, None where they share it; `structured` members may return more than
+    tensors.
     """
 
     def __init__(self, member: nn.Module, in_dims: tuple[int | None, ...], structured: bool = False) -> None:
@@ -75,16 +73,9 @@ def graph_of_member(children: dict[str, nn.Module], graph: fx.Graph) -> fx.Graph
 
 
 def vectorize_members(path: str, stacked: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute any operator for all members.
+    """Compute the operator at `path` for all members: [N, ...], or a tuple of such.
 
-    Args:
-        path: the operator, as `operators.resolve` finds it.
-        stacked: the structure of (args, kwargs) down to each operand and other value, with whether it holds the
-            members' values along dimension 0.
-        args, kwargs: of the operator.
-
-    Returns:
-        [N, ...], or a tuple of such.
+    `stacked` has the structure of (args, kwargs), and says which values are the members', along dimension 0.
     """
     own, structure = pytree.tree_flatten(stacked)
     leaves = structure.flatten_up_to((args, kwargs))

@@ -2,6 +2,7 @@
 
 from .arguments import CallArguments, normalized_arguments
 from .attention import hidden_scores, hides_later, scaled_dot_product_attention
+from .cache import Cache
 from .calls import (
     canonical_name,
     function_of,
@@ -18,11 +19,11 @@ from .flops import counted_flops, flops_of
 from .info import Chance, OpInfo
 from .layout import CHANNELS_LAST, laid_last
 from .registry import Registration, operator_info, operator_of_module, register_operator
-from .samples import is_dense
-from .unchanged import Unchanged, why_unseen
+from .unchanged import Unchanged, is_dense, why_unseen
 
 __all__ = [
     "CHANNELS_LAST",
+    "Cache",
     "CallArguments",
     "Chance",
     "Derived",

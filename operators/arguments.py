@@ -18,12 +18,9 @@ __all__ = ["CallArguments", "normalized_arguments"]
 
 @dataclass(frozen=True)
 class CallArguments:
-    """What a call passes.
+    """What a call passes: `positional` values in the order of the parameters, and by name with defaults filled in.
 
-    Attributes:
-        positional: the values in the order of the operator's parameters, keywords among them.
-        named: parameter -> value, defaults filled in.
-        given: how many values the call itself passes.
+    The call itself passes `given` of them.
     """
 
     positional: Sequence[Any]

@@ -32,19 +32,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Return what torch's operator of this name gives, where attention that is written out gives more, too.
 
-    Without a mask torch's kernel for CPUs (`_mul_reduce_max_fusion_kernel` in FlashAttentionKernel.cpp, torch 2.13)
-    finds the largest score of what is left of a row behind whole vectors by `std::max`, which passes over NaN. A row
-    of fewer scores than a vector has then no largest one, counts as one that may attend to nothing, and gives zeros.
-    So where keys are few, attention is computed as it is written, which takes no longer at that size.
-
-    That kernel has no tangents and no second gradients: there, too, attention is computed as it is written, and so it
-    is with masks of a wider dtype than the queries'. (Masks of a narrower one it would read as the queries' dtype.)
-
-    An exported program calls the operator alone: which keys are few is not known there.
-
-    Args:
-        query, key, value: [..., positions, features].
-        attn_mask, dropout_p, is_causal, scale: as torch's operator takes them.
+    Where keys are fewer than a vector, torch's kernel for CPUs (FlashAttentionKernel.cpp, torch 2.13) passes over NaN
+    and gives zeros for such rows; it has no tangents or second gradients, and misreads masks of another dtype than the
+    queries'. There attention is computed as it is written. An exported program calls the operator alone.
     """
     if not torch.compiler.is_compiling() and not _is_traced():
         if is_transformed() or (attn_mask is not None and _is_wider(attn_mask, query)):
@@ -58,13 +48,7 @@ def scaled_dot_product_attention(
 
 
 def hidden_scores(hidden: Tensor, number: float, query: Tensor) -> Tensor:
-    """Return what is added to scores so that some are hidden: the number there, or the lowest that queries can hold.
-
-    Args:
-        hidden: flags, of what scores have for a shape or can be broadcast to.
-        number: what stands for a hidden score; minus infinity stays that.
-        query: says which dtype.
-    """
+    """Return what is added to scores so that some are `hidden`: the number, or the lowest that queries can hold."""
     lowest = number if number == -math.inf else max(number, torch.finfo(query.dtype).min)
     return torch.zeros_like(hidden, dtype=query.dtype).masked_fill(hidden, lowest)
 
@@ -72,8 +56,7 @@ def hidden_scores(hidden: Tensor, number: float, query: Tensor) -> Tensor:
 def hides_later(queries: int, keys: int) -> bool:
     """Say whether a causal mask that is square hides anything: of one query, it hides no keys that came before.
 
-    Raises:
-        ValueError: if there are several queries, and more keys or fewer: such a mask does not fit.
+    Raises a ValueError where there are several queries, and more keys or fewer.
     """
     if queries not in (1, keys):
         raise ValueError(f"a square causal mask does not fit {queries} queries and {keys} keys")

@@ -66,12 +66,7 @@ def info_of(node: fx.Node) -> OpInfo:
 def function_of(name: str, *, keywords: bool = False) -> Callable[..., Any]:
     """Return the out-of-place function that computes operator `name`; Python's own operators where they exist.
 
-    Args:
-        name: canonical.
-        keywords: whether it will be given keyword arguments, which Python's operators do not take.
-
-    Raises:
-        KeyError: if there is no such function.
+    These take no `keywords`. Raises a KeyError if there is no such function.
     """
     functions = operator_info(name).functions
     if functions and not (keywords and functions[0].__module__ == "_operator"):
@@ -117,11 +112,7 @@ def function_path(node: fx.Node) -> str | None:
 
 @cache
 def resolve(path: str) -> Callable[..., Any]:
-    """Return the function that `function_path` named.
-
-    Raises:
-        KeyError: if there is none.
-    """
+    """Return the function that `function_path` named, or raise a KeyError."""
     prefix, _, name = path.rpartition(".")
     if "::" in path:
         function = registered_operator(path)

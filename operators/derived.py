@@ -6,7 +6,7 @@ hooks know nothing of them. A graph reads the originals and calls a `Derived` wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, cast
@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from ..compat import is_plainly_eager, wants_gradients
 from ..errors import FusedMemberError
+from .cache import Cache
 from .unchanged import Unchanged, why_unseen
 
 __all__ = ["Derived", "Keeping", "derived"]
@@ -36,28 +37,23 @@ class Keeping:
         raise NotImplementedError
 
 
-class Derived(Keeping):
+class Derived(Cache, Keeping):
     """Call a function of tensors, and give what it made before as long as these are the same, unchanged.
 
-    What counts as a change, `Unchanged` says. After a backward, and after `train()`, `eval()` or `.to()` of the module
-    that computes with it, everything is made anew. Where gradients are wanted, they flow to the originals. Compiled,
-    exported and transformed code (`torch.func`), and originals that are more than plain tensors, compute anew each
-    time. `derived` makes these.
-
-    Args:
-        function: of tensors, to a tensor or a tuple of tensors; pure, picklable, and equal where it computes the same.
+    After a backward, `train()`, `eval()` and `.to()` of the module, everything is made anew. Gradients flow to the
+    originals. Compiled, exported and transformed code, and originals that are no plain tensors, compute anew each time.
+    `derived` makes these, of functions that are pure, picklable, and equal where they compute the same.
     """
 
     operator: ClassVar[str] = "derived"
     count: ClassVar[int] = 0
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
         self.function = function
         # What torch.fx prints of a function.
         self.__name__ = getattr(function, "__name__", type(function).__name__)
         self.__module__ = getattr(function, "__module__", type(function).__module__)
-        self._kept: dict[int, tuple[Unchanged, Any]] = {}
-        """By the identity of the first original, for copies of a model may share a graph."""
 
     def __call__(self, *originals: Tensor) -> Any:
         """Return what the function makes of the originals, of shapes that are the function's own."""
@@ -73,14 +69,17 @@ class Derived(Keeping):
             )
         if torch.compiler.is_dynamo_compiling() or not is_plainly_eager() or any(map(why_unseen, originals)):
             return self.function(*originals)
-        noted = Unchanged(originals)  # before it is computed: what another thread writes meanwhile is seen next time
         with torch.inference_mode(False), torch.no_grad():
-            made = self.function(*originals)
-        tensors: Sequence[Tensor] = (made,) if isinstance(made, Tensor) else made
-        if all(type(tensor) is Tensor for tensor in tensors) and _is_finished(tensors):
-            self._forget_gone()
-            self._kept[id(originals[0])] = noted, made
+            made = self.of(self.function, *originals, key=id(originals[0]))  # copies of a model may share a graph
         return self._attached(made, originals) if wants_gradients(*originals) else made
+
+    def _keep(self, key: Hashable, noted: Unchanged, tensors: Sequence[Tensor | None], made: Any) -> None:
+        results: Sequence[Tensor] = (made,) if isinstance(made, Tensor) else made
+        if all(type(result) is Tensor for result in results) and _is_finished(results):
+            for known, (before, _) in tuple(self._kept.items()):
+                if before.first_is_gone:
+                    self.forget(known)
+            super()._keep(key, noted, tensors, made)
 
     def _attached(self, made: Any, originals: Sequence[Tensor]) -> Any:
         """Return the result as one that gradients flow through to the originals."""
@@ -89,20 +88,6 @@ class Derived(Keeping):
         single = isinstance(made, Tensor)
         result: Any = cast("Any", _Attached).apply(self, (made,) if single else made, *originals)
         return result[0] if single else result
-
-    def _forget_gone(self) -> None:
-        """Keep nothing for tensors that are gone or have other memory."""
-        for key, (noted, _) in tuple(self._kept.items()):
-            if noted.first_is_gone:
-                self.forget(key)
-
-    def forget(self, first: int) -> None:
-        """Let what was made of tensors, by the identity of the first, be made anew."""
-        self._kept.pop(first, None)
-
-    def forget_all(self) -> None:
-        """Let everything be made anew."""
-        self._kept.clear()
 
     def for_members(self, stacked: Sequence[bool]) -> Derived:
         """Return the same for N members at once; where `stacked`, an original is [N, ...], and so are all results."""

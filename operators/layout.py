@@ -14,11 +14,9 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def laid_last(x: Tensor) -> Tensor:
-    """Return images that lie in memory channels last.
+    """Return images [N, C, H, W] or [N, C, D, H, W] in memory channels last, anything else as it is.
 
-    Args:
-        x: [N, C, H, W] or [N, C, D, H, W]; what has other dimensions is returned as it is, and so is everything under
-            transforms of `torch.func`: `vmap` has no rule for layouts.
+    So is everything under transforms of `torch.func`: `vmap` has no rule for layouts.
     """
     kind = CHANNELS_LAST.get(x.dim())
     if kind is None or (not torch.compiler.is_compiling() and is_transformed()):

@@ -2,44 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ctypes
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..compat import version_of
 from ..compat.memory import SAME_MEMORY, SAME_VERSION, holders_of
-from .samples import sample_of
 
-__all__ = ["Unchanged", "why_unseen"]
+__all__ = ["Unchanged", "is_dense", "sample_of", "why_unseen"]
 
 
 class Unchanged:
-    """Notes how tensors are.
+    """Notes how tensors are, in the order of the calls of `same`; None stays None.
 
-    A tensor counts as changed when it is another object, was written to in place, has other memory, size or strides
-    (`.data = ...`), or, on a CPU, holds other numbers at one of a few places (`sample_of`): so what torch does not
-    count (`.data` itself, numpy, fused optimizers, other processes) is seen where it writes into most elements. Of
-    tensors of inference mode torch counts no writes: the rest is compared.
-
-    There are no weak references to tensors, for torch swaps none that have some (`torch.utils.swap_tensors`); their
-    memory is held, so that nothing else comes to lie in its place.
-
-    Args:
-        tensors: in the order of the calls of `same`; None stays None.
-
-    Attributes:
-        same: say whether tensors are these, unchanged.
+    A tensor counts as changed when it is another object, was written to in place, has other memory, size or strides,
+    or, on a CPU, holds other numbers at one of a few places (`sample_of`): so writes that torch does not count
+    (`.data`, numpy, fused optimizers, other processes) are seen where they reach most elements. Of tensors of inference
+    mode torch counts no writes: they are compared in full where `whole`. There are no weak references, for
+    `torch.utils.swap_tensors` takes none that have some; their memory is held, so that nothing else comes to lie in its
+    place.
     """
 
     __slots__ = ("_memory", "same")
 
-    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
-        noted = [value for tensor in tensors if tensor is not None for value in _noted(tensor)]
+    def __init__(self, tensors: Sequence[Tensor | None], *, whole: bool = False) -> None:
+        kinds = tuple("none" if each is None else _kind(each, whole) for each in tensors)
+        noted = [value for tensor in tensors if tensor is not None for value in _noted(tensor, whole)]
         self._memory = [tensor.detach() for tensor in tensors if tensor is not None]
-        self.same: Callable[..., bool] = _check_of(tuple(map(_kind, tensors)))(*noted)
+        self.same: Callable[..., bool] = _check_of(kinds)(*noted)
+
+    @property
+    def holds_floats(self) -> bool:
+        return any(tensor.is_floating_point() for tensor in self._memory)
 
     @property
     def first_is_gone(self) -> bool:
@@ -54,26 +53,29 @@ def why_unseen(tensor: Tensor) -> str:
     return "was made in inference_mode, where torch does not count writes into it" if tensor.is_inference() else ""
 
 
-_NOTED = ("name", "version", "place", "number", "strides", "view", "sample")
+_NOTED = ("name", "version", "place", "number", "strides", "view", "sample", "copy")
 
 
-def _noted(tensor: Tensor) -> tuple[Any, ...]:
+def _noted(tensor: Tensor, whole: bool) -> tuple[Any, ...]:
     """Return what is compared at each call, in the order of `_NOTED`."""
     version = None if tensor.is_inference() else version_of(tensor)
     sample = sample_of(tensor) if type(tensor) in (Tensor, nn.Parameter) else (None, None)
-    return id(tensor), version, tensor.data_ptr(), tensor.numel(), tensor.stride(), *sample
+    copy = tensor.clone() if whole and tensor.is_inference() else None
+    return id(tensor), version, tensor.data_ptr(), tensor.numel(), tensor.stride(), *sample, copy
 
 
-def _kind(tensor: Tensor | None) -> str:
-    return "none" if tensor is None else "inference" if tensor.is_inference() else "counted"
+def _kind(tensor: Tensor, whole: bool) -> str:
+    return "counted" if not tensor.is_inference() else "whole" if whole else "inference"
 
 
+_SAMPLE = f"id(x{{i}}) == name{{i}} and {SAME_MEMORY} and view{{i}} == sample{{i}}"
+"""The view comes last: it may be read only where the tensor still has that memory."""
 _CHECKS = {
     "none": "x{i} is None",
     "counted": f"id(x{{i}}) == name{{i}} and {SAME_VERSION} and {SAME_MEMORY} and view{{i}} == sample{{i}}",
-    "inference": f"id(x{{i}}) == name{{i}} and {SAME_MEMORY} and view{{i}} == sample{{i}}",
+    "inference": _SAMPLE,
+    "whole": f"{_SAMPLE} and equal(x{{i}}, copy{{i}})",
 }
-"""The view comes last: it may be read only where the tensor still has that memory."""
 
 
 @cache
@@ -92,6 +94,52 @@ def check_of({", ".join(noted)}):
             return False
     return same
 """
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"equal": torch.equal}
     exec(text, names)  # noqa: S102  made of numbers and names of this file
     return names["check_of"]
+
+
+_COUNT = 16
+_INTEGERS: Mapping[int, Literal["b", "h", "i", "q"]] = {1: "b", 2: "h", 4: "i", 8: "q"}
+"""Formats of `memoryview`, by the width of an element: NaN equals itself there."""
+
+
+def sample_of(tensor: Tensor) -> tuple[memoryview | None, memoryview | None]:
+    """Return a view of a few elements of a tensor, spread over its rows and columns, and what they hold now.
+
+    The view may be read while the tensor has this memory, size and strides; it goes by the address, since torch cannot
+    resize memory that it has given to numpy, as FSDP does. Both are None for other devices.
+    """
+    width = tensor.dtype.itemsize
+    letter, place = _INTEGERS.get(width), tensor.data_ptr()
+    if not tensor.is_cpu or not tensor.numel() or not place or letter is None or tensor.is_conj() or tensor.is_neg():
+        return None, None
+    count, step = _walk(tensor)
+    memory = (ctypes.c_byte * (width * ((count - 1) * step + 1))).from_address(place)
+    elements = memoryview(memory).cast("B").cast(letter)[:: max(step, 1)]
+    return elements, memoryview(elements.tobytes()).cast(letter)
+
+
+def _walk(tensor: Tensor) -> tuple[int, int]:
+    """Return how many elements are read, and how far one lies behind the other in memory."""
+    number, lengths = tensor.numel(), [length for length in tensor.shape if length > 1]
+    if number <= _COUNT and is_dense(tensor):
+        return number, 1
+    if is_dense(tensor):
+        step = (number - 1) // (_COUNT - 1)
+        while math.gcd(step, number) > 1:  # each lies in another row and in another column
+            step -= 1
+        return _COUNT, step
+    count = min(_COUNT, *lengths)  # along the diagonal
+    steps = ((length - 1) // (count - 1) for length in tensor.shape)
+    return count, sum(step * stride for step, stride in zip(steps, tensor.stride(), strict=True))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Say whether the elements fill their memory, in whatever order of the dimensions."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True

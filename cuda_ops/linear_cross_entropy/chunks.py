@@ -59,11 +59,7 @@ class Head:
         return found.to(wide(found.dtype))
 
     def kept(self, start: int) -> Tensor:
-        """Return which rows of a chunk count; on a GPU, which nobody waits for, a wrong target gives nan.
-
-        Raises:
-            UsageError: a target is no class.
-        """
+        """Return which rows of a chunk count, or raise a UsageError for no class; on GPUs that gives nan."""
         target, classes = self.target[start : start + self.step], self.weight.shape[0]
         kept = target != self.ignore_index
         wrong = target[kept & ((target < 0) | (target >= classes))] if target.is_cpu else target[:0]
@@ -113,14 +109,9 @@ def losses(head: Head, rows: Rows = rows_in_torch) -> Tensor:
 
 
 def gradients(head: Head, upstream: Tensor | None, rows: Rows = rows_in_torch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the sum of the losses and its gradients for x, weight and bias; that of no bias is empty.
+    """Return the sum of the losses and its gradients for x, weight and bias, the latter float32 at the least.
 
-    Those of weight and bias are float32 at the least: as sums over rows, they may be too large for float16.
-
-    Args:
-        head: the head.
-        upstream: a factor for the gradient of each row; None is one.
-        rows: what computes a chunk.
+    `upstream` is a factor for the gradient of each row; the gradient of no bias is empty.
     """
     x, weight, bias = head.x, head.weight, head.bias
     total = x.new_zeros((), dtype=wide(x.dtype))

@@ -203,17 +203,7 @@ def reduced_loss(
     chunk: int,
     reduction: str,
 ) -> Tensor:
-    """Return the sum or the mean of the losses; nothing is decided by tensors, so graphs may be written by it.
-
-    Args:
-        x: [rows, features].
-        weight: [classes, features].
-        bias: [classes].
-        target: [rows], int64.
-        ignore_index, label_smoothing: as of `linear_cross_entropy`.
-        chunk: rows at a time; 0 is the default.
-        reduction: "sum" or "mean".
-    """
+    """Return the sum or the mean of the losses; nothing is decided by tensors, so graphs may be written by it."""
     total = _linear_cross_entropy_sum(x, weight, bias, target, ignore_index, label_smoothing, chunk)
     if reduction == "sum":
         return total

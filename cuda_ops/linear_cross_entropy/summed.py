@@ -44,13 +44,9 @@ class _Step(Function):
 
 
 def define_sum(name: str, losses: Any, step: Any, again: Any) -> Any:
-    """Register the operator, and return what calls it.
+    """Register the sum of `losses`, and return what calls it.
 
-    Args:
-        name: of the operator.
-        losses: the operator that gives the loss of each row; its arguments are those of the sum, too.
-        step: the operator that gives the sum and its gradients.
-        again: the operator that gives gradients which have gradients themselves, for second derivatives.
+    `step` gives the sum with its gradients, `again` gradients that have gradients themselves.
     """
 
     def total(*args: Any) -> Tensor:

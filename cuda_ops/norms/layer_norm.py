@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from .arguments import check_norm, empty_sum, of_operand, of_scale, statistic, s
 __all__ = ["add_layer_norm", "layer_norm"]
 
 _NAME = "layer_norm"
+_Maybe: TypeAlias = Tensor | None
 
 
 def _reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float
+    x: Tensor, weight: _Maybe, bias: _Maybe, residual: _Maybe, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the result, the sum with the residual, and mean and factor of each row."""
     total = (x if residual is None else x + residual).contiguous()
@@ -25,12 +26,12 @@ def _reference(
     return result, x.new_empty(0) if residual is None else total, mean.to(like.dtype), factor.to(like.dtype)
 
 
-def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float) -> None:
+def _check(x: Tensor, weight: _Maybe, bias: _Maybe, residual: _Maybe, eps: float) -> None:
     check_norm(_NAME if residual is None else f"add_{_NAME}", x, residual, weight=weight, bias=bias)
 
 
 def _fake(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float
+    x: Tensor, weight: _Maybe, bias: _Maybe, residual: _Maybe, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     total = summed(x, residual)
     return total.new_empty(total.shape), empty_sum(x, residual), statistic(total), statistic(total)
@@ -59,13 +60,7 @@ def _backward(ctx: Any, grad: Tensor, of_sum: Tensor, *_: Any) -> tuple[Tensor |
 
 
 def _backward_reference(
-    grad: Tensor,
-    of_sum: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    factor: Tensor,
+    grad: Tensor, of_sum: _Maybe, total: Tensor, weight: _Maybe, bias: _Maybe, mean: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the sum, the weight and the bias.
 
@@ -87,13 +82,7 @@ def _backward_reference(
 
 
 def _in_aten(
-    grad: Tensor,
-    of_sum: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    factor: Tensor,
+    grad: Tensor, of_sum: _Maybe, total: Tensor, weight: _Maybe, bias: _Maybe, mean: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     wanted = [True, weight is not None, bias is not None]
     grad, total, mean, factor = (each.contiguous() for each in (grad, total, mean, factor))
@@ -106,13 +95,7 @@ def _in_aten(
 
 
 def _differentiable(
-    grad: Tensor,
-    of_sum: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    factor: Tensor,
+    grad: Tensor, of_sum: _Maybe, total: Tensor, weight: _Maybe, bias: _Maybe, mean: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients where those of them are asked for: the statistics, kept as numbers, are of the sum."""
     if total.dtype != factor.dtype:
@@ -124,25 +107,13 @@ def _differentiable(
 
 
 def _check_backward(
-    grad: Tensor,
-    of_sum: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    factor: Tensor,
+    grad: Tensor, of_sum: _Maybe, total: Tensor, weight: _Maybe, bias: _Maybe, mean: Tensor, factor: Tensor
 ) -> None:
     check_norm(f"{_NAME}_backward", total, grad, weight=weight, bias=bias)
 
 
 def _fake_backward(
-    grad: Tensor,
-    of_sum: Tensor | None,
-    total: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    factor: Tensor,
+    grad: Tensor, of_sum: _Maybe, total: Tensor, weight: _Maybe, bias: _Maybe, mean: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     of_weight, of_bias = (total.new_empty(0 if each is None else each.shape) for each in (weight, bias))
     return total.new_empty(total.shape), of_weight, of_bias

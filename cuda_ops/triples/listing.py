@@ -53,13 +53,8 @@ def _unknown_number(source: Tensor, *_: object) -> Tensor:
 def listed_triangles(source: Tensor, target: Tensor, num_nodes: int, memory_limit: int) -> Tensor:
     """Return all triangles as [3, T] places of edges u-v, u-w and v-w, where u < v < w; in lexicographic order.
 
-    Args:
-        source, target: [m] int64 each, simple edges from lower nodes to higher, sorted by source and then by target.
-        num_nodes: number of nodes.
-        memory_limit: bytes for what the reference computes on the way; the kernel takes 24 for each edge.
-
-    Raises:
-        UsageError: edges are not of that form, or not in that order.
+    Edges [m] int64 are simple, from lower nodes to higher, and sorted, or a UsageError is raised; the reference keeps
+    to `memory_limit` bytes.
     """
     return _triangles(source, target, num_nodes, memory_limit)
 

@@ -65,13 +65,6 @@ _oriented_edges = define("oriented_edges", _reference, check=_check, fake=_unkno
 def oriented_edges(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: int = -1) -> tuple[Tensor, Tensor]:
     """Return the simple edges [2, m], from low degree to high, and which of them each given edge is; m for self-loops.
 
-    Args:
-        edge_index: [2, E] int64.
-        batch: [n] int64, the graph of each node.
-        num_graphs: how many graphs there are.
-        node_limit: nodes of a graph at most; none where negative.
-
-    Raises:
-        UsageError: an edge or a graph is not there, an edge joins two graphs, or a graph is too large.
+    Raises a UsageError where an edge or graph is not there, joins two graphs, or has over `node_limit` nodes.
     """
     return _oriented_edges(edge_index, batch, num_graphs, node_limit)

@@ -26,14 +26,9 @@ _ROLES = 4
 def sums_by_type(
     p: Tensor, q: Tensor, r: Tensor, graph: tuple[Tensor, Tensor, int], structure: str, cap: int, memory_limit: int
 ) -> Tensor:
-    """Return for each graph and type of triple the sum of p q r over the triples: [graphs * types, C].
+    """Return the sums of p q r over triples, by graph and type: [graphs * types, C].
 
-    Args:
-        p, q, r: [rows, C] each, rows for oriented edges with `CLOSED` and else for nodes.
-        graph: oriented edges [2, m], the graph of each node, and the number of graphs.
-        structure: `CLOSED`, "distance" or "codegree".
-        cap: the last number that is a colour of its own.
-        memory_limit: bytes for what is computed on the way.
+    These are [rows, C], rows for oriented edges with `CLOSED` and else for nodes; colours from `cap` on are one.
     """
     edges, batch, count = graph
     cells = p.new_zeros(count * (1 if structure == CLOSED else TYPES[structure](cap)), p.shape[1])

@@ -35,11 +35,7 @@ TYPES: Mapping[str, Callable[[int], int]] = {
 
 
 def check_sizes(batch: Tensor, limit: int) -> None:
-    """Make sure that no graph has more nodes than this; on a device this waits for it.
-
-    Raises:
-        UsageError: one has.
-    """
+    """Raise a UsageError if a graph has more nodes than this; on a device this waits for it."""
     most = int(torch.bincount(batch).max()) if len(batch) else 0
     if most > limit:
         raise UsageError(
@@ -51,11 +47,7 @@ def check_sizes(batch: Tensor, limit: int) -> None:
 def typed_triples(edges: Tensor, batch: Tensor, structure: str, cap: int, memory_limit: int) -> Iterator[Tensor]:
     """Yield all triples of distinct nodes of one graph as [4, t]: three nodes, and graph * types + type.
 
-    Args:
-        edges: [2, m], the simple edges.
-        batch: [n], the graph of each node, in any order.
-        structure, cap: which types there are.
-        memory_limit: bytes for what is computed on the way, over matrices of nodes by the size of the largest graph.
+    `memory_limit` bounds what is computed on the way, over matrices of the largest graph's nodes.
     """
     layout = _Layout.of(batch)
     adjacency = layout.dense(edges)
@@ -73,14 +65,7 @@ def typed_triples(edges: Tensor, batch: Tensor, structure: str, cap: int, memory
 
 @dataclass
 class _Layout:
-    """Nodes in the order of their graphs.
-
-    Attributes:
-        order: [n], which node is where.
-        place: [n], where each node is.
-        position: [n], which node of its graph stands at each place.
-        sizes: [n], how many nodes its graph has.
-    """
+    """Nodes in the order of their graphs: which is where, where each is, its number in its graph, that graph's size."""
 
     order: Tensor
     place: Tensor

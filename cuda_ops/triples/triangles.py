@@ -57,21 +57,13 @@ def triangles(edge_index: Tensor, num_nodes: int, *, memory_limit: int = MEMORY_
 
 
 def check_edges(edge_index: Tensor, num_nodes: int) -> None:
-    """Make sure that these are edges between so many nodes; on a device this waits for it.
-
-    Raises:
-        UsageError: they are not.
-    """
+    """Raise a UsageError if these are no edges between so many nodes; on a device this waits for it."""
     check_edge_index(edge_index)
     check_nodes(edge_index, num_nodes)
 
 
 def check_edge_index(edge_index: Tensor) -> None:
-    """Make sure that this has the form of edges.
-
-    Raises:
-        UsageError: it has not.
-    """
+    """Raise a UsageError if this has not the form of edges."""
     expect(edge_index, Tensor, "edge_index", "[2, number of edges] torch.int64")
     if edge_index.dtype != torch.int64 or edge_index.dim() != 2 or edge_index.shape[0] != 2:
         found = f"{list(edge_index.shape)} {edge_index.dtype}"
@@ -79,11 +71,7 @@ def check_edge_index(edge_index: Tensor) -> None:
 
 
 def check_nodes(edge_index: Tensor, num_nodes: int) -> None:
-    """Make sure that the nodes of edges are there; on a device this waits for it.
-
-    Raises:
-        UsageError: one is not.
-    """
+    """Raise a UsageError if nodes of edges are not there; on a device this waits for it."""
     if not edge_index.numel():
         return
     least, most = (int(bound) for bound in edge_index.aminmax())
@@ -93,11 +81,7 @@ def check_nodes(edge_index: Tensor, num_nodes: int) -> None:
 
 
 def check_batch(batch: Tensor, num_nodes: int) -> None:
-    """Make sure that this has the form of a graph for each node.
-
-    Raises:
-        UsageError: it has not.
-    """
+    """Raise a UsageError if this has not the form of a graph for each node."""
     if batch.dtype != torch.int64 or batch.shape != (num_nodes,):
         found = f"{list(batch.shape)} {batch.dtype}"
         raise UsageError(f"batch is {found}; give one torch.int64 for each of the {num_nodes} nodes")
@@ -115,12 +99,7 @@ def simple_edges(edge_index: Tensor, num_nodes: int) -> Tensor:
 
 @dataclass
 class OrientedGraph:
-    """A simple graph whose edges lead from nodes of lower degree to nodes of higher.
-
-    Attributes:
-        edges: [2, m] int64, every edge once, in either direction.
-        num_nodes: number of nodes.
-    """
+    """A simple graph whose edges [2, m] int64, each once, lead from nodes of lower degree to nodes of higher."""
 
     edges: Tensor
     num_nodes: int

@@ -17,10 +17,7 @@ _BYTES_A_WEDGE = 128
 def closed_wedges(source: Tensor, target: Tensor, num_nodes: int, memory_limit: int) -> Iterator[Tensor]:
     """Yield triangles as [3, t] places of edges u-v, u-w and v-w, where u < v < w; in lexicographic order.
 
-    Args:
-        source, target: [m] each, simple edges from lower nodes to higher, sorted by source and then by target.
-        num_nodes: number of nodes.
-        memory_limit: bytes for what is computed on the way.
+    Edges [m] are simple, from lower nodes to higher, and sorted; `memory_limit` is in bytes.
     """
     row_ends = torch.bincount(source, minlength=num_nodes).cumsum(0)[source]
     later = row_ends - torch.arange(1, len(source) + 1, device=source.device)

@@ -73,14 +73,7 @@ def trainable(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
 
 
 class ContrastiveDivergence:
-    """Trains weights and biases in a matrix of its own, block by block; `write` puts them where they came from.
-
-    Args:
-        parameters: weight [hidden, visible], bias of the visible units, bias of the hidden units.
-        units: the kind of the visible units.
-        options: how a step changes them.
-        generator: of all that is drawn.
-    """
+    """Trains weight [hidden, visible] and biases in a matrix of its own, block by block; `write` puts them back."""
 
     @torch.inference_mode()
     def __init__(

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ...compat import is_plainly_eager, own_parameters, read_by_name
 from ...errors import UsageError
+from ...operators import Cache
 from ...runtime.graphs import capture_of, install, uninstall
 from ...runtime.state import STATE_MAP, sharded_like
 from ...runtime.values import Remade, class_recipe, in_class, subclass, user_class
 from ..members import seal
-from ..quantized import Packing
 from ..views import sealed_names
 from .semi_structured import forget_packed, forget_sparse, sparse_linear
 
@@ -86,7 +86,7 @@ def _put_back(module: nn.Module, name: str) -> None:
     `torch.nn.utils.weight_norm` takes one out before it asks, and reads it before that: zeros were put there then.
     """
     registered = own_parameters(module)
-    parameter = cast("dict[str, Packing]", vars(module)[_SETTLED])[name].made
+    parameter = cast("dict[str, Cache]", vars(module)[_SETTLED])[name].last()
     if name not in registered and isinstance(parameter, nn.Parameter):
         others = dict(registered)
         registered.clear()
@@ -112,9 +112,7 @@ _forwards = _Forwards()
 def masked_module(module: nn.Module, gone: Mapping[str, Tensor]) -> nn.Module:
     """Return a module of the same class and with the same tensors as `module`, with masks.
 
-    Args:
-        module: stays as it is.
-        gone: name of a parameter of the module's own -> which of its elements are zero, booleans of its shape.
+    `gone` says of its own parameters, by name, which elements are zero, in booleans of their shape.
     """
     new = in_class(module, type(module))
     uninstall(new)
@@ -153,7 +151,7 @@ def set_gone(module: nn.Module, gone: Mapping[str, Tensor]) -> None:
     """Give a module with masks other ones; the zeros are there at the next reading."""
     forget_sparse(module)  # it was for other masks
     vars(module)[_GONE] = dict(gone)
-    vars(module)[_SETTLED] = {name: Packing() for name in gone}
+    vars(module)[_SETTLED] = {name: Cache() for name in gone}
 
 
 def _masked_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
@@ -247,7 +245,7 @@ def _beside(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
 
 def _forget(module: nn.Module) -> None:
     """Let everything be made anew that follows from the values of a module's parameters."""
-    for settled in cast("dict[str, Packing]", vars(module).get(_SETTLED, {})).values():
+    for settled in cast("dict[str, Cache]", vars(module).get(_SETTLED, {})).values():
         settled.forget()
     forget_packed(module)
 
@@ -260,7 +258,7 @@ def _settle(module: nn.Module, name: str, parameter: Tensor, gone: Tensor) -> No
         written.data.masked_fill_(gone, 0)
         return written
 
-    cast("dict[str, Packing]", vars(module)[_SETTLED])[name].of(settle, parameter)
+    cast("dict[str, Cache]", vars(module)[_SETTLED])[name].of(settle, parameter)
 
 
 def unmask(module: nn.Module) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..quantized import Packing
+from ...operators import Cache
 
 __all__ = ["forget_packed", "forget_sparse", "obstacle_to_sparse", "packed_weight", "set_sparse", "sparse_linear"]
 
@@ -38,7 +38,7 @@ def obstacle_to_sparse(module: nn.Module, weight: Tensor) -> str | None:
 
 def set_sparse(module: nn.Module) -> None:
     """Let a linear layer use the kernel in evaluation, where one takes its weight."""
-    vars(module)[_SPARSE] = Packing()
+    vars(module)[_SPARSE] = Cache()
 
 
 def forget_sparse(module: nn.Module) -> None:
@@ -48,14 +48,14 @@ def forget_sparse(module: nn.Module) -> None:
 
 def forget_packed(module: nn.Module) -> None:
     """Let the packed weight be made anew: an optimizer may write what torch does not count."""
-    packing: Packing | None = vars(module).get(_SPARSE)
+    packing: Cache | None = vars(module).get(_SPARSE)
     if packing is not None:
         packing.forget()
 
 
 def sparse_linear(module: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
     """Return what a layer gives by the kernel; None in training, with gradients, and where no kernel takes it."""
-    packing: Packing | None = vars(module).get(_SPARSE)
+    packing: Cache | None = vars(module).get(_SPARSE)
     if packing is None or module.training or torch.is_grad_enabled() or len(args) != 1:
         return None
     weight, x = module.weight, args[0]

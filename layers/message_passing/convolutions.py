@@ -8,6 +8,7 @@ or None where the layer's own forward has to say what is wrong.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -196,7 +197,7 @@ def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
 def _plain_rows(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor) -> Rows | None:
     """Return the rows of the edges as they are given."""
     what = ("edges", len(x), conv.flow)
-    rows = kept.of((edge_index,), what, lambda: rows_of(edge_index, len(x), flow=conv.flow))
+    rows = kept.of(partial(rows_of, num_nodes=len(x), flow=conv.flow), edge_index, key=what)
     return _noted(conv, kept, x, edge_index, rows)
 
 
@@ -226,13 +227,13 @@ def _normalized(
         known = conv._cached_edge_index = _with_weights(conv, x, edge_index, edge_weight)
     if known is not None:  # as the layer itself: whatever edges are given
         edges, weights = known
-        rows = kept.of((edges,), ("cached", len(x), conv.flow), lambda: rows_of(edges, len(x), flow=conv.flow))
+        rows = kept.of(partial(rows_of, num_nodes=len(x), flow=conv.flow), edges, key=("cached", len(x), conv.flow))
         return None if rows is None else (rows, weights.index_select(0, rows.order))
     what = ("normalized", len(x), conv.flow, conv.add_self_loops)
 
-    def made() -> tuple[Rows, Tensor] | None:
+    def made(*_: Tensor) -> tuple[Rows, Tensor] | None:
         edges, weights = _with_weights(conv, x, edge_index, edge_weight)
-        rows = kept.of((edge_index,), what, lambda: rows_of(edges, len(x), flow=conv.flow))
+        rows = kept.of(lambda *_: rows_of(edges, len(x), flow=conv.flow), edge_index, key=what)
         return None if rows is None else (rows, weights.index_select(0, rows.order))
 
     if edge_weight is not None and edge_weight.requires_grad:  # nothing counts what fused optimizers write
@@ -240,7 +241,7 @@ def _normalized(
     else:
         given = (edge_index,) if edge_weight is None else (edge_index, edge_weight)
         with torch.no_grad(), torch.inference_mode(False):
-            found = kept.of(given, ("weights", *what, conv.improved, x.dtype), made)
+            found = kept.of(made, *given, key=("weights", *what, conv.improved, x.dtype))
     _noted(conv, kept, x, edge_index, None if found is None else found[0])
     return found
 
@@ -256,10 +257,11 @@ def _rows_with_loops(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor)
     """Return the rows of a graph in which each node has one loop, if the layer adds these."""
     if not conv.add_self_loops:
         return _plain_rows(conv, kept, x, edge_index)
-    what = ("loops", len(x), conv.flow)
-    rows = kept.of(
-        (edge_index,), what, lambda: rows_of(_looped(conv, edge_index, None, len(x))[0], len(x), flow=conv.flow)
-    )
+
+    def made(edges: Tensor) -> Rows | None:
+        return rows_of(_looped(conv, edges, None, len(x))[0], len(x), flow=conv.flow)
+
+    rows = kept.of(made, edge_index, key=("loops", len(x), conv.flow))
     return _noted(conv, kept, x, edge_index, rows)
 
 
@@ -273,7 +275,7 @@ def _looped(conv: Any, edge_index: Tensor, edge_attr: Tensor | None, nodes: int)
 def _features_of_edges(conv: Any, kept: KeptGraphs, edge_index: Tensor, edge_attr: Tensor, rows: Rows) -> Tensor:
     """Return the features of the edges, those of the loops with them, in the order of the rows [E, D]."""
 
-    def made() -> Tensor:
+    def made(*_: Tensor) -> Tensor:
         given = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
         if conv.add_self_loops:
             given = cast("Tensor", _looped(conv, edge_index, given, rows.num_sources)[1])
@@ -283,4 +285,4 @@ def _features_of_edges(conv: Any, kept: KeptGraphs, edge_index: Tensor, edge_att
         return made()
     what = ("features", rows.num_sources, conv.flow, conv.add_self_loops, conv.fill_value)
     with torch.no_grad(), torch.inference_mode(False):
-        return kept.of((edge_index, edge_attr), what, made)
+        return kept.of(made, edge_index, edge_attr, key=what)

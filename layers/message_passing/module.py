@@ -84,12 +84,9 @@ class CompressedMessages(Remade):
 
 
 def compressed(module: nn.Module, beside: nn.Module, *, trains: bool) -> nn.Module:
-    """Return a module of the same class and with the same tensors as `module` that goes over compressed rows.
+    """Return a module of the same class and tensors that goes over compressed rows, in training too if it `trains`.
 
-    Args:
-        module: a layer of one of `CONVOLUTIONS`; stays as it is.
-        beside: the model: such layers in it share what they keep.
-        trains: whether calls in training go over rows, too.
+    Such layers in the model `beside` it share what they keep.
     """
     new = in_class(module, type(module))
     uninstall(new)

@@ -18,13 +18,7 @@ Side = Literal["sources", "targets"]
 
 
 def neighbour_sums(x: Tensor, values: Tensor | None, rows: Rows) -> Tensor:
-    """Return, for each node, the sum of the features of its neighbours [targets, C].
-
-    Args:
-        x: [sources, C].
-        values: [E], what each edge multiplies by, in the order of the rows; None: nothing.
-        rows: of the graph.
-    """
+    """Return the sum of the features x [sources, C] of each node's neighbours, times `values` [E]: [targets, C]."""
     if wants_gradients(x, values):
         return cast("Tensor", _NeighbourSums.apply(x, values, rows))
     return _bags(x, rows.sources, rows.offsets, values)
@@ -45,13 +39,7 @@ def sums_of_edges(values: Tensor, rows: Rows, side: Side = "targets") -> Tensor:
 
 
 def normalized_sums(x: Tensor, scores: Tensor, rows: Rows) -> Tensor:
-    """Return the sums of the features of neighbours, weighed by a softmax over the edges into each node [targets, C].
-
-    Args:
-        x: [sources, C].
-        scores: [E], in the order of the rows.
-        rows: of the graph.
-    """
+    """Return sums of features, weighed by a softmax of `scores` [E] over the edges into each node: [targets, C]."""
     highest = torch.segment_reduce(scores.detach(), "max", offsets=rows.offsets)
     weights = (scores - highest.index_select(0, rows.targets)).exp()
     total = sums_of_edges(weights, rows)
@@ -61,11 +49,7 @@ def normalized_sums(x: Tensor, scores: Tensor, rows: Rows) -> Tensor:
 def normalized_in_parts(x: Tensor, scores: Callable[[int, Part], Tensor], rows: Rows, *, largest: float) -> Tensor:
     """Return the same for several heads [targets, heads, C], some edges at a time; without a gradient.
 
-    Args:
-        x: [sources, heads, C].
-        scores: gives the scores of a head of a part of the edges; it is overwritten.
-        rows: of the graph.
-        largest: no score is further from zero.
+    `scores` gives those of a head and a part, to be overwritten; none is further from zero than `largest`.
     """
     heads, channels = x.shape[1:]
     out, flat = x.new_empty(rows.num_targets, heads, channels), x.contiguous().view(-1, channels)

@@ -18,12 +18,7 @@ _PART = 2**16
 class Part:
     """The edges into some nodes that follow each other.
 
-    Attributes:
-        edges: places of the first edge and behind the last one.
-        nodes: the same of the nodes that they lead to.
-        offsets: where the edges into each of these nodes begin, from the first one on.
-        sources, targets: of the edges.
-        rows: the targets, counted from the first of these nodes.
+    `edges` and `nodes` are places of the first one and behind the last; `rows` are the targets from the first node on.
     """
 
     edges: slice
@@ -38,12 +33,8 @@ class Part:
 class Rows:
     """Edges sorted by the node that they lead to; what is computed from them is kept.
 
-    Attributes:
-        offsets: [targets + 1] int64, where the edges into each node begin.
-        sources: [E] int64, the node that each edge comes from.
-        order: [E] int64, the place of each edge among those that were given.
-        num_sources: how many nodes edges may come from.
-        uses: layer, by its identity -> how often it went over them.
+    `offsets` [targets + 1] is where the edges into each node begin, `sources` [E] where each comes from, `order` [E]
+    its place among those given; `uses` counts how often each layer went over them.
     """
 
     offsets: Tensor
@@ -121,14 +112,7 @@ class Rows:
 
 
 def rows_of(edge_index: Tensor, num_nodes: int, *, flow: str) -> Rows | None:
-    """Return the rows of a graph; None where an edge names a node that is not there.
-
-    Args:
-        edge_index: [2, E] int64.
-        num_nodes: how many nodes there are.
-        flow: `source_to_target`, where edges lead from the nodes of the first row to those of the second, or
-            `target_to_source`.
-    """
+    """Return the rows of a graph [2, E] int64; None where an edge names a node that is not there."""
     source, target = edge_index if flow == "source_to_target" else edge_index.flip(0)
     with torch.inference_mode(False):  # what is kept may be needed for a backward later
         least, most = edge_index.aminmax()

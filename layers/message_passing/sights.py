@@ -43,10 +43,8 @@ def is_small(x: Tensor, edge_index: Tensor) -> bool:
 class Sights:
     """What one layer knows of the graphs that it was called with.
 
-    Attributes:
-        wanted: at which sight of a graph its rows are made. It doubles when rows cost more than they gained.
-        debt: what rows have cost so far and not gained, in calls.
-        new_in_a_row: how many graphs in a row were new.
+    At sight number `wanted` of a graph its rows are made; it doubles when rows cost more than they gained, which is the
+    `debt`, in calls.
     """
 
     wanted: int = 1

@@ -5,9 +5,8 @@ from __future__ import annotations
 from .dispatch import choose_lowering, mixture, possible_lowerings
 from .fused import FusedExperts, Routing, added_to, apply_linear
 from .layer import MixtureOfExperts
-from .losses import load_balancing_loss, router_z_loss
 from .lowerings import LOWERINGS, Compute, Linear, Lowering, Projection, Task, combine, loop_over_experts
-from .router import Router, RouterOutput
+from .router import Router, RouterOutput, load_balancing_loss, router_z_loss
 
 __all__ = [
     "LOWERINGS",

@@ -42,23 +42,11 @@ def mixture(
     lowering: Lowering | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the weighted sum of the outputs of the experts that each token chose.
+    """Return the weighted sum [tokens, out] of what the experts give that each token of x [tokens, in] chose.
 
-    The lowerings differ by rounding only. Without `lowering`, or where it is not possible, shapes, dtypes and how many
-    tokens the busiest expert has decide. Code that is traced, compiled or exported takes one whatever the data, and
-    whatever `lowering` is.
-
-    Args:
-        x: tokens [tokens, in].
-        indices: the experts of each token, which differ from each other [tokens, k], int64.
-        weights: what the output of each of them counts [tokens, k].
-        projections: the linear layers of all experts, in the order that `compute` wants them.
-        compute: what an expert computes: rows and its projections -> rows.
-        lowering: the one to take, where it is possible.
-        dtype: of the sum; by default what the experts give, which autocast decides on where it is on.
-
-    Returns:
-        [tokens, out].
+    A token's experts, `indices` [tokens, k] int64, differ from each other; `weights` are [tokens, k]. The lowerings
+    differ by rounding only; without one that is possible, shapes, dtypes and the busiest expert's load decide, in
+    traced code shapes alone. The sum has `dtype`, or that of the outputs.
     """
     task = Task(x, indices, projections, compute)
     if lowering is None or not may_look(x) or lowering not in possible_lowerings(task):
@@ -81,10 +69,7 @@ def possible_lowerings(task: Task) -> list[Lowering]:
 def choose_lowering(task: Task) -> Lowering:
     """Return the lowering to take, by rules that come from measurements (docs/layers/mixture_of_experts.md).
 
-    Where the data are not to be looked at, shapes alone decide. Without gradients, few small experts are copied. One
-    token calls its experts. Many tokens that all chose every expert are not sorted. Else float32 on a CPU and what a
-    GPU has a kernel for take `grouped_mm`; the rest takes one padded product, if the experts have about as many tokens
-    as each other, and big ones are not idle.
+    Where the data are not to be looked at, shapes alone decide.
     """
     if not may_look(task.x):
         return "grouped" if task.x.is_cuda and _has_kernel(task) and _can_group(task) else "blocks"

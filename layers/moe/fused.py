@@ -37,19 +37,11 @@ def _rows(routing: Tensor) -> Tensor:
 class FusedExperts(nn.Module):
     """Apply experts to the tokens that chose them; it holds no tensors.
 
-    Args:
-        compute: what an expert computes, of its rows and its linear layers.
-        linears: for each of them whether its weights are [experts, in, out], and whether there is a bias.
-        routing: `chosen`: choices and weights are [tokens, k]; `scores`: the weights [tokens, experts] are those of
-            all experts; `mask`: the choices are a mask [tokens, experts], the weights likewise; `shared`: a mask and
-            weights [tokens, 1]; `slots`: a mask [tokens, slots, experts] and weights [tokens, slots].
-        scale: what results are multiplied by besides.
-        lowering: how experts are applied where that is possible; None decides at each call.
-        spare: how many numbers past that of the last expert stand for none.
-        adds_to_inputs: results have the dtype of the inputs, as where a loop adds them to zeros like these; otherwise
-            that of what the experts give, which autocast decides on.
-        tokens: for how many tokens `lowering` was measured; calls of less than half or more than twice as many decide
-            by themselves. None takes it for all.
+    `linears` says of each linear layer whether weights are [experts, in, out], and whether it has a bias. By `routing`,
+    choices are: `chosen`, with weights [tokens, k]; `scores`, weighed by [tokens, experts]; `mask`, [tokens, experts],
+    the weights likewise; `shared`, a mask and weights [tokens, 1]; `slots`, a mask [tokens, slots, experts] and weights
+    [tokens, slots]. Numbers up to `spare` past the last expert's stand for none. Results have the inputs' dtype if it
+    `adds_to_inputs`, else the experts'. `lowering` holds for half to twice as many `tokens`, or for all.
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
@@ -66,13 +58,9 @@ class FusedExperts(nn.Module):
         self.spare, self.adds_to_inputs, self.tokens = spare, adds_to_inputs, tokens
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, *tensors: Tensor) -> Tensor:
-        """Return the weighted sum of the experts' outputs [..., out].
+        """Return the weighted sum of the experts' outputs [..., out] for inputs [..., in].
 
-        Args:
-            hidden: inputs of tokens [..., in].
-            chosen: see `routing`.
-            weights: see `routing`; None weighs all alike.
-            tensors: weight and bias of each linear layer, stacked.
+        `tensors` are weight and bias of each linear layer, stacked; weights of None weigh all alike.
         """
         projections = list(self._projections(tensors))
         x = hidden.reshape(-1, hidden.shape[-1])

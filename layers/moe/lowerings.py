@@ -46,12 +46,9 @@ _Sum = Callable[["Task", Tensor, "torch.dtype | None"], Tensor]
 
 
 class Projection(NamedTuple):
-    """One linear layer, of all experts.
+    """One linear layer of all experts: weights [experts, out, in], or [experts, in, out] if `transposed`.
 
-    Attributes:
-        weight: stacked [experts, out, in]; or a tensor [out, in] for each expert, which the loop alone can use.
-        bias: likewise [experts, out], or [out] for each; or None.
-        transposed: the weights are [experts, in, out], or [in, out] each.
+    They, and the biases [experts, out], may be a tensor for each expert, which the loop alone can use.
     """
 
     weight: Tensor | Sequence[Tensor]
@@ -90,13 +87,7 @@ def _cut(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class _Pairs(NamedTuple):
-    """The pairs of a token and an expert that it chose, sorted by expert.
-
-    Attributes:
-        order: the number of each pair before sorting [pairs].
-        experts: the expert of each pair, ascending [pairs].
-        ends: where the pairs of each expert end [experts], int32.
-    """
+    """The pairs of a token and an expert that it chose, sorted by expert: their numbers before, and where each ends."""
 
     order: Tensor
     experts: Tensor
@@ -120,14 +111,7 @@ def _sort(indices: Tensor, num_experts: int) -> _Pairs:
 
 @dataclass
 class Task:
-    """What there is to compute.
-
-    Attributes:
-        x: tokens [tokens, in].
-        indices: the experts of each token [tokens, k], int64.
-        projections: the linear layers of all experts.
-        compute: what an expert computes with them.
-    """
+    """What there is to compute: `x` [tokens, in], and the experts of each token, `indices` [tokens, k] int64."""
 
     x: Tensor
     indices: Tensor
@@ -163,13 +147,7 @@ class Task:
 
 
 def combine(outputs: Tensor, weights: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the weighted sum [tokens, out] of outputs [tokens, k, out], in their dtype or another.
-
-    Args:
-        outputs: of the experts.
-        weights: of each of them [tokens, k].
-        dtype: of the sum; by default that of `outputs`.
-    """
+    """Return the sum [tokens, out] of outputs [tokens, k, out] times weights [tokens, k], in their dtype or another."""
     if outputs.shape[1] == 1:
         return (outputs.squeeze(1) * weights).to(dtype or outputs.dtype)
     return (outputs * weights.unsqueeze(-1)).sum(1).to(dtype or outputs.dtype)
@@ -194,16 +172,9 @@ def _exact(weights: Tensor) -> Tensor:
 
 
 def loop_over_experts(x: Tensor, indices: Tensor, num_experts: int, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Call experts one after another, each with its own tokens; those that have none are not called.
+    """Call experts one after another, each with its own tokens, and return their outputs [tokens, k, out].
 
-    Args:
-        x: tokens [tokens, in], at least one.
-        indices: the experts of each token [tokens, k].
-        num_experts: how many experts there are.
-        expert: gives the output [n, out] of an expert, by its number, for its tokens [n, in].
-
-    Returns:
-        The outputs of the experts of each token [tokens, k, out].
+    `expert` gives [n, out] of an expert, by its number, for its tokens [n, in]; those that have none are not called.
     """
     tokens, k = indices.shape
     if tokens == 1:
@@ -305,14 +276,10 @@ def _padded(task: Task) -> Tensor:
 
 
 def outputs_in_blocks(task: Task) -> Tensor:
-    """Give each expert as many short blocks as it needs, and copy its weights for each.
+    """Give each expert as many short blocks as it needs, and copy its weights for each: [tokens, k, out].
 
-    All shapes follow from those of the arguments: nothing waits for the device, and it can be traced, for any number
-    of tokens. A block is as long as the average number of tokens of an expert, so twice as many blocks as
-    experts are always enough.
-
-    Returns:
-        The outputs of the experts of each token [tokens, k, out].
+    Shapes follow from shapes, so that it can be traced. A block is as long as the average number of tokens of an
+    expert: twice as many blocks as experts are always enough.
     """
     x, pairs, (tokens, k), experts = task.x, task.pairs, task.indices.shape, task.num_experts
     is_symbolic = _is_symbolic(tokens)
@@ -350,15 +317,7 @@ def _cells(task: Task, starts: Tensor, length: int) -> Tensor:
 def _tokens(task: Task, experts: Tensor, skipped: Tensor, length: int) -> Tensor:
     """Return which token is in each cell of blocks of a length [blocks, length].
 
-    A block holds tokens of one expert, without those that are skipped. Cells that are left hold the expert's last one
-    again: it is computed for this expert anyway, while a row of zeros may have no finite gradient. An expert without
-    tokens has one of another.
-
-    Args:
-        task: what there is to compute.
-        experts: the expert of each block [blocks].
-        skipped: how many of its tokens are in the blocks before [blocks].
-        length: how many cells a block has.
+    Cells that are left hold the expert's last one again: a row of zeros may have no finite gradient.
     """
     pairs = task.pairs
     last = (pairs.ends - 1).clamp(min=0).index_select(0, experts).unsqueeze(1)

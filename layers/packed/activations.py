@@ -19,14 +19,8 @@ __all__ = ["NO_ACTIVATION", "Activation", "known_activations"]
 class Activation:
     """An element-by-element function behind a product.
 
-    Attributes:
-        operator: canonical name; "" for none.
-        fixed: arguments that it has, by name.
-        free: names of numbers that it reads.
-        numbers: these.
-        kernel: what oneDNN calls it; "" where that computes nothing: there is nothing to compute, or its kernel makes
-            numbers of NaN, and it is computed behind the product.
-        kind: which kind of it.
+    `fixed` arguments are by name; `free` are names of the `numbers` that it reads. `kernel` is what oneDNN calls it; ""
+    where there is none that is right.
     """
 
     operator: str = ""

@@ -24,12 +24,8 @@ __all__ = ["Geometry", "PackedConvolution"]
 class Geometry:
     """The settings of a convolution, one number for each dimension that it moves along.
 
-    Attributes:
-        stride, padding, dilation: of the convolution.
-        groups: of its channels.
-        output_padding: of a transposed one; None for others.
-        size: of the inputs, [N, C, ...], that the weight is packed for; for others it is packed once more. None: any.
-        padding_after: zeros behind the input; None for as many as before it, which is `padding`.
+    `size` is that of the inputs that the weight is packed for, None for any; `padding_after` are zeros behind the input
+    where they differ.
     """
 
     stride: tuple[int, ...]
@@ -83,15 +79,9 @@ class _Weight:
 class PackedConvolution(Packed):
     """Compute a convolution, and the activation behind it, on a packed weight; or as torch does where that cannot be.
 
-    Results of packed weights lie in memory channels last, whatever their input does. What suits one size of images may
-    be rearranged at each call for another, which takes far longer than the convolution: for all other sizes, a weight
-    is packed a second time, for any size, when such images first come.
-
-    Args:
-        geometry: of the convolution.
-        activation: behind it.
-        dtype: in which it is computed.
-        given, gives: types of the input, beside float32, and of the result.
+    What suits one size of images may be rearranged at each call for another, which takes far longer than the
+    convolution: for all other sizes, a weight is packed a second time. `given` and `gives` are types of the input,
+    beside float32, and of the result.
     """
 
     __name__ = "packed_convolution"
@@ -137,14 +127,7 @@ class PackedConvolution(Packed):
         self._elsewhere.forget_all()
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
-        """Return activation(conv(x, weight, bias) + other).
-
-        Args:
-            x: [N, channels, ...], or without N.
-            weight: as torch's convolution of that rank takes it.
-            bias: [outputs] or None.
-            other: of the shape of the result, or None.
-        """
+        """Return activation(conv(x, weight, bias) + other), for x [N, channels, ...], or without N."""
         if x.dim() != self._dims or weight.dim() != self._dims:
             return self.plainly(x, weight, bias, other)
         groups, is_transposed = self.geometry.groups, self.geometry.output_padding is not None

@@ -18,12 +18,7 @@ __all__ = ["PackedLinear"]
 
 @dataclass(frozen=True)
 class _Weight:
-    """Pack the weight of a linear layer; return it as it is where that cannot be.
-
-    Attributes:
-        dtype: to pack it in.
-        inputs_first: it is [inputs, outputs].
-    """
+    """Pack the weight of a linear layer; return it as it is where that cannot be."""
 
     dtype: torch.dtype
     inputs_first: bool
@@ -37,13 +32,8 @@ class _Weight:
 class PackedLinear(Packed):
     """Compute a linear layer, and the activation behind it, on a packed weight; or as torch does where that cannot be.
 
-    Args:
-        activation: behind the layer.
-        dtype: in which it is computed.
-        inputs_first: the weight is [inputs, outputs].
-        joins: what is done with the other operand: `add` or `mul`.
-        takes_narrow: what it is given may be of `dtype`: the result of another such layer.
-        gives_narrow: the result stays in `dtype`, for others that take it. Else input and result are float32.
+    With `inputs_first` the weight is [inputs, outputs]; `joins` is `add` or `mul`; input and result are float32 unless
+    it `takes_narrow` or `gives_narrow`.
     """
 
     __name__ = "packed_linear"
@@ -66,14 +56,7 @@ class PackedLinear(Packed):
         return PackedLinear(self.activation, self.dtype, self.inputs_first, self.joins, takes, gives)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
-        """Return activation(x @ weight.T + bias + other), or with `* other`; [..., outputs].
-
-        Args:
-            x: [..., inputs].
-            weight: [outputs, inputs].
-            bias: [outputs] or None.
-            other: of the shape of the result, or None.
-        """
+        """Return activation(x @ weight.T + bias + other), or with `* other`; [..., outputs] for x [..., inputs]."""
         shape = weight.shape
         if len(shape) != 2 or not x.dim() or x.shape[-1] != shape[self._inputs]:
             return self.plainly(x, weight, bias, other)

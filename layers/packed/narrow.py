@@ -20,11 +20,7 @@ _ALONE = 3
 def keep_narrow(graph: fx.Graph, *, exactly: bool = False) -> None:
     """Let results of packed layers in bfloat16 stay so where only others of their kind read them.
 
-    They are converted to float32 otherwise, and back by each that reads them. That changes no number where nothing is
-    added to them or multiplied with them.
-
-    Args:
-        exactly: nothing is kept that would change a number.
+    That changes no number where nothing is added to them or multiplied with them, as where it is done `exactly`.
     """
     _keep_convolutions_narrow(graph)
     _keep_linears_narrow(graph, exactly=exactly)

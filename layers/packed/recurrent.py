@@ -23,12 +23,7 @@ Result = tuple[Tensor, State]
 
 @dataclass(frozen=True)
 class _Weights:
-    """Pack the tensors of a layer in one direction; return them as they are where that cannot be.
-
-    Attributes:
-        inputs, hidden: the sizes.
-        dtype: to pack them in.
-    """
+    """Pack the tensors of a layer in one direction; return them as they are where that cannot be."""
 
     inputs: int
     hidden: int
@@ -44,17 +39,7 @@ class _Weights:
 
 
 class PackedLSTM(Keeping):
-    """Compute an LSTM on packed weights, or as torch does where that cannot be.
-
-    Packed sequences, sequences without a batch and empty ones are computed as torch does.
-
-    Args:
-        its: the settings.
-        dtype: in which it is computed; inputs and results are float32.
-
-    Attributes:
-        weights: give the packed weights, by layer and direction.
-    """
+    """Compute an LSTM on packed weights, or as torch does where that cannot be: packed or empty sequences, say."""
 
     operator = "packed_lstm"
     __name__ = "packed_lstm"
@@ -70,13 +55,7 @@ class PackedLSTM(Keeping):
         ]  # fmt: skip
 
     def __call__(self, x: Any, hx: State | None, *tensors: Tensor) -> Result:
-        """Return the outputs, [T, N, directions * hidden] or [N, T, ...], and the last states.
-
-        Args:
-            x: [T, N, inputs], or [N, T, inputs] where the batch is first; or what else `torch.nn.LSTM` takes.
-            hx: hidden and cell state, [layers * directions, N, hidden] each; None for zeros.
-            tensors: weights and biases, in the order of `Recurrence.names`.
-        """
+        """Return what `torch.nn.LSTM` gives for x, states and weights and biases in the order of `Recurrence.names`."""
         if not self._takes(x, hx, tensors):
             return self.plainly(x, hx, *tensors)
         count = self.its.count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -165,22 +165,15 @@ class _Held(Derived):
         held = self._held.get(id(originals[0]))
         return self._before(*originals) if held is None else held[1]
 
-    def forget(self, first: int) -> None:
-        self._before.forget(first)
+    def forget(self, key: Hashable = None) -> None:
+        self._before.forget(key)
 
     def forget_all(self) -> None:
         self._before.forget_all()
 
 
 def release_weight(module: nn.Module, own_name: str, name: str, layers: Sequence[Packed]) -> None:
-    """Put what stands for a weight in its place, of which these packed layers hold what they made.
-
-    Args:
-        module: that has the weight.
-        own_name: the weight's in it.
-        name: the weight's in the model.
-        layers: all that compute with it.
-    """
+    """Put what stands for a weight in its place, of which these packed layers, all that use it, hold what they made."""
     weight = module.get_parameter(own_name)
     released = ReleasedWeight.of(weight, name)
     made: dict[int, _Held] = {}  # several layers may share what they make

@@ -23,13 +23,8 @@ def _laid_by_inputs(weight: Tensor) -> Tensor:
 class TransposedLinear(PackedLinear):
     """Compute a linear layer in float32 on its weight as [inputs, outputs] at one row, else on the packed weight.
 
-    At one row all time goes into reading the weight. Row after row of the transposed one is added to all outputs, which
-    streams; products along the rows of the other, and of the packed one, read memory at two thirds of that speed.
-
-    Args:
-        activation: behind the layer.
-        joins: what is done with the other operand: `add` or `mul`.
-        inputs_first: the weight is [inputs, outputs] already; at one row it is read as it is.
+    At one row all time goes into reading the weight: the transposed one streams, and the others are read at two thirds
+    of that speed. With `inputs_first` the weight is [inputs, outputs] already.
     """
 
     def __init__(self, activation: Activation = NO_ACTIVATION, joins: str = "add", inputs_first: bool = False) -> None:

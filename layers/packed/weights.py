@@ -49,17 +49,8 @@ def _is_row(bias: Tensor, count: int) -> bool:
 class Packed(Keeping):
     """Compute a layer on a weight that is packed when it is first needed, and anew where it was changed.
 
-    It is what a rewritten graph calls, with the layer's own tensors; copies and pickles begin without what is packed.
-
-    Args:
-        settings: what tells one from another.
-        pack: makes the packed weight.
-        activation: behind the layer.
-
-    Attributes:
-        weights: gives the packed weight.
-        behind: what the kernel computes behind the layer.
-        activate_in_place: computes the activation in a new result.
+    A rewritten graph calls it with the layer's own tensors; copies and pickles begin without what is packed. `settings`
+    tell one from another; `behind` is what the kernel computes behind the layer.
     """
 
     operator = "packed"

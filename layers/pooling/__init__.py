@@ -2,7 +2,6 @@
 
 from ...cuda_ops.triples import triangles
 from .relational import RO3Pooling
-from .sag_triads import SAGTriadPooling
-from .triad_pooling import RO3TriadPooling
+from .triad_pooling import RO3TriadPooling, SAGTriadPooling
 
 __all__ = ["RO3Pooling", "RO3TriadPooling", "SAGTriadPooling", "triangles"]

@@ -16,18 +16,10 @@ __all__ = ["disjoint_triads", "disjoint_wedges"]
 
 
 def disjoint_triads(triads: Tensor, score: Tensor) -> Tensor:
-    """Return those of some triads that are taken where the best comes first and no node is used twice.
+    """Return those of some triads [triads, 3] that are taken where the best comes first and no node is used twice.
 
-    A triad is taken in a round when it is the best at each of its three nodes; then all go that share a node with it.
-    The rounds end when none is left: after a few where scores are spread at random, and at the worst, where they rise
-    along a chain, after one for each triad.
-
-    Args:
-        triads: nodes [triads, 3], int64, each once.
-        score: of each node, falling [nodes].
-
-    Returns:
-        The triads that were taken, the best first [taken, 3].
+    A triad is taken in a round when it is the best at each of its nodes, by falling scores; then all go that share a
+    node with it. That takes few rounds where scores are random, and one for each triad along a rising chain.
     """
     left, taken = _best_first(triads.sort(1).values, score), [triads[:0]]
     while left.numel():
@@ -39,15 +31,8 @@ def disjoint_triads(triads: Tensor, score: Tensor) -> Tensor:
 def disjoint_wedges(edge_index: Tensor, score: Tensor) -> Tensor:
     """Return what `disjoint_triads` takes of all connected triads, open and closed, in memory for the edges alone.
 
-    There are as many as sums of squared degrees, so they are not listed. The best one that has a node in the middle and
-    an edge there joins the edge to the best other neighbour; whatever wins a round is one of these.
-
-    Args:
-        edge_index: each edge in both directions, without self-loops, sorted [2, edges], int64.
-        score: of each node, falling [nodes].
-
-    Returns:
-        The triads that were taken, the best first [taken, 3].
+    The best one with a node in the middle and an edge there joins the edge to the best other neighbour; whatever wins a
+    round is one of these. Edges [2, edges] are in both directions, without self-loops, sorted.
     """
     taken = [edge_index.new_empty((0, 3))]
     while True:

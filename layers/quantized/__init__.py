@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from .activations import Range, from_numbers, to_numbers
-from .held import ASKED
-from .layer import QuantizedLayer, check_in_floats
-from .linear import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
+from .layer import ASKED, QuantizedLayer, check_in_floats
+from .linear import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear, TiedInt8Linear
 from .lstm import Int8DynamicLSTM
-from .packing import Packing
 from .pooling import max_pool_numbers
 from .static import Geometry, StaticConv, StaticLayer, StaticLinear
-from .tied import TiedInt8Linear
 from .trained import TRAINED, FakeQuantized, Freezable, fake_quantized, freezable, freeze
 
 __all__ = [
@@ -24,7 +21,6 @@ __all__ = [
     "Int8DynamicLSTM",
     "Int8DynamicLinear",
     "Int8WeightLinear",
-    "Packing",
     "QuantizedLayer",
     "QuantizedLinear",
     "Range",

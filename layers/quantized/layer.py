@@ -8,15 +8,15 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ...compat import is_plainly_eager, modules_by_name, own_buffers, runs_kernels, wants_gradients
-from ...compat.quantized import is_simulating, runs_simulation
+from ...compat.quantized import empty_tensor, is_simulating, runs_simulation, without_torch_function
 from ...errors import UsageError
+from ...operators import Cache
 from ...runtime.state import dequantized
-from .held import HeldWeight
-from .packing import Packing
 
-__all__ = ["HoldsWeight", "QuantizedLayer", "check_in_floats", "is_finite", "is_plain_call"]
+__all__ = ["ASKED", "HeldWeight", "HoldsWeight", "QuantizedLayer", "check_in_floats", "is_finite", "is_plain_call"]
 
 
 class QuantizedLayer(nn.Module):
@@ -29,7 +29,7 @@ class QuantizedLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.packing = Packing()
+        self.packing = Cache()
 
     def __setattr__(self, name: str, value: Any) -> None:
         made = getattr(type(self), name, None)
@@ -58,16 +58,9 @@ class QuantizedLayer(nn.Module):
 
 
 class HoldsWeight(QuantizedLayer):
-    """Hold the weight of a linear layer or a convolution as small numbers.
+    """Hold the weight of a linear layer or a convolution as small numbers with scales, see `quantized`.
 
-    Args:
-        values, scales: of the weight, see `quantized`.
-        bias: [outputs] or None; kept as it is.
-        dtype: of the weight that the numbers stand for.
-        dim: which dimension of that is the one of outputs.
-
-    Attributes:
-        form: how the weight is held.
+    `dtype` is that of the weight they stand for, `dim` its dimension of outputs; the bias [outputs] stays.
     """
 
     form: ClassVar[str] = "int8"
@@ -112,11 +105,7 @@ class HoldsWeight(QuantizedLayer):
 
 
 def check_in_floats(pass_name: str, model: nn.Module) -> None:
-    """Refuse a model with layers that have no weight in floats any more.
-
-    Raises:
-        UsageError: the first of them, by name.
-    """
+    """Raise a UsageError for a model with layers that have no weight in floats any more, with the first of them."""
     modules: dict[str, nn.Module] = modules_by_name(model)
     name = next((name for name, module in modules.items() if isinstance(module, QuantizedLayer)), None)
     if name is not None:
@@ -136,3 +125,45 @@ def is_plain_call(x: Tensor, *parameters: Tensor | None) -> bool:
     if wants_gradients(x, *parameters):
         return False
     return type(x) is Tensor and x.is_cpu and x.numel() > 0 and runs_kernels() and not is_simulating()
+
+
+ASKED = frozenset({"device", "dtype", "is_cpu", "is_cuda", "is_meta", "layout", "ndim", "requires_grad", "shape"})
+"""The attributes that a weight answers without being made."""
+
+_METHODS = {getattr(Tensor, name) for name in ("dim", "is_floating_point", "numel", "size")}
+
+
+class HeldWeight(Tensor):
+    """Answer for its shape, type and device at no cost; for anything else be made, anew each time, of floats.
+
+    Forwards ask a weight for its type (T5's does). Writing into it changes nothing.
+    """
+
+    make: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls: type[HeldWeight], make: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> HeldWeight:
+        weight: HeldWeight = empty_tensor(cls, shape, dtype, device)
+        weight.make = make
+        return weight
+
+    def __init__(self, make: Callable[[], Tensor], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
+        """Be what `__new__` made."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METHODS or getattr(getattr(func, "__self__", None), "__name__", None) in ASKED:
+            with without_torch_function():
+                return func(*args, **(kwargs or {}))
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map(_made, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _made(value: object) -> object:
+    return value.make() if isinstance(value, HeldWeight) else value

@@ -20,11 +20,18 @@ from ...compat.quantized import (
     int8_weight_packed,
     runs_simulation,
 )
-from ...runtime.state import dequantized
+from ...runtime.state import dequantized, quantized
 from .activations import in_float8, quantized_at_once
-from .layer import HoldsWeight, is_finite, is_plain_call
+from .layer import HoldsWeight, QuantizedLayer, is_finite, is_plain_call
 
-__all__ = ["Float8Linear", "Int4WeightLinear", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLinear"]
+__all__ = [
+    "Float8Linear",
+    "Int4WeightLinear",
+    "Int8DynamicLinear",
+    "Int8WeightLinear",
+    "QuantizedLinear",
+    "TiedInt8Linear",
+]
 
 _BLOCK = 16
 """Kernels for float8 take inputs and outputs in blocks of so many."""
@@ -34,14 +41,7 @@ class QuantizedLinear(HoldsWeight):
     """Compute `x @ weight.T + bias` with the numbers and scales of a weight.
 
     Compilers and exporters get what the kernel computes in plain operators. Under transforms and outside the CPU it
-    computes with the weight that the numbers stand for.
-    Gradients flow to the input and the bias as if it always did; the weight has none.
-
-    Args:
-        values, scales, bias, dtype, dim: see `HoldsWeight`.
-
-    Attributes:
-        in_features, out_features: of the weight.
+    computes with the weight that the numbers stand for; gradients flow to the input and the bias as if it always did.
     """
 
     def __init__(
@@ -206,3 +206,40 @@ class _WithGradient(torch.autograd.Function):
         of_input = gradient @ ctx.layer.wide_weight().to(gradient.dtype) if ctx.needs_input_grad[1] else None
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.kind) if ctx.needs_input_grad[2] else None
         return None, of_input, of_bias
+
+
+class TiedInt8Linear(QuantizedLayer):
+    """Quantize activations at each call, and multiply integers of 8 bits that are made of a weight which stays.
+
+    They are made anew where it was changed, and are in no state dict. Calls that want gradients, compilers and
+    exporters get the linear layer.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: int) -> None:
+        super().__init__()
+        self.weight, self.group = weight, group
+        self.register_parameter("bias", bias)
+        self.out_features, self.in_features = weight.shape
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
+        weight, bias = self.weight, self.bias
+        if wants_gradients(input, weight, bias):
+            self.packing.forget()  # an optimizer may step on the weight next
+            return F.linear(input, weight, bias)
+        if runs_simulation() or not (input.is_cpu and weight.is_cpu) or not input.numel() or not is_plainly_eager():
+            return F.linear(input, weight, bias)
+        dtype = autocast_dtype(input)
+        wide = input.to(dtype).float()
+        if not is_finite(wide):
+            return F.linear(input, weight, bias)
+        return int8_product_dynamic(wide, self.packing.of(self._packed, weight, bias)).to(dtype)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None) -> object:
+        return int8_packed(*quantized(weight.detach(), "int8", self.group), bias)
+
+    def extra_repr(self) -> str:
+        """Return what `repr` shows."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

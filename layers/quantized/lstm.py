@@ -19,12 +19,8 @@ __all__ = ["Int8DynamicLSTM"]
 class Int8DynamicLSTM(QuantizedLayer):
     """Quantize activations at each step, and multiply integers of 8 bits.
 
-    What its kernel does not take (packed sequences, sequences without a batch, calls that want gradients) runs as the
-    LSTM with the weights that the numbers stand for.
-
-    Args:
-        lstm: what is simulated; its tensors are not kept.
-        weights: name of a weight -> numbers and scales; see `quantized`.
+    What its kernel does not take (packed sequences, no batch, calls that want gradients) runs as the LSTM with the
+    weights that the numbers stand for.
     """
 
     def __init__(self, lstm: nn.LSTM, weights: Mapping[str, tuple[Tensor, Tensor]]) -> None:

@@ -13,12 +13,7 @@ __all__ = ["max_pool_numbers"]
 
 
 def max_pool_numbers(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> Tensor:
-    """Return the largest number in each window.
-
-    Args:
-        x: [rows, channels, height, width], uint8; floats are pooled as torch does.
-        kernel, stride, padding: of the windows, for height and width.
-    """
+    """Return the largest number in each window of x [rows, channels, height, width], uint8, or floats as torch does."""
     if x.dtype is not torch.uint8:
         return F.max_pool2d(x, list(kernel), list(stride), list(padding))
     if any(padding):

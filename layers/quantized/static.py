@@ -32,12 +32,9 @@ _OF_KERNELS = (torch.uint8, torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class IntegerEpilogue:
-    """What a layer computes of its result, too.
+    """What a layer computes of its result, too: "relu" or "none", then numbers of `output`; None returns floats.
 
-    Attributes:
-        activation: "relu" or "none".
-        output: of the numbers that it returns; None returns floats.
-        contiguous: whether a result in floats is laid out as torch.nn does; None: if the input is.
+    Floats are laid out as torch.nn does if `contiguous`; None: if the input is.
     """
 
     activation: str = "none"
@@ -49,11 +46,7 @@ class StaticLayer(HoldsWeight):
     """Compute a layer with numbers of 8 bits on both sides.
 
     Under compilers, exporters and transforms, in other types and outside the CPU, it computes what the numbers stand
-    for. Gradients flow to the input and the bias as if it always did; the weight has none.
-
-    Args:
-        values, scales, bias, dtype: see `HoldsWeight`.
-        of_input: the range of the input.
+    for; gradients flow to the input and the bias as if it always did.
     """
 
     def __init__(
@@ -71,13 +64,10 @@ class StaticLayer(HoldsWeight):
         output: tuple[float, int] | None = None,
         contiguous: bool | None = None,
     ) -> Tensor:
-        """Compute the layer, and what a graph says of the operations behind it.
+        """Compute the layer, and what a graph says of the operations behind it, see `IntegerEpilogue`.
 
-        Args:
-            input: floats, or their numbers (uint8) by the layer's own range.
-            scales, bias: in the place of the layer's own, with a batch norm behind it folded into them.
-            activation, contiguous: see `IntegerEpilogue`.
-            output: scale and zero point of the numbers to return; None returns floats.
+        The input is floats, or uint8 by the layer's own range; `scales` and `bias` have a norm folded in; `output` is
+        scale and zero point of the numbers to return.
         """
         epilogue = IntegerEpilogue(activation, None if output is None else Range(*output), contiguous)
         scales, bias = self.held[1] if scales is None else scales, self.bias if bias is None else bias
@@ -183,11 +173,7 @@ class Geometry:
 
 
 class StaticConv(StaticLayer):
-    """Compute a convolution along one, two or three dimensions; see `StaticLayer`.
-
-    Args:
-        geometry: its settings.
-    """
+    """Compute a convolution along one, two or three dimensions; see `StaticLayer`."""
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range,

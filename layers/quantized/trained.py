@@ -32,12 +32,9 @@ _LARGEST = 255
 
 
 class _Counting(nn.Module):
-    """A module that stops to observe after some training forwards, with state that checkpoints from before lack.
+    """A module that stops to observe after `freeze_after` training forwards (None: never).
 
-    Attributes:
-        freeze_after: how many training forwards it observes; None: all.
-        forwards: how many there were.
-        frozen: whether it has stopped.
+    Old checkpoints lack its state.
     """
 
     _fxopt_added_tensors: ClassVar[tuple[str, ...]] = ("forwards", "frozen")
@@ -73,12 +70,8 @@ class _Counting(nn.Module):
 class FakeQuantized(_Counting):
     """Mix into a layer of torch.nn: it computes with its input and weight rounded to 8 bits.
 
-    The weight has one scale for each output, or one for all: its largest element by 127, as in the layer that takes
-    its place. The range of the input is the moving average of what is seen in training, or is learned (LSQ).
-
-    Attributes:
-        learns: whether the range is learned.
-        group: of the weight; see `quantized`.
+    The weight has one scale for each output, or one for all: its largest element by 127, as in the layer that takes its
+    place. The range of the input is a moving average, or is learned (LSQ).
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
@@ -91,13 +84,7 @@ class FakeQuantized(_Counting):
     group: int
 
     def observe_from(self, start: Range, learns: bool, freeze_after: int | None, group: int) -> None:
-        """Begin with a range.
-
-        Args:
-            start: the range of the input.
-            learns, freeze_after: see the class.
-            group: of the weight; see `quantized`.
-        """
+        """Begin with a range of the input."""
         self.learns, self.group = learns, group
         self.count_from_zero(freeze_after)
         scale = torch.tensor([start.scale], device=self.forwards.device)
@@ -236,13 +223,7 @@ def freezable(norm: nn.Module, freeze_after: int | None) -> Freezable:
 
 
 def freeze(model: nn.Module, *, ranges: bool = True, norms: bool = True) -> None:
-    """Keep the ranges of activations, and the statistics of batch norms, as they are from now on.
-
-    Args:
-        model: that `qat` was run on.
-        ranges: freeze the ranges.
-        norms: freeze the statistics: batch norms then compute with them in training, too.
-    """
+    """Keep the ranges of activations, and the statistics of batch norms, as they are from now on, in training too."""
     for module in model.modules():
         if isinstance(module, FakeQuantized) and ranges:
             module.frozen.fill_(1)

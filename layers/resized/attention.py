@@ -12,24 +12,17 @@ __all__ = ["ResizedAttention"]
 
 
 class ResizedAttention(nn.MultiheadAttention):
-    """Attend as `nn.MultiheadAttention`, whose width is the number of heads times their own width.
+    """Attend as `nn.MultiheadAttention`, whose width is the number of heads times `head_dim`, their own width.
 
-    Here the width of a head stays what it was; the number of heads, the width of the inputs and that of the result are
-    those of the weights, whatever was cut from them. Names of tensors are the same. It never takes torch's fast path.
-
-    Attributes:
-        head_dim: the width of a head.
+    All other sizes are those of the weights, whatever was cut from them; tensors have the same names. It never takes
+    torch's fast path.
     """
 
     head_dim: int
 
     @classmethod
     def of(cls, module: nn.MultiheadAttention) -> ResizedAttention:
-        """Return a module that has the tensors and attributes of `module`.
-
-        Raises:
-            ValueError: if it adds keys and values of its own, which this one does not.
-        """
+        """Return a module with the tensors and attributes of `module`, or raise a ValueError if it adds keys."""
         if module.bias_k is not None or module.add_zero_attn:
             raise ValueError("an attention with bias_k, bias_v or add_zero_attn cannot be resized")
         made = cls.__new__(cls)

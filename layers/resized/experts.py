@@ -29,22 +29,13 @@ class RemovedExpert(nn.Module):
 
 
 class KeptExperts(nn.ModuleList):
-    """The items of a list that are kept, in order, by the names that they had: `len`, indices and loops find these.
-
-    Attributes:
-        kept: their names.
-    """
+    """The items of a list that are kept, in order, by the names that they had: `len`, indices and loops find these."""
 
     kept: tuple[str, ...]
 
     @classmethod
     def of(cls, modules: nn.ModuleList, kept: Sequence[int]) -> KeptExperts:
-        """Return a list without some of its items.
-
-        Args:
-            modules: the list; one of this class has fewer items already.
-            kept: the numbers of the items that stay.
-        """
+        """Return a list with the items of these numbers alone; it may have fewer already."""
         made, names = cls(), item_names(modules)
         made.kept = tuple(names[number] for number in kept)
         for name, child in own_children(modules).items():

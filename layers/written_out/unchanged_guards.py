@@ -25,14 +25,8 @@ __all__ = ["Opened", "UnchangedGuard"]
 class Opened:
     """A module inside another one, as it was when its call was written out, or one on the way to it.
 
-    Attributes:
-        path: its name there.
-        kind: its class.
-        settings: attributes with the values that were written out.
-        has_graph: its graph was written out; it knows of further attributes what they were.
-        reads: the names of all these attributes.
-        without: the names of its parameters and buffers that are None.
-        children: how many it has; None where that does not count.
+    `settings` are attributes as they were written out, `reads` the names of all that count; `without` are parameters
+    and buffers that are None; `children` is their number, or None where that does not count.
     """
 
     path: str
@@ -95,12 +89,7 @@ def _count(module: nn.Module) -> int:
 class _Noted:
     """What modules are like: equal as long as they are the same, with the same settings, of the same classes.
 
-    Attributes:
-        hooks: the registries of all their hooks, and those of all modules.
-        places, names, values, types: entries of dictionaries, what is there (children and settings), and its types.
-        registries, sizes: the modules' dictionaries of attributes and of children, and how many entries they have.
-        modules, kinds: the modules and their classes.
-        is_right: whether that is what it was when the calls were written out.
+    `places` at `names` hold `values` of `types`; `registries` are dictionaries of attributes and children, of `sizes`.
     """
 
     hooks: tuple[Any, ...]
@@ -118,12 +107,8 @@ class _Noted:
 class UnchangedGuard:
     """Say of a module whether those inside of it are what they were when their calls were written out, without hooks.
 
-    What is asked at each call are a few comparisons of lists; copies and pickles look at their modules anew.
-
-    Args:
-        opened: the modules inside, each behind the one that holds it.
-        children: how many it has itself; None where that does not count.
-        compiled: what to say while `torch.compile` reads the code: it cannot ask this.
+    What is asked at each call are a few comparisons of lists; copies and pickles look at their modules anew. `compiled`
+    is the answer while `torch.compile` reads the code.
     """
 
     __name__ = "calls_as_found"

@@ -37,13 +37,9 @@ __all__ = [
 class Specialization:
     """One graph of a module, and when it holds.
 
-    Attributes:
-        guards: conditions over the forward's arguments and `self`, all of which must hold.
-        graph: placeholders are the tensors among the arguments.
-        arguments: name of a placeholder -> where its value is in the forward's arguments (`inputs[0]`).
-        reads: plain attributes of the module whose value is part of the graph, and children whose class may be.
-        volatile: the module's attributes are set while the model runs, by this graph or around it: what it computes
-            hangs on more than its arguments, and passes leave it as it is.
+    `arguments` says where the value of each placeholder is in the forward's arguments; `reads` are plain attributes
+    whose value, and children whose class, is part of the graph. Where `volatile`, what it computes hangs on attributes
+    that are set while the model runs.
     """
 
     guards: tuple[Guard, ...]
@@ -76,13 +72,7 @@ class Specialization:
 
 @dataclass(frozen=True, eq=False)
 class RegionPlan:
-    """How to make a region that a graph calls; every module that shares the graph gets one of its own.
-
-    Attributes:
-        context: what the region runs under.
-        capture: its graph.
-        borrowed: the names that the owner has for what it calls.
-    """
+    """How to make a region that a graph calls: `borrowed` are the names that the owner has for what it calls."""
 
     context: Context
     capture: Capture
@@ -194,11 +184,7 @@ class Capture:
 
 
 def check_picklable(base: type[nn.Module]) -> None:
-    """Make sure that a captured module of this class can be pickled.
-
-    Raises:
-        PicklingError: it is a `GraphModule`, whose class is made for itself alone.
-    """
+    """Raise a PicklingError for a `GraphModule`, whose class is made for itself alone."""
     if issubclass(base, fx.GraphModule):
         raise pickle.PicklingError(
             "an optimized torch.fx.GraphModule cannot be pickled; use fxopt.save(model, path), fxopt.export, or "
@@ -247,11 +233,7 @@ def specializations_of(module: nn.Module) -> Sequence[Specialization]:
 
 
 def required_capture(module: nn.Module) -> Capture:
-    """Return the graphs that `module` runs from.
-
-    Raises:
-        CaptureError: if it has none.
-    """
+    """Return the graphs that `module` runs from, or raise a CaptureError."""
     capture = capture_of(module)
     if capture is None:
         raise CaptureError(f"this {type(module).__name__} has no graph: it was not captured, or it is a leaf")
@@ -259,11 +241,7 @@ def required_capture(module: nn.Module) -> Capture:
 
 
 def with_graph(module: nn.Module, specialization: int, graph: fx.Graph | None = None) -> None:
-    """Give `module` graphs of its own: copies, or in the place of one of them another graph; see `recompile`.
-
-    Raises:
-        CaptureError: if the module has no graph.
-    """
+    """Give `module` graphs of its own: copies, or in the place of one of them another graph; see `recompile`."""
     specializations = required_capture(module).specializations
     with_specializations(
         module,
@@ -275,11 +253,7 @@ def with_graph(module: nn.Module, specialization: int, graph: fx.Graph | None = 
 
 
 def with_specializations(module: nn.Module, specializations: Sequence[Specialization]) -> None:
-    """Give `module` other graphs, which nobody else may have; see `recompile`.
-
-    Raises:
-        CaptureError: if the module has no graph.
-    """
+    """Give `module` other graphs, which nobody else may have; see `recompile`."""
     capture = required_capture(module)
     specializations = [replace(v, arguments=dict(v.arguments)) for v in specializations]
     new = replace(  # it runs from its graphs again, where it was inactive

@@ -174,11 +174,7 @@ def _answered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def _refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], miss: GuardMiss | None = None) -> None:
-    """Count a call that no graph fits, where the module's original forward would be wrong.
-
-    Raises:
-        GuardError: always.
-    """
+    """Count a call that no graph fits, and raise a GuardError: the module's original forward would be wrong."""
     reason = explain_miss(module, args, kwargs) if miss is None else str(miss)
     which = handler_of(module).refuse(module, reason)
     raise GuardError(
@@ -223,15 +219,9 @@ def _is_captured_class(cls: type) -> bool:
 
 
 def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = None) -> Capture:
-    """Make `module` run from the graphs of `capture`, which other modules may share; return what it runs from now.
+    """Make `module` run from the graphs of `capture`, or of one rebased to `base`; return what it runs from now.
 
-    Args:
-        module: is changed in place.
-        capture: if it is of another class than the module's, a capture of the same graphs takes its place.
-        base: the class to have without the graphs; by default the one it has.
-
-    Raises:
-        CaptureError: if the class of the module was changed by something else since it was captured.
+    Raises a CaptureError if its class was changed by something else since it was captured.
     """
     base = base or own_class(module)
     if capture.base is not base:
@@ -257,12 +247,7 @@ def _add_regions(module: nn.Module, capture: Capture) -> None:
 
 
 def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
-    """Give `module` its original forward back, and take its regions away; nothing happens if it has it.
-
-    Args:
-        module: the module.
-        keep_regions: leave the regions for graphs that will be installed again.
-    """
+    """Give `module` its original forward back, if it has graphs, and take its regions away unless these are to stay."""
     if "_fxopt_capture" in module.__dict__:
         object.__setattr__(module, "__class__", own_class(module))
         del module.__dict__["_fxopt_capture"]
@@ -275,11 +260,7 @@ def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
 
 
 def own(module: nn.Module) -> Capture:
-    """Return the module's capture for editing: where it is shared, the module gets a private copy first.
-
-    Raises:
-        CaptureError: if the module has no graph.
-    """
+    """Return the module's capture for editing: where it is shared, the module gets a private copy first."""
     capture = required_capture(module)
     if capture.owner is None or capture.owner() is not module:
         capture = capture.private()
@@ -289,11 +270,7 @@ def own(module: nn.Module) -> Capture:
 
 
 def recompile(module: nn.Module) -> None:
-    """Make `module` run from its graphs as they are now.
-
-    Raises:
-        CaptureError: if the module has no graph, or its class was changed by something else.
-    """
+    """Make `module` run from its graphs as they are now; raise a CaptureError if something else changed its class."""
     capture = required_capture(module)
     if capture.owner is not None and capture.owner() is module:
         capture.compiled = None
@@ -308,11 +285,7 @@ def deactivate_again(module: nn.Module) -> None:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that `module` has without its graphs.
-
-    Raises:
-        CaptureError: if its class was changed by something else since it was captured.
-    """
+    """Return the class that `module` has without its graphs; raise a CaptureError if something else changed it."""
     cls = type(module)
     if _is_captured_class(cls):
         return _under(cls)

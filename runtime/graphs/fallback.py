@@ -46,7 +46,7 @@ _DROPPED = "most calls had tensor data that the graph does not fit, so it was dr
 class Fallback:
     """Count what happened to one module since the model was handed over, and warn of it.
 
-    The modules of a model share what they `warned` of, for one call misses in many.
+    The modules of a model share `warned`, for one call misses in many.
     """
 
     name: str

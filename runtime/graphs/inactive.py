@@ -19,11 +19,9 @@ _CONTAINERS = (list, dict, set)
 
 
 def note_found(module: nn.Module, reads: Iterable[str]) -> None:
-    """Keep what the attributes are that are part of a module's graphs; copies and pickles keep it, too.
+    """Keep what the attributes are that graphs of a module read, plain ones and children.
 
-    Args:
-        module: inactive from now on.
-        reads: names of plain attributes, and of children whose class counts.
+    Copies and pickles keep it, too.
     """
     module.__dict__[FOUND] = {name: _value(module, name) for name in sorted(reads)}
 

@@ -20,15 +20,7 @@ HANDLER = "_fxopt_fallback"
 
 @dataclass(frozen=True)
 class Miss:
-    """The calls that one guard turned away from a module's graphs.
-
-    Attributes:
-        module: its qualified name.
-        guard: the conditions that did not hold.
-        calls: how many.
-        refused: whether they raised GuardError; else they used the module's original forward.
-        note: what came of it besides; mostly empty.
-    """
+    """The calls that one guard turned away from a module's graphs; `refused`: they raised GuardError."""
 
     module: str
     guard: str
@@ -50,11 +42,7 @@ class MissHandler(Protocol):
     ) -> None:
         """Take note of a call before the module's original forward runs.
 
-        Args:
-            module: the module.
-            args, kwargs: of the call.
-            reason: the conditions that did not hold.
-            tally: of a check of the data in a tensor, where that is what did not hold.
+        `tally` is of a check of data that did not hold.
         """
         ...
 

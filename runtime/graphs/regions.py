@@ -25,15 +25,9 @@ __all__ = [
 
 
 class Region(nn.Module):
-    """A part of its owner's graph.
+    """A part of its owner's graph, which calls what the owner has by the `borrowed` names.
 
-    It is a plain attribute of its owner, and no child: whoever lists the modules of a model does not come across it.
-    Its register of children is the owner's own, so it calls what the owner has at the time of the call. Tensors of the
-    owner come in as arguments.
-
-    Args:
-        owner: the module whose graph it is a part of; for a region within a region, that one.
-        borrowed: the names that the owner has for what it calls.
+    It is a plain attribute and no child: whoever lists modules does not come across it. Tensors come in as arguments.
     """
 
     def __init__(self, owner: nn.Module, borrowed: Iterable[str]) -> None:
@@ -74,11 +68,7 @@ class Region(nn.Module):
 
 
 class WrappedRegion(Region):
-    """A part of its owner's graph that runs under a context; calling the region opens it.
-
-    Attributes:
-        context: what it runs under.
-    """
+    """A part of its owner's graph that runs under a context; calling the region opens it."""
 
     def __init__(self, context: Surrounding, owner: nn.Module, borrowed: Iterable[str]) -> None:
         super().__init__(owner, borrowed)

@@ -27,17 +27,7 @@ def by_member(store: nn.Module, name: str, tensor: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class _Cut:
-    """The slices of a parameter along dimension 0.
-
-    Attributes:
-        store: the module that holds it.
-        registry, name: where it is registered.
-        stacked: the parameter.
-        version: how often it had been changed.
-        address: where its memory was.
-        tracked: whether gradients flow from the slices.
-        slices: all of them.
-    """
+    """The slices of a parameter along dimension 0, with what tells whether they are still right."""
 
     store: nn.Module
     registry: dict[str, nn.Parameter | None]
@@ -95,14 +85,9 @@ class SharedSlices:
 
 
 class _SharingCall:
-    """What was cut so far in a call, by the module that holds the parameter, and name.
+    """What was cut so far in a call, by the module that holds the parameter, and name; `kept` is from earlier calls.
 
-    Args:
-        kept: what was cut in earlier calls.
-
-    Attributes:
-        cuts: who reads one makes sure that the slices are still what the parameter is made of (`stacked` is in the
-            `registry`, at that `version`), and are `tracked` if gradients are wanted; else `cut` gives others.
+    Who reads a cut makes sure that `stacked` is in the `registry` at that `version`, and is `tracked` if need be.
     """
 
     def __init__(self, kept: _Kept) -> None:

@@ -57,11 +57,7 @@ def generate(
 ) -> Code:
     """Write the forward that runs the first of `specializations` that fits the call, and the module's own otherwise.
 
-    Args:
-        signature: of the module's original forward.
-        specializations: its graphs; there may be none.
-        restarts: whether the module can start over with its original forward where a check fails; else its caller does.
-        refuse: raise an error instead of running the module's original forward.
+    Unless it `restarts` with that where a check fails, its caller does; `refuse` raises an error instead.
     """
     names = _Names({p.name for p in signature.parameters}, specializations)
     forwarding = signature.forwarding(names.name(given) if signature.decorated else "")

@@ -12,13 +12,7 @@ __all__ = ["fits"]
 
 
 class _Conditions:
-    """Write guards in their order: what is read in several places has a name from the first one on.
-
-    Args:
-        guards: all of them.
-        fresh: gives a name that nothing has, from a hint.
-        name: gives a name for an object.
-    """
+    """Write guards in their order: what is read in several places has a name from the first one on."""
 
     def __init__(self, guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> None:
         self._fresh = fresh
@@ -53,10 +47,7 @@ def _uses(guards: Sequence[Guard]) -> Counter[Source]:
 def fits(guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> tuple[list[str], str]:
     """Return lines that find out whether all of `guards` hold, and an expression that says so after them.
 
-    Args:
-        guards: the conditions; one that cannot be asked (a key that is gone) does not hold.
-        fresh: gives a name that nothing has, from a hint.
-        name: gives a name for an object.
+    `fresh` gives a name that nothing has, from a hint, and `name` one for an object.
     """
     write: Writer = _Conditions(guards, fresh, name)
     text = " and ".join([guard.text(write) for guard in guards])

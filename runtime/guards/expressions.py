@@ -28,12 +28,7 @@ _MOST_PARTS = 64
 
 
 def source_of_node(node: fx.Node, arguments: Mapping[str, Source]) -> Source | None:
-    """Return the value of `node` as a source, or None where it needs an intermediate result.
-
-    Args:
-        node: a node whose value is no tensor.
-        arguments: name of a placeholder -> where its value is in the forward's arguments.
-    """
+    """Return the value of `node`, which is no tensor, as a source, or None where it needs an intermediate result."""
     return _source(node, arguments) if _is_short(node) else None
 
 

@@ -295,11 +295,7 @@ _WINDOW = 16
 
 
 class GuardMiss(Exception):
-    """An assumption about an intermediate value does not hold; the captured forward catches it and starts over.
-
-    Attributes:
-        tally: how often it held so far, where it is about the data in a tensor; else None.
-    """
+    """An assumption about an intermediate value does not hold; the captured forward catches it and starts over."""
 
     def __init__(self, reason: str, tally: Tally | None = None) -> None:
         super().__init__(reason)
@@ -309,17 +305,8 @@ class GuardMiss(Exception):
 def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True, tally: Tally | None = None) -> None:
     """Check, in the middle of a graph, that `value` is still what a decision was based on.
 
-    Args:
-        value: the value now.
-        expected: the value at capture; True and False stand for the truth of `value`.
-        reason: what was decided, and where.
-        restart: whether nothing has happened so far that running the module's original forward would repeat; or what
-            takes back what has.
-        tally: counts the checks, where the value hangs on the data in a tensor.
-
-    Raises:
-        GuardMiss: if it is not, and the module may start over.
-        GuardError: if it is not, and it may not.
+    True and False are its truth. Raises a GuardMiss if the module may start over (`restart`, or a function that takes
+    back what has happened), and else a GuardError. `tally` counts the checks where the value hangs on data.
     """
     if tally is not None:
         tally.checks += 1

@@ -18,11 +18,7 @@ _cells: weakref.WeakKeyDictionary[FunctionType, Mapping[str, CellType]] = weakre
 
 
 def globals_of(module: str) -> dict[str, Any]:
-    """Return the globals of a loaded module of Python.
-
-    Raises:
-        KeyError: if it is not loaded.
-    """
+    """Return the globals of a loaded module of Python; raise a KeyError if it is not loaded."""
     return vars(sys.modules[module])
 
 

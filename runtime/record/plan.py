@@ -101,11 +101,7 @@ class Plan:
     optimizer_form: str | None = None
 
     def check_passes(self, names: Sequence[str]) -> None:
-        """Make sure that what was applied belongs to passes of these names.
-
-        Raises:
-            PlanError: if it was made for others.
-        """
+        """Raise a PlanError where what was applied does not belong to passes of these names."""
         for decision in self.decisions:
             if decision.status == "applied" and list(names[decision.step : decision.step + 1]) != [decision.pass_name]:
                 raise PlanError(

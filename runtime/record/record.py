@@ -42,9 +42,7 @@ _Place = tuple[int, int, tuple[int, ...]]
 class _Original:
     """The parameters of a model, known without weak references to them, which torch's `swap_tensors` forbids.
 
-    Attributes:
-        model: while it lives and is not rewritten in place it is asked, whatever it was converted to.
-        places: name -> memory and place of each parameter, which an optimizer may hold when the model is gone.
+    While it lives and is not rewritten in place, the model is asked; else their places in memory tell.
     """
 
     model: ReferenceType[nn.Module]
@@ -141,14 +139,7 @@ class Record:
     _originals: list[_Original] = field(default_factory=list["_Original"], init=False, repr=False)
 
     def remember(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Note the parameters of the model that was optimized, so that an optimizer over them can be translated.
-
-        Neither they nor the model are kept alive. A model that was itself an optimized one passes on what it remembers.
-
-        Args:
-            model: what was optimized.
-            parameters: its own, each under its first name.
-        """
+        """Note the model's parameters by name, for optimizers over them; neither is kept alive."""
         earlier = record_of(model)
         self._originals.extend([_Original.of(model, parameters)] if earlier is None else earlier._originals)
 
@@ -179,11 +170,7 @@ def record_of(model: nn.Module) -> Record | None:
 
 
 def needed_record(model: nn.Module) -> Record:
-    """Return the record of an optimized model.
-
-    Raises:
-        StateError: it is not one; the message says where one is, if it is inside.
-    """
+    """Return the record of an optimized model, or raise a StateError that says where one is, if it is inside."""
     record = record_of(model)
     if record is None:
         raise StateError(f"this {type(model).__name__} was not optimized by fxopt; {_what_to_give(model)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .bits import packed, unpacked
 from .checkpoints import (
     ADDED_TENSORS,
     RECORD_KEY,
@@ -28,7 +27,19 @@ from .optimizer_state import (
 from .quantized_steps import QuantizeTrained, QuantizeWeight, dequantized, quantized
 from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
 from .state_map import StateMap
-from .state_steps import Concatenate, ConcatenateOfSome, Mask, Rename, Select, Stack, StackOfSome, StateStep, merge
+from .state_steps import (
+    Concatenate,
+    ConcatenateOfSome,
+    Mask,
+    Rename,
+    Select,
+    Stack,
+    StackOfSome,
+    StateStep,
+    merge,
+    packed,
+    unpacked,
+)
 
 __all__ = [
     "ADDED_TENSORS",

@@ -141,13 +141,7 @@ def _check_finite(given: Mapping[str, Tensor], held_as: Tensor | None, prefix: s
 
 
 def translate_saved(state_map: StateMap, saved: dict[str, Any], prefix: str) -> None:
-    """Replace new names by original ones in a state dict that was just made; sharded tensors stay as they are.
-
-    Args:
-        state_map: of the module that was saved.
-        saved: what `state_dict` has gathered, changed in place; the module's own part is at its end.
-        prefix: of the module's part, "" or ending in a dot.
-    """
+    """Replace new names by original ones in what `state_dict` has gathered below `prefix`, but for sharded tensors."""
     found = {name: saved[prefix + name] for name in state_map.origins if prefix + name in saved}
     found = {name: tensor for name, tensor in found.items() if not is_sharded(tensor)}
     originals = state_map.backward(found)
@@ -178,19 +172,9 @@ def translate_on_load(
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Replace original names by new ones in a state dict that is being loaded.
+    """Replace original names by new ones in a state dict that is being loaded into the module at `prefix`.
 
-    What does not fit is reported as PyTorch reports it, by original name: absent tensors keep their current values and
-    go to `missing_keys`, wrong shapes to `error_msgs`. What is unexpected stays, for PyTorch to find.
-
-    Args:
-        module: that loads.
-        state_map: from the original names to the module's.
-        state_dict: what `load_state_dict` works on, changed in place.
-        prefix: where the module is in the model that loads, "" or ending in a dot.
-        assign: whether the tensors given take the place of the module's.
-        missing_keys: `load_state_dict`'s own list, appended to.
-        error_msgs: `load_state_dict`'s own list, appended to.
+    What does not fit is reported as PyTorch does: absent tensors in `missing_keys`, wrong shapes in `error_msgs`.
     """
     given = {
         name[len(prefix) :]: value
@@ -215,9 +199,8 @@ def translate_on_load(
 class _Loading:
     """One module's part of one call of `load_state_dict`.
 
-    Attributes:
-        used: the original names whose tensors went into others.
-        settled: the original names that nobody needs to look for any more.
+    `used` are the original names whose tensors went into others, `settled` those that nobody needs to look for any
+    more.
     """
 
     module: nn.Module

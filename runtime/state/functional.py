@@ -17,13 +17,8 @@ __all__ = ["functional_state"]
 def functional_state(state: Mapping[str, Tensor], state_map: StateMap, model: nn.Module) -> dict[str, Tensor]:
     """Return tensors with original names under new names; gradients flow from merged tensors to those given.
 
-    Args:
-        state: parameters and buffers by original name, all or some; those with new names stay as they are.
-        state_map: from original to new names.
-        model: the rewritten one; its parameters and buffers supply members that are absent.
-
-    Raises:
-        StateError: the model is sharded; a name that it never had, or a wrong shape, by original name.
+    The model supplies what is absent. Raises a StateError, by original name, for a wrong name or shape, or a sharded
+    model.
     """
     refuse_sharded(model, "translating a state needs whole tensors", "use torch.func.functional_call before sharding")
     current = tensors_by_name(model)

@@ -14,13 +14,9 @@ __all__ = ["Holder", "add_child", "holder_of"]
 
 @dataclass(frozen=True)
 class Holder:
-    """The module that owns the children which the graph of an owner calls.
+    """The module that owns the children which an owner's graph calls: the owner, or what is around its context regions.
 
-    Attributes:
-        name: the holder's qualified name; the owner's own, if that is no context region.
-        module: the holder.
-        regions: from the owner outwards the context regions inside the holder; each borrows its children from the next.
-        names: their qualified names.
+    The `regions`, called `names`, borrow them, each from the next one outwards.
     """
 
     name: str

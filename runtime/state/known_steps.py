@@ -35,14 +35,9 @@ _OWN: Mapping[str, type[StateStep]] = {
 
 
 def step_from_json(data: object, trust: Sequence[str] | bool = ()) -> StateStep:
-    """Return the step that `to_json` described.
+    """Return the step that `to_json` described; `trust` names packages whose classes may be imported, True is any.
 
-    Args:
-        data: the description.
-        trust: packages from which classes of steps may be imported by the paths in the description; True is any.
-
-    Raises:
-        StateError: if the description is malformed, or of a kind that is not known or not trusted.
+    Raises a StateError if it is malformed, or of a kind that is not known or not trusted.
     """
     if not isinstance(data, dict):
         raise StateError(f"a step is an object with a kind, not {data!r}")

@@ -98,11 +98,7 @@ def translate_optimizer(
 
 
 def check_type(optimizer: Optimizer) -> None:
-    """Refuse optimizers that may look at a whole tensor.
-
-    Raises:
-        StateError: naming those that are known to work element by element.
-    """
+    """Raise a StateError for optimizers that may look at a whole tensor."""
     kind = type(optimizer)
     if is_element_wise(kind):
         return

@@ -94,11 +94,7 @@ class QuantizeWeight(StateStep):
 class QuantizeTrained(StateStep):
     """A weight, `olds[0]`, is held as whole numbers, `new[0]`, times scales, `new[1]`; how it was trained is noted.
 
-    Attributes:
-        olds: the weight, and the state of what observed its layer's input.
-        group: see `QuantizeWeight`.
-        dtype: of the weight.
-        kinds, values: the type of each of the observer's tensors, and its one number.
+    The other `olds` are the state of the observer of the layer's input: `kinds` and `values` of its tensors.
     """
 
     olds: tuple[str, ...]
@@ -143,16 +139,10 @@ class QuantizeTrained(StateStep):
 
 
 def quantized(weight: Tensor, form: str, group: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the numbers and the scales that hold a weight, best where its largest elements are.
+    """Return numbers [outputs, ...] and scales that hold a weight [outputs, ...], best where its largest elements are.
 
-    Args:
-        weight: [outputs, ...], of a float type.
-        form: one of `FORMATS`.
-        group: see `QuantizeWeight`.
-
-    Returns:
-        The numbers, [outputs, ...], of int8, or as bytes: of float8_e4m3fn, or for int4 [outputs, inputs / 2]; the
-        scales, [outputs], [1], or [outputs, inputs / group], of float32, or for int4 of bfloat16.
+    Numbers are int8, or bytes: of float8_e4m3fn, or two of 4 bits. Scales [outputs], [1] or [outputs, inputs / group]
+    are float32, for int4 bfloat16.
     """
     rows = _rows(weight, group).float()
     scales = _scales(rows.abs().amax(-1), form, weight.dtype)

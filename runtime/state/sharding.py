@@ -20,15 +20,9 @@ State = TypeVar("State", bound=Mapping[str, Any])
 
 
 def gathered(state: Mapping[str, Any], state_map: StateMap, *, whole: bool = True) -> dict[str, Any]:
-    """Return the state dict of an optimized model under the original names alone.
+    """Return the state dict of an optimized model under the original names.
 
-    Where some tensors are sharded, every rank has to call this.
-
-    Args:
-        state: what `model.state_dict()` gives.
-        state_map: from the original names to those.
-        whole: gather all tensors. Otherwise only those that are merged of several or cut; of the others, this rank has
-            its part.
+    Every rank calls it where tensors are sharded. Unless `whole`, only tensors that are merged or cut are gathered.
     """
     wanted = (name for name, value in state.items() if is_sharded(value) and (whole or name in state_map.origins))
     moved = {name: state[name].full_tensor() for name in wanted}  # in the same order on every rank
@@ -54,8 +48,7 @@ def sharded_like(value: Tensor, example: Tensor) -> Tensor:
 def sharded_state(model: nn.Module, state_map: StateMap, state: State) -> State | dict[str, Any]:
     """Return a state dict with original or new names and whole tensors as a sharded model takes it.
 
-    Raises:
-        StateError: if only some of the tensors are given that are one sharded tensor now.
+    Raises a StateError if only some tensors are given that are one sharded tensor now.
     """
     current = _stored(model)
     if not any(map(is_sharded, current.values())):
@@ -73,11 +66,7 @@ def writes_files(model: nn.Module) -> bool:
 
 
 def refuse_sharded(model: nn.Module, what: str, advice: str) -> None:
-    """Refuse what needs whole tensors.
-
-    Raises:
-        StateError: if the model has sharded tensors.
-    """
+    """Raise a StateError if a model has sharded tensors, for what needs whole ones."""
     if isinstance(model, InParts):
         raise StateError(f"the model is in parts on several ranks, and {what}; {advice}")
     for name, tensor in _stored(model).items():

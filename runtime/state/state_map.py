@@ -222,14 +222,9 @@ class StateMap:
 
     @classmethod
     def from_json(cls, data: object, trust: Sequence[str] | bool = ()) -> StateMap:
-        """Return the map that `to_json` described.
+        """Return the map that `to_json` described; `trust` as of `step_from_json`.
 
-        Args:
-            data: the description.
-            trust: packages whose classes of steps may be imported where no entry point names them; True is any.
-
-        Raises:
-            StateError: if the description is malformed or of a newer version, or a step in it is not trusted.
+        Raises a StateError if it is malformed, of a newer version, or a step in it is not trusted.
         """
         fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {}
         version = fields.get("schema_version")
@@ -292,11 +287,7 @@ class StateMap:
 def check_fits(
     given: Mapping[str, Tensor], known: Mapping[str, Tensor], *, strict: bool, optional: Iterable[str] = ()
 ) -> None:
-    """Refuse tensors that are missing, unexpected or of another shape than the model's.
-
-    Raises:
-        StateError: with everything that does not fit, by name.
-    """
+    """Raise a StateError that names all tensors that are missing, unexpected or of another shape than the model's."""
     faults: list[str] = []
     missing = [name for name in known if name not in given and name not in set(optional)]
     unexpected = [name for name in given if name not in known]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
+import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import StateError
-from .bits import unpacked
 
 __all__ = [
     "Concatenate",
@@ -24,6 +28,8 @@ __all__ = [
     "StackOfSome",
     "StateStep",
     "merge",
+    "packed",
+    "unpacked",
 ]
 
 
@@ -223,13 +229,7 @@ class ConcatenateOfSome(Concatenate):
 def merge(olds: Sequence[str], new: str, example: Tensor, *, some: bool = False) -> StateStep:
     """Return the step by which equal parameters become one: vectors lie behind one another, others are stacked.
 
-    So what an optimizer decides by the number of dimensions (weight decay for matrices alone) stays decided.
-
-    Args:
-        olds: names of the parameters.
-        new: name of the one.
-        example: one of the old parameters.
-        some: whether a call may use some of them only.
+    So what an optimizer decides by the number of dimensions stays decided. `some`: a call may use some of them only.
     """
     if example.ndim != 1:
         return StackOfSome(tuple(olds), new) if some else Stack(tuple(olds), new)
@@ -356,3 +356,23 @@ def _summary(names: Sequence[str]) -> str:
     if len(names) <= 2:
         return ", ".join(names)
     return f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def packed(flags: Tensor) -> str:
+    """Return a tensor of booleans as text: eight to the byte, compressed, in base 64."""
+    bits = np.packbits(flags.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1))
+    return base64.b64encode(zlib.compress(bits.tobytes(), 1)).decode("ascii")
+
+
+def unpacked(text: str, shape: Sequence[int]) -> Tensor:
+    """Return the tensor of booleans, of this shape, that `packed` wrote, or raise a StateError."""
+    count = math.prod(shape)
+    reader = zlib.decompressobj()
+    try:
+        data = reader.decompress(base64.b64decode(text, validate=True), -(-count // 8) + 1)
+    except (binascii.Error, ValueError, zlib.error) as error:
+        raise StateError(f"a mask of shape {list(shape)} cannot be read: {error}") from error
+    if len(data) != -(-count // 8):
+        raise StateError(f"a mask of shape {list(shape)} has {len(data)} bytes; it needs {-(-count // 8)}")
+    bits = np.unpackbits(np.frombuffer(data, dtype=np.uint8), count=count)
+    return torch.from_numpy(bits).bool().reshape(tuple(shape))

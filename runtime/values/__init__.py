@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from .autograd_functions import FunctionCall
-from .class_cache import cached_by_class
-from .dynamic import Quiet, Remade, class_recipe, empty_module, in_class, same_kind, subclass, user_class
+from .dynamic import (
+    Quiet,
+    Remade,
+    cached_by_class,
+    class_recipe,
+    empty_module,
+    in_class,
+    same_kind,
+    subclass,
+    user_class,
+)
 from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
 from .held_tensors import ChangeCounts, change_count, plain_tensors
 from .leaves import CONTAINERS, counts_items, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
-from .markers import Cache, Factors
 from .meta import Meta, TensorMeta, meta_key, meta_of
 from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, is_sharded, qualified, tensors_by_name
 from .objects import (
@@ -23,18 +31,8 @@ from .objects import (
     tensors_in,
     tensors_within,
 )
-from .plain_types import DTYPES, PLAIN_TYPES, is_plain_structure
-from .rollback import (
-    Kept,
-    Path,
-    announce_changes,
-    changed_paths,
-    contents,
-    graft,
-    keep,
-    put_members_back,
-    same_members,
-)
+from .plain_types import DTYPES, PLAIN_TYPES, Factors, is_plain_structure
+from .rollback import Kept, Path, announce_changes, changed_paths, contents, graft, keep, put_members_back, same_members
 from .signature import Absent, Signature, given, signature_of
 from .structure import Arguments, TensorFunction, aliased, are_plain, copied, map_leaves, map_tensors
 from .tree import flatten, plain, structure
@@ -47,7 +45,6 @@ __all__ = [
     "PLAIN_TYPES",
     "Absent",
     "Arguments",
-    "Cache",
     "ChangeCounts",
     "Factors",
     "FunctionCall",

@@ -14,9 +14,7 @@ __all__ = ["FunctionCall"]
 class FunctionCall:
     """Call a custom autograd function; stands in graphs for `function.apply`, which is another object at each look.
 
-    Attributes:
-        function: the user's class.
-        may_write: what is to be assumed of a call that was never seen.
+    `may_write` is what is to be assumed of a call that was never seen.
     """
 
     function: type[Function]

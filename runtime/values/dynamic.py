@@ -6,10 +6,11 @@ and its arguments, both picklable, that make the class again. Where several meet
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -18,6 +19,7 @@ from ...compat import REGISTERS
 __all__ = [
     "Quiet",
     "Remade",
+    "cached_by_class",
     "class_recipe",
     "empty_module",
     "identity",
@@ -36,12 +38,7 @@ def subclass(
 ) -> type[Any]:
     """Return the subclass of `mixins` and `base` that passes for `base`: the same name, module and description.
 
-    Args:
-        base: the class to pass for.
-        mixins: what comes before it.
-        body: makes the further attributes of the class; called where there is no such class yet.
-        key: tells classes of the same bases apart, hashable. The class is kept for as long as it is in use; None makes
-            a class of its own each time.
+    `body` makes further attributes. Classes are kept by `key` while in use; None makes one anew each time.
     """
     known = None if key is None else _classes.get((base, mixins, key))
     if known is not None:
@@ -101,3 +98,21 @@ def in_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
     registers = {name: dict(vars(module)[name]) for name in (*REGISTERS, "_modules")}
     vars(made).update(vars(module) | registers)
     return made
+
+
+T = TypeVar("T")
+
+
+def cached_by_class(function: Callable[[type[Any]], T]) -> Callable[[type[Any]], T]:
+    """Let a function of one class be computed once for each, and keep none alive: its result must not refer to it."""
+    known: weakref.WeakKeyDictionary[type[Any], T] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(function)
+    def cached(cls: type[Any]) -> T:
+        try:
+            return known[cls]
+        except KeyError:
+            answer = known[cls] = function(cls)
+            return answer
+
+    return cached

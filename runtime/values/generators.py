@@ -65,8 +65,7 @@ _subscription = _Subscription()
 def generators_now(*, host: bool) -> tuple[_TorchState, _HostDraws | None] | None:
     """Return what `take_back` needs to take back what is drawn from now on; None in compiled code, which draws others.
 
-    Args:
-        host: whether what announces draws from Python's or numpy's generator may come.
+    `host`: what announces draws from Python's or numpy's generator may come.
     """
     if torch.compiler.is_compiling():
         return None

@@ -40,7 +40,7 @@ def _within(value: Any, depth: int) -> Iterator[Tensor]:
 
 
 class ChangeCounts:
-    """Hold how often the tensors that modules hold were changed in place, to see later which have been since."""
+    """Hold how often buffers and tensors in plain attributes were changed in place, to see which were since."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._counts = [

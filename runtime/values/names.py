@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...compat import all_modules, children_of, has_state_hooks, own_buffers, own_parameters, transient_buffers
-from .class_cache import cached_by_class
+from .dynamic import cached_by_class
 
 __all__ = [
     "INTERNAL",
@@ -121,10 +121,9 @@ class ModelNames:
         return dict(first.values())
 
     def registered(self, *, transient: bool = True) -> dict[str, Tensor]:
-        """Return every parameter and buffer; one that has several names is there under each.
+        """Return every parameter and buffer under each of its names.
 
-        Args:
-            transient: with the buffers that a state dict leaves out.
+        `transient` ones, too, that a state dict leaves out.
         """
         found: dict[str, Tensor] = {}
         for path, module in self.modules.items():

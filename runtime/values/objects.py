@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from .class_cache import cached_by_class
+from .dynamic import cached_by_class
 from .plain_types import PLAIN_TYPES
 
 __all__ = [
@@ -107,14 +107,9 @@ def tensors_within(value: Any) -> Iterator[Tensor]:
 def copied_object(
     value: Any, change: Callable[[Tensor], Any] = lambda tensor: tensor, done: dict[int, Any] | None = None
 ) -> Any:
-    """Return a copy of an object with `change` of each tensor in it, or the tensors themselves; modules are shared.
+    """Return a copy of an object with `change` of each tensor in it, or these themselves; modules are shared.
 
-    One that cannot be copied is returned itself.
-
-    Args:
-        value: the object.
-        change: of a tensor.
-        done: what has been copied already, by its id; more is added.
+    One that cannot be copied is returned itself; `done` has the copies by id.
     """
     pinned: dict[int, Any] = {} if done is None else done
     for item in _reachable(value, set()):

@@ -1,4 +1,4 @@
-"""Plain values: they have no parts and never change, and their text says all about them."""
+"""Plain values, and the mark of numbers that take as long whatever they are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 
-__all__ = ["DTYPES", "PLAIN_TYPES", "is_plain_structure"]
+__all__ = ["DTYPES", "PLAIN_TYPES", "Factors", "is_plain_structure"]
 
 PLAIN_TYPES: tuple[type, ...] = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -27,3 +27,9 @@ def is_plain_structure(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(is_plain_structure, cast("Sequence[Any]", value)))
     return type(value) in PLAIN_TYPES
+
+
+class Factors:
+    """Numbers to compute with: whatever they are, it takes as long."""
+
+    __slots__ = ()

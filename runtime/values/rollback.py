@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from .class_cache import cached_by_class
+from .dynamic import cached_by_class
 from .generators import RandomState
 from .objects import copied_object, makes_objects, parts_of, state_of
 from .signature import Absent
@@ -140,11 +140,8 @@ def keep(
 ) -> Kept:
     """Note, in a graph, what is in the objects that it is going to change.
 
-    Args:
-        kept: an object and paths in it, again and again; what leads to a path and what lies under it is noted.
-        random: note the random state, too.
-        attributes: the `__setattr__` of modules, and names of attributes to note.
-        subscribes: only called modules change the objects; note nothing but what they do, or what is announced.
+    After `kept`, objects and paths follow in turn; `attributes` are `__setattr__` methods of modules and names. With
+    `subscribes`, only what called modules do and announce counts.
     """
     compiling = torch.compiler.is_compiling()
     found = Kept()

@@ -28,13 +28,7 @@ def given(**arguments: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Signature:
-    """Hold the parameters of a forward, without `self`.
-
-    Attributes:
-        parameters: as the user wrote them.
-        decorated: the forward is wrapped in a decorator that may see whether an argument was given: an argument that
-            was not is `Absent`, not its default, and arguments are handed on by name.
-    """
+    """Hold the parameters of a forward, without `self`. If `decorated`, what is not given is `Absent`."""
 
     parameters: tuple[inspect.Parameter, ...]
     decorated: bool = False
@@ -99,19 +93,13 @@ class Signature:
     def bind(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return parameter name -> value for one call, with `Absent` or the default for what was not given.
 
-        Raises:
-            TypeError: if the arguments do not fit.
+        Raises a TypeError if the arguments do not fit.
         """
         return self._binder(None, *args, **kwargs)
 
 
 def signature_of(forward: Callable[..., Any], *, follow_wrapped: bool = True) -> Signature:
-    """Return the signature of an unbound forward.
-
-    Args:
-        forward: the function as it stands on the class.
-        follow_wrapped: take the parameters of the function that a decorator wrapped.
-    """
+    """Return the signature of an unbound forward; `follow_wrapped` takes that of the function a decorator wrapped."""
     parameters = list(inspect.signature(forward, follow_wrapped=follow_wrapped).parameters.values())
     if not parameters or parameters[0].kind is not _Kind.VAR_POSITIONAL:
         parameters = parameters[1:]

@@ -21,14 +21,9 @@ TensorFunction: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any, within: Callable[[Tensor], Any] | None = None) -> Any:
-    """Return `value` rebuilt with `function` of each tensor in it, objects copied; what holds none is kept as it is.
+    """Return `value` rebuilt with `function` of each tensor in it (`within` objects, another one).
 
-    A tensor or an object that is there twice stays one.
-
-    Args:
-        function: of a tensor.
-        value: what holds tensors, or is one.
-        within: of a tensor that an object holds, where that is to be another function.
+    What is there twice stays one.
     """
     if type(value) is Tensor:  # as most values are
         return function(value)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import REGIONS, children_of, modules_by_name, own_buffers, own_parameters
+from ...operators import Cache
 from ...runtime.graphs import FOUND, capture_of
-from ...runtime.values import PLAIN_TYPES, Cache, Factors, qualified, user_class
+from ...runtime.values import PLAIN_TYPES, Factors, qualified, user_class
 from ..examples import Inputs
 
 __all__ = ["Described", "HashLevel", "StructuralHash"]

@@ -382,14 +382,14 @@ def test_other_memory_is_seen_where_it_lies_in_the_place_of_the_first():
     kept = KeptGraphs()
     for _ in range(50):
         edges = torch.randint(0, NODES, (2, 90))
-        assert torch.equal(kept.of((edges,), "sum", edges.sum), edges.sum())
+        assert torch.equal(kept.of(torch.sum, edges, key="sum"), edges.sum())
         edges.data = torch.empty(2, 91, dtype=torch.long)
         edges.data = torch.randint(0, NODES, (2, 90))
-        assert torch.equal(kept.of((edges,), "sum", edges.sum), edges.sum())
+        assert torch.equal(kept.of(torch.sum, edges, key="sum"), edges.sum())
 
 
 def test_edges_that_are_written_past_torch_are_seen():
     kept, edges = KeptGraphs(), torch.randint(1, NODES, (2, 90))
     for _ in range(2):
-        assert torch.equal(kept.of((edges,), "sum", edges.sum), edges.sum())
+        assert torch.equal(kept.of(torch.sum, edges, key="sum"), edges.sum())
         edges.numpy().__imul__(2)

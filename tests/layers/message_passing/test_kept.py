@@ -67,7 +67,7 @@ def test_each_write_in_inference_mode_is_seen(name, written):
 def test_a_result_is_dropped_with_its_tensor():
     kept = KeptGraphs()
     _, edges = graph()
-    kept.of((edges,), "sum", edges.sum)
+    kept.of(torch.sum, edges, key="sum")
     assert len(kept._kept) == 1
     del edges
     assert not kept._kept

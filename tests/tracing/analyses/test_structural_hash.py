@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.runtime.values import Cache, Factors, ModelNames, tensors_by_name
+from fxopt.operators import Cache
+from fxopt.runtime.values import Factors, ModelNames, tensors_by_name
 from fxopt.tracing.analyses import HashLevel, StructuralHash
 from fxopt.tracing.examples import Inputs, meta_key
 from fxopt.tracing.program import capture_program
@@ -103,6 +104,7 @@ def test_objects_of_equal_fields_will_do_for_a_rewrite_but_not_for_a_trace():
 
 class Kept(Cache):
     def __init__(self, made: object) -> None:
+        super().__init__()
         self.made = made
 
 
