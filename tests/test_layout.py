@@ -64,7 +64,6 @@ ROOMS = {
     ),
     "passes": (
         ("driver",),
-        ("optimizers",),
         ("pipeline",),
         ("contract",),
         ("rewriting",),

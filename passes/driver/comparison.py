@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 from ...compat import all_modules
-from ...runtime.graphs import AutocastState, specializations_of
+from ...runtime.graphs import specializations_of
 from ...runtime.state import StateMap, shallow_clone
 from ...tracing.examples import Inputs
-from ...tracing.program import Program, deactivate
+from ...tracing.program import deactivate
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
 from ..sites import Numerics
 from ..verification import is_on_meta, modes_to_check
+from .context import RunContext
 from .groups import Group
 
 __all__ = ["UNNAMED", "Comparison"]
@@ -43,15 +44,10 @@ class Comparison:
     """Verify candidates against, and time them beside, the module around a group as it was.
 
     Args:
-        program: which the group is in; nothing is written yet.
-        pass_: which found it.
-        group: its sites.
-        calls: how the module around it is called.
-        under: the autocast that it is called under.
-        check: whether candidates are verified; else `unchecked` says why not.
+        context: what the run knows.
+        pass_: which found the group.
+        group: its sites; nothing is written yet.
         timed: in how many seconds they are timed; they are not where that is too little to tell anything.
-        seed: of verification's random inputs.
-        budget: what all of that takes is counted on it.
         brief: compare on the recorded inputs only: an equal group was verified with noise.
         hurried: no time is left: compare on one call, in the mode of the model, in float32, and gradients only of what
             is for training alone.
@@ -62,15 +58,18 @@ class Comparison:
     """
 
     def __init__(
-        self, program: Program, pass_: Pass, group: Group, calls: Sequence[Inputs],
-        *, check: bool, timed: float, seed: int, budget: timing.TimeBudget, brief: bool = False,
-        simulated: nn.Module | None = None, under: AutocastState | None = None, hurried: bool = False,
+        self, context: RunContext, pass_: Pass, group: Group, *, timed: float, brief: bool = False,
+        hurried: bool = False, simulated: nn.Module | None = None,
     ) -> None:  # fmt: skip
-        self._program, self._calls, self._check, self._budget = program, calls, check, budget
+        self._program, self._budget = context.program, context.budget
+        self._check, self._seed = context.request.verify, context.request.seed
+        asked = context.asks(pass_, group)
+        self._calls = context.calls.of(group.owner) if asked else ()
+        self._under = context.calls.under(group.owner) if asked else None
         self.pass_, self.group, self.timed, self._limit = pass_, group, timed > 0, timed
         self._phase = group.phase or pass_.phase
-        self._seed, self._brief, self._simulated, self._under = seed, brief or hurried, simulated, under
-        self._hurried = hurried and check
+        self._hurried = hurried and self._check
+        self._brief, self._simulated = brief or hurried, simulated
         self._references: list[verification.Reference] | None = None
         self._simulation: verification.Simulation | None = None
         self.before = self.runner()

@@ -17,7 +17,7 @@ from ..sites import Cause, Phase, Refusal, Site
 from .groups import Candidate, Group
 from .record import Record
 
-__all__ = ["History", "Rewrite"]
+__all__ = ["History", "Rewrite", "composed"]
 
 
 @dataclass(eq=False)
@@ -144,10 +144,7 @@ class History:
 
     def state_map(self) -> StateMap:
         """Return the effect of all rewrites on names and tensors, from the root's point of view."""
-        total = StateMap()
-        for rewrite in self.rewrites:
-            total = total.compose(rewrite.edit.state_map_of_model())
-        return total
+        return composed(rewrite.edit for rewrite in self.rewrites)
 
     def checked(self, earlier: Record | None = None) -> str:
         """Say how the rewrites that stand were checked, those of an earlier call too; what was not comes last."""
@@ -158,6 +155,14 @@ class History:
         if earlier is not None and any(decision.status == "applied" for decision in earlier.plan.decisions):
             ways.setdefault(earlier.checked)
         return ", ".join(sorted(ways, key=lambda way: "unverified: " in way)) or "nothing was rewritten"
+
+
+def composed(edits: Iterable[Edit]) -> StateMap:
+    """Return what edits, one after another, do to names and tensors, from the root's point of view."""
+    total = StateMap()
+    for edit in edits:
+        total = total.compose(edit.state_map_of_model())
+    return total
 
 
 def _by_site(decision: Decision, group: Group) -> list[Decision]:

@@ -5,71 +5,33 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from ...errors import InputError, PassError, UsageError
+from ...errors import InputError, UsageError
 from ...runtime.graphs import EVAL_ONLY, capture_of, deactivate_again, outside_inference_mode, rank_local
 from ...runtime.state import RECORD_KEY, InParts, StateMap, copied_module, plain_registries, skeleton_of
 from ...runtime.values import ModelNames, RandomState, all_tensors, is_scripted, is_sharded
-from ...settings import Measure, Settings
-from ...tracing.examples import Inputs
+from ...settings import Measure
 from ...tracing.isolation import eagerly, rewrite_lock
 from ...tracing.program import Program, call_forms, captured_on, deactivate
 from ...tracing.recording import attach, detach
 from ..contract import Pass, check_option_types
 from ..pipeline import Decision, Plan, Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
-from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget, collection_paused, forward_seconds
+from ..timing import TimeBudget, collection_paused, forward_seconds
 from ..verification import is_on_meta
-from .exact_type_checks import forbid_type_checking_forwards
+from .context import Request, RunContext
 from .history import Rewrite
+from .lost_forwards import forbid_lost_forwards, forbid_type_checking_forwards
 from .manager import Manager
-from .own_forward import forbid_lost_forwards
-from .progress import Progress, unheard
 from .record import Record, record_of
 from .root import make_root
 from .whole_model import finished, measured_memory, memory_figures
 
-__all__ = ["Request", "check_kind", "copied", "run_session"]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asked for, checked.
-
-    Attributes:
-        passes: in the order in which they run.
-        inputs: the example calls; may be none.
-        phase: TRAIN or EVAL, or None for the model's own mode.
-        verify: whether rewrites are checked.
-        measure: whether, and how, they are timed.
-        plan: decisions to repeat instead.
-        checks_plan: verify what the plan repeats, and leave out what is wrong: another rank has decided on it.
-        seed: of verification's random inputs.
-        settings: limits from the environment.
-        time_budget: how long checks and timing may take.
-        on_failure: writes a reproducer of a failed pass and returns its path.
-        on_progress: is told how far the run is.
-        twin: a small model with data, in which the rewrites of one on the meta device are verified.
-    """
-
-    passes: Sequence[Pass]
-    inputs: tuple[Inputs, ...] = ()
-    phase: Phase | None = None
-    verify: bool = True
-    measure: Measure = Measure.YES
-    plan: Plan | None = None
-    checks_plan: bool = False
-    seed: int = 0
-    settings: Settings = field(default_factory=Settings)
-    time_budget: BudgetRequest = DEFAULT_BUDGET
-    on_failure: Callable[[PassError], str | None] | None = None
-    on_progress: Callable[[Progress], None] = unheard
-    twin: nn.Module | None = None
+__all__ = ["check_kind", "copied", "run_session"]
 
 
 def run_session(model: nn.Module, request: Request) -> nn.Module:
@@ -185,7 +147,7 @@ def _rewritten(
         program.measuring, program.replaying = request.measure, request.plan is not None
     trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
-        manager = _manager(program, request, trained)
+        manager = Manager(RunContext.of(program, request, _budget(program, request), trained))
         runs = request.plan is None and (request.verify or bool(request.measure))
         measured = measured_memory(program, request.passes) if runs else None
         if request.plan is None:
@@ -310,14 +272,6 @@ def _in_mode(program: Program) -> Generator[None]:
                 module.training = flag
 
 
-def _manager(program: Program, request: Request, trained: Collection[nn.Module]) -> Manager:
-    return Manager(
-        program, check=request.verify, time=bool(request.measure), seed=request.seed,
-        settings=request.settings, on_failure=request.on_failure, trained=trained, budget=_budget(program, request),
-        on_progress=request.on_progress,
-    )  # fmt: skip
-
-
 def _budget(program: Program, request: Request) -> TimeBudget:
     """Return the time for checks and timing; where nothing is run there is no limit."""
     runs = (request.verify or bool(request.measure)) and request.plan is None
@@ -388,7 +342,7 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         parameters_after=len(program.names.parameters()),
         timings=manager.timings,
         memory=_memory(earlier.memory, manager.memory),
-        spent=_spent(manager.budget),
+        spent=_spent(manager.context.budget),
         checked=manager.history.checked(earlier),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
         finished_by=tuple(pass_.name for pass_ in _finishing(manager.decisions, request.passes)),

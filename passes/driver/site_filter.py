@@ -17,7 +17,7 @@ from ..pipeline import Decision
 from ..rewriting import Snapshot, UnnotedChange, only_reading
 from ..sites import VOLATILE, Cause, Phase, Refusal, Site, is_volatile
 from ..verification import depends_on_mode
-from .exact_type_checks import TypeCheckers
+from .lost_forwards import TypeCheckers
 
 __all__ = ["admitted", "described", "found", "is_for_evaluation", "is_missing", "key_of"]
 

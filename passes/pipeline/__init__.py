@@ -8,7 +8,7 @@ from .pipeline import parse
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
 from .ranks import Ranks, heard_of_any, on_all_ranks, optimized_on_all, ranks
 from .registry import PassInfo, available, find_pass
-from .supervision import supervised
+from .supervision import supervised, switches_kept
 from .twins import as_in_twin
 
 __all__ = [
@@ -33,5 +33,6 @@ __all__ = [
     "ranks",
     "refuse_unfit",
     "supervised",
+    "switches_kept",
     "unfinished",
 ]

@@ -15,10 +15,10 @@ from ....compat import modules_by_name
 from ....compat.optimizers import rebind_hooks_of_steps
 from ....errors import StateError
 from ....runtime.state import RECORD_KEY, StateMap, held_in, is_element_wise, live_optimizers, translate_optimizer
-from ...optimizers import choose_form
 from ...pipeline import ranks
+from ..context import Request
 from ..record import Record, record_of, state_map_of
-from ..run import Request
+from .choosing import choose_form
 from .optimizer_moves import (
     HeldOptimizer,
     all_or_nothing,

@@ -23,8 +23,8 @@ from ....runtime.state import (
     release_added,
     translate_optimizer,
 )
-from ...optimizers import reset_form
 from ..record import Record, record_of
+from .gate import reset_form
 from .restoration import rebuilt
 from .successors import Successors
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from ....compat import own_children
 from ...contract import Pass
+from ...pipeline import switches_kept
 from ...sites import Site
-from ..switches import switches_kept
 
 __all__ = ["with_references"]
 

@@ -8,14 +8,12 @@ from typing import Any
 from torch import nn
 
 from ....compat import all_modules
-from ....errors import PassError
 from ....tracing.examples import Inputs
 from ....tracing.program import deactivate
 from ....tracing.recording import calls_by_kind
 from ... import timing
 from ...sites import Cause, Goal
-from ..groups import Candidate
-from ..history import History, Rewrite
+from ..history import Rewrite
 from ..tuner import Tuner
 from .races import Race, all_slower, as_timings, together
 
@@ -33,24 +31,23 @@ class WholeModel:
 
     Args:
         tuner: has rewritten it.
-        history: what was rewritten.
         baseline: a twin of the model as it was; its modules are inactive, to run as the user's model does.
         settled: rewrites that the baseline has, too.
     """
 
-    def __init__(self, tuner: Tuner, history: History, baseline: nn.Module, settled: Collection[Rewrite] = ()) -> None:
-        self._tuner, self._history, self._baseline, self._settled = tuner, history, baseline, settled
+    def __init__(self, tuner: Tuner, baseline: nn.Module, settled: Collection[Rewrite] = ()) -> None:
+        self._tuner, self._context, self._baseline, self._settled = tuner, tuner.context, baseline, settled
         deactivate(all_modules(baseline))
 
     def timed(self) -> dict[str, Any]:
         """Return the model's timings as it stands."""
-        deactivate(self._tuner.program.names.distinct)
+        deactivate(self._context.program.names.distinct)
         return self._raced(self._runs()).figures()
 
     @property
     def _judged(self) -> list[Rewrite]:
         """Return the rewrites that make the difference to the baseline."""
-        return [rewrite for rewrite in self._history.rewrites if rewrite not in self._settled]
+        return [rewrite for rewrite in self._context.history.rewrites if rewrite not in self._settled]
 
     def never_slower(self) -> dict[str, Any] | None:
         """Return the model's timings; while it is slower, take back the rewrites that are least certain to pay.
@@ -62,7 +59,7 @@ class WholeModel:
         if is_whole and len(self._kinds) == 1:
             return as_timings(rewrites[0].decision.figures)  # the group was the whole model
         while doubtful := self._doubtful():
-            deactivate(self._tuner.program.names.distinct)
+            deactivate(self._context.program.names.distinct)
             races, runs = list[Race](), self._runs()
             while not races or (self._unwanted(races, doubtful) and len(races) < self._races_before(races[0])):
                 races.append(self._raced(runs))
@@ -71,13 +68,13 @@ class WholeModel:
                 return together(races).figures()
             slower = _slower(races)
             self._take_back(unwanted, slower.format(" with it"))
-            if unwanted is doubtful and not self._tuner.budget.left:
+            if unwanted is doubtful and not self._context.budget.left:
                 self._take_back_all(slower.format(""))
         return None
 
     @property
     def _kinds(self) -> dict[str, list[Inputs]]:
-        return calls_by_kind(self._tuner.program.whole_calls)
+        return calls_by_kind(self._context.program.whole_calls)
 
     def _unwanted(self, races: Sequence[Race], doubtful: Sequence[Rewrite]) -> Sequence[Rewrite]:
         """Return what every race says is to be taken back, or all together of what nothing else speaks for."""
@@ -97,7 +94,7 @@ class WholeModel:
     def _take_back_all(self, slower: str) -> None:
         """Take back whatever could make the model slower: there is no time to learn what does."""
         while doubtful := self._doubtful():
-            self._take_back(doubtful, f"{slower}, and {self._tuner.budget} was spent")
+            self._take_back(doubtful, f"{slower}, and {self._context.budget} was spent")
 
     def _unproven(self) -> list[Rewrite]:
         """Return the rewrites that only the whole model speaks for: untimed, and with no fewer operations."""
@@ -127,16 +124,16 @@ class WholeModel:
 
     def _runs(self) -> dict[str, Mapping[str, timing.Runner]]:
         """Return what to race, by the label of a kind of calls."""
-        program, training = self._tuner.program, self._tuner.program.training
+        program, training = self._context.program, self._context.program.training
         models = {"before": self._baseline, "after": program.model}
-        with self._tuner.budget.spending():
+        with self._context.budget.spending():
             return {
                 label: {name: timing.runner(model, calls, training=training) for name, model in models.items()}
                 for label, calls in self._kinds.items()
             }
 
     def _raced(self, runs: Mapping[str, Mapping[str, timing.Runner]]) -> Race:
-        budget, cold = self._tuner.budget, self._tuner.program.measuring.is_cold
+        budget, cold = self._context.budget, self._context.program.measuring.is_cold
         limit = budget.for_the_whole / len(runs)
         with budget.spending():
             return Race(
@@ -146,39 +143,24 @@ class WholeModel:
     def _take_back(self, unwanted: Sequence[Rewrite], reason: str) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""
         unwound = self._around(unwanted)
-        for rewrite in reversed(unwound):
-            rewrite.edit.undo()
-        self._tuner.forget()
-        self._history.rewrites = [rewrite for rewrite in self._history.rewrites if rewrite not in unwound]
-        for rewrite in unwound:
-            if rewrite in unwanted:
-                self._history.undo(rewrite, reason, Cause.MODEL_SLOWER)
-            else:
-                self._apply_again(rewrite)
+        again = [rewrite for rewrite in unwound if rewrite not in unwanted]
+        lost = self._tuner.stand_again(unwound, again, verified=True)
+        for rewrite in unwanted:
+            self._context.history.undo(rewrite, reason, Cause.MODEL_SLOWER)
+        for rewrite, why in lost.items():
+            why = f"it depended on a rewrite that was undone: {why}"
+            self._context.history.undo(rewrite, why, Cause.DEPENDENT)
 
     def _around(self, unwanted: Sequence[Rewrite]) -> list[Rewrite]:
         """Return rewrites, and those after them that changed some of the same modules, in order."""
         touched: set[nn.Module] = set()
         around: list[Rewrite] = []
-        for rewrite in self._history.rewrites:
+        for rewrite in self._context.history.rewrites:
             modules = all_modules(rewrite.edit.owner)
             if rewrite in unwanted or not touched.isdisjoint(modules):
                 around.append(rewrite)
                 touched.update(modules)
         return around
-
-    def _apply_again(self, rewrite: Rewrite) -> None:
-        """Apply a rewrite again after another one below it is gone, unless it stood on that one."""
-        try:
-            candidate = self._tuner.repeat(rewrite.pass_, rewrite.group)
-        except PassError as error:
-            candidate = Candidate(rewrite.group, str(error))
-        if candidate.edit is None:
-            why = f"it depended on a rewrite that was undone: {candidate.failure}"
-            self._history.undo(rewrite, why, Cause.DEPENDENT)
-            return
-        rewrite.edit = candidate.edit
-        self._history.rewrites.append(rewrite)
 
 
 def _slower(races: Sequence[Race]) -> str:

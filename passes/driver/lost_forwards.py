@@ -1,8 +1,8 @@
-"""Whether a rewritten module may still run its original forward: where no graph fits a call, that is all there is."""
+"""Modules that may no longer run their original forward, though no graph fits a call: it would be wrong, or raise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from torch import nn
 
@@ -10,11 +10,12 @@ from ...compat import all_modules, submodule
 from ...runtime.graphs import Capture, ContextRegion, Region, capture_of, own, recompile, required_capture
 from ...runtime.state import holder_of
 from ...runtime.values import qualified
+from ...tracing.program import Program, type_checkers_around_changes, type_checkers_without_answer
 from ..sites import Numerics, OwnForward
 from .history import Rewrite
 from .record import Record
 
-__all__ = ["forbid_lost_forwards"]
+__all__ = ["TypeCheckers", "forbid_lost_forwards", "forbid_type_checking_forwards"]
 
 _OTHER_FUNCTION = (Numerics.APPROXIMATE, Numerics.SEMANTIC)
 
@@ -62,3 +63,34 @@ def _reasons(rewrite: Rewrite, owner: str, module: nn.Module, capture: Capture, 
         inside = () if called is None else all_modules(called)
         if any(isinstance(inner, Region) and inner.changes_results for inner in inside):
             yield f"it would leave out the region '{target}'"
+
+
+class TypeCheckers:
+    """The modules that check exact types where no graph has the answer.
+
+    Attributes:
+        around: module -> what refusals say of one of those around it.
+    """
+
+    def __init__(self, around: dict[nn.Module, str]) -> None:
+        self.around = around
+
+    @classmethod
+    def compute(cls, program: Program) -> TypeCheckers:
+        modules = program.names.modules.values()
+        captured = {module for module in modules if capture_of(module) is not None}
+        around: dict[nn.Module, str] = {}
+        for module, place in type_checkers_without_answer(modules, captured).items():
+            name = program.name_of(module) or "(root)"
+            reason = f"module {name!r} has no graph, and its code checks an exact type ({place})"
+            around.update(dict.fromkeys(all_modules(module), reason))
+        return cls(around)
+
+
+def forbid_type_checking_forwards(modules: Collection[nn.Module]) -> None:
+    """Let modules that check the exact type of a rewritten one raise GuardError where no graph fits a call."""
+    for module, place in type_checkers_around_changes(modules).items():
+        capture = capture_of(module)
+        if capture is not None and capture.specializations and not capture.lost:
+            own(module).lost = f"it checks the exact type of a rewritten module ({place})"
+            recompile(module)
