@@ -38,6 +38,7 @@ HOUSE = (
     (
         "compat",
         "known_passes",
+        "pass_order",
         "settings",
         "storage",
     ),
