@@ -19,7 +19,7 @@ from ...tracing.program import deactivate
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
-from ..sites import Numerics
+from ..sites import Cause, Numerics, Reason
 from ..verification import is_on_meta, modes_to_check
 from .context import RunContext
 from .groups import Group
@@ -204,18 +204,18 @@ class Comparison:
                 worth=0.0 if self.group.required else _LEAST,
             )
 
-    def judged(self, timings: timing.Timings, best: str, names: Iterable[str]) -> tuple[dict[str, Any], str]:
-        """Return the figures of the best candidate of some, and why it does not pay, or ""."""
+    def judged(self, timings: timing.Timings, best: str, names: Iterable[str]) -> tuple[dict[str, Any], Reason | None]:
+        """Return the figures of the best candidate of some, and why it does not pay, if so."""
         speed = timings.ratio("before", best)
         figures = {
             **timing.timing_figures(timings, best),
             "lowerings": {name: timing.microseconds(timings, name) for name in names},
         }
         if speed.low > 1.0 or self.group.required:
-            return figures, ""
-        verdict = "no faster" if speed.mid <= 1.0 else "not clearly faster"
+            return figures, None
+        cause = Cause.NO_FASTER if speed.mid <= 1.0 else Cause.NOT_CLEARLY_FASTER
         how = "" if best == UNNAMED else f" as {best}"
-        return figures, f"{verdict}: {speed.mid:.3g}x ({speed.low:.3g} to {speed.high:.3g}){how}"
+        return figures, Reason.of(cause, speedup=speed.mid, low=speed.low, high=speed.high, how=how)
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

@@ -95,7 +95,7 @@ class EqualBlocks:
         """Note the first decision at equal groups; one for which nothing could be written is tried again elsewhere."""
         if block is None or decision.status in ("refused", "skipped"):
             return
-        if "speedup" in decision.figures:
+        if decision.measured.speedup is not None:
             self._timed.setdefault(block.timed_key, Precedent(decision, None if edit is None else chosen))
         if edit is None:
             self._known.setdefault(block.key, Precedent(decision))

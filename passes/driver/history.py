@@ -13,7 +13,7 @@ from ...runtime.state import StateMap
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
-from ..sites import Cause, Phase, Refusal, Site
+from ..sites import Cause, Phase, Reason, Refusal, Site
 from .groups import Candidate, Group
 from .record import Record
 
@@ -120,17 +120,19 @@ class History:
         group, (first, *others) = candidate.group, candidate.group.sites
         return self._of(
             pass_, key=group.key, label=group.label, status=candidate.status,
-            reason=candidate.failure, cause=candidate.why, choice=None if others else first.choice,
+            reason=candidate.failure, cause=candidate.why, values=dict(candidate.values),
+            choice=None if others else first.choice,
             detail=f"{len(group.sites)} sites" if others else first.detail, figures=dict(candidate.figures),
             site=None if others else _described(first),
         )  # fmt: skip
 
-    def undo(self, rewrite: Rewrite, reason: str, cause: Cause) -> None:
+    def undo(self, rewrite: Rewrite, reason: Reason) -> None:
         """Note that a rewrite was taken back."""
         for old in rewrite.recorded:
             place = next(number for number, decision in enumerate(self.decisions) if decision is old)
-            undone = dataclasses.replace(old, status="undone", reason=reason, cause=cause)
-            self.decisions[place] = undone
+            self.decisions[place] = dataclasses.replace(
+                old, status="undone", reason=str(reason), cause=reason.cause, values=dict(reason.values)
+            )
 
     # -- what came of it -------------------------------------------------------------------------------------------
 

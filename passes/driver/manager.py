@@ -17,7 +17,7 @@ from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision, Plan
 from ..rewriting import Snapshot
-from ..sites import Cause, Goal, Numerics, Refusal, Site, StaleSite
+from ..sites import Cause, Goal, Numerics, Reason, Refusal, Site, StaleSite
 from ..verification import is_on_meta
 from .context import Progress, RunContext
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
@@ -35,7 +35,6 @@ _LOG = logging.getLogger("fxopt")
 _MOST_ROUNDS = 16
 """So often a pass is asked for sites again because what it rewrote overlaps with others that it had found."""
 _GIVE_INPUTS = "; give example_inputs=, too"
-_OVERTAKEN = "a site of this pass that overlaps with it was rewritten first"
 
 
 @dataclass
@@ -200,8 +199,9 @@ class Manager:
                 break
             overtaken += self._stale
             self._stale.clear()
+        reason = Reason.of(Cause.OVERTAKEN)
         for site in overtaken:
-            self.history.refuse(pass_, Refusal(_OVERTAKEN, site.label or site.owner or "(root)", Cause.OVERTAKEN))
+            self.history.refuse(pass_, Refusal(str(reason), site.label or site.owner or "(root)", reason.cause))
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = narrowed(self.program, pass_, grouped(pass_, items), self.context.budget)
@@ -255,7 +255,7 @@ class Manager:
     def _follow_group(self, pass_: Pass, group: Group, wanted: dict[str, Decision]) -> None:
         """Rewrite a group as was decided elsewhere; where that is wrong here, those of its sites that are right."""
         made = [wanted[site.key] for site in group.sites]
-        candidate = self._tuner.repeat(pass_, group, brief=all("as" in decision.figures for decision in made))
+        candidate = self._tuner.repeat(pass_, group, brief=all(decision.measured.follows for decision in made))
         if candidate.edit is None and not group.is_single:
             for site in group.sites:
                 self._follow_group(pass_, Group((site,)), wanted)
@@ -355,9 +355,8 @@ class Manager:
         first, chosen = precedent.decision, precedent.chosen
         like = {**first.figures, "as": first.label}
         if chosen is None:
-            self.history.leave(
-                pass_, Candidate(group, first.reason, Cause(first.cause) if first.cause else None, figures=like)
-            )
+            cause = Cause(first.cause) if first.cause else None
+            self.history.leave(pass_, Candidate(group, first.reason, cause, first.values, figures=like))
             return True
         candidate = self._repeated(pass_, group.chosen_as(chosen), block, equal)
         if candidate.edit is None:

@@ -15,13 +15,11 @@ from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Snapshot, UnnotedChange, only_reading
-from ..sites import VOLATILE, Cause, Phase, Refusal, Site, is_volatile
+from ..sites import VOLATILE, Cause, Phase, Reason, Refusal, Site, is_volatile
 from ..verification import depends_on_mode
 from .lost_forwards import TypeCheckers
 
 __all__ = ["admitted", "described", "found", "is_for_evaluation", "is_missing", "key_of"]
-
-_IN_TRAINING = "it is for evaluation, and the model is in training; call model.eval() first"
 
 
 class Supervised(Protocol):
@@ -107,7 +105,7 @@ def _reason_against(
     if is_volatile(holder_of(program.model, site.owner).module):
         return VOLATILE, Cause.VOLATILE
     if (phase or pass_.phase) is Phase.EVAL and _is_trained(program, site, trained):
-        return _IN_TRAINING, Cause.IN_TRAINING
+        return str(Reason.of(Cause.IN_TRAINING)), Cause.IN_TRAINING
     around = program.analyses[TypeCheckers].around
     return (around.get(program.module(site.owner), "") if around else ""), Cause.EXACT_TYPE
 

@@ -14,7 +14,7 @@ from ...runtime.state import copied_module
 from ..contract import Pass
 from ..pipeline import supervised
 from ..rewriting import Edit
-from ..sites import Cause, Phase, Site
+from ..sites import Cause, Phase, Reason, Site
 from .comparison import UNNAMED, Comparison
 from .context import RunContext
 from .groups import Candidate, Group, Race, changes, identity, is_like
@@ -68,8 +68,7 @@ class Tuner:
         """Return a group left as it is, where no time is left to check what a pass makes of it, and it may be left."""
         if self.context.has_time(pass_) or not pass_.skippable:
             return None
-        failure = f"not checked: {self.context.budget} was spent; allow more by time_budget"
-        return Candidate(group, failure, was_skipped=True)
+        return Candidate.left(group, Reason.of(Cause.NOT_CHECKED, budget=str(self.context.budget)), was_skipped=True)
 
     def _simulated(self, pass_: Pass, group: Group) -> nn.Module | None:
         """Return what the rewritten module must be equal to, where the pass says so."""
@@ -205,9 +204,8 @@ class Tuner:
         comparison = self._comparison(pass_, group)
         was_untimed = not comparison.timed and self.context.is_timed(pass_) and self.context.asks(pass_, group)
         if was_untimed and len(group.choices) > 1 and not group.required and pass_.skippable:
-            return Candidate(
-                group, f"not timed: {self.context.budget.too_short}", Cause.NOT_TIMED, was_skipped=True
-            ), ()
+            too_short = Reason.of(Cause.NOT_TIMED, budget=self.context.budget.too_short)
+            return Candidate.left(group, too_short, was_skipped=True), ()
         candidates = self._candidates(comparison)
         able = {name: candidate for name, candidate in candidates.items() if not candidate.failure}
         if not able:
@@ -229,8 +227,9 @@ class Tuner:
         """
         group = comparison.group
         figures, reason = comparison.judged(race.timings, race.best, race.candidates)
-        if reason:
-            return Candidate(group, "; ".join((*wrong, reason)), Cause.NO_FASTER, figures=figures), ()
+        if reason is not None:
+            failure = "; ".join((*wrong, str(reason)))
+            return Candidate(group, failure, reason.cause, reason.values, figures=figures), ()
         kept = self._whole(comparison, race.candidates[race.best].group)
         if not kept.failure:
             return dataclasses.replace(kept, figures={**figures, **kept.figures}), group.rest(kept.group)

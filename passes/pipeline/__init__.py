@@ -5,7 +5,7 @@ from __future__ import annotations
 from .choosing import PassLike, asked_for, chosen_passes, refuse_unfit, unfinished
 from .order import check_behind, check_order
 from .pipeline import parse
-from .plan import SCHEMA_VERSION, STATUSES, Decision, Plan
+from .plan import SCHEMA_VERSION, STATUSES, Decision, Measured, Plan
 from .ranks import Ranks, heard_of_any, on_all_ranks, optimized_on_all, ranks
 from .registry import PassInfo, available, find_pass
 from .supervision import supervised, switches_kept
@@ -15,6 +15,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "STATUSES",
     "Decision",
+    "Measured",
     "PassInfo",
     "PassLike",
     "Plan",

@@ -14,7 +14,7 @@ from ....runtime.state import copied_module, shallow_clone
 from ....runtime.values import tensors_by_name
 from ....tracing.program import deactivate
 from ...contract import Pass
-from ...sites import Cause, Numerics, Phase
+from ...sites import Cause, Numerics, Phase, Reason
 from ...verification import Original, modes_to_check
 from ..context import RunContext
 from ..halving import longest_right
@@ -169,12 +169,10 @@ class FinalCheck:
             reason = f"{reason}; {unknown}; give a larger time_budget"
         self._stand([rewrite for rewrite in order if rewrite not in gone])
         for rewrite in gone:
-            self._context.history.undo(
-                rewrite, f"the model as handed over is wrong with it: {reason}", Cause.MODEL_DIFFERS
-            )
+            self._context.history.undo(rewrite, Reason.of(Cause.MODEL_DIFFERS, problem=reason))
         for rewrite in standing:
             if rewrite not in gone and rewrite not in self._context.history.rewrites:
-                self._context.history.undo(rewrite, "it depended on a rewrite that was undone", Cause.DEPENDENT)
+                self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, why=""))
 
     def _unproven(self, order: Sequence[Rewrite], right: int, reason: str) -> Sequence[Rewrite]:
         """Return what goes where no time is left to find which rewrite it is: what may be left out, if that is enough.
@@ -241,6 +239,6 @@ def _value(rewrite: Rewrite) -> float:
     """Return what a rewrite with an error budget gains for the error that it makes; of others the order counts."""
     if not _is_lossy(rewrite.pass_):
         return 0.0
-    figures = rewrite.decision.figures
-    gain = figures["before_us"] - figures["after_us"] if "after_us" in figures else 1.0
-    return gain / max(figures.get("precision_error") or 0.0, 1e-12)
+    measured = rewrite.decision.measured
+    gain = 1.0 if measured.saved_us is None else measured.saved_us
+    return gain / max(measured.precision_error or 0.0, 1e-12)

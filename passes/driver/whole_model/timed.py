@@ -12,7 +12,7 @@ from ....tracing.examples import Inputs
 from ....tracing.program import deactivate
 from ....tracing.recording import calls_by_kind
 from ... import timing
-from ...sites import Cause, Goal
+from ...sites import Cause, Goal, Reason
 from ..history import Rewrite
 from ..tuner import Tuner
 from .races import Race, all_slower, as_timings, together
@@ -55,7 +55,7 @@ class WholeModel:
         Where it generates, neither a prompt nor a step may be: what one of them gains does not speak for the other.
         """
         rewrites = self._judged
-        is_whole = len(rewrites) == 1 and not rewrites[0].owner and "speedup" in rewrites[0].decision.figures
+        is_whole = len(rewrites) == 1 and not rewrites[0].owner and rewrites[0].decision.measured.speedup is not None
         if is_whole and len(self._kinds) == 1:
             return as_timings(rewrites[0].decision.figures)  # the group was the whole model
         while doubtful := self._doubtful():
@@ -67,9 +67,10 @@ class WholeModel:
             if not unwanted:
                 return together(races).figures()
             slower = _slower(races)
-            self._take_back(unwanted, slower.format(" with it"))
+            self._take_back(unwanted, Reason.of(Cause.MODEL_SLOWER, **slower, with_it=" with it", why=""))
             if unwanted is doubtful and not self._context.budget.left:
-                self._take_back_all(slower.format(""))
+                spent = f", and {self._context.budget} was spent"
+                self._take_back_all(Reason.of(Cause.MODEL_SLOWER, **slower, with_it="", why=spent))
         return None
 
     @property
@@ -88,20 +89,19 @@ class WholeModel:
 
     def _promised(self) -> float:
         """Return the microseconds that the rewrites save, each as it was timed at its site or at an equal one."""
-        figures = (rewrite.decision.figures for rewrite in self._judged)
-        return sum(each["before_us"] - each["after_us"] for each in figures if "after_us" in each)
+        return sum(rewrite.decision.measured.saved_us or 0.0 for rewrite in self._judged)
 
-    def _take_back_all(self, slower: str) -> None:
+    def _take_back_all(self, reason: Reason) -> None:
         """Take back whatever could make the model slower: there is no time to learn what does."""
         while doubtful := self._doubtful():
-            self._take_back(doubtful, f"{slower}, and {self._context.budget} was spent")
+            self._take_back(doubtful, reason)
 
     def _unproven(self) -> list[Rewrite]:
         """Return the rewrites that only the whole model speaks for: untimed, and with no fewer operations."""
         return [
             each
             for each in self._judged
-            if _is_optional(each) and "untimed" in each.decision.figures and not each.edit.leaves_fewer_operations
+            if _is_optional(each) and each.decision.measured.untimed and not each.edit.leaves_fewer_operations
         ]
 
     def _doubtful(self) -> list[Rewrite]:
@@ -116,10 +116,10 @@ class WholeModel:
         optional = [each for each in fast if _is_optional(each)]
         if clean_ups or not optional:
             return clean_ups
-        untimed = [each for each in optional if "untimed" in each.decision.figures]
+        untimed = [each for each in optional if each.decision.measured.untimed]
         if untimed:
             return untimed
-        worst = min(optional, key=lambda each: each.decision.figures.get("speedup_low") or 0.0)
+        worst = min(optional, key=lambda each: each.decision.measured.speedup_low or 0.0)
         return [each for each in optional if each.evidence is worst.evidence]
 
     def _runs(self) -> dict[str, Mapping[str, timing.Runner]]:
@@ -140,16 +140,15 @@ class WholeModel:
                 {label: timing.time_candidates(pair, limit=limit, cold=cold, clear=1.0) for label, pair in runs.items()}
             )
 
-    def _take_back(self, unwanted: Sequence[Rewrite], reason: str) -> None:
+    def _take_back(self, unwanted: Sequence[Rewrite], reason: Reason) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""
         unwound = self._around(unwanted)
         again = [rewrite for rewrite in unwound if rewrite not in unwanted]
         lost = self._tuner.stand_again(unwound, again, verified=True)
         for rewrite in unwanted:
-            self._context.history.undo(rewrite, reason, Cause.MODEL_SLOWER)
+            self._context.history.undo(rewrite, reason)
         for rewrite, why in lost.items():
-            why = f"it depended on a rewrite that was undone: {why}"
-            self._context.history.undo(rewrite, why, Cause.DEPENDENT)
+            self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, why=f": {why}"))
 
     def _around(self, unwanted: Sequence[Rewrite]) -> list[Rewrite]:
         """Return rewrites, and those after them that changed some of the same modules, in order."""
@@ -163,11 +162,11 @@ class WholeModel:
         return around
 
 
-def _slower(races: Sequence[Race]) -> str:
-    """Say what was slower, with a place left for what it was slower with."""
+def _slower(races: Sequence[Race]) -> dict[str, Any]:
+    """Return what was slower, and how fast it is now."""
     label = all_slower(races) or ""
-    speed = together(races).speed_of(label).mid
-    return f"{f'the {label} of the model' if label else 'the whole model'} was slower{{}} ({speed:.3g}x)"
+    what = f"the {label} of the model" if label else "the whole model"
+    return {"what": what, "speedup": together(races).speed_of(label).mid}
 
 
 def _is_optional(rewrite: Rewrite) -> bool:
