@@ -18,14 +18,7 @@ __all__ = ["Batch"]
 
 @dataclass
 class Batch:
-    """Groups of one pass that stand in the program together.
-
-    Attributes:
-        tuner: writes them.
-        pass_: which found them.
-        written: each with its edit, in order.
-        refused: those that cannot be written, with the reason.
-    """
+    """Groups of one pass that stand in the program together, and those that cannot be written."""
 
     tuner: Tuner
     pass_: Pass

@@ -25,11 +25,6 @@ def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: 
 
     A pass may say so itself (`Pass.own_forward`). Else these are modules that a pass made compute something else, on
     purpose or within an error budget, or that run a region, whose wrapper would be left out.
-
-    Args:
-        model: the optimized model.
-        rewrites: the rewrites that stand.
-        record: of the model.
     """
     changed = [(rewrite, name) for rewrite in rewrites for name in rewrite.edit.changed_owners]
     for rewrite, name in changed:
@@ -66,11 +61,7 @@ def _reasons(rewrite: Rewrite, owner: str, module: nn.Module, capture: Capture, 
 
 
 class TypeCheckers:
-    """The modules that check exact types where no graph has the answer.
-
-    Attributes:
-        around: module -> what refusals say of one of those around it.
-    """
+    """The modules that check exact types where no graph has the answer: what refusals say of those `around` them."""
 
     def __init__(self, around: dict[nn.Module, str]) -> None:
         self.around = around

@@ -39,14 +39,7 @@ _GIVE_INPUTS = "; give example_inputs=, too"
 
 @dataclass
 class Manager:
-    """Apply passes to a program, one group of sites after another.
-
-    Attributes:
-        context: what the run knows; its program is rewritten in place.
-        traces: what each pass took and did.
-        timings: of the whole model, once a pass for speed has run.
-        memory: of a training step, once a pass for memory has run.
-    """
+    """Apply passes to a program, one group of sites after another; note what each took, and what the model gains."""
 
     context: RunContext
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
@@ -83,11 +76,7 @@ class Manager:
     # -- whole runs ------------------------------------------------------------------------------------------------
 
     def run(self, passes: Sequence[Pass]) -> None:
-        """Run `passes` in order, but those that act on the finished model.
-
-        Raises:
-            PassError: if a pass raises, hangs or returns nonsense; the program is left as it was before that site.
-        """
+        """Run `passes` in order, but those that act on the finished model; at a PassError its site is undone."""
         self._baseline = self._original = shallow_clone(self.program.model) if self._times_anything(passes) else None
         acting = rewriting(passes)
         for pass_, among in zip(acting, sharing(acting), strict=True):
@@ -113,11 +102,7 @@ class Manager:
         return len(self.rewrites) < count
 
     def replay(self, passes: Sequence[Pass], plan: Plan) -> None:
-        """Repeat the rewrites that `plan` says were applied, without verifying or timing them.
-
-        Raises:
-            PlanError: if a planned site is not there.
-        """
+        """Repeat what `plan` says was applied, unverified and untimed, or raise PlanError where a site is not there."""
         plan.check_passes([pass_.name for pass_ in passes])
         for number, pass_ in enumerate(rewriting(passes)):
             wanted = {d.key: d for d in plan.decisions if d.step == number and d.status == "applied"}
@@ -216,10 +201,7 @@ class Manager:
                 self._decide(pass_, item)
 
     def _replay_pass(self, pass_: Pass, wanted: dict[str, Decision]) -> None:
-        """Rewrite planned sites in the order in which they landed; those of one graph in a row are written together.
-
-        A site that is described in the plan is not looked for: what was decided on there stays decided.
-        """
+        """Rewrite planned sites in the order in which they landed; those of one graph in a row are written together."""
         while wanted:
             planned = self._planned(pass_, wanted)
             left = len(wanted)

@@ -37,9 +37,7 @@ __all__ = ["check_kind", "copied", "run_session"]
 def run_session(model: nn.Module, request: Request) -> nn.Module:
     """Return an optimized copy of `model`, with its record; `model` is only read, and no random state changes.
 
-    Raises:
-        InputError: if the model cannot be copied or refuses its example inputs.
-        PassError: if a pass fails.
+    Raises InputError if the model cannot be copied or refuses its example inputs, PassError if a pass fails.
     """
     finishes = any(pass_.finishes for pass_ in request.passes)
     others = ranks() if request.plan is None or finishes else None
@@ -81,11 +79,7 @@ def _checked(model: nn.Module, request: Request) -> ModelNames:
 
 
 def _check_twin(model: nn.Module, twin: nn.Module) -> None:
-    """Refuse a twin that says nothing of the model.
-
-    Raises:
-        UsageError: the model has data of its own, or the twin has none, or is of another class.
-    """
+    """Raise UsageError where a twin says nothing of the model: it has no data, the model has, or the classes differ."""
     check_model(twin)
     if not is_on_meta(model):
         raise UsageError("verify_twin= is for a model on the meta device; this one has data, and is verified itself")
@@ -206,12 +200,7 @@ def _rewritten_by(rewrite: Rewrite, fast: nn.Module) -> Iterable[nn.Module]:
 
 
 def check_kind(model: object) -> nn.Module:
-    """Return a model, and refuse what has no forward to capture.
-
-    Raises:
-        UsageError: if it is not a module.
-        InputError: if TorchScript compiled it.
-    """
+    """Return a model; UsageError for what is no module, InputError for what TorchScript compiled."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if is_scripted(model):
@@ -225,9 +214,7 @@ def check_kind(model: object) -> nn.Module:
 def check_model(model: object) -> ModelNames:
     """Return the names in a model, and refuse what cannot be optimized at all.
 
-    Raises:
-        UsageError: if `model` is not a module.
-        InputError: if TorchScript compiled it, or it has parameters without a shape yet, or sharded ones.
+    Raises UsageError for what is no module; InputError for TorchScript, lazy parameters, or sharded ones.
     """
     names = ModelNames(check_kind(model))
     if isinstance(model, InParts):
@@ -242,11 +229,7 @@ def check_model(model: object) -> ModelNames:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy of the model.
-
-    Raises:
-        InputError: if the model cannot be copied.
-    """
+    """Return a deep copy of the model, or raise InputError."""
     try:
         return copied_module(model)
     except Exception as error:

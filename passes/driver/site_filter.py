@@ -31,9 +31,8 @@ class Supervised(Protocol):
 def found(program: Program, pass_: Pass, supervised: Supervised, snapshot: Snapshot) -> list[Site | Refusal]:
     """Return a pass's sites and refusals, checked for being that; the snapshot knows what the modules are.
 
-    Raises:
-        UsageError: as raised by `find`, with the name of the pass.
-        PassError: `find` raises something else, hangs, changes something, or yields something else.
+    Raises UsageError as `find` does, with the name of the pass; PassError where `find` raises something else, hangs,
+    changes something, or yields something else.
     """
 
     def find() -> list[Any]:
@@ -63,14 +62,7 @@ def _naming(pass_: Pass, error: UsageError) -> UsageError:
 def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Collection[nn.Module]) -> Site | Refusal:
     """Return what a pass found, or a refusal in the place of a site that nothing may be done at.
 
-    Args:
-        program: which the item is in.
-        pass_: which found it.
-        item: the site or refusal.
-        trained: the modules that the user gave in training mode.
-
-    Raises:
-        PassError: the site is in a module that is not there, or has a node that is not.
+    Raises PassError where the site is in a module that is not there, or has a node that is not.
     """
     if isinstance(item, Refusal):
         return item
@@ -143,11 +135,7 @@ def key_of(item: Site | Refusal) -> str:
 
 
 def described(program: Program, decision: Decision) -> Site:
-    """Return the site that a plan describes.
-
-    Raises:
-        PlanError: it is not the one that the decision is about.
-    """
+    """Return the site that a plan describes, or raise PlanError if it is not the one that the decision is about."""
     site = Site.from_json(program, decision.site)
     if site.key != decision.key:
         raise PlanError(f"the plan's site {decision.key} of pass '{decision.pass_name}' is described as {site.key}")

@@ -143,12 +143,7 @@ class Tuner:
     def repeat(
         self, pass_: Pass, group: Group, *, brief: bool = False, is_right: Callable[[Edit], bool] | None = None
     ) -> Candidate:
-        """Write a group as was decided elsewhere, and verify it; nothing is timed.
-
-        Args:
-            brief: verify on the recorded inputs only.
-            is_right: asked first; what it says no to is undone.
-        """
+        """Write a group as was decided elsewhere, and verify it; what `is_right` says no to is undone first."""
         return self._whole(self._comparison(pass_, group, time=False, brief=brief), group, is_right)
 
     def _whole(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None = None) -> Candidate:
@@ -166,10 +161,9 @@ class Tuner:
     def stand_again(
         self, undone: Sequence[Rewrite], wanted: Iterable[Rewrite], *, verified: bool = False
     ) -> dict[Rewrite, str]:
-        """Undo rewrites, the last ones of those they touch, and write those that are wanted after the others.
+        """Undo rewrites, the last ones of those they touch, and write those wanted after the others.
 
-        Returns:
-            Why some of them cannot be written any more; those that are `verified` again may be wrong, too.
+        Returns why some cannot be written any more; those that are `verified` again may be wrong, too.
         """
         history = self.context.history
         for rewrite in reversed(undone):
@@ -197,9 +191,8 @@ class Tuner:
     def tune(self, pass_: Pass, group: Group) -> tuple[Candidate | None, Sequence[Group]]:
         """Keep the best candidate for a group, or leave its sites as they were.
 
-        Returns:
-            The candidate, which stands or says why none does, or None where nothing is decided of all; and the groups
-            that are to be decided by themselves, after this.
+        Returns the candidate, which stands or says why none does, or None where nothing is decided of all; and the
+        groups that are to be decided by themselves, after this.
         """
         comparison = self._comparison(pass_, group)
         was_untimed = not comparison.timed and self.context.is_timed(pass_) and self.context.asks(pass_, group)
@@ -220,11 +213,7 @@ class Tuner:
     def _settled(
         self, comparison: Comparison, race: Race, wrong: Sequence[str]
     ) -> tuple[Candidate | None, Sequence[Group]]:
-        """Keep what won a race, where it pays and is right; of a lone site, the next best where it is not.
-
-        Args:
-            wrong: what verification said of those that were better.
-        """
+        """Keep what won a race, where it pays and is right; of a lone site the next best, if others were `wrong`."""
         group = comparison.group
         figures, reason = comparison.judged(race.timings, race.best, race.candidates)
         if reason is not None:

@@ -103,11 +103,7 @@ def _moves_behind(found: Sequence[Pass], number: int, place: int) -> bool:
 
 
 def check_behind(decisions: Iterable[Decision], passes: Sequence[Pass]) -> None:
-    """Check that the passes may run on a model that was optimized before.
-
-    Raises:
-        OrderError: a pass that was applied before has ruled one of them out; the message names both, and the ways out.
-    """
+    """Raise OrderError where a pass that an earlier call applied has ruled out one of these."""
     applied = dict.fromkeys(decision.pass_name for decision in decisions if decision.status == "applied")
     for name, earlier in ((name, _order_of_known(name)) for name in applied):
         for pass_ in passes if earlier.destroys_later else ():

@@ -75,16 +75,8 @@ def choose_form(
 ) -> Choice:
     """Let an optimizer, in place, take its steps in the form that is fastest; `reset_form` undoes it.
 
-    What its user has set stays. Where several processes train, all take the form that rank 0 has chosen: replicas are
-    to stay equal to the last bit.
-
-    Args:
-        optimizer: over the model's parameters and maybe others.
-        model: the one that it trains.
-        check: compare the steps of another form with float64.
-        measure: choose by time; otherwise nothing but what was `decided` is taken.
-        decided: the form that a plan has, which is not chosen again.
-        ranks: the processes that train, where there are several.
+    What its user has set stays. Where several processes train, all take the form that rank 0 has chosen: replicas
+    are to stay equal to the last bit. Where a plan has `decided`, or without `measure`, none is chosen by time.
     """
     reset_form(optimizer)
     choice = _refused(optimizer, model)

@@ -25,8 +25,7 @@ class Gate:
     """Sets the flag of a form for the step of a group whose tensors are all alike, and takes it back.
 
     Fused kernels of a CPU read the memory of parameters, gradients and moments in one order, and do not look whether it
-    is the same for all (torch 2.13). So the gate looks, before each step. Where one differs, or has no moments yet,
-    torch takes the step as if no form had been chosen.
+    is the same for all (torch 2.13). Where one differs, or has no moments yet, torch takes the step as without a form.
     """
 
     def __init__(self, optimizer: Optimizer, form: str) -> None:

@@ -37,14 +37,7 @@ __all__ = ["hand_over", "restored"]
 def restored(model: nn.Module, record: Record, optimizer: Optimizer | None = None) -> nn.Module:
     """Return the original structure with the current weights, buffers, modes, hooks, attributes and optimizers.
 
-    Args:
-        model: the optimized model.
-        record: its own.
-        optimizer: over its parameters: it goes along.
-
-    Raises:
-        UsageError: that is no optimizer.
-        StateError: an optimizer cannot move, and nothing is changed.
+    Raises UsageError where what goes along is no optimizer, StateError where one cannot move; nothing is changed then.
     """
     if optimizer is not None:
         check_optimizer(optimizer, model)
@@ -66,15 +59,7 @@ def restored(model: nn.Module, record: Record, optimizer: Optimizer | None = Non
 
 @dataclass
 class _Held:
-    """What a model holds besides its parameters, on the way to another form of the model.
-
-    Attributes:
-        optimizers: those that train something of it.
-        changes: what is to be done to containers of parameters.
-        successors: what has become of the parameters.
-        instead: id of each module of the model, and of each object that it holds -> the one in its place.
-        is_inplace: whether the model itself becomes the other one.
-    """
+    """What a model holds besides its parameters, on the way to another form of it, maybe itself (`is_inplace`)."""
 
     optimizers: Sequence[HeldOptimizer]
     changes: Sequence[Change]
@@ -92,11 +77,7 @@ class _Held:
         return cls(optimizers, changes, successors, instead, result is model)
 
     def move(self, move: Callable[[Optimizer], None], given: Optimizer | None) -> None:
-        """Move all optimizers, the given one included, or none.
-
-        Raises:
-            StateError: one cannot move.
-        """
+        """Move all optimizers, the given one included, or none, with a StateError."""
         for each in self.optimizers:
             if each.original is given and each.is_copy:
                 each.check_replaceable()
@@ -143,10 +124,8 @@ def hand_over(
 ) -> nn.Module:
     """Return what the user gets of an optimized copy: it, or `model` turned into it; its optimizers go with it.
 
-    The steps of the one that is given take another form then, where that is faster.
-
-    Raises:
-        StateError: an optimizer cannot move, or what the model holds of its parameters; nothing is changed then.
+    The steps of the given one take another form then, where that is faster. Raises StateError, with nothing changed,
+    where an optimizer cannot move, or what the model holds of its parameters.
     """
     record = cast("Record", record_of(fast))
     refuse_averages(model, fast)

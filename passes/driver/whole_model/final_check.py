@@ -30,12 +30,7 @@ _LEAST_SECONDS = 2.0
 
 @dataclass
 class FinalCheck:
-    """Compare, and undo by halving.
-
-    Attributes:
-        tuner: has rewritten the model.
-        model: the user's own; only copies of it run.
-    """
+    """Compare with the user's own model, of which only copies run, and undo by halving."""
 
     tuner: Tuner
     model: nn.Module

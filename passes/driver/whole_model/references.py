@@ -15,12 +15,7 @@ __all__ = ["with_references"]
 
 
 def with_references(model: nn.Module, sites: Iterable[tuple[Pass, Site]]) -> nn.Module | None:
-    """Change a copy of the original; None where a pass says nothing, or cannot say it of the original.
-
-    Args:
-        model: the copy.
-        sites: what was rewritten, in order, by which pass.
-    """
+    """Change a copy of the original at sites, in order; None where a pass cannot say what it must be."""
     for pass_, site in sites:
         try:
             original = model.get_submodule(site.owner)

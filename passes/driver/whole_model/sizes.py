@@ -31,10 +31,7 @@ def with_other_sizes(
 ) -> Mapping[str, Any] | None:
     """Return the whole model's timings with those on other sizes and layouts, as far as there is time for them.
 
-    Args:
-        context: of the run that has rewritten the model.
-        original: a twin of the model as it was; None where nothing is timed.
-        timings: on the example; None where the model was not timed.
+    `original` is a twin of the model as it was. Where nothing was timed, there is none, or no `timings`.
     """
     if original is None or timings is None:
         return timings
@@ -49,15 +46,7 @@ def with_other_sizes(
 
 @dataclass
 class _Races:
-    """Race the model as it was and as it is.
-
-    Attributes:
-        context: of the run.
-        original: the model as it was.
-        pair_seconds: what a call of both takes on the example.
-        timed: what is other -> the ratio and its interval.
-        untimed: what is other -> why it was not timed.
-    """
+    """Race the model as it was and as it is; tell the ratio, or why there is none, by what is other."""
 
     context: RunContext
     original: nn.Module

@@ -27,13 +27,7 @@ _WORTH = 0.02
 
 
 class WholeModel:
-    """Compare the rewritten model with what it was.
-
-    Args:
-        tuner: has rewritten it.
-        baseline: a twin of the model as it was; its modules are inactive, to run as the user's model does.
-        settled: rewrites that the baseline has, too.
-    """
+    """Compare the rewritten model with a twin of what it was, which has the `settled` rewrites, too."""
 
     def __init__(self, tuner: Tuner, baseline: nn.Module, settled: Collection[Rewrite] = ()) -> None:
         self._tuner, self._context, self._baseline, self._settled = tuner, tuner.context, baseline, settled
