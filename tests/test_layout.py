@@ -38,6 +38,7 @@ HOUSE = (
     (
         "compat",
         "known_passes",
+        "pass_order",
         "settings",
         "storage",
     ),
@@ -65,7 +66,6 @@ ROOMS = {
     ),
     "passes": (
         ("driver",),
-        ("optimizers",),
         ("pipeline",),
         ("contract",),
         ("kinds", "rewriting"),

@@ -32,7 +32,6 @@ class SyncBatchnorm(Pass):
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.PARALLEL
     phase: ClassVar[Phase] = Phase.TRAIN
-    before: ClassVar[tuple[str, ...]] = ("fuse_ensembles",)  # fused members are called no more
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         for module in program.names.distinct:

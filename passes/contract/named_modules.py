@@ -42,13 +42,7 @@ def names_module(word: str, name: str, module: nn.Module) -> bool:
 
 
 def word_for(words: Sequence[str], name: str, program: Program) -> str | None:
-    """Return the first of the words that names a module, or one around it; None if none does.
-
-    Args:
-        words: see `names_module`.
-        name: of the module.
-        program: of the model.
-    """
+    """Return the first of the words (see `names_module`) that names a module, or one around it; None if none does."""
     parts = name.split(".") if name else []
     around = {path: program.module(path) for count in range(len(parts) + 1) for path in [".".join(parts[:count])]}
     return next((word for word in words if any(names_module(word, *each) for each in around.items())), None)

@@ -33,12 +33,7 @@ _PART = 1 << 20
 
 
 def missing_process_group(name: str, processes: int = 2) -> str:
-    """Say that a pass for several processes lacks its process group, and what to run; "" where there is one.
-
-    Args:
-        name: of the pass.
-        processes: how many to start, for the message.
-    """
+    """Say that a pass called so lacks its process group, and how to start so many processes; "" where there is one."""
     if distributed.is_available() and distributed.is_initialized():
         return ""
     if distributed.is_available() and distributed.is_torchelastic_launched():
@@ -52,15 +47,7 @@ def missing_process_group(name: str, processes: int = 2) -> str:
 
 
 def require_process_group(name: str, processes: int = 2) -> None:
-    """Make sure that the process group of a pass for several processes is initialized.
-
-    Args:
-        name: of the pass.
-        processes: how many to start, for the message.
-
-    Raises:
-        UsageError: it is not; the message has the command to run.
-    """
+    """Raise UsageError, with the command to run, where the process group of a pass is not initialized."""
     missing = missing_process_group(name, processes)
     if missing:
         raise UsageError(missing)
@@ -74,12 +61,7 @@ def launch_command(processes: int) -> str:
 def device_type(model: nn.Module, name: str) -> str:
     """Return on what kind of device several processes run a model: where it is; on the meta device, where they can.
 
-    Args:
-        model: which.
-        name: of the pass.
-
-    Raises:
-        UsageError: it is on several, or the process group does not work there.
+    Raises UsageError where it is on several, or the process group does not work there.
     """
     backends = distributed.get_backend_config()
     served = [pair.partition(":")[0] for pair in backends.split(",")]
@@ -106,12 +88,7 @@ def mesh_of_same_weights(model: nn.Module, name: str) -> DeviceMesh:
 def require_same_weights(model: nn.Module, name: str) -> None:
     """Make sure that all processes have the same weights: a part of each would make another model. A collective call.
 
-    Args:
-        model: which.
-        name: of the pass.
-
-    Raises:
-        UsageError: they have not; on all processes, naming the first tensor that differs.
+    Raises UsageError on all of them, naming the first tensor that differs.
     """
     mine = {key: _summary(value) for key, value in tensors_by_name(model).items() if not value.is_meta}
     everyone: list[dict[str, str]] = [{} for _ in range(distributed.get_world_size())]

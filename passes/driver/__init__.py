@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ...runtime.record import PassTrace, Record, needed_record, record_of, state_map_of
+from .context import Progress, Request, RunContext
 from .groups import Group, grouped, with_lowering
 from .manager import Manager
-from .progress import Progress
 from .results import check_optimizer, hand_over, lost_hooks_text, move_optimizer, restored
 from .root import remember
-from .run import Request, check_kind, copied, run_session
+from .run import check_kind, copied, run_session
 
 __all__ = [
     "Group",
@@ -17,6 +17,7 @@ __all__ = [
     "Progress",
     "Record",
     "Request",
+    "RunContext",
     "check_kind",
     "check_optimizer",
     "copied",

@@ -15,13 +15,14 @@ from ...compat import all_modules
 from ...runtime.graphs import specializations_of
 from ...runtime.state import StateMap
 from ...tracing.examples import Inputs
-from ...tracing.isolation import AutocastState, shallow_clone
-from ...tracing.program import Program, deactivate, is_on_meta
+from ...tracing.isolation import shallow_clone
+from ...tracing.program import deactivate, is_on_meta
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
-from ..sites import Numerics
+from ..sites import Cause, Numerics, Reason
 from ..verification import modes_to_check
+from .context import RunContext
 from .groups import Group
 
 __all__ = ["UNNAMED", "Comparison"]
@@ -44,15 +45,10 @@ class Comparison:
     """Verify candidates against, and time them beside, the module around a group as it was.
 
     Args:
-        program: which the group is in; nothing is written yet.
-        pass_: which found it.
-        group: its sites.
-        calls: how the module around it is called.
-        under: the autocast that it is called under.
-        check: whether candidates are verified; else `unchecked` says why not.
+        context: what the run knows.
+        pass_: which found the group.
+        group: its sites; nothing is written yet.
         timed: in how many seconds they are timed; they are not where that is too little to tell anything.
-        seed: of verification's random inputs.
-        budget: what all of that takes is counted on it.
         brief: compare on the recorded inputs only: an equal group was verified with noise.
         hurried: no time is left: compare on one call, in the mode of the model, in float32, and gradients only of what
             is for training alone.
@@ -63,15 +59,18 @@ class Comparison:
     """
 
     def __init__(
-        self, program: Program, pass_: Pass, group: Group, calls: Sequence[Inputs],
-        *, check: bool, timed: float, seed: int, budget: timing.TimeBudget, brief: bool = False,
-        simulated: nn.Module | None = None, under: AutocastState | None = None, hurried: bool = False,
+        self, context: RunContext, pass_: Pass, group: Group, *, timed: float, brief: bool = False,
+        hurried: bool = False, simulated: nn.Module | None = None,
     ) -> None:  # fmt: skip
-        self._program, self._calls, self._check, self._budget = program, calls, check, budget
+        self._program, self._budget = context.program, context.budget
+        self._check, self._seed = context.request.verify, context.request.seed
+        asked = context.asks(pass_, group)
+        self._calls = context.calls.of(group.owner) if asked else ()
+        self._under = context.calls.under(group.owner) if asked else None
         self.pass_, self.group, self.timed, self._limit = pass_, group, timed > 0, timed
         self._phase = group.phase or pass_.phase
-        self._seed, self._brief, self._simulated, self._under = seed, brief or hurried, simulated, under
-        self._hurried = hurried and check
+        self._hurried = hurried and self._check
+        self._brief, self._simulated = brief or hurried, simulated
         self._references: list[verification.Reference] | None = None
         self._simulation: verification.Simulation | None = None
         self.before = self.runner()
@@ -206,18 +205,18 @@ class Comparison:
                 worth=0.0 if self.group.required else _LEAST,
             )
 
-    def judged(self, timings: timing.Timings, best: str, names: Iterable[str]) -> tuple[dict[str, Any], str]:
-        """Return the figures of the best candidate of some, and why it does not pay, or ""."""
+    def judged(self, timings: timing.Timings, best: str, names: Iterable[str]) -> tuple[dict[str, Any], Reason | None]:
+        """Return the figures of the best candidate of some, and why it does not pay, if so."""
         speed = timings.ratio("before", best)
         figures = {
             **timing.timing_figures(timings, best),
             "lowerings": {name: timing.microseconds(timings, name) for name in names},
         }
         if speed.low > 1.0 or self.group.required:
-            return figures, ""
-        verdict = "no faster" if speed.mid <= 1.0 else "not clearly faster"
+            return figures, None
+        cause = Cause.NO_FASTER if speed.mid <= 1.0 else Cause.NOT_CLEARLY_FASTER
         how = "" if best == UNNAMED else f" as {best}"
-        return figures, f"{verdict}: {speed.mid:.3g}x ({speed.low:.3g} to {speed.high:.3g}){how}"
+        return figures, Reason.of(cause, speedup=speed.mid, low=speed.low, high=speed.high, how=how)
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

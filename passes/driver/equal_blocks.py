@@ -23,12 +23,9 @@ __all__ = ["Block", "EqualBlocks", "Precedent", "kinds_to_time"]
 
 @dataclass(frozen=True)
 class Precedent:
-    """What was decided at the first of several equal groups.
+    """What was decided at the first of several equal groups: the sites `chosen`, with their lowerings, if any.
 
-    Attributes:
-        decision: on the group.
-        chosen: the sites that were rewritten, with their lowerings; None where none were.
-        result: what the block was like afterwards, and what that did to tensors, by their names in the block.
+    `result` is what the block was like afterwards, and what that did to tensors, by their names in the block.
     """
 
     decision: Decision
@@ -40,12 +37,7 @@ class Precedent:
 class Block:
     """A module around a group, before anything is done to it.
 
-    Attributes:
-        module: the group's owner.
-        described: the module as it was.
-        numbers: by which it and others are compared.
-        key: equal for groups that are to be decided alike.
-        timed_key: equal for groups that take as long.
+    `key` is equal for groups that are to be decided alike, `timed_key` for those that take as long.
     """
 
     module: nn.Module
@@ -95,7 +87,7 @@ class EqualBlocks:
         """Note the first decision at equal groups; one for which nothing could be written is tried again elsewhere."""
         if block is None or decision.status in ("refused", "skipped"):
             return
-        if "speedup" in decision.figures:
+        if decision.measured.speedup is not None:
             self._timed.setdefault(block.timed_key, Precedent(decision, None if edit is None else chosen))
         if edit is None:
             self._known.setdefault(block.key, Precedent(decision))

@@ -16,7 +16,7 @@ from ...tracing.program import Program
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
-from ..sites import Cause, Numerics, Phase, Refusal, Site
+from ..sites import Cause, Numerics, Phase, Reason, Refusal, Site
 
 __all__ = [
     "Candidate",
@@ -45,8 +45,6 @@ _STEP = 4.0
 
 _OF_TIME = 0.5
 """Verifying one clean-up takes no more than this part of the time that is left."""
-
-_TOO_LONG = "to verify it would take most of the time that is left; allow more by time_budget"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +128,7 @@ class Candidate:
         group: the sites that it rewrites, each with its lowering; all of them where it fails.
         failure: why it is not to be had, or "".
         cause: the kind of that reason, where it is none of those that `why` tells by how far it came.
+        values: what led to it.
         was_written, was_skipped: whether it could be written (then it was wrong, or did not pay); for want of time.
         verdict: what verification said; None where nothing could be checked, or nothing has been yet.
         edit: the rewrite, where it is in the program.
@@ -140,12 +139,18 @@ class Candidate:
     group: Group
     failure: str = ""
     cause: Cause | None = None
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     was_written: bool = True
     was_skipped: bool = False
     verdict: verification.Verdict | None = None
     edit: Edit | None = None
     runner: timing.Runner | None = None
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+
+    @classmethod
+    def left(cls, group: Group, reason: Reason, *, was_skipped: bool = False) -> Candidate:
+        """Return a group that is left as it is, for a reason of the driver's own."""
+        return cls(group, str(reason), reason.cause, reason.values, was_skipped=was_skipped)
 
     @property
     def status(self) -> str:
@@ -191,7 +196,7 @@ def narrowed(
         if left <= 0.0 or steps * _size(program.module(group.owner)) / whole <= left:
             return group
         if program.training:
-            return Refusal(_TOO_LONG, group.label, Cause.TOO_COSTLY)
+            return Refusal(str(Reason.of(Cause.TOO_COSTLY)), group.label, Cause.TOO_COSTLY)
         return Group(tuple(dataclasses.replace(site, phase=Phase.EVAL) for site in group.sites))
 
     return [affordable(each) if pass_.clean_up and isinstance(each, Group) else each for each in found]

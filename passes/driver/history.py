@@ -14,10 +14,10 @@ from ...runtime.state import StateMap
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
-from ..sites import Cause, Phase, Refusal, Site
+from ..sites import Cause, Phase, Reason, Refusal, Site
 from .groups import Candidate, Group
 
-__all__ = ["History", "Rewrite"]
+__all__ = ["History", "Rewrite", "composed"]
 
 
 @dataclass(eq=False)
@@ -120,17 +120,19 @@ class History:
         group, (first, *others) = candidate.group, candidate.group.sites
         return self._of(
             pass_, key=group.key, label=group.label, status=candidate.status,
-            reason=candidate.failure, cause=candidate.why, choice=None if others else first.choice,
+            reason=candidate.failure, cause=candidate.why, values=dict(candidate.values),
+            choice=None if others else first.choice,
             detail=f"{len(group.sites)} sites" if others else first.detail, figures=dict(candidate.figures),
             site=None if others else _described(first),
         )  # fmt: skip
 
-    def undo(self, rewrite: Rewrite, reason: str, cause: Cause) -> None:
+    def undo(self, rewrite: Rewrite, reason: Reason) -> None:
         """Note that a rewrite was taken back."""
         for old in rewrite.recorded:
             place = next(number for number, decision in enumerate(self.decisions) if decision is old)
-            undone = dataclasses.replace(old, status="undone", reason=reason, cause=cause)
-            self.decisions[place] = undone
+            self.decisions[place] = dataclasses.replace(
+                old, status="undone", reason=str(reason), cause=reason.cause, values=dict(reason.values)
+            )
 
     # -- what came of it -------------------------------------------------------------------------------------------
 
@@ -144,10 +146,7 @@ class History:
 
     def state_map(self) -> StateMap:
         """Return the effect of all rewrites on names and tensors, from the root's point of view."""
-        total = StateMap()
-        for rewrite in self.rewrites:
-            total = total.compose(rewrite.edit.state_map_of_model())
-        return total
+        return composed(rewrite.edit for rewrite in self.rewrites)
 
     def checked(self, earlier: Record | None = None) -> str:
         """Say how the rewrites that stand were checked, those of an earlier call too; what was not comes last."""
@@ -158,6 +157,14 @@ class History:
         if earlier is not None and any(decision.status == "applied" for decision in earlier.plan.decisions):
             ways.setdefault(earlier.checked)
         return ", ".join(sorted(ways, key=lambda way: "unverified: " in way)) or "nothing was rewritten"
+
+
+def composed(edits: Iterable[Edit]) -> StateMap:
+    """Return what edits, one after another, do to names and tensors, from the root's point of view."""
+    total = StateMap()
+    for edit in edits:
+        total = total.compose(edit.state_map_of_model())
+    return total
 
 
 def _by_site(decision: Decision, group: Group) -> list[Decision]:

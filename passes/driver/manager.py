@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,18 +13,16 @@ from torch import nn
 
 from ...errors import MatchFailure, PassError, PlanError, one_line
 from ...runtime.record import PassTrace
-from ...settings import Settings
 from ...tracing.isolation import shallow_clone
 from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
 from ..pipeline import Decision, Plan
 from ..rewriting import Snapshot
-from ..sites import Cause, Goal, Numerics, Refusal, Site, StaleSite
-from ..timing import TimeBudget
+from ..sites import Cause, Goal, Numerics, Reason, Refusal, Site, StaleSite
+from .context import Progress, RunContext
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Candidate, Group, grouped, grouped_in_order, narrowed, rewriting, sharing
 from .history import History, Rewrite
-from .progress import Progress, announced, unheard
 from .site_filter import admitted, described, found, is_for_evaluation, is_missing, key_of
 from .tuner import Tuner
 from .whole_model import BatchVerifier, FinalCheck, WholeModel, with_other_sizes
@@ -36,39 +34,13 @@ _LOG = logging.getLogger("fxopt")
 _MOST_ROUNDS = 16
 """So often a pass is asked for sites again because what it rewrote overlaps with others that it had found."""
 _GIVE_INPUTS = "; give example_inputs=, too"
-_OVERTAKEN = "a site of this pass that overlaps with it was rewritten first"
 
 
 @dataclass
 class Manager:
-    """Apply passes to a program, one group of sites after another.
+    """Apply passes to a program, one group of sites after another; note what each took, and what the model gains."""
 
-    Attributes:
-        program: what is rewritten, in place.
-        check: verify every rewrite.
-        time: time every rewrite made for speed.
-        seed: of verification's random inputs.
-        settings: limits from the environment.
-        on_failure: called with the error when a pass fails; returns the reproducer's path.
-        trained: the modules that the user gave in training mode; by default those that are in it now.
-        budget: how long checks and timing may take.
-        on_progress: is told how far the run is.
-        history: what was decided, and what stands.
-        traces: what each pass took and did.
-        timings: of the whole model, once a pass for speed has run.
-        memory: of a training step, once a pass for memory has run.
-    """
-
-    program: Program
-    check: bool = True
-    time: bool = True
-    seed: int = 0
-    settings: Settings = field(default_factory=Settings)
-    on_failure: Callable[[PassError], str | None] | None = None
-    trained: Collection[nn.Module] | None = None
-    budget: TimeBudget = field(default_factory=TimeBudget)
-    on_progress: Callable[[Progress], None] = unheard
-    history: History = field(default_factory=History)
+    context: RunContext
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
     timings: Mapping[str, Any] | None = None
     memory: Mapping[str, int] | None = None
@@ -80,11 +52,15 @@ class Manager:
     _tuner: Tuner = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.trained is None:
-            self.trained = {module for module in self.program.names.distinct if module.training}
-        self._tuner = Tuner(
-            self.program, check=self.check, time=self.time, seed=self.seed, settings=self.settings, budget=self.budget
-        )
+        self._tuner = Tuner(self.context)
+
+    @property
+    def program(self) -> Program:
+        return self.context.program
+
+    @property
+    def history(self) -> History:
+        return self.context.history
 
     @property
     def decisions(self) -> list[Decision]:
@@ -99,41 +75,33 @@ class Manager:
     # -- whole runs ------------------------------------------------------------------------------------------------
 
     def run(self, passes: Sequence[Pass]) -> None:
-        """Run `passes` in order, but those that act on the finished model.
-
-        Raises:
-            PassError: if a pass raises, hangs or returns nonsense; the program is left as it was before that site.
-        """
+        """Run `passes` in order, but those that act on the finished model; at a PassError its site is undone."""
         self._baseline = self._original = shallow_clone(self.program.model) if self._times_anything(passes) else None
         acting = rewriting(passes)
         for pass_, among in zip(acting, sharing(acting), strict=True):
             costs_time = pass_.goal is Goal.MEMORY and self.program.training
             if costs_time:  # what it costs is not to speak against what others gain
                 self._time_whole()
-            self.budget.begin(among)
+            self.context.budget.begin(among)
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
             if costs_time and self._baseline is not None:
                 self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
-        self._tuner.snapshot.put_back()  # what the last pass did beside its sites; of others it has gone back before
+        self.context.snapshot.put_back()  # what the last pass did beside its sites; of others it has gone back before
         self._time_whole()
-        self.timings = with_other_sizes(self._tuner, self._original, self.timings)
+        self.timings = with_other_sizes(self.context, self._original, self.timings)
 
     def _time_whole(self) -> bool:
         """Time the model as it stands, where passes for speed have run; return whether rewrites were taken back."""
         count = len(self.rewrites)
         if self._baseline is not None:
-            self.on_progress(Progress("timing the whole model"))
-            self.timings = WholeModel(self._tuner, self.history, self._baseline, self._settled).never_slower()
+            self.context.request.on_progress(Progress("timing the whole model"))
+            self.timings = WholeModel(self._tuner, self._baseline, self._settled).never_slower()
             if self._settled and self._original is not None:
-                self.timings = WholeModel(self._tuner, self.history, self._original).timed()
+                self.timings = WholeModel(self._tuner, self._original).timed()
         return len(self.rewrites) < count
 
     def replay(self, passes: Sequence[Pass], plan: Plan) -> None:
-        """Repeat the rewrites that `plan` says were applied, without verifying or timing them.
-
-        Raises:
-            PlanError: if a planned site is not there.
-        """
+        """Repeat what `plan` says was applied, unverified and untimed, or raise PlanError where a site is not there."""
         plan.check_passes([pass_.name for pass_ in passes])
         for number, pass_ in enumerate(rewriting(passes)):
             wanted = {d.key: d for d in plan.decisions if d.step == number and d.status == "applied"}
@@ -154,11 +122,11 @@ class Manager:
 
     def compare(self, original: nn.Module) -> None:
         """Compare the model, as it stands and in the modes that it has, with the original; undo what is wrong there."""
-        if not self.check or not self.program.inputs or not self.rewrites or is_on_meta(self.program.model):
+        if not self.context.checks or not self.program.inputs or not self.rewrites:
             return
-        self.on_progress(Progress("checking the whole model"))
-        with self.budget.spending():
-            while FinalCheck(self._tuner, self.history, original, self.seed).undo_what_is_wrong():
+        self.context.request.on_progress(Progress("checking the whole model"))
+        with self.context.budget.spending():
+            while FinalCheck(self._tuner, original).undo_what_is_wrong():
                 self.timings = None  # of another model
                 if not self._time_whole():
                     return
@@ -185,8 +153,8 @@ class Manager:
         try:
             run()
         except PassError as error:
-            if self.on_failure is not None:
-                error.reproducer = self.on_failure(error)
+            if self.context.request.on_failure is not None:
+                error.reproducer = self.context.request.on_failure(error)
             raise
         seconds = time.perf_counter() - start
         counts = len(self.decisions) - decided, self.history.applied - applied
@@ -196,8 +164,9 @@ class Manager:
             _LOG.debug("%s at %s: %s %s", each.pass_name, each.label, each.status, each.choice or each.reason)
 
     def _times_anything(self, passes: Sequence[Pass]) -> bool:
-        can_time = self.time and bool(self.program.inputs) and not is_on_meta(self.program.model)
-        return can_time and any(pass_.goal is Goal.SPEED for pass_ in passes)
+        if not self.context.request.measure or not self.program.inputs or is_on_meta(self.program.model):
+            return False
+        return any(pass_.goal is Goal.SPEED for pass_ in passes)
 
     # -- one pass --------------------------------------------------------------------------------------------------
 
@@ -214,15 +183,16 @@ class Manager:
                 break
             overtaken += self._stale
             self._stale.clear()
+        reason = Reason.of(Cause.OVERTAKEN)
         for site in overtaken:
-            self.history.refuse(pass_, Refusal(_OVERTAKEN, site.label or site.owner or "(root)", Cause.OVERTAKEN))
+            self.history.refuse(pass_, Refusal(str(reason), site.label or site.owner or "(root)", reason.cause))
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
-        groups = narrowed(self.program, pass_, grouped(pass_, items), self._tuner.budget)
-        self._tuner.calls.expect(item.owner for item in groups if isinstance(item, Group))
-        groups = BatchVerifier(self._tuner, self.history, self.seed).undecided(pass_, groups)
-        to_time = kinds_to_time(self.program, groups) if self.time else [1] * len(groups)
-        told = announced(groups, pass_.name, self.on_progress)
+        groups = narrowed(self.program, pass_, grouped(pass_, items), self.context.budget)
+        self.context.calls.expect(item.owner for item in groups if isinstance(item, Group))
+        groups = BatchVerifier(self._tuner).undecided(pass_, groups)
+        to_time = kinds_to_time(self.program, groups) if self.context.request.measure else [1] * len(groups)
+        told = _announced(groups, pass_.name, self.context.request.on_progress)
         for item, self._tuner.sharing in zip(told, to_time, strict=True):
             if isinstance(item, Refusal):
                 self.history.refuse(pass_, item)
@@ -230,10 +200,7 @@ class Manager:
                 self._decide(pass_, item)
 
     def _replay_pass(self, pass_: Pass, wanted: dict[str, Decision]) -> None:
-        """Rewrite planned sites in the order in which they landed; those of one graph in a row are written together.
-
-        A site that is described in the plan is not looked for: what was decided on there stays decided.
-        """
+        """Rewrite planned sites in the order in which they landed; those of one graph in a row are written together."""
         while wanted:
             planned = self._planned(pass_, wanted)
             left = len(wanted)
@@ -256,7 +223,7 @@ class Manager:
         wanted = {decision.key: decision for decision in decisions if decision.status == "applied"}
         while wanted:
             left, groups = len(wanted), grouped_in_order(pass_, self._planned(pass_, wanted))
-            self._tuner.calls.expect(group.owner for group in groups)
+            self.context.calls.expect(group.owner for group in groups)
             for group in groups:
                 if self._without_stale(pass_, group) is not group:
                     break  # it overlaps with one that has just been rewritten: look for it again
@@ -269,7 +236,7 @@ class Manager:
     def _follow_group(self, pass_: Pass, group: Group, wanted: dict[str, Decision]) -> None:
         """Rewrite a group as was decided elsewhere; where that is wrong here, those of its sites that are right."""
         made = [wanted[site.key] for site in group.sites]
-        candidate = self._tuner.repeat(pass_, group, brief=all("as" in decision.figures for decision in made))
+        candidate = self._tuner.repeat(pass_, group, brief=all(decision.measured.follows for decision in made))
         if candidate.edit is None and not group.is_single:
             for site in group.sites:
                 self._follow_group(pass_, Group((site,)), wanted)
@@ -304,12 +271,12 @@ class Manager:
 
     def _found(self, pass_: Pass) -> list[Site | Refusal]:
         """Return the pass's sites and refusals; those that nothing may be done at are refusals."""
-        with self.budget.finding_sites():
-            items = found(self.program, pass_, self._tuner.supervised, self._tuner.snapshot)
+        with self.context.budget.finding_sites():
+            items = found(self.program, pass_, self._tuner.supervised, self.context.snapshot)
             return [self._admitted(pass_, item) for item in items]
 
     def _admitted(self, pass_: Pass, item: Site | Refusal) -> Site | Refusal:
-        return admitted(self.program, pass_, item, self.trained or ())
+        return admitted(self.program, pass_, item, self.context.trained)
 
     # -- one group -------------------------------------------------------------------------------------------------
 
@@ -355,9 +322,9 @@ class Manager:
 
     def _block(self, pass_: Pass, group: Group) -> Block | None:
         """Describe the block around a group, where its decision may serve others or be served by another's."""
-        if not self._tuner.asks(pass_, group):
+        if not self.context.asks(pass_, group):
             return None
-        module, calls = self.program.module(group.owner), self._tuner.calls.of(group.owner)
+        module, calls = self.program.module(group.owner), self.context.calls.of(group.owner)
         return self._equal.block(pass_, self.history.step, group, module, calls)
 
     def _follow(self, pass_: Pass, group: Group, block: Block) -> bool:
@@ -369,9 +336,8 @@ class Manager:
         first, chosen = precedent.decision, precedent.chosen
         like = {**first.figures, "as": first.label}
         if chosen is None:
-            self.history.leave(
-                pass_, Candidate(group, first.reason, Cause(first.cause) if first.cause else None, figures=like)
-            )
+            cause = Cause(first.cause) if first.cause else None
+            self.history.leave(pass_, Candidate(group, first.reason, cause, first.values, figures=like))
             return True
         candidate = self._repeated(pass_, group.chosen_as(chosen), block, equal)
         if candidate.edit is None:
@@ -391,10 +357,22 @@ class Manager:
 
     def _note_change(self, pass_: Pass) -> None:
         if pass_.numerics is Numerics.SEMANTIC:  # within a budget, calls stay good inputs to compare on
-            self._tuner.calls.forget()
+            self.context.calls.forget()
 
     # -- what came of it -------------------------------------------------------------------------------------------
 
     def plan(self, passes: Sequence[Pass]) -> Plan:
         """Return the decisions as a value that `replay` repeats."""
         return Plan(tuple(map(str, passes)), "train" if self.program.training else "eval", tuple(self.decisions))
+
+
+def _announced(
+    found: Sequence[Group | Refusal], pass_name: str, tell: Callable[[Progress], None]
+) -> Iterator[Group | Refusal]:
+    """Yield what a pass found, and tell before each group how many sites are decided."""
+    total, done = sum(len(item.sites) for item in found if isinstance(item, Group)), 0
+    for item in found:
+        if isinstance(item, Group):
+            tell(Progress(pass_name, done, total))
+            done += len(item.sites)
+        yield item

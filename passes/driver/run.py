@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from ...errors import InputError, PassError, UsageError
+from ...errors import InputError, UsageError
 from ...runtime.graphs import EVAL_ONLY, attach, capture_of, deactivate_again, detach, rank_local
 from ...runtime.record import Record, record_of
 from ...runtime.state import RECORD_KEY, InParts, StateMap
 from ...runtime.values import ModelNames, RandomState, all_tensors, is_scripted, is_sharded
-from ...settings import Measure, Settings
-from ...tracing.examples import Inputs
+from ...settings import Measure
 from ...tracing.isolation import (
     copied_module,
     eagerly,
@@ -30,58 +28,21 @@ from ...tracing.program import Program, call_forms, captured_on, deactivate, is_
 from ..contract import Pass, check_option_types
 from ..pipeline import Decision, Plan, Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
-from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget, collection_paused, forward_seconds
+from ..timing import TimeBudget, collection_paused, forward_seconds
+from .context import Request, RunContext
 from .history import Rewrite
+from .lost_forwards import forbid_lost_forwards
 from .manager import Manager
-from .own_forward import forbid_lost_forwards
-from .progress import Progress, unheard
 from .root import make_root
 from .whole_model import finished, measured_memory, memory_figures
 
-__all__ = ["Request", "check_kind", "copied", "run_session"]
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the user asked for, checked.
-
-    Attributes:
-        passes: in the order in which they run.
-        inputs: the example calls; may be none.
-        phase: TRAIN or EVAL, or None for the model's own mode.
-        verify: whether rewrites are checked.
-        measure: whether, and how, they are timed.
-        plan: decisions to repeat instead.
-        checks_plan: verify what the plan repeats, and leave out what is wrong: another rank has decided on it.
-        seed: of verification's random inputs.
-        settings: limits from the environment.
-        time_budget: how long checks and timing may take.
-        on_failure: writes a reproducer of a failed pass and returns its path.
-        on_progress: is told how far the run is.
-        twin: a small model with data, in which the rewrites of one on the meta device are verified.
-    """
-
-    passes: Sequence[Pass]
-    inputs: tuple[Inputs, ...] = ()
-    phase: Phase | None = None
-    verify: bool = True
-    measure: Measure = Measure.YES
-    plan: Plan | None = None
-    checks_plan: bool = False
-    seed: int = 0
-    settings: Settings = field(default_factory=Settings)
-    time_budget: BudgetRequest = DEFAULT_BUDGET
-    on_failure: Callable[[PassError], str | None] | None = None
-    on_progress: Callable[[Progress], None] = unheard
-    twin: nn.Module | None = None
+__all__ = ["check_kind", "copied", "run_session"]
 
 
 def run_session(model: nn.Module, request: Request) -> nn.Module:
     """Return an optimized copy of `model`, with its record; `model` is only read, and no random state changes.
 
-    Raises:
-        InputError: if the model cannot be copied or refuses its example inputs.
-        PassError: if a pass fails.
+    Raises InputError if the model cannot be copied or refuses its example inputs, PassError if a pass fails.
     """
     finishes = any(pass_.finishes for pass_ in request.passes)
     others = ranks() if request.plan is None or finishes else None
@@ -123,11 +84,7 @@ def _checked(model: nn.Module, request: Request) -> ModelNames:
 
 
 def _check_twin(model: nn.Module, twin: nn.Module) -> None:
-    """Refuse a twin that says nothing of the model.
-
-    Raises:
-        UsageError: the model has data of its own, or the twin has none, or is of another class.
-    """
+    """Raise UsageError where a twin says nothing of the model: it has no data, the model has, or the classes differ."""
     check_model(twin)
     if not is_on_meta(model):
         raise UsageError("verify_twin= is for a model on the meta device; this one has data, and is verified itself")
@@ -189,7 +146,7 @@ def _rewritten(
         program.measuring, program.replaying = request.measure, request.plan is not None
     trained = {module for module in program.names.distinct if module.training}
     with _in_mode(program):
-        manager = _manager(program, request, trained)
+        manager = Manager(RunContext.of(program, request, _budget(program, request), trained))
         runs = request.plan is None and (request.verify or bool(request.measure))
         measured = measured_memory(program, request.passes) if runs else None
         if request.plan is None:
@@ -247,12 +204,7 @@ def _rewritten_by(rewrite: Rewrite, fast: nn.Module) -> Iterable[nn.Module]:
 
 
 def check_kind(model: object) -> nn.Module:
-    """Return a model, and refuse what has no forward to capture.
-
-    Raises:
-        UsageError: if it is not a module.
-        InputError: if TorchScript compiled it.
-    """
+    """Return a model; UsageError for what is no module, InputError for what TorchScript compiled."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if is_scripted(model):
@@ -266,9 +218,7 @@ def check_kind(model: object) -> nn.Module:
 def check_model(model: object) -> ModelNames:
     """Return the names in a model, and refuse what cannot be optimized at all.
 
-    Raises:
-        UsageError: if `model` is not a module.
-        InputError: if TorchScript compiled it, or it has parameters without a shape yet, or sharded ones.
+    Raises UsageError for what is no module; InputError for TorchScript, lazy parameters, or sharded ones.
     """
     names = ModelNames(check_kind(model))
     if isinstance(model, InParts):
@@ -283,11 +233,7 @@ def check_model(model: object) -> ModelNames:
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Return a deep copy of the model.
-
-    Raises:
-        InputError: if the model cannot be copied.
-    """
+    """Return a deep copy of the model, or raise InputError."""
     try:
         return copied_module(model)
     except Exception as error:
@@ -311,14 +257,6 @@ def _in_mode(program: Program) -> Generator[None]:
             flag = flags.get(module, model.training)
             if module.training != flag:
                 module.training = flag
-
-
-def _manager(program: Program, request: Request, trained: Collection[nn.Module]) -> Manager:
-    return Manager(
-        program, check=request.verify, time=bool(request.measure), seed=request.seed,
-        settings=request.settings, on_failure=request.on_failure, trained=trained, budget=_budget(program, request),
-        on_progress=request.on_progress,
-    )  # fmt: skip
 
 
 def _budget(program: Program, request: Request) -> TimeBudget:
@@ -391,7 +329,7 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         parameters_after=len(program.names.parameters()),
         timings=manager.timings,
         memory=_memory(earlier.memory, manager.memory),
-        spent=_spent(manager.budget),
+        spent=_spent(manager.context.budget),
         checked=manager.history.checked(earlier),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
         finished_by=tuple(pass_.name for pass_ in _finishing(manager.decisions, request.passes)),

@@ -20,10 +20,6 @@ class SiteCalls:
 
     A rewrite that keeps the function keeps the calls, but for rounding: they stay good inputs to compare on and to time
     with. Running the whole model anew for every site would cost the square of its length.
-
-    Args:
-        program: which the sites are in.
-        budget: what recording takes is counted on it.
     """
 
     def __init__(self, program: Program, budget: TimeBudget) -> None:

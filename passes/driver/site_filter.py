@@ -15,12 +15,10 @@ from ...tracing.program import Program
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Snapshot, UnnotedChange, only_reading
-from ..sites import VOLATILE, Cause, Phase, Refusal, Site, is_volatile
+from ..sites import VOLATILE, Cause, Phase, Reason, Refusal, Site, is_volatile
 from ..verification import depends_on_mode
 
 __all__ = ["admitted", "described", "found", "is_for_evaluation", "is_missing", "key_of"]
-
-_IN_TRAINING = "it is for evaluation, and the model is in training; call model.eval() first"
 
 
 class Supervised(Protocol):
@@ -32,9 +30,8 @@ class Supervised(Protocol):
 def found(program: Program, pass_: Pass, supervised: Supervised, snapshot: Snapshot) -> list[Site | Refusal]:
     """Return a pass's sites and refusals, checked for being that; the snapshot knows what the modules are.
 
-    Raises:
-        UsageError: as raised by `find`, with the name of the pass.
-        PassError: `find` raises something else, hangs, changes something, or yields something else.
+    Raises UsageError as `find` does, with the name of the pass; PassError where `find` raises something else, hangs,
+    changes something, or yields something else.
     """
 
     def find() -> list[Any]:
@@ -64,14 +61,7 @@ def _naming(pass_: Pass, error: UsageError) -> UsageError:
 def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Collection[nn.Module]) -> Site | Refusal:
     """Return what a pass found, or a refusal in the place of a site that nothing may be done at.
 
-    Args:
-        program: which the item is in.
-        pass_: which found it.
-        item: the site or refusal.
-        trained: the modules that the user gave in training mode.
-
-    Raises:
-        PassError: the site is in a module that is not there, or has a node that is not.
+    Raises PassError where the site is in a module that is not there, or has a node that is not.
     """
     if isinstance(item, Refusal):
         return item
@@ -107,7 +97,7 @@ def _reason_against(
     if is_volatile(holder):
         return VOLATILE, Cause.VOLATILE
     if (phase or pass_.phase) is Phase.EVAL and _is_trained(program, site, trained):
-        return _IN_TRAINING, Cause.IN_TRAINING
+        return str(Reason.of(Cause.IN_TRAINING)), Cause.IN_TRAINING
     return program.exact_types.get(holder, ""), Cause.EXACT_TYPE
 
 
@@ -144,11 +134,7 @@ def key_of(item: Site | Refusal) -> str:
 
 
 def described(program: Program, decision: Decision) -> Site:
-    """Return the site that a plan describes.
-
-    Raises:
-        PlanError: it is not the one that the decision is about.
-    """
+    """Return the site that a plan describes, or raise PlanError if it is not the one that the decision is about."""
     site = Site.from_json(program, decision.site)
     if site.key != decision.key:
         raise PlanError(f"the plan's site {decision.key} of pass '{decision.pass_name}' is described as {site.key}")

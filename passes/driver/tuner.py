@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from ...errors import MatchFailure
-from ...settings import Settings
+from ...errors import MatchFailure, PassError
 from ...tracing.isolation import copied_module
-from ...tracing.program import Program, is_on_meta
-from .. import timing
 from ..contract import Pass
 from ..pipeline import supervised
-from ..rewriting import Edit, Snapshot
-from ..sites import Cause, Goal, Phase, Site
+from ..rewriting import Edit
+from ..sites import Cause, Phase, Reason, Site
 from .comparison import UNNAMED, Comparison
+from .context import RunContext
 from .groups import Candidate, Group, Race, changes, identity, is_like
-from .site_calls import SiteCalls
-from .switches import switches_kept
+from .halving import in_halves
+from .history import Rewrite
 
 __all__ = ["Tuner"]
 
@@ -35,82 +33,48 @@ class Tuner:
     Candidates are timed before any is verified, since verifying costs more: only the one to be kept has to be right.
 
     Args:
-        program: is rewritten in place.
-        check, time: whether candidates are verified, and timed where their pass is for speed.
-        seed: of verification's random inputs.
-        settings: limits from the environment.
-        budget: how long checking and timing may take.
+        context: what the run knows; its program is rewritten in place.
 
     Attributes:
         sharing: among how many groups the time left for timing is to be divided.
-        snapshot: what the modules are between rewrites.
     """
 
-    def __init__(
-        self, program: Program, *, check: bool, time: bool, seed: int, settings: Settings, budget: timing.TimeBudget
-    ) -> None:
-        self.program, self.calls, self.budget = program, SiteCalls(program, budget), budget
-        self.sharing, self.snapshot = 1, Snapshot()
+    def __init__(self, context: RunContext) -> None:
+        self.context, self.sharing = context, 1
         self._in_full: set[str] = set()
-        self._check, self._time, self._seed, self._settings = check, time, seed, settings
-
-    def forget(self) -> None:
-        """Learn anew what the modules are and how they are called: something else than a rewrite has changed them."""
-        self.calls.forget()
-        self.snapshot.forget()
-
-    def asks(self, pass_: Pass, group: Group) -> bool:
-        """Say whether there is anything to verify or to time at a group."""
-        if not (self._check or self._is_timed(pass_)) or is_on_meta(self.program.module(group.owner)):
-            return False
-        return bool(self.calls.of(group.owner))
-
-    def _is_timed(self, pass_: Pass) -> bool:
-        return self._time and pass_.goal is Goal.SPEED and not pass_.profiles_itself
-
-    @property
-    def checks(self) -> bool:
-        """Say whether rewrites are verified."""
-        return self._check and not is_on_meta(self.program.model)
 
     def seconds_to_time(self, pass_: Pass, group: Group) -> float:
         """Return in how many seconds a group is to be timed; 0 where it is not."""
-        if not self._is_timed(pass_):
+        if not self.context.is_timed(pass_):
             return 0.0
         has_choice = len(group.choices) > 1
-        return self.budget.for_a_race(whole=not group.owner, among=self.sharing, has_choice=has_choice)
+        return self.context.budget.for_a_race(whole=not group.owner, among=self.sharing, has_choice=has_choice)
 
     def _comparison(self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False) -> Comparison:
-        asked = self.asks(pass_, group)
-        timed = self.seconds_to_time(pass_, group) if asked and time else 0.0
+        asked = self.context.asks(pass_, group)
         return Comparison(
-            self.program, pass_, group, self.calls.of(group.owner) if asked else (),
-            check=self._check, timed=timed, seed=self._seed, budget=self.budget, brief=brief,
-            simulated=self._simulated(pass_, group) if asked and self._check else None,
-            under=self.calls.under(group.owner) if asked else None, hurried=self._is_hurried(pass_, group),
+            self.context, pass_, group, timed=self.seconds_to_time(pass_, group) if asked and time else 0.0,
+            brief=brief, hurried=self._is_hurried(pass_, group),
+            simulated=self._simulated(pass_, group) if asked and self.context.request.verify else None,
         )  # fmt: skip
-
-    def has_time(self, pass_: Pass) -> bool:
-        """Say whether there is time to check what a pass writes as it should be."""
-        return not self._check or self.budget.allows_check(clean_up=pass_.clean_up)
 
     def _is_hurried(self, pass_: Pass, group: Group) -> bool:
         """Say whether a group is compared briefly: it is owed, there is no time, and no check in full has objected."""
-        if pass_.skippable or self.has_time(pass_):
+        if pass_.skippable or self.context.has_time(pass_):
             return False
         return self._in_full.isdisjoint(site.key for site in group.sites)
 
     def unchecked(self, pass_: Pass, group: Group) -> Candidate | None:
         """Return a group left as it is, where no time is left to check what a pass makes of it, and it may be left."""
-        if self.has_time(pass_) or not pass_.skippable:
+        if self.context.has_time(pass_) or not pass_.skippable:
             return None
-        return Candidate(group, f"not checked: {self.budget} was spent; allow more by time_budget", was_skipped=True)
+        return Candidate.left(group, Reason.of(Cause.NOT_CHECKED, budget=str(self.context.budget)), was_skipped=True)
 
     def _simulated(self, pass_: Pass, group: Group) -> nn.Module | None:
         """Return what the rewritten module must be equal to, where the pass says so."""
         if type(pass_).reference is Pass.reference or not group.is_single:
             return None
-        original = copied_module(self.program.module(group.owner))
+        original = copied_module(self.context.program.module(group.owner))
         site = group.sites[0]
         return self.supervised(pass_, lambda: f"reference of {group.key}", lambda: pass_.reference(site, original))
 
@@ -123,7 +87,7 @@ class Tuner:
             MatchFailure: if a site cannot be rewritten; it is noted on the error where it is known.
             PassError: if the pass raises or hangs.
         """
-        edit = Edit(self.program, group.sites[0], pass_.name, self.snapshot)
+        edit = Edit(self.context.program, group.sites[0], pass_.name, self.context.snapshot)
         sites = [site.read_through(edit.own_graphs) for site in group.sites]
 
         def rewrite() -> None:
@@ -147,9 +111,8 @@ class Tuner:
 
     def supervised(self, pass_: Pass, step: Callable[[], str], action: Callable[[], Any], times: int = 1) -> Any:
         """Run a pass's own code within its time limit, and with its name on what it raises."""
-        seconds = self._settings.pass_timeout * times
-        with switches_kept():
-            return supervised(action, what=lambda: f"pass '{pass_.name}' ({step()})", seconds=seconds)
+        seconds = self.context.request.settings.pass_timeout * times
+        return supervised(action, what=lambda: f"pass '{pass_.name}' ({step()})", seconds=seconds)
 
     def _written(self, comparison: Comparison, group: Group) -> Candidate:
         """Write a group, without the sites that cannot be; it stands in the program, unless that is none."""
@@ -180,12 +143,7 @@ class Tuner:
     def repeat(
         self, pass_: Pass, group: Group, *, brief: bool = False, is_right: Callable[[Edit], bool] | None = None
     ) -> Candidate:
-        """Write a group as was decided elsewhere, and verify it; nothing is timed.
-
-        Args:
-            brief: verify on the recorded inputs only.
-            is_right: asked first; what it says no to is undone.
-        """
+        """Write a group as was decided elsewhere, and verify it; what `is_right` says no to is undone first."""
         return self._whole(self._comparison(pass_, group, time=False, brief=brief), group, is_right)
 
     def _whole(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None = None) -> Candidate:
@@ -200,19 +158,47 @@ class Tuner:
             return Candidate(group, "it became something else")
         return self._verified(comparison, Candidate(group, edit=edit))
 
+    def stand_again(
+        self, undone: Sequence[Rewrite], wanted: Iterable[Rewrite], *, verified: bool = False
+    ) -> dict[Rewrite, str]:
+        """Undo rewrites, the last ones of those they touch, and write those wanted after the others.
+
+        Returns why some cannot be written any more; those that are `verified` again may be wrong, too.
+        """
+        history = self.context.history
+        for rewrite in reversed(undone):
+            rewrite.edit.undo()
+        self.context.forget()
+        history.rewrites = [rewrite for rewrite in history.rewrites if rewrite not in undone]
+        lost = dict[Rewrite, str]()
+        for rewrite in wanted:
+            try:
+                if verified:
+                    candidate = self.repeat(rewrite.pass_, rewrite.group)
+                else:
+                    candidate = Candidate(rewrite.group, edit=self.apply(rewrite.pass_, rewrite.group))
+            except (MatchFailure, PassError) as failure:
+                candidate = Candidate(rewrite.group, str(failure))
+            if candidate.edit is None:
+                lost[rewrite] = candidate.failure
+                continue
+            rewrite.edit = candidate.edit
+            history.rewrites.append(rewrite)
+        return lost
+
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def tune(self, pass_: Pass, group: Group) -> tuple[Candidate | None, Sequence[Group]]:
         """Keep the best candidate for a group, or leave its sites as they were.
 
-        Returns:
-            The candidate, which stands or says why none does, or None where nothing is decided of all; and the groups
-            that are to be decided by themselves, after this.
+        Returns the candidate, which stands or says why none does, or None where nothing is decided of all; and the
+        groups that are to be decided by themselves, after this.
         """
         comparison = self._comparison(pass_, group)
-        was_untimed = not comparison.timed and self._is_timed(pass_) and self.asks(pass_, group)
+        was_untimed = not comparison.timed and self.context.is_timed(pass_) and self.context.asks(pass_, group)
         if was_untimed and len(group.choices) > 1 and not group.required and pass_.skippable:
-            return Candidate(group, f"not timed: {self.budget.too_short}", Cause.NOT_TIMED, was_skipped=True), ()
+            too_short = Reason.of(Cause.NOT_TIMED, budget=self.context.budget.too_short)
+            return Candidate.left(group, too_short, was_skipped=True), ()
         candidates = self._candidates(comparison)
         able = {name: candidate for name, candidate in candidates.items() if not candidate.failure}
         if not able:
@@ -220,22 +206,19 @@ class Tuner:
         if not comparison.timed:
             kept = next(iter(able.values()))
             if was_untimed:
-                kept = dataclasses.replace(kept, figures={**kept.figures, "untimed": self.budget.too_short})
+                kept = dataclasses.replace(kept, figures={**kept.figures, "untimed": self.context.budget.too_short})
             return kept, group.rest(kept.group)
         return self._settled(comparison, self._race(comparison, able), ())
 
     def _settled(
         self, comparison: Comparison, race: Race, wrong: Sequence[str]
     ) -> tuple[Candidate | None, Sequence[Group]]:
-        """Keep what won a race, where it pays and is right; of a lone site, the next best where it is not.
-
-        Args:
-            wrong: what verification said of those that were better.
-        """
+        """Keep what won a race, where it pays and is right; of a lone site the next best, if others were `wrong`."""
         group = comparison.group
         figures, reason = comparison.judged(race.timings, race.best, race.candidates)
-        if reason:
-            return Candidate(group, "; ".join((*wrong, reason)), Cause.NO_FASTER, figures=figures), ()
+        if reason is not None:
+            failure = "; ".join((*wrong, str(reason)))
+            return Candidate(group, failure, reason.cause, reason.values, figures=figures), ()
         kept = self._whole(comparison, race.candidates[race.best].group)
         if not kept.failure:
             return dataclasses.replace(kept, figures={**figures, **kept.figures}), group.rest(kept.group)
@@ -342,17 +325,16 @@ class Tuner:
 
     def _guilty(self, comparison: Comparison, sites: Sequence[Site]) -> list[Site]:
         """Return those of several sites that are wrong by themselves; all, where they are wrong only together."""
-        if len(sites) == 1:
-            return list(sites)
-        half = len(sites) // 2
-        wrong = [some for some in (sites[:half], sites[half:]) if self._is_wrong(comparison, some)]
-        return [site for some in wrong for site in self._guilty(comparison, some)] or list(sites)
 
-    def _is_wrong(self, comparison: Comparison, sites: Sequence[Site]) -> bool:
-        candidate = self._whole(comparison, Group(tuple(sites)))
-        if candidate.edit is not None:
-            candidate.edit.undo()
-        return bool(candidate.failure)
+        def judge(some: Sequence[Site]) -> tuple[Sequence[Site], Sequence[Site]]:
+            candidate = self._whole(comparison, Group(tuple(some)))
+            if candidate.edit is not None:
+                candidate.edit.undo()
+            if not candidate.failure:
+                return (), ()
+            return (some, ()) if len(some) == 1 else ((), some)
+
+        return in_halves(sites, judge, together=list)
 
     def _apart(self, comparison: Comparison, guilty: Sequence[Site]) -> tuple[None, Sequence[Group]]:
         """Decide anew without some sites, and each of these by itself: what was objected to is not checked briefly."""

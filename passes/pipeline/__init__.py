@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from ...runtime.record import SCHEMA_VERSION, STATUSES, Decision, Plan
+from ...runtime.record import SCHEMA_VERSION, STATUSES, Decision, Measured, Plan
 from .choosing import PassLike, asked_for, chosen_passes, refuse_unfit, unfinished
 from .order import check_behind, check_order
 from .pipeline import parse
 from .ranks import Ranks, heard_of_any, on_all_ranks, optimized_on_all, ranks
 from .registry import PassInfo, available, find_pass
-from .supervision import supervised
+from .supervision import supervised, switches_kept
 from .twins import as_in_twin
 
 __all__ = [
     "SCHEMA_VERSION",
     "STATUSES",
     "Decision",
+    "Measured",
     "PassInfo",
     "PassLike",
     "Plan",
@@ -33,5 +34,6 @@ __all__ = [
     "ranks",
     "refuse_unfit",
     "supervised",
+    "switches_kept",
     "unfinished",
 ]

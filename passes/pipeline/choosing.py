@@ -26,11 +26,8 @@ PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
 def chosen_passes(passes: PassLike | Iterable[PassLike] | None, plan: Plan | None = None) -> tuple[Pass, ...]:
     """Return the passes that a user means, checked for their order: without any, the plan's, or those of `inference`.
 
-    What is listed beside a preset runs among the preset's passes, where the rules of all of them let it.
-
-    Raises:
-        PlanError: a pass of the plan is unknown, or an option of it.
-        UsageError: something is no pass, or the passes cannot run in this order.
+    What is listed beside a preset runs among its passes, where the rules of all let it. Raises PlanError for an unknown
+    pass or option of the plan, UsageError for what is no pass, or an order that cannot be.
     """
     if passes is None:
         passes = "inference" if plan is None else [pass_ for text in plan.pipeline for pass_ in _planned(text)]
@@ -67,16 +64,7 @@ def _listed(passes: PassLike | Iterable[PassLike]) -> list[object]:
 
 
 def refuse_unfit(passes: Iterable[Pass], *, inplace: bool, trains: bool) -> None:
-    """Refuse passes that cannot be asked for so.
-
-    Args:
-        passes: all of them.
-        inplace: the user's own model is changed; an error in a pass that acts on the finished model would leave it so.
-        trains: an optimizer is to train what comes out.
-
-    Raises:
-        UsageError: there is such a pass.
-    """
+    """Raise UsageError for passes that cannot be asked for so: `inplace`, or where an optimizer `trains` the result."""
     for pass_ in passes:
         if inplace and pass_.finishes:
             raise UsageError(f"'{pass_.name}' works on a copy: leave inplace=True out, and use what optimize returns")
@@ -87,11 +75,7 @@ def refuse_unfit(passes: Iterable[Pass], *, inplace: bool, trains: bool) -> None
 
 
 def unfinished(plan: Plan) -> Plan:
-    """Return a plan without what it did to the finished model, which needs other processes.
-
-    Raises:
-        PlanError: a pass of the plan is unknown.
-    """
+    """Return a plan without what it did to the finished model, which needs other processes; PlanError as `parse`."""
     return plan.without({step for step, text in enumerate(plan.pipeline) if any(p.finishes for p in _planned(text))})
 
 

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
 from ...errors import OrderError, UsageError
+from ...known_passes import TRANSFORMS
+from ...pass_order import ORDER, Order
 from ...runtime.record import Decision
-from ..contract import Pass
+from ..contract import Pass, snake_case
 from ..sites import Phase
 from .registry import find_pass
 
@@ -96,19 +98,16 @@ def _is_allowed(passes: Sequence[Pass]) -> bool:
 def _moves_behind(found: Sequence[Pass], number: int, place: int) -> bool:
     """Say whether a pass runs behind a later one that includes its work."""
     name = found[number].name
-    return name in found[place].includes and not any(name in each.destroys for each in found[number + 1 : place])
+    between = found[number + 1 : place]
+    return name in order_of(found[place]).includes and not any(name in order_of(each).destroys for each in between)
 
 
 def check_behind(decisions: Iterable[Decision], passes: Sequence[Pass]) -> None:
-    """Check that the passes may run on a model that was optimized before.
-
-    Raises:
-        OrderError: a pass that was applied before has ruled one of them out; the message names both, and the ways out.
-    """
+    """Raise OrderError where a pass that an earlier call applied has ruled out one of these."""
     applied = dict.fromkeys(decision.pass_name for decision in decisions if decision.status == "applied")
-    for name, earlier in ((name, _known_class(name)) for name in applied):
-        for pass_ in passes if earlier is not None and earlier.destroys_later else ():
-            if earlier is not None and pass_.name in earlier.destroys:
+    for name, earlier in ((name, _order_of_known(name)) for name in applied):
+        for pass_ in passes if earlier.destroys_later else ():
+            if pass_.name in earlier.destroys:
                 raise OrderError(
                     f"pass {pass_.name!r}: the model has been through {name!r} in an earlier call, and {pass_.name!r} "
                     f"cannot run behind that: {earlier.destroys[pass_.name]}; give fxopt.restore(model), or list "
@@ -116,12 +115,24 @@ def check_behind(decisions: Iterable[Decision], passes: Sequence[Pass]) -> None:
                 )
 
 
-def _known_class(name: str) -> type[Pass] | None:
-    """Return a pass's class; None of what goes by a name of its own, such as a user's function."""
+def order_of(pass_: Pass | type[Pass]) -> Order:
+    """Return the rules of a pass: those in the table, where it is one of fxopt's own, and those that it says itself."""
+    kind = pass_ if isinstance(pass_, type) else type(pass_)
+    is_own = kind.__module__.startswith(f"{TRANSFORMS}.")
+    own = ORDER.get(snake_case(kind.__name__), Order()) if is_own else Order()
+    return Order(
+        (*own.before, *pass_.before), (*own.after, *pass_.after), (*own.requires, *pass_.requires),
+        {**own.destroys, **pass_.destroys}, own.destroys_later or pass_.destroys_later,
+        (*own.includes, *pass_.includes),
+    )  # fmt: skip
+
+
+def _order_of_known(name: str) -> Order:
+    """Return the rules of a pass by its name; none of what goes by a name of its own, such as a user's function."""
     try:
-        return find_pass(name)
+        return order_of(find_pass(name))
     except UsageError:
-        return None
+        return Order()
 
 
 def _check_phases(passes: Sequence[Pass]) -> None:
@@ -136,7 +147,7 @@ def _check_phases(passes: Sequence[Pass]) -> None:
 
 def _check_required(passes: Sequence[Pass]) -> None:
     names = [p.name for p in passes]
-    for name, needed in ((p.name, needed) for p in passes for needed in p.requires):
+    for name, needed in ((p.name, needed) for p in passes for needed in order_of(p).requires):
         if needed not in names:
             raise OrderError(f"{name!r} needs {needed!r} to have run before it; list it first: {needed},{name}")
 
@@ -149,24 +160,21 @@ def _check_finished_once(passes: Sequence[Pass]) -> None:
 
 
 def _rules(passes: Sequence[Pass]) -> Iterator[Rule]:
+    orders = [order_of(pass_) for pass_ in passes]
     for i, j in combinations(range(len(passes)), 2):
         for own, other in ((i, j), (j, i)):
-            a, b = passes[own], passes[other].name
+            a, order, b = passes[own], orders[own], passes[other].name
             if a.finishes and not passes[other].finishes:
                 yield other, own, f"{a.name!r} acts on the finished model, so it must run after {b!r}"
-            if b in a.before and not _is_rest(passes, own):
+            # What is left by a pass that includes its work runs behind that, so late.
+            if b in order.before and not any(a.name in earlier.includes for earlier in orders[:own]):
                 yield own, other, f"{a.name!r} must run before {b!r}"
-            if b in a.after:
+            if b in order.after:
                 yield other, own, f"{a.name!r} must run after {b!r}"
-            if b in a.requires:
+            if b in order.requires:
                 yield other, own, f"{a.name!r} needs {b!r} to have run before it"
-            if b in a.destroys:
-                yield other, own, f"once {a.name!r} has run, {b!r} no longer can: {a.destroys[b]}"
-
-
-def _is_rest(passes: Sequence[Pass], place: int) -> bool:
-    """Say whether a pass works on what is left by one that includes its work, which is why it runs so late."""
-    return any(passes[place].name in earlier.includes for earlier in passes[:place])
+            if b in order.destroys:
+                yield other, own, f"once {a.name!r} has run, {b!r} no longer can: {order.destroys[b]}"
 
 
 def _advice(passes: Sequence[Pass], rules: Sequence[Rule], broken: Rule) -> str:

@@ -44,13 +44,7 @@ class Store(Protocol):
 
 @dataclass
 class Ranks:
-    """This process among those that optimize the same model together.
-
-    Attributes:
-        rank, size: number of this process, and of processes.
-        store: what they share.
-        said: how often they have exchanged something.
-    """
+    """This process among those that optimize the same model together, and the store that they share."""
 
     rank: int
     size: int
@@ -58,11 +52,7 @@ class Ranks:
     said: int = 0
 
     def exchange(self, mine: Any, judge: Callable[[Sequence[Any]], Any]) -> Any:
-        """Return on every rank what rank 0 makes of what all ranks say, in their order; JSON values.
-
-        Raises:
-            UsageError: if another rank does not answer.
-        """
+        """Return on all ranks what rank 0 makes of what all say, in JSON; UsageError where one is silent."""
         self.said += 1
         self.store.set(f"{self.said}/{self.rank}", json.dumps(mine))
         if self.rank == 0:
@@ -94,8 +84,7 @@ def ranks() -> Ranks | None:
 def on_all_ranks(ranks: Ranks | None, run: Callable[[], T]) -> T:
     """Return what `run` does here, once it has been done on every rank; None: here alone.
 
-    Raises:
-        FxoptError: it raised on another rank, a UsageError there is one here; what it raises here is raised as it is.
+    Raises FxoptError if it raised on another rank, a UsageError there is one here; what it raises here, as it is.
     """
     if ranks is None:
         return run()
@@ -207,11 +196,7 @@ def _check_alike(ranks: Ranks, model: nn.Module, passes: Sequence[Pass]) -> None
 
 
 def _told(ranks: Ranks, attempt: _Attempt) -> Plan:
-    """Return rank 0's plan.
-
-    Raises:
-        PassError: if it has none; on rank 0 what went wrong there.
-    """
+    """Return rank 0's plan; PassError if it has none, on rank 0 what went wrong there."""
     mine = None if attempt.result is None else attempt.result[1].to_json()
     plan, message = ranks.exchange((mine, attempt.message), lambda everyone: everyone[0])
     if message:
@@ -220,11 +205,7 @@ def _told(ranks: Ranks, attempt: _Attempt) -> Plan:
 
 
 def _judged(ranks: Ranks, attempt: _Attempt, plan: Plan) -> tuple[nn.Module, Failures]:
-    """Return this rank's model, and what failed on any rank.
-
-    Raises:
-        PassError: if a run failed altogether; on its rank what went wrong there.
-    """
+    """Return this rank's model, and what failed on any rank; PassError if a run failed altogether."""
     mine = {} if attempt.result is None else _differences(plan, attempt.result[1])
     raised, failed = ranks.exchange((attempt.message, mine), _first_of_each)
     if attempt.result is None or raised is not None:

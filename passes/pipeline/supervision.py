@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
+import torch
+
 from ...errors import BudgetError, CalibrationError, FxoptError, MatchFailure, PassError
+from ...runtime.values import RandomState
 from ..timing import collection_paused
 
-__all__ = ["supervised"]
+__all__ = ["supervised", "switches_kept"]
 
 T = TypeVar("T")
 
@@ -33,7 +36,7 @@ def supervised(action: Callable[[], T], *, what: str | Callable[[], str], second
         BudgetError, CalibrationError: as raised by the action: the request is at fault, not the pass.
     """
     try:
-        with _time_limit(seconds), collection_paused():
+        with _time_limit(seconds), collection_paused(), switches_kept():
             return action()
     except _Overdue:
         raise PassError(f"{_said(what)} took longer than {seconds:g} s and was stopped") from None
@@ -43,6 +46,19 @@ def supervised(action: Callable[[], T], *, what: str | Callable[[], str], second
         raise PassError(f"{_said(what)}: {error}") from error
     except Exception as error:
         raise PassError(f"{_said(what)} raised {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def switches_kept() -> Generator[None]:
+    """Put the random streams, the gradient mode and the default type back, whatever the code inside does to them."""
+    generators, grad, dtype = RandomState(), torch.is_grad_enabled(), torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        generators.restore()
+        torch.set_grad_enabled(grad)
+        if torch.get_default_dtype() is not dtype:
+            torch.set_default_dtype(dtype)
 
 
 def _said(what: str | Callable[[], str]) -> str:

@@ -17,12 +17,8 @@ def as_in_twin(plan: Plan, twin: Plan) -> Plan:
     """Return the plan of a model on the meta device, as its twin bears it out.
 
     What was verified in the twin is so here. What was undone there is undone here. Sites are the same by name; for one
-    that the twin has not (a seventh layer), those stand whose names differ in numbers alone, and all of them have to
-    be right. Of what the twin has nothing like, nothing is known.
-
-    Args:
-        plan: of the model, whose applied decisions say `unverified: meta`.
-        twin: of the twin, after the same passes.
+    that the twin has not (a seventh layer), those stand whose names differ in numbers alone, and all of them have to be
+    right. Of what the twin has nothing like, nothing is known.
     """
     exact: dict[tuple[int, str], list[Decision]] = {}
     alike: dict[tuple[int, str], list[Decision]] = {}

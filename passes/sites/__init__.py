@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .causes import Cause
+from .causes import Cause, Reason
 from .plain import as_plain
 from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite
 from .volatile import VOLATILE, is_volatile
@@ -14,6 +14,7 @@ __all__ = [
     "Numerics",
     "OwnForward",
     "Phase",
+    "Reason",
     "Refusal",
     "Site",
     "StaleSite",

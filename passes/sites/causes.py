@@ -1,10 +1,13 @@
-"""Why a place was left as it was, as a value: who decided, and what for. Words for it are made in `reporting`."""
+"""Why a place was left as it was, as a value: who decided, what for, and by which values; words are made of that."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-__all__ = ["Cause"]
+__all__ = ["Cause", "Reason"]
 
 
 class Cause(StrEnum):
@@ -35,7 +38,9 @@ class Cause(StrEnum):
     DIFFERS = "verify.differs"
     """It was compared by itself: it gives something else, or raises."""
     NO_FASTER = "timing.no_faster"
-    """It was timed by itself."""
+    """It was timed by itself, and took as long or longer."""
+    NOT_CLEARLY_FASTER = "timing.not_clearly_faster"
+    """It was timed by itself; it seemed to take less, but that may be noise."""
     MODEL_DIFFERS = "final_check.differs"
     """The finished model gives something else with it, or raises."""
     MODEL_SLOWER = "whole_model.slower"
@@ -53,4 +58,40 @@ class Cause(StrEnum):
     @property
     def is_speed(self) -> bool:
         """Say whether it was left since it is no faster."""
-        return self in (Cause.JUDGED_SLOWER, Cause.NO_FASTER, Cause.MODEL_SLOWER)
+        return self in (Cause.JUDGED_SLOWER, Cause.NO_FASTER, Cause.NOT_CLEARLY_FASTER, Cause.MODEL_SLOWER)
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A cause with the values that led to it; as text it is what reports and plans say.
+
+    Attributes:
+        cause: who decided, and what for.
+        values: plain ones, by name; plans keep them.
+    """
+
+    cause: Cause
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, cause: Cause, **values: Any) -> Reason:
+        """Return a reason of the driver's own; passes give theirs in words."""
+        return cls(cause, values)
+
+    def __str__(self) -> str:
+        return _WORDS[self.cause].format(**self.values)
+
+
+_TIMED = "{speedup:.3g}x ({low:.3g} to {high:.3g}){how}"
+_WORDS: Mapping[Cause, str] = {
+    Cause.IN_TRAINING: "it is for evaluation, and the model is in training; call model.eval() first",
+    Cause.OVERTAKEN: "a site of this pass that overlaps with it was rewritten first",
+    Cause.TOO_COSTLY: "to verify it would take most of the time that is left; allow more by time_budget",
+    Cause.NOT_CHECKED: "not checked: {budget} was spent; allow more by time_budget",
+    Cause.NOT_TIMED: "not timed: {budget}",
+    Cause.NO_FASTER: f"no faster: {_TIMED}",
+    Cause.NOT_CLEARLY_FASTER: f"not clearly faster: {_TIMED}",
+    Cause.MODEL_DIFFERS: "the model as handed over is wrong with it: {problem}",
+    Cause.MODEL_SLOWER: "{what} was slower{with_it} ({speedup:.3g}x){why}",
+    Cause.DEPENDENT: "it depended on a rewrite that was undone{why}",
+}

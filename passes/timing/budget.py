@@ -41,23 +41,14 @@ _OF_CLEAN_UPS = 0.75
 
 @dataclass(frozen=True)
 class BudgetRequest:
-    """A time that was asked for: seconds, or so many forwards of the model (with their backwards, in training).
-
-    Attributes:
-        seconds: in any case so many.
-        forwards: where that is more, so many forwards.
-    """
+    """A time that was asked for: seconds or, if that is more, so many forwards of the model (with their backwards)."""
 
     seconds: float
     forwards: float = 0.0
 
     @classmethod
     def of(cls, given: float | str | None) -> BudgetRequest:
-        """Read seconds as a number, `"40 forwards"`, or None for the default.
-
-        Raises:
-            UsageError: if it is none of these.
-        """
+        """Read seconds as a number, `"40 forwards"`, or None for the default; UsageError for anything else."""
         if given is None:
             return DEFAULT_BUDGET
         number, _, unit = str(given).strip().partition(" ")

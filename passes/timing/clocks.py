@@ -21,9 +21,8 @@ _ELSEWHERE = 0.5
 def race_clock(*, waits_for_gpu: bool = False) -> Clock:
     """Return the clock by which candidates are compared.
 
-    Where torch computes in one thread, it is processor time of the calling one, which goes on only while that runs:
-    other programs take nothing from it. Several threads wait for each other, spinning or not, so that processor time
-    tells nothing of how long they take; nor does it of a GPU. For these it is the clock on the wall.
+    Where torch computes in one thread, it is processor time of the calling one: other programs take nothing from it.
+    Several threads wait for each other, and for a GPU, so for these it is the clock on the wall.
     """
     is_coarse = time.get_clock_info("thread_time").resolution > _FINE_SECONDS
     several = waits_for_gpu or torch.get_num_threads() > 1

@@ -19,11 +19,7 @@ _BEYOND = 1.5
 
 
 class Eviction:
-    """Push everything else out of the caches of the CPU, and of GPUs, by writing buffers larger than they are.
-
-    Args:
-        gpus: whose caches are emptied, too.
-    """
+    """Push all else out of the caches of the CPU, and of GPUs, by writing buffers larger than they are."""
 
     def __init__(self, gpus: Iterable[torch.device] = ()) -> None:
         sizes = {torch.device("cpu"): last_level_bytes(), **{gpu: _bytes_of(gpu) for gpu in gpus}}

@@ -19,13 +19,9 @@ __all__ = ["LiveBytes", "MemoryUse", "memory_use"]
 
 
 class LiveBytes(DispatchMode):
-    """Count the bytes that operators allocate while this is on, until they are freed.
+    """Count the bytes that operators allocate while this is on, until they are freed: alive `now`, and at the `peak`.
 
     What torch frees within an operator is not seen.
-
-    Attributes:
-        now: bytes that are alive.
-        peak: the most that were alive at once.
     """
 
     def __init__(self) -> None:
@@ -75,12 +71,7 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """What a training step takes, beside parameters, inputs and results.
-
-    Attributes:
-        live: bytes that are alive after the forward, for the backward.
-        peak: the most bytes that are alive at once, gradients of parameters included.
-    """
+    """Bytes that a training step takes beside parameters, inputs and results: after the forward, and at the worst."""
 
     live: int
     peak: int

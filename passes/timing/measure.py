@@ -205,8 +205,7 @@ class _Stopwatch:
 def _is_slower_in_threads(candidate: Candidate) -> bool:
     """Say whether a call takes longer than one thread needs for it, were it alone on the machine.
 
-    Then many operations in it stall, one by one, or other programs have the cores. Sharing them out is then of no use,
-    and one thread's processor time tells what the clock does not.
+    Then many operations in it stall, or other programs have the cores: one thread's processor time tells more.
     """
     sampling = _Sampling(candidate, race_clock())
     seconds = min(sampling.sample(), sampling.sample())
@@ -220,8 +219,7 @@ def _is_slower_in_threads(candidate: Candidate) -> bool:
 def _has_stalled(timings: Timings, samplings: Mapping[str, _Sampling]) -> bool:
     """Say whether samples of a short call show its threads being put off and woken, which takes 8 ms or more.
 
-    Half of them are then many times what the same call takes when nothing comes in between, or in processor time. No
-    ratio of such samples tells which code is faster.
+    Half of them are then many times what the call takes by itself. No ratio of such samples tells which code is faster.
     """
     for name, sampling in samplings.items():
         samples = [sample[name] for sample in timings.rounds if name in sample]
@@ -269,16 +267,10 @@ def _is_in_doubt(timings: Timings, first: str, survivors: Sequence[str]) -> bool
 
 @dataclass
 class _Sampling:
-    """How one candidate is sampled.
+    """How one candidate is sampled, by which clock and in how many calls a sample.
 
-    Attributes:
-        candidate: what is called.
-        clock: tells seconds.
-        calls: in one sample.
-        warm_up: call it before each sample.
-        least: the seconds of its fastest call until now, or the processor time of it where that is less.
-        works_in_this_thread: no other one has worked for it until now.
-        evict: empties the caches before each call; then it is called once in a sample.
+    `least` are the seconds of its fastest call until now, or the processor time of it where that is less. With `evict`
+    the caches are emptied before each call; then it is called once in a sample.
     """
 
     candidate: Candidate

@@ -30,13 +30,8 @@ def time_pair(
 ) -> Timings:
     """Time what is there `before` and `after` a rewrite by itself, in about so many seconds, at most twice that.
 
-    Of long calls three rounds must do: the whole model, which is timed in the end, tells the rest.
-
-    Args:
-        before, after: what to call.
-        seconds: how long to sample.
-        least_rounds: so many rounds are taken while there is time; fewer than six assume a distribution.
-        cold: empty the caches before each call.
+    So many rounds are taken while there is time; fewer than six assume a distribution. Of long calls three must do: the
+    whole model, which is timed in the end, tells the rest.
     """
     runs = {"before": before, "after": after}
     return time_candidates(
@@ -54,11 +49,7 @@ def time_kind(
 ) -> Timings:
     """Time layers of a kind by themselves; once more, and longer, where it is open whether they gain.
 
-    Args:
-        before, after: what to call.
-        least: how many times faster `after` must be to be taken.
-        cold: empty the caches before each call.
-        seconds: how long to sample at first.
+    `least` is how many times faster `after` must be to be taken; `seconds`, how long to sample at first.
     """
     timings = time_pair(before, after, seconds=seconds, cold=cold)
     speed = timings.ratio("before", "after")

@@ -33,14 +33,10 @@ def runner(
     input_gradients: bool | None = None,
     seed: int = 0,
 ) -> Runner:
-    """Return a function that makes the recorded `calls` of `module`.
+    """Return a function that makes the recorded `calls` of `module`, all of them each time, with its flags as they are.
 
-    Args:
-        module: what to call, with its flags as they are.
-        calls: all of them are made each time.
-        training: take gradients too, of the sum of the outputs times fixed random numbers.
-        input_gradients: take those of float arguments; None takes them where the argument requires them.
-        seed: of the random numbers.
+    In `training` it takes gradients too, of the sum of the outputs times fixed random numbers. Those of float arguments
+    it takes if `input_gradients`; None takes them where the argument requires them.
     """
     return Runner(module, [(call.args, call.kwargs) for call in calls], training, input_gradients, seed)
 
@@ -57,13 +53,9 @@ def forward_seconds(
 
 
 class Runner:
-    """Call a module on recorded arguments, again and again.
+    """Call a module on recorded arguments, again and again; a run takes about so many `seconds` of processor time.
 
-    In training a call ends when every gradient has arrived; none is accumulated. What runs on a GPU is waited for.
-
-    Attributes:
-        seconds: of processor time that one run of all calls takes, roughly.
-        gpus: on which a call works; it waits for them.
+    In training a call ends when every gradient has arrived; none is accumulated. What runs on `gpus` is waited for.
     """
 
     def __init__(

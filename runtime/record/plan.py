@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, cast
@@ -17,12 +17,44 @@ from ...errors import PlanError
 from ...storage import as_path, write_atomically
 from ...version import VERSION
 
-__all__ = ["SCHEMA_VERSION", "STATUSES", "Decision", "Plan"]
+__all__ = ["SCHEMA_VERSION", "STATUSES", "Decision", "Measured", "Plan"]
 
 SCHEMA_VERSION = 1
 """Of the file; it grows when a key changes its meaning or goes, not when one is added."""
 
 STATUSES = ("applied", "refused", "undone", "skipped")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of a decision that later decisions of the same run rest on; None or "" where there are none.
+
+    Attributes:
+        speedup, speedup_low: how many times faster it is, and at least is with 95% confidence.
+        before_us, after_us: microseconds of a call.
+        precision_error: what verification found, relative to the scale.
+        untimed: why it was not timed, though it is for speed.
+        follows: the label of the equal group whose decision it takes; `as` among the figures.
+    """
+
+    speedup: float | None = None
+    speedup_low: float | None = None
+    before_us: float | None = None
+    after_us: float | None = None
+    precision_error: float | None = None
+    untimed: str = ""
+    follows: str = ""
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any]) -> Measured:
+        """Read figures as plans have them."""
+        names = {field.name: "as" if field.name == "follows" else field.name for field in fields(cls)}
+        return cls(**{name: figures[key] for name, key in names.items() if key in figures})
+
+    @property
+    def saved_us(self) -> float | None:
+        """Return the microseconds that a call takes less; None where that was not timed."""
+        return None if self.before_us is None or self.after_us is None else self.before_us - self.after_us
 
 
 @dataclass(frozen=True)
@@ -41,6 +73,7 @@ class Decision:
         figures: errors, times and ratios by name.
         site: where the site is and what was decided on there, where replaying must not look for it anew.
         cause: the kind of reason, `stage.code` as in `fxopt.Cause`; "" if it was applied.
+        values: what led to it, plain values by name, where the driver decided.
         numerics, goal: what the pass promised and what it was for, with its options, each as its word; "" where a plan
             of an earlier release does not tell.
     """
@@ -58,11 +91,17 @@ class Decision:
     numerics: str = ""
     goal: str = ""
     cause: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cause", str(self.cause))  # a plan holds plain values, not those of the compiler
         if self.status not in STATUSES:
             raise PlanError(f"a decision's status is one of {', '.join(STATUSES)}, not {self.status!r}")
+
+    @property
+    def measured(self) -> Measured:
+        """Return those of the figures that the driver decides by."""
+        return Measured.of(self.figures)
 
     def to_json(self) -> dict[str, Any]:
         """Return the decision as plain JSON values; figures that are not finite become None."""
@@ -73,8 +112,9 @@ _OBJECT = cast("type[object]", dict) | None
 _DECISION: Mapping[str, type | UnionType] = {
     "step": int, "pass_name": str, "key": str, "status": str, "label": str, "reason": str, "choice": str | None,
     "detail": str, "figures": dict, "site": _OBJECT, "numerics": str, "goal": str, "cause": str,
+    "values": dict,
 }  # fmt: skip
-_LATER = frozenset({"site", "numerics", "goal", "cause"})
+_LATER = frozenset({"site", "numerics", "goal", "cause", "values"})
 """What plans of the same version may lack."""
 
 
@@ -167,40 +207,40 @@ class Plan:
         Raises:
             PlanError: if the description is malformed or of a newer version; it says where.
         """
-        fields = _typed(data, dict, where)
-        version = _field(fields, "schema_version", int, where)
+        given = _typed(data, dict, where)
+        version = _field(given, "schema_version", int, where)
         if version != SCHEMA_VERSION:
             advice = "upgrade fxopt" if version > SCHEMA_VERSION else "make the plan again"
             raise PlanError(f"{where} is of version {version}, this fxopt reads version {SCHEMA_VERSION}; {advice}")
-        phase = _field(fields, "phase", str, where)
+        phase = _field(given, "phase", str, where)
         if phase not in ("train", "eval"):
             raise PlanError(f"{where}: phase is 'train' or 'eval', not {phase!r}")
-        pipeline = enumerate(_field(fields, "pipeline", list, where))
-        decisions = enumerate(_field(fields, "decisions", list, where))
+        pipeline = enumerate(_field(given, "pipeline", list, where))
+        decisions = enumerate(_field(given, "decisions", list, where))
         return cls(
             pipeline=tuple(_typed(text, str, f"{where}: pipeline[{i}]") for i, text in pipeline),
             phase=phase,
             decisions=tuple(_decision(item, f"{where}: decisions[{i}]") for i, item in decisions),
-            fxopt=_field(fields, "fxopt", str, where),
-            torch=_field(fields, "torch", str, where),
-            optimizer_form=_typed(fields.get("optimizer_form"), str | None, f"{where}: optimizer_form"),
+            fxopt=_field(given, "fxopt", str, where),
+            torch=_field(given, "torch", str, where),
+            optimizer_form=_typed(given.get("optimizer_form"), str | None, f"{where}: optimizer_form"),
         )
 
 
 def _decision(data: object, where: str) -> Decision:
-    fields = _typed(data, dict, where)
-    present = {name: kind for name, kind in _DECISION.items() if name in fields or name not in _LATER}
-    values = {name: _field(fields, name, kind, where) for name, kind in present.items()}
+    given = _typed(data, dict, where)
+    present = {name: kind for name, kind in _DECISION.items() if name in given or name not in _LATER}
+    values = {name: _field(given, name, kind, where) for name, kind in present.items()}
     try:
         return Decision(**values)
     except PlanError as error:
         raise PlanError(f"{where}: {error}") from error
 
 
-def _field(fields: Mapping[str, Any], name: str, kind: type | UnionType, where: str) -> Any:
-    if name not in fields:
+def _field(given: Mapping[str, Any], name: str, kind: type | UnionType, where: str) -> Any:
+    if name not in given:
         raise PlanError(f"{where}: '{name}' is missing")
-    return _typed(fields[name], kind, f"{where}: {name}")
+    return _typed(given[name], kind, f"{where}: {name}")
 
 
 def _typed(value: object, kind: type | UnionType, where: str) -> Any:

@@ -43,7 +43,6 @@ class Attention(Pass):
     goal: ClassVar[Goal] = Goal.SPEED
     phase: ClassVar[Phase] = Phase.BOTH
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT
-    before: ClassVar[tuple[str, ...]] = ("pack", "autocast", "ddp", "fsdp", "pipeline")
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         judge = Judge(program)

@@ -46,7 +46,6 @@ class Autocast(Pass):
     budget: float = 0.05
 
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
-    includes: ClassVar[tuple[str, ...]] = ("pack",)  # which packs what this one leaves in float32
     goal: ClassVar[Goal] = Goal.SPEED
     phase: ClassVar[Phase] = Phase.BOTH
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE

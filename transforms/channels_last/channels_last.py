@@ -32,7 +32,6 @@ class ChannelsLast(Pass):
     phase: ClassVar[Phase] = Phase.BOTH
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT
     profiles_itself: ClassVar[bool] = True  # what one convolution gains the next one needs: the whole model tells
-    after: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_experts", "fuse_ensembles", "prune", "qat", "pack")
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         return found_in(program)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -40,11 +40,6 @@ class Ddp(Pass):
     goal: ClassVar[Goal] = Goal.PARALLEL
     averages: ClassVar[bool] = True
     phase: ClassVar[Phase] = Phase.TRAIN
-    before: ClassVar[tuple[str, ...]] = ("tensor_parallel", "pipeline")  # with the lines below: never together
-    destroys: ClassVar[Mapping[str, str]] = {
-        "tensor_parallel": "each process has another part of the parameters; leave ddp out",
-        "pipeline": "each process has another part of the model; leave ddp out",
-    }
 
     def check(self, model: nn.Module) -> None:
         require_process_group(self.name)

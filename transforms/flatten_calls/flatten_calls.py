@@ -49,10 +49,6 @@ class FlattenCalls(Pass):
     numerics: ClassVar[Numerics] = Numerics.EXACT
     goal: ClassVar[Goal] = Goal.SPEED
     phase: ClassVar[Phase] = Phase.BOTH
-    after: ClassVar[tuple[str, ...]] = (
-        "eliminate_common_subexpressions", "fold_constants", "fold_batchnorm", "fuse_experts", "fuse_ensembles",
-        "swap_kernels", "pack", "autocast", "quantize", "qat", "prune", "graph_pooling", "sync_batchnorm",
-    )  # fmt: skip
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         found = list(_found(program))

@@ -39,8 +39,6 @@ class FoldBatchnorm(Pass):
     goal: ClassVar[Goal] = Goal.SPEED
     phase: ClassVar[Phase] = Phase.EVAL
     profiles_itself: ClassVar[bool] = True  # one of many norms gains less than can be measured: the whole model tells
-    # In a fused ensemble the members' convolutions are one function call, with nothing left to fold into.
-    before: ClassVar[tuple[str, ...]] = ("fuse_ensembles",)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         pairs = pairs_in(program)

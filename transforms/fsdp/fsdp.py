@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,8 +42,6 @@ class Fsdp(Pass):
     goal: ClassVar[Goal] = Goal.PARALLEL
     averages: ClassVar[bool] = True
     phase: ClassVar[Phase] = Phase.BOTH
-    before: ClassVar[tuple[str, ...]] = ("ddp",)  # with the line below: never together
-    destroys: ClassVar[Mapping[str, str]] = {"ddp": "fsdp averages gradients over the processes already"}
 
     def __post_init__(self) -> None:
         # What is computed in another dtype is held to the budget.

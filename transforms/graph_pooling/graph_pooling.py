@@ -65,7 +65,6 @@ class GraphPooling(Pass):
     goal: ClassVar[Goal] = Goal.SIZE
     keeps_form: ClassVar[bool] = False
     own_forward: ClassVar[OwnForward | None] = OwnForward.WRONG
-    before: ClassVar[tuple[str, ...]] = ("quantize", "ddp", "fsdp")
 
     def __post_init__(self) -> None:
         if isinstance(self.source, str):

@@ -22,8 +22,6 @@ from .write import write
 
 __all__ = ["Pack"]
 
-_BEFORE = "it works on layers as they were before pack"
-
 
 @dataclass(frozen=True)
 class Pack(Pass):
@@ -46,9 +44,6 @@ class Pack(Pass):
     phase: ClassVar[Phase] = Phase.EVAL
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
     profiles_itself: ClassVar[bool] = True
-    after: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_experts", "fuse_ensembles", "swap_kernels")
-    destroys: ClassVar[Mapping[str, str]] = dict.fromkeys(("prune", "quantize", "qat", "autocast"), _BEFORE)
-    destroys_later: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float32, torch.bfloat16):

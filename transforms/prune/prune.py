@@ -55,10 +55,8 @@ class Prune(Options, Pass):
     """
 
     numerics: ClassVar[Numerics] = Numerics.SEMANTIC
-    includes: ClassVar[tuple[str, ...]] = ("pack",)  # which packs what this one leaves in float32
     goal: ClassVar[Goal] = Goal.SIZE
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # it reads what was put in the place of the weights
-    before: ClassVar[tuple[str, ...]] = ("fold_batchnorm", "fuse_ensembles", "qat", "quantize")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))

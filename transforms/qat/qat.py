@@ -52,7 +52,6 @@ class Qat(Pass):
     numerics: ClassVar[Numerics] = Numerics.SEMANTIC
     goal: ClassVar[Goal] = Goal.SIZE
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # what is replaced is in its place there, too
-    before: ClassVar[tuple[str, ...]] = ("quantize", "ddp", "fsdp")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))

@@ -54,15 +54,10 @@ class Quantize(Pass, Settings):
     """
 
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
-    includes: ClassVar[tuple[str, ...]] = ("sparse_message_passing", "flatten_calls", "pack")  # for what it leaves
     phase: ClassVar[Phase] = Phase.EVAL
     trainable: ClassVar[bool] = False
     profiles_itself: ClassVar[bool] = True
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # what is replaced is in its place there, too
-    destroys: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("prune", "fuse_ensembles", "fold_batchnorm", "qat"), "it works on the weights as they were"),
-        **dict.fromkeys(("fsdp", "tensor_parallel"), "layers with small numbers cannot be split over processes"),
-    }
 
     @property
     def error_budget(self) -> float:
@@ -73,9 +68,9 @@ class Quantize(Pass, Settings):
         object.__setattr__(self, "goal", Goal.SIZE if self.aim == "size" else Goal.SPEED)
         object.__setattr__(self, "profiles_itself", scheme is None or scheme.profiles_itself)
         if scheme is not None and scheme.folds_norms:  # and leaves the other norms as they were
-            object.__setattr__(self, "includes", ("fold_batchnorm", *self.includes))
-            rest = {name: why for name, why in self.destroys.items() if name != "fold_batchnorm"}
-            object.__setattr__(self, "destroys", rest)
+            object.__setattr__(self, "includes", ("fold_batchnorm",))
+        else:
+            object.__setattr__(self, "destroys", {"fold_batchnorm": "it works on the weights as they were"})
         object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
         object.__setattr__(self, "calibration", replayable(self.calibration))
 

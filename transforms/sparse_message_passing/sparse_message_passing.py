@@ -32,8 +32,6 @@ class SparseMessagePassing(Pass):
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.SPEED
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT
-    before: ClassVar[tuple[str, ...]] = ("ddp", "fsdp", "pipeline")
-    after: ClassVar[tuple[str, ...]] = ("prune", "qat", "quantize", "graph_pooling", "fuse_ensembles")
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         names = program.names

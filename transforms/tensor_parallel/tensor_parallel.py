@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,11 +26,6 @@ class TensorParallel(Pass):
 
     goal: ClassVar[Goal] = Goal.PARALLEL
     phase: ClassVar[Phase] = Phase.BOTH
-    before: ClassVar[tuple[str, ...]] = ("ddp", "fsdp")  # with the lines below: never together
-    destroys: ClassVar[Mapping[str, str]] = {
-        "ddp": "all processes have the same rows",
-        "fsdp": "all processes have the same rows",
-    }
 
     def check(self, model: nn.Module) -> None:
         """Refuse a process without a group."""

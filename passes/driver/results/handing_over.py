@@ -17,10 +17,10 @@ from ....errors import StateError
 from ....runtime.record import Record, record_of, state_map_of
 from ....runtime.state import RECORD_KEY, StateMap, is_element_wise, translate_optimizer
 from ....tracing.isolation import held_in
-from ...optimizers import choose_form
 from ...pipeline import ranks
-from ..run import Request
+from ..context import Request
 from .added import live_optimizers
+from .choosing import choose_form
 from .optimizer_moves import (
     HeldOptimizer,
     all_or_nothing,
@@ -39,14 +39,7 @@ __all__ = ["hand_over", "restored"]
 def restored(model: nn.Module, record: Record, optimizer: Optimizer | None = None) -> nn.Module:
     """Return the original structure with the current weights, buffers, modes, hooks, attributes and optimizers.
 
-    Args:
-        model: the optimized model.
-        record: its own.
-        optimizer: over its parameters: it goes along.
-
-    Raises:
-        UsageError: that is no optimizer.
-        StateError: an optimizer cannot move, and nothing is changed.
+    Raises UsageError where what goes along is no optimizer, StateError where one cannot move; nothing is changed then.
     """
     if optimizer is not None:
         check_optimizer(optimizer, model)
@@ -68,15 +61,7 @@ def restored(model: nn.Module, record: Record, optimizer: Optimizer | None = Non
 
 @dataclass
 class _Held:
-    """What a model holds besides its parameters, on the way to another form of the model.
-
-    Attributes:
-        optimizers: those that train something of it.
-        changes: what is to be done to containers of parameters.
-        successors: what has become of the parameters.
-        instead: id of each module of the model, and of each object that it holds -> the one in its place.
-        is_inplace: whether the model itself becomes the other one.
-    """
+    """What a model holds besides its parameters, on the way to another form of it, maybe itself (`is_inplace`)."""
 
     optimizers: Sequence[HeldOptimizer]
     changes: Sequence[Change]
@@ -94,11 +79,7 @@ class _Held:
         return cls(optimizers, changes, successors, instead, result is model)
 
     def move(self, move: Callable[[Optimizer], None], given: Optimizer | None) -> None:
-        """Move all optimizers, the given one included, or none.
-
-        Raises:
-            StateError: one cannot move.
-        """
+        """Move all optimizers, the given one included, or none, with a StateError."""
         for each in self.optimizers:
             if each.original is given and each.is_copy:
                 each.check_replaceable()
@@ -145,10 +126,8 @@ def hand_over(
 ) -> nn.Module:
     """Return what the user gets of an optimized copy: it, or `model` turned into it; its optimizers go with it.
 
-    The steps of the one that is given take another form then, where that is faster.
-
-    Raises:
-        StateError: an optimizer cannot move, or what the model holds of its parameters; nothing is changed then.
+    The steps of the given one take another form then, where that is faster. Raises StateError, with nothing changed,
+    where an optimizer cannot move, or what the model holds of its parameters.
     """
     record = cast("Record", record_of(fast))
     refuse_averages(model, fast)

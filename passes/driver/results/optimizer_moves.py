@@ -16,8 +16,8 @@ from ....errors import StateError, UsageError, expect
 from ....runtime.record import Record, record_of
 from ....runtime.state import all_parameters, check_type, is_element_wise, leave_to_other_ranks, translate_optimizer
 from ....tracing.isolation import Holding
-from ...optimizers import reset_form
 from .added import adopt_added, release_added
+from .gate import reset_form
 from .restoration import rebuilt
 from .successors import Successors
 
@@ -38,9 +38,7 @@ SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
 def check_optimizer(optimizer: object, model: nn.Module) -> None:
     """Refuse, before anything is done, what cannot move with a model.
 
-    Raises:
-        UsageError: it is no optimizer.
-        StateError: it is none of those that work element by element, or trains nothing of the model.
+    Raises UsageError for no optimizer, StateError for one that is not element-wise, or trains nothing of the model.
     """
     if not isinstance(optimizer, Optimizer):
         given = type(optimizer).__name__
@@ -57,12 +55,7 @@ def check_optimizer(optimizer: object, model: nn.Module) -> None:
 
 
 def move_forward(optimizer: Optimizer, model: nn.Module, fast: nn.Module, record: Record) -> None:
-    """Let an optimizer of a model train the one that was made of it.
-
-    Raises:
-        UsageError: it is no optimizer.
-        StateError: it cannot be moved; nothing is changed then.
-    """
+    """Let an optimizer of a model train the one that was made of it; a StateError changes nothing."""
     earlier, names, states = record_of(model), record.original_names(_held_by(optimizer)), dict[str, dict[str, Any]]()
     with all_or_nothing(optimizer):
         if earlier is not None:  # the optimizer knows what was made of the original parameters
@@ -77,9 +70,7 @@ def move_forward(optimizer: Optimizer, model: nn.Module, fast: nn.Module, record
 def move_optimizer(optimizer: SomeOptimizer, fast: nn.Module, record: Record) -> SomeOptimizer:
     """Let an optimizer of the original model train the optimized one: the public `translate_optimizer`.
 
-    Raises:
-        UsageError: it is no optimizer.
-        StateError: it cannot be moved; nothing is changed then.
+    Raises UsageError for what is no optimizer, StateError where it cannot be moved; nothing is changed then.
     """
     expect(optimizer, Optimizer, "optimizer", "a torch.optim.Optimizer")
     names, parameters = record.original_names(_held_by(optimizer)), dict(fast.named_parameters())
@@ -87,11 +78,7 @@ def move_optimizer(optimizer: SomeOptimizer, fast: nn.Module, record: Record) ->
 
 
 def move_optimizer_back(optimizer: Optimizer, fast: nn.Module, record: Record, original: nn.Module) -> None:
-    """Let an optimizer of an optimized model train the one that was restored from it, in the form that it had.
-
-    Raises:
-        StateError: it cannot be moved; nothing is changed then.
-    """
+    """Let an optimizer train the model that was restored, in its old form; a StateError changes nothing."""
     _moved_back(optimizer, fast, record, original)
     reset_form(optimizer)
 
@@ -132,14 +119,7 @@ def all_or_nothing(optimizer: Optimizer) -> Generator[None]:
 
 @dataclass
 class HeldOptimizer:
-    """An optimizer that one model holds, and the one in the same places of the other model: a copy, or the same.
-
-    Attributes:
-        path: the first of these places.
-        original: that of the given model.
-        own: that of the result.
-        places: where it is in the result.
-    """
+    """An optimizer that one model holds, and that of the other model in the same places: a copy, or the same."""
 
     path: str
     original: Optimizer
@@ -173,11 +153,7 @@ class HeldOptimizer:
         self.own.state.update(state)
 
     def check_replaceable(self) -> None:
-        """Refuse places where nothing else can be put.
-
-        Raises:
-            StateError: one of them is in a tuple, say.
-        """
+        """Raise StateError for places where nothing else can be put: in a tuple, say."""
         for place in self.places:
             if place.put is None:
                 raise StateError(f"the model holds its optimizer in '{place.path}', where nothing can be replaced")

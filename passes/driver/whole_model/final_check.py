@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ....errors import BudgetError, MatchFailure, PassError
+from ....errors import BudgetError
 from ....runtime.values import tensors_by_name
 from ....tracing.isolation import copied_module, shallow_clone
 from ....tracing.program import deactivate
 from ...contract import Pass
-from ...sites import Cause, Numerics, Phase
+from ...sites import Cause, Numerics, Phase, Reason
 from ...verification import Original, modes_to_check
-from ..history import History, Rewrite
+from ..context import RunContext
+from ..halving import longest_right
+from ..history import Rewrite
 from ..tuner import Tuner
 from .references import with_references
 
@@ -28,19 +30,10 @@ _LEAST_SECONDS = 2.0
 
 @dataclass
 class FinalCheck:
-    """Compare, and undo by halving.
-
-    Attributes:
-        tuner: has rewritten the model.
-        history: what was rewritten.
-        model: the user's own; only copies of it run.
-        seed: of random gradients.
-    """
+    """Compare with the user's own model, of which only copies run, and undo by halving."""
 
     tuner: Tuner
-    history: History
     model: nn.Module
-    seed: int = 0
     _all: list[Rewrite] = field(init=False)
     _until: float = field(default=math.inf, init=False)
     _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
@@ -48,31 +41,35 @@ class FinalCheck:
     _originals: dict[tuple[int, bool | None, bool], Original | None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._all = list(self.history.rewrites)
+        self._all = list(self._context.history.rewrites)
         self._models, self._twins, self._originals = {}, {}, {}
+
+    @property
+    def _context(self) -> RunContext:
+        return self.tuner.context
 
     def undo_what_is_wrong(self) -> bool:
         """Compare, and undo what makes the model another; return whether anything was undone."""
-        count, budget = len(self._all), self.tuner.budget
+        count, budget = len(self._all), self._context.budget
         self._until, once = budget.spent + max(budget.seconds, _LEAST_SECONDS), True
-        while self.history.rewrites and (reason := self._objection()):
+        while self._context.history.rewrites and (reason := self._objection()):
             if self._put_weights_back() and once:
                 once = False  # a rewrite that writes to weights is wrong, however often they are put back
                 continue
             if not all(original.repeats() for original in self._originals.values() if original is not None):
                 break  # it tells nothing that the model differs from one that differs from itself
             self._undo(reason)
-        return len(self.history.rewrites) < count
+        return len(self._context.history.rewrites) < count
 
     def _objection(self) -> str:
         """Return what is wrong with the model as it stands, or ""."""
-        with self.tuner.budget.spending():
+        with self._context.budget.spending():
             return self._compared()
 
     def _compared(self) -> str:
-        rewrites, program = self.history.rewrites, self.tuner.program
+        rewrites, program = self._context.history.rewrites, self._context.program
         deactivate(program.names.distinct)
-        map_state, budget = self.history.state_map().forward, _budget(rewrites)
+        map_state, budget = self._context.history.state_map().forward, _budget(rewrites)
         model, keeps_form = self._to_be_equal_to(rewrites), all(rewrite.pass_.keeps_form for rewrite in rewrites)
         for original in self._runs_of_original(model or self.model, rewrites):
             verdict = original.verdict(
@@ -106,7 +103,7 @@ class FinalCheck:
 
     def _run_original(self, model: nn.Module, training: bool | None, gradients: bool) -> Original | None:
         """Run the original, or return None where it does not run in a mode that the user did not give it in."""
-        inputs = self.tuner.program.whole_calls
+        inputs = self._context.program.whole_calls
         chosen = dict.fromkeys((0, (len(inputs) - 1) // 2, len(inputs) - 1))  # the first, one in the middle, the last
         calls = [inputs[number] for number in chosen]
         try:
@@ -117,7 +114,7 @@ class FinalCheck:
                 calls,
                 training=training,
                 gradients=gradients,
-                seed=self.seed,
+                seed=self._context.request.seed,
                 is_usual=training is None,
             )
         except Exception:  # whatever the user's code raises; in the mode that was recorded it has run before
@@ -126,7 +123,7 @@ class FinalCheck:
     def _ways(self, rewrites: Sequence[Rewrite]) -> list[tuple[bool | None, bool]]:
         """Return the modes to compare in, those that the user gave first, each with whether gradients count."""
         model = self.model
-        modes = modes_to_check(self.tuner.program.model, _phase(rewrites), model.training)
+        modes = modes_to_check(self._context.program.model, _phase(rewrites), model.training)
         trains = any(parameter.requires_grad for parameter in model.parameters())
         covers = _phase(rewrites) is not Phase.EVAL
         wanted = {
@@ -137,9 +134,9 @@ class FinalCheck:
 
     def _put_weights_back(self) -> bool:
         """Give the model's tensors the values of the original's where these changed; return whether any had."""
-        moved = {name for step in self.history.state_map().steps for name in step.targets}
+        moved = {name for step in self._context.history.state_map().steps for name in step.targets}
         originals, changed = tensors_by_name(self.model), False
-        for name, tensor in tensors_by_name(self.tuner.program.model).items():
+        for name, tensor in tensors_by_name(self._context.program.model).items():
             source = originals.get(name)
             if source is None or name in moved or source.shape != tensor.shape or source.dtype != tensor.dtype:
                 continue
@@ -152,9 +149,14 @@ class FinalCheck:
 
     def _undo(self, reason: str) -> None:
         """Undo the first rewrite that is wrong or, of those with an error budget, the least valuable ones."""
-        standing = self.history.rewrites
+        standing = self._context.history.rewrites
         order = sorted(standing, key=lambda rewrite: (_is_lossy(rewrite.pass_), -_value(rewrite)))
-        right, reason = self._longest_right(order, reason)
+
+        def objection(count: int) -> str:
+            self._stand(order[:count])
+            return self._objection()
+
+        right, reason = longest_right(len(order), reason, objection, lambda: self._has_time)
         gone = order[right:] if _is_lossy(order[right].pass_) else [order[right]]
         if not self._has_time:
             gone = self._unproven(order, right, reason)
@@ -162,10 +164,10 @@ class FinalCheck:
             reason = f"{reason}; {unknown}; give a larger time_budget"
         self._stand([rewrite for rewrite in order if rewrite not in gone])
         for rewrite in gone:
-            self.history.undo(rewrite, f"the model as handed over is wrong with it: {reason}", Cause.MODEL_DIFFERS)
+            self._context.history.undo(rewrite, Reason.of(Cause.MODEL_DIFFERS, problem=reason))
         for rewrite in standing:
-            if rewrite not in gone and rewrite not in self.history.rewrites:
-                self.history.undo(rewrite, "it depended on a rewrite that was undone", Cause.DEPENDENT)
+            if rewrite not in gone and rewrite not in self._context.history.rewrites:
+                self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, why=""))
 
     def _unproven(self, order: Sequence[Rewrite], right: int, reason: str) -> Sequence[Rewrite]:
         """Return what goes where no time is left to find which rewrite it is: what may be left out, if that is enough.
@@ -190,36 +192,17 @@ class FinalCheck:
     @property
     def _has_time(self) -> bool:
         """Say whether to go on looking for what is wrong: it may take as long again as all checks and timing."""
-        return self.tuner.budget.spent < self._until
-
-    def _longest_right(self, order: Sequence[Rewrite], reason: str) -> tuple[int, str]:
-        """Return with how many of the first rewrites the model is still right, and what is wrong with one more."""
-        right, wrong = 0, len(order)
-        while wrong - right > 1 and self._has_time:
-            middle = (right + wrong) // 2
-            self._stand(order[:middle])
-            objection = self._objection()
-            right, wrong, reason = (right, middle, objection) if objection else (middle, wrong, reason)
-        return right, reason
+        return self._context.budget.spent < self._until
 
     def _stand(self, wanted: Collection[Rewrite]) -> None:
         """Let these rewrites alone stand; what cannot be written without another one is left out."""
-        standing = set(self.history.rewrites)
+        standing = set(self._context.history.rewrites)
         differs = (number for number, rewrite in enumerate(self._all) if (rewrite in wanted) != (rewrite in standing))
         first = next(differs, len(self._all))
-        for rewrite in reversed([rewrite for rewrite in self._all[first:] if rewrite in standing]):
-            rewrite.edit.undo()
-        kept = [rewrite for rewrite in self._all[:first] if rewrite in standing]
-        self.history.rewrites = kept + [r for r in self._all[first:] if r in wanted and self._is_written_again(r)]
-        self.tuner.forget()
+        later = self._all[first:]
+        self.tuner.stand_again([r for r in later if r in standing], (r for r in later if r in wanted))
+        self._context.forget()
         self._put_weights_back()
-
-    def _is_written_again(self, rewrite: Rewrite) -> bool:
-        try:
-            rewrite.edit = self.tuner.apply(rewrite.pass_, rewrite.group)
-        except (MatchFailure, PassError):
-            return False
-        return True
 
 
 def _with_references(model: nn.Module, rewrites: Sequence[Rewrite]) -> nn.Module | None:
@@ -251,6 +234,6 @@ def _value(rewrite: Rewrite) -> float:
     """Return what a rewrite with an error budget gains for the error that it makes; of others the order counts."""
     if not _is_lossy(rewrite.pass_):
         return 0.0
-    figures = rewrite.decision.figures
-    gain = figures["before_us"] - figures["after_us"] if "after_us" in figures else 1.0
-    return gain / max(figures.get("precision_error") or 0.0, 1e-12)
+    measured = rewrite.decision.measured
+    gain = 1.0 if measured.saved_us is None else measured.saved_us
+    return gain / max(measured.precision_error or 0.0, 1e-12)

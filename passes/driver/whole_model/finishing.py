@@ -31,18 +31,10 @@ __all__ = ["finished"]
 def finished(
     model: nn.Module, record: Record, passes: Sequence[Pass], *, inputs: Sequence[Inputs], ranks: Ranks | None
 ) -> nn.Module:
-    """Return the optimized model after the last passes of the run have finished it.
+    """Return the optimized model, which is changed, after the last passes of the run have finished it, on all ranks.
 
-    Args:
-        model: the optimized model, which no user has yet; it is changed.
-        record: of it.
-        passes: all passes of this run; those that finish nothing are passed over.
-        inputs: example calls; on the first one the outputs before and after are compared and, where the model was
-            optimized for training, the gradients of a step. None: nothing is compared.
-        ranks: those that do the same.
-
-    Raises:
-        PassError: a pass raises, on any rank, or changes the outputs, or the gradients of a first training step.
+    The outputs on the first of `inputs` are compared and, of a model for training, the gradients of a step. Raises
+    PassError where a pass raises on any rank, or changes these.
     """
     plan = record.plan.last(len(passes))
     for step, pass_ in enumerate(passes):
@@ -56,13 +48,7 @@ def finished(
 
 @dataclass
 class _Finishing:
-    """One pass that finishes the model.
-
-    Attributes:
-        pass_, planned: which one, and what it decided on.
-        inputs, ranks: as for `finished`.
-        trains: whether the model was optimized for training.
-    """
+    """One pass that finishes the model, what it decided on, and whether the model was optimized for training."""
 
     pass_: Pass
     planned: Sequence[Decision]

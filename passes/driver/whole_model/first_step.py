@@ -37,13 +37,6 @@ class FirstStep:
 
     Ranks take their own example calls and the same random numbers before and after. Where gradients are averaged, each
     rank weights its loss otherwise: then what is left out of the average differs, though all have the same rows.
-
-    Attributes:
-        pass_: which one.
-        call: the example.
-        ranks: those that do the same.
-        training: the mode.
-        expected: the gradients by parameter.
     """
 
     pass_: Pass

@@ -37,11 +37,7 @@ def measured_memory(program: Program, passes: Sequence[Pass]) -> MemoryUse | Non
 def memory_figures(
     before: MemoryUse, program: Program, passes: Sequence[Pass], decisions: Sequence[Decision]
 ) -> Mapping[str, int] | None:
-    """Return what the report says of memory, in bytes; None where nothing was rewritten.
-
-    Raises:
-        BudgetError: a pass did not bring the model to where it was asked to.
-    """
+    """Return the memory in bytes for the report, if anything was rewritten; BudgetError where a pass missed its aim."""
     after = measured_memory(program, passes) or before
     for step, pass_ in enumerate(passes):
         mine = [decision for decision in decisions if decision.step == step]

@@ -15,12 +15,7 @@ _BEFORE, _AFTER = "before", "after"
 
 @dataclasses.dataclass(frozen=True)
 class Race:
-    """Hold what was timed once.
-
-    Attributes:
-        kinds: the timings of the calls of each kind, by its label; of one kind without one, "", where nothing tells the
-            calls apart.
-    """
+    """Hold what was timed once, by the label of a kind of calls: "" where nothing tells the calls apart."""
 
     kinds: Mapping[str, timing.Timings]
 

@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ....errors import BudgetError, MatchFailure, PassError
+from ....errors import BudgetError
 from ....runtime.graphs import Region
 from ....runtime.state import StateMap
 from ....tracing.examples import Inputs
 from ....tracing.isolation import copied_module
 from ... import verification
 from ...contract import Pass
-from ...rewriting import Edit
 from ...sites import Goal, Numerics, Phase, Refusal
+from ..batch import Batch
+from ..context import RunContext
 from ..groups import Candidate, Group
-from ..history import History
+from ..halving import in_halves
+from ..history import composed
 from ..tuner import Tuner
 from .references import with_references
 
@@ -31,16 +33,9 @@ class ReferenceCheck:
 
     What is wrong is found by halving. So a pass with many sites costs what one costs, and its sites, which were chosen
     together, are not left out for want of time.
-
-    Attributes:
-        tuner: writes the sites.
-        history: what stands.
-        seed: of upstream gradients and random draws.
     """
 
     tuner: Tuner
-    history: History
-    seed: int = 0
     _pass: Pass = field(init=False)
 
     def undecided(self, pass_: Pass, found: Sequence[Group | Refusal]) -> list[Group | Refusal]:
@@ -49,125 +44,102 @@ class ReferenceCheck:
         if len(groups) < 2 or not self._is_suitable(pass_, groups):
             return list(found)
         self._pass = pass_
-        decided = set(map(id, self._compared(groups)))
+        settled, wrong = self._compared(groups)
+        decided = {id(each) for each in (*settled, *in_halves(wrong, self._judged))}
         return [item for item in found if id(item) not in decided]
 
     def _is_suitable(self, pass_: Pass, groups: Sequence[Group]) -> bool:
         says = pass_.numerics is Numerics.SEMANTIC and type(pass_).reference is not Pass.reference
         plain = all(group.is_single and group.choices == (None,) for group in groups)
-        return says and plain and pass_.goal is not Goal.SPEED and self.tuner.checks and bool(self._calls)
+        return says and plain and pass_.goal is not Goal.SPEED and self._context.checks and bool(self._calls)
+
+    @property
+    def _context(self) -> RunContext:
+        return self.tuner.context
 
     @property
     def _calls(self) -> Sequence[Inputs]:
-        return self.tuner.program.whole_calls
+        return self._context.program.whole_calls
 
-    def _decided(self, groups: Sequence[Group]) -> list[Group]:
+    def _judged(self, groups: Sequence[Group]) -> tuple[Sequence[Group], Sequence[Group]]:
         """Compare; where no time is left, briefly, to find what is wrong, and what is left of them once in full.
 
         Raises:
             BudgetError: it takes longer to find what is wrong.
         """
-        if self.tuner.has_time(self._pass):
+        if self._context.has_time(self._pass):
             return self._compared(groups)
-        wrong = self._wrong(groups)
-        rest = [group for group in groups if id(group) not in wrong]
-        decided = self._left([Candidate(each, wrong[id(each)]) for each in groups if id(each) in wrong])
-        return decided + (self._compared(rest, last=True) if rest else [])
+        settled, doubtful = self._objections(groups)
+        wrong = self._left([*settled, *in_halves(doubtful, self._objections)])
+        known = set(map(id, wrong))
+        rest = [group for group in groups if id(group) not in known]
+        return [*wrong, *(self._compared(rest, last=True)[0] if rest else ())], ()
 
-    def _wrong(self, groups: Sequence[Group]) -> dict[int, str]:
-        """Return the groups, by their identity, to which a brief comparison objects, with the reason."""
-        verdict, written = self._tried(groups, hurried=True)
-        self._undo(written)
+    def _objections(self, groups: Sequence[Group]) -> tuple[Sequence[Candidate], Sequence[Group]]:
+        """Return the one group that a brief comparison objects to, or those of which it does to some."""
+        verdict, batch = self._tried(groups, hurried=True)
+        batch.undo()
         if verdict is None or verdict.ok:
-            return {}
-        if len(groups) == 1:
-            return {id(groups[0]): verdict.reason}
-        half = len(groups) // 2
-        return {**self._wrong(groups[:half]), **self._wrong(groups[half:])}
+            return (), ()
+        return ([Candidate(groups[0], verdict.reason)], ()) if len(groups) == 1 else ((), groups)
 
-    def _compared(self, groups: Sequence[Group], *, last: bool = False) -> list[Group]:
-        """Write groups and compare; of several that are wrong, each half by itself."""
-        refused: list[Candidate] = []
-        verdict, written = self._tried(groups, refused)
-        decided = self._left(refused)
-        if verdict is None:
-            self._undo(written)
-            return decided
-        if verdict.ok:
-            return [*decided, *self._kept(written, verdict)]
-        self._undo(written)
-        if len(written) == 1:
-            self.history.leave(self._pass, Candidate(written[0][0], verdict.reason))
-            return [*decided, written[0][0]]
+    def _compared(self, groups: Sequence[Group], *, last: bool = False) -> tuple[Sequence[Group], Sequence[Group]]:
+        """Write groups and compare; return those that are decided, and those of which some are wrong."""
+        verdict, batch = self._tried(groups)
+        if verdict is not None and verdict.ok:
+            return [*self._left(batch.refused), *self._kept(batch, verdict)], ()
+        batch.undo()
+        alone = [Candidate(group, verdict.reason) for group in batch.groups[:1] if verdict and len(batch.written) == 1]
+        decided = self._left([*batch.refused, *alone])
+        if verdict is None or alone:
+            return decided, ()
         if last:
             raise BudgetError(
-                f"pass '{self._pass.name}': {verdict.reason}; {self.tuner.budget} was spent before it was known at "
-                f"which of {len(written)} places; give a larger time_budget"
+                f"pass '{self._pass.name}': {verdict.reason}; {self._context.budget} was spent before it was known at "
+                f"which of {len(batch.written)} places; give a larger time_budget"
             )
-        rest, half = [group for group, _ in written], len(written) // 2
-        return [*decided, *self._decided(rest[:half]), *self._decided(rest[half:])]
+        return decided, batch.groups
 
-    def _tried(
-        self, groups: Sequence[Group], refused: list[Candidate] | None = None, *, hurried: bool = False
-    ) -> tuple[verification.Verdict | None, list[tuple[Group, Edit]]]:
+    def _tried(self, groups: Sequence[Group], *, hurried: bool = False) -> tuple[verification.Verdict | None, Batch]:
         """Write groups and compare; return the verdict, and what stands in the program now."""
-        with self.tuner.budget.spending():
-            original = copied_module(self.tuner.program.model)
-            written, cannot_be = self._written(groups)
-            if refused is not None:
-                refused += cannot_be
-            return (self._verdict(original, written, hurried=hurried) if written else None), written
+        with self._context.budget.spending():
+            original = copied_module(self._context.program.model)
+            batch = Batch.of(self.tuner, self._pass, groups)
+            return (self._verdict(original, batch, hurried=hurried) if batch.written else None), batch
 
     def _left(self, candidates: Sequence[Candidate]) -> list[Group]:
         """Note why groups are left as they are."""
         for candidate in candidates:
-            self.history.leave(self._pass, candidate)
+            self._context.history.leave(self._pass, candidate)
         return [candidate.group for candidate in candidates]
 
-    def _undo(self, written: Sequence[tuple[Group, Edit]]) -> None:
-        for _, edit in reversed(written):
-            edit.undo()
+    def _kept(self, batch: Batch, verdict: verification.Verdict) -> list[Group]:
+        groups = batch.keep(verdict)
+        self._context.calls.forget()
+        return groups
 
-    def _written(self, groups: Sequence[Group]) -> tuple[list[tuple[Group, Edit]], list[Candidate]]:
-        written: list[tuple[Group, Edit]] = []
-        refused: list[Candidate] = []
-        try:
-            for group in groups:
-                try:
-                    written.append((group, self.tuner.apply(self._pass, group)))
-                except MatchFailure as failure:
-                    refused.append(Candidate(group, str(failure), was_written=False))
-        except PassError:
-            self._undo(written)
-            raise
-        return written, refused
-
-    def _verdict(
-        self, original: nn.Module, written: Sequence[tuple[Group, Edit]], *, hurried: bool
-    ) -> verification.Verdict | None:
+    def _verdict(self, original: nn.Module, batch: Batch, *, hurried: bool) -> verification.Verdict | None:
         """Return the worst verdict on the model, or None where the pass does not say what it must be equal to."""
-        total = StateMap()
-        for _, edit in written:
-            total = total.compose(edit.state_map_of_model())
-        expected = with_references(original, [(self._pass, group.sites[0]) for group, _ in written])
+        program = self._context.program
+        expected = with_references(original, [(self._pass, group.sites[0]) for group in batch.groups])
         if expected is None:
             return None
-        modes = verification.modes_to_check(self.tuner.program.model, self._phase, self.tuner.program.training)
+        modes = verification.modes_to_check(program.model, self._phase, program.training)
         simulation = verification.Simulation.taken(
             expected,
             self._calls,
             modes=modes[:1] if hurried else modes,
             gradients=self._phase.covers_training and not hurried,
-            seed=self.seed,
+            seed=self._context.request.seed,
             sizes=verification.Sizes.SMALLER,
             widest=torch.float32 if hurried else torch.float64,
         )
-        verdicts = simulation.verdicts(self.tuner.program.model, self._mapping(total))
+        verdicts = simulation.verdicts(program.model, self._mapping(composed(batch.edits)))
         return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error))
 
     def _mapping(self, total: StateMap) -> verification.MapState:
         """Return the map of all that is written; what regions borrow goes by the names of those who lend it."""
-        modules = self.tuner.program.names.modules
+        modules = self._context.program.names.modules
         borrowed = tuple(f"{name}." for name, module in modules.items() if isinstance(module, Region))
         if not borrowed:
             return total.forward
@@ -176,13 +148,3 @@ class ReferenceCheck:
     @property
     def _phase(self) -> Phase:
         return self._pass.phase
-
-    def _kept(self, written: Sequence[tuple[Group, Edit]], verdict: verification.Verdict) -> list[Group]:
-        figures = {
-            "checked": verdict.checked_in, "meaning_error": verdict.meaning_error,
-            "precision_error": verdict.precision_error, "checked_together": len(written),
-        }  # fmt: skip
-        for group, edit in written:
-            self.history.keep(self._pass, Candidate(group, verdict=verdict, edit=edit, figures=figures), edit)
-        self.tuner.calls.forget()
-        return [group for group, _ in written]

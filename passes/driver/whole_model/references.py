@@ -8,19 +8,14 @@ from torch import nn
 
 from ....compat import own_children
 from ...contract import Pass
+from ...pipeline import switches_kept
 from ...sites import Site
-from ..switches import switches_kept
 
 __all__ = ["with_references"]
 
 
 def with_references(model: nn.Module, sites: Iterable[tuple[Pass, Site]]) -> nn.Module | None:
-    """Change a copy of the original; None where a pass says nothing, or cannot say it of the original.
-
-    Args:
-        model: the copy.
-        sites: what was rewritten, in order, by which pass.
-    """
+    """Change a copy of the original at sites, in order; None where a pass cannot say what it must be."""
     for pass_, site in sites:
         try:
             original = model.get_submodule(site.owner)

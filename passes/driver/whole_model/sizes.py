@@ -11,7 +11,7 @@ from torch import nn
 from ....tracing.program import deactivate
 from ... import timing
 from ...verification import Neighbour, neighbours
-from ..tuner import Tuner
+from ..context import RunContext
 
 __all__ = ["with_other_sizes"]
 
@@ -27,21 +27,18 @@ _LONGEST_CALL = 1.0
 
 
 def with_other_sizes(
-    tuner: Tuner, original: nn.Module | None, timings: Mapping[str, Any] | None
+    context: RunContext, original: nn.Module | None, timings: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
     """Return the whole model's timings with those on other sizes and layouts, as far as there is time for them.
 
-    Args:
-        tuner: has rewritten the model.
-        original: a twin of the model as it was; None where nothing is timed.
-        timings: on the example; None where the model was not timed.
+    `original` is a twin of the model as it was. Where nothing was timed, there is none, or no `timings`.
     """
     if original is None or timings is None:
         return timings
-    deactivate(tuner.program.names.distinct)
-    races = _Races(tuner, original, (timings["before_ms"] + timings["after_ms"]) / 1e3)
-    with tuner.budget.spending():
-        for alternatives in neighbours(tuner.program.whole_calls):
+    deactivate(context.program.names.distinct)
+    races = _Races(context, original, (timings["before_ms"] + timings["after_ms"]) / 1e3)
+    with context.budget.spending():
+        for alternatives in neighbours(context.program.whole_calls):
             races.run(alternatives)
     figures = {"sizes": races.timed, "untimed_sizes": races.untimed}
     return {**timings, **{name: found for name, found in figures.items() if found}}
@@ -49,17 +46,9 @@ def with_other_sizes(
 
 @dataclass
 class _Races:
-    """Race the model as it was and as it is.
+    """Race the model as it was and as it is; tell the ratio, or why there is none, by what is other."""
 
-    Attributes:
-        tuner: has rewritten the model.
-        original: the model as it was.
-        pair_seconds: what a call of both takes on the example.
-        timed: what is other -> the ratio and its interval.
-        untimed: what is other -> why it was not timed.
-    """
-
-    tuner: Tuner
+    context: RunContext
     original: nn.Module
     pair_seconds: float
     timed: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
@@ -79,22 +68,22 @@ class _Races:
         self.untimed.update(reasons)
 
     def _too_long(self, each: Neighbour) -> str:
-        seconds, budget = each.scale * self.pair_seconds, self.tuner.budget
+        seconds, budget = each.scale * self.pair_seconds, self.context.budget
         if seconds > 2 * _LONGEST_CALL:
             return f"a call may take more than {_LONGEST_CALL:g} s"
         return f"too little was left of {budget}" if not self._allows(_FEWEST_ROUNDS, seconds) else ""
 
     def _allows(self, rounds: int, seconds: float) -> bool:
-        return (rounds + _READY_CALLS) * seconds <= self.tuner.budget.for_the_whole
+        return (rounds + _READY_CALLS) * seconds <= self.context.budget.for_the_whole
 
     def _original_on(self, each: Neighbour) -> timing.Runner | None:
         try:
-            return timing.runner(self.original, each.calls, training=self.tuner.program.training)
+            return timing.runner(self.original, each.calls, training=self.context.program.training)
         except Exception:  # whatever the user's code raises on a size that it was not made for
             return None
 
     def _race(self, each: Neighbour, before: timing.Runner) -> None:
-        program = self.tuner.program
+        program = self.context.program
         try:
             after = timing.runner(program.model, each.calls, training=program.training)
             speed = self._timings(each, {"before": before, "after": after}).ratio("before", "after")
@@ -113,6 +102,6 @@ class _Races:
             least_rounds=_SURE_ROUNDS,
             limit=2 * _SECONDS,
             fewest=_SURE_ROUNDS if is_affordable else _FEWEST_ROUNDS,
-            cold=self.tuner.program.measuring.is_cold,
+            cold=self.context.program.measuring.is_cold,
             clear=1.0,
         )

@@ -8,14 +8,12 @@ from typing import Any
 from torch import nn
 
 from ....compat import all_modules
-from ....errors import PassError
 from ....tracing.examples import Inputs
 from ....tracing.program import deactivate
 from ....tracing.recording import calls_by_kind
 from ... import timing
-from ...sites import Cause, Goal
-from ..groups import Candidate
-from ..history import History, Rewrite
+from ...sites import Cause, Goal, Reason
+from ..history import Rewrite
 from ..tuner import Tuner
 from .races import Race, all_slower, as_timings, together
 
@@ -29,28 +27,21 @@ _WORTH = 0.02
 
 
 class WholeModel:
-    """Compare the rewritten model with what it was.
+    """Compare the rewritten model with a twin of what it was, which has the `settled` rewrites, too."""
 
-    Args:
-        tuner: has rewritten it.
-        history: what was rewritten.
-        baseline: a twin of the model as it was; its modules are inactive, to run as the user's model does.
-        settled: rewrites that the baseline has, too.
-    """
-
-    def __init__(self, tuner: Tuner, history: History, baseline: nn.Module, settled: Collection[Rewrite] = ()) -> None:
-        self._tuner, self._history, self._baseline, self._settled = tuner, history, baseline, settled
+    def __init__(self, tuner: Tuner, baseline: nn.Module, settled: Collection[Rewrite] = ()) -> None:
+        self._tuner, self._context, self._baseline, self._settled = tuner, tuner.context, baseline, settled
         deactivate(all_modules(baseline))
 
     def timed(self) -> dict[str, Any]:
         """Return the model's timings as it stands."""
-        deactivate(self._tuner.program.names.distinct)
+        deactivate(self._context.program.names.distinct)
         return self._raced(self._runs()).figures()
 
     @property
     def _judged(self) -> list[Rewrite]:
         """Return the rewrites that make the difference to the baseline."""
-        return [rewrite for rewrite in self._history.rewrites if rewrite not in self._settled]
+        return [rewrite for rewrite in self._context.history.rewrites if rewrite not in self._settled]
 
     def never_slower(self) -> dict[str, Any] | None:
         """Return the model's timings; while it is slower, take back the rewrites that are least certain to pay.
@@ -58,11 +49,11 @@ class WholeModel:
         Where it generates, neither a prompt nor a step may be: what one of them gains does not speak for the other.
         """
         rewrites = self._judged
-        is_whole = len(rewrites) == 1 and not rewrites[0].owner and "speedup" in rewrites[0].decision.figures
+        is_whole = len(rewrites) == 1 and not rewrites[0].owner and rewrites[0].decision.measured.speedup is not None
         if is_whole and len(self._kinds) == 1:
             return as_timings(rewrites[0].decision.figures)  # the group was the whole model
         while doubtful := self._doubtful():
-            deactivate(self._tuner.program.names.distinct)
+            deactivate(self._context.program.names.distinct)
             races, runs = list[Race](), self._runs()
             while not races or (self._unwanted(races, doubtful) and len(races) < self._races_before(races[0])):
                 races.append(self._raced(runs))
@@ -70,14 +61,15 @@ class WholeModel:
             if not unwanted:
                 return together(races).figures()
             slower = _slower(races)
-            self._take_back(unwanted, slower.format(" with it"))
-            if unwanted is doubtful and not self._tuner.budget.left:
-                self._take_back_all(slower.format(""))
+            self._take_back(unwanted, Reason.of(Cause.MODEL_SLOWER, **slower, with_it=" with it", why=""))
+            if unwanted is doubtful and not self._context.budget.left:
+                spent = f", and {self._context.budget} was spent"
+                self._take_back_all(Reason.of(Cause.MODEL_SLOWER, **slower, with_it="", why=spent))
         return None
 
     @property
     def _kinds(self) -> dict[str, list[Inputs]]:
-        return calls_by_kind(self._tuner.program.whole_calls)
+        return calls_by_kind(self._context.program.whole_calls)
 
     def _unwanted(self, races: Sequence[Race], doubtful: Sequence[Rewrite]) -> Sequence[Rewrite]:
         """Return what every race says is to be taken back, or all together of what nothing else speaks for."""
@@ -91,20 +83,19 @@ class WholeModel:
 
     def _promised(self) -> float:
         """Return the microseconds that the rewrites save, each as it was timed at its site or at an equal one."""
-        figures = (rewrite.decision.figures for rewrite in self._judged)
-        return sum(each["before_us"] - each["after_us"] for each in figures if "after_us" in each)
+        return sum(rewrite.decision.measured.saved_us or 0.0 for rewrite in self._judged)
 
-    def _take_back_all(self, slower: str) -> None:
+    def _take_back_all(self, reason: Reason) -> None:
         """Take back whatever could make the model slower: there is no time to learn what does."""
         while doubtful := self._doubtful():
-            self._take_back(doubtful, f"{slower}, and {self._tuner.budget} was spent")
+            self._take_back(doubtful, reason)
 
     def _unproven(self) -> list[Rewrite]:
         """Return the rewrites that only the whole model speaks for: untimed, and with no fewer operations."""
         return [
             each
             for each in self._judged
-            if _is_optional(each) and "untimed" in each.decision.figures and not each.edit.leaves_fewer_operations
+            if _is_optional(each) and each.decision.measured.untimed and not each.edit.leaves_fewer_operations
         ]
 
     def _doubtful(self) -> list[Rewrite]:
@@ -119,73 +110,57 @@ class WholeModel:
         optional = [each for each in fast if _is_optional(each)]
         if clean_ups or not optional:
             return clean_ups
-        untimed = [each for each in optional if "untimed" in each.decision.figures]
+        untimed = [each for each in optional if each.decision.measured.untimed]
         if untimed:
             return untimed
-        worst = min(optional, key=lambda each: each.decision.figures.get("speedup_low") or 0.0)
+        worst = min(optional, key=lambda each: each.decision.measured.speedup_low or 0.0)
         return [each for each in optional if each.evidence is worst.evidence]
 
     def _runs(self) -> dict[str, Mapping[str, timing.Runner]]:
         """Return what to race, by the label of a kind of calls."""
-        program, training = self._tuner.program, self._tuner.program.training
+        program, training = self._context.program, self._context.program.training
         models = {"before": self._baseline, "after": program.model}
-        with self._tuner.budget.spending():
+        with self._context.budget.spending():
             return {
                 label: {name: timing.runner(model, calls, training=training) for name, model in models.items()}
                 for label, calls in self._kinds.items()
             }
 
     def _raced(self, runs: Mapping[str, Mapping[str, timing.Runner]]) -> Race:
-        budget, cold = self._tuner.budget, self._tuner.program.measuring.is_cold
+        budget, cold = self._context.budget, self._context.program.measuring.is_cold
         limit = budget.for_the_whole / len(runs)
         with budget.spending():
             return Race(
                 {label: timing.time_candidates(pair, limit=limit, cold=cold, clear=1.0) for label, pair in runs.items()}
             )
 
-    def _take_back(self, unwanted: Sequence[Rewrite], reason: str) -> None:
+    def _take_back(self, unwanted: Sequence[Rewrite], reason: Reason) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""
         unwound = self._around(unwanted)
-        for rewrite in reversed(unwound):
-            rewrite.edit.undo()
-        self._tuner.forget()
-        self._history.rewrites = [rewrite for rewrite in self._history.rewrites if rewrite not in unwound]
-        for rewrite in unwound:
-            if rewrite in unwanted:
-                self._history.undo(rewrite, reason, Cause.MODEL_SLOWER)
-            else:
-                self._apply_again(rewrite)
+        again = [rewrite for rewrite in unwound if rewrite not in unwanted]
+        lost = self._tuner.stand_again(unwound, again, verified=True)
+        for rewrite in unwanted:
+            self._context.history.undo(rewrite, reason)
+        for rewrite, why in lost.items():
+            self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, why=f": {why}"))
 
     def _around(self, unwanted: Sequence[Rewrite]) -> list[Rewrite]:
         """Return rewrites, and those after them that changed some of the same modules, in order."""
         touched: set[nn.Module] = set()
         around: list[Rewrite] = []
-        for rewrite in self._history.rewrites:
+        for rewrite in self._context.history.rewrites:
             modules = all_modules(rewrite.edit.owner)
             if rewrite in unwanted or not touched.isdisjoint(modules):
                 around.append(rewrite)
                 touched.update(modules)
         return around
 
-    def _apply_again(self, rewrite: Rewrite) -> None:
-        """Apply a rewrite again after another one below it is gone, unless it stood on that one."""
-        try:
-            candidate = self._tuner.repeat(rewrite.pass_, rewrite.group)
-        except PassError as error:
-            candidate = Candidate(rewrite.group, str(error))
-        if candidate.edit is None:
-            why = f"it depended on a rewrite that was undone: {candidate.failure}"
-            self._history.undo(rewrite, why, Cause.DEPENDENT)
-            return
-        rewrite.edit = candidate.edit
-        self._history.rewrites.append(rewrite)
 
-
-def _slower(races: Sequence[Race]) -> str:
-    """Say what was slower, with a place left for what it was slower with."""
+def _slower(races: Sequence[Race]) -> dict[str, Any]:
+    """Return what was slower, and how fast it is now."""
     label = all_slower(races) or ""
-    speed = together(races).speed_of(label).mid
-    return f"{f'the {label} of the model' if label else 'the whole model'} was slower{{}} ({speed:.3g}x)"
+    what = f"the {label} of the model" if label else "the whole model"
+    return {"what": what, "speedup": together(races).speed_of(label).mid}
 
 
 def _is_optional(rewrite: Rewrite) -> bool:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from support.runs import manager_of
 from torch import Tensor, nn
 
 import fxopt
@@ -69,7 +70,7 @@ class WriteSum(Pass):
 def manager(pass_: Pass, budget: float = 100.0) -> Manager:
     torch.manual_seed(0)
     program = capture_program(Net().eval(), (torch.randn(3, WIDTHS[0]),))
-    runs = Manager(program, time=False, budget=TimeBudget(budget, 1e-3))
+    runs = manager_of(program, time=False, budget=TimeBudget(budget, 1e-3))
     runs.run([pass_])
     return runs
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.runs import manager_of
 from torch import Tensor, fx, nn
 
 import fxopt
@@ -187,7 +188,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
 
 def managed(model: nn.Module, *passes: Pass, **options: Any) -> Manager:
-    manager = Manager(fxopt.capture(model, (X,)), **{"time": False, **options})
+    manager = manager_of(fxopt.capture(model, (X,)), **{"time": False, **options})
     manager.run(passes)
     return manager
 
@@ -293,7 +294,7 @@ def test_the_model_runs_twice_a_pass_at_most(monkeypatch: pytest.MonkeyPatch) ->
     program = fxopt.capture(net(8), (X,))
     runs: list[int] = []
     program.model.register_forward_hook(lambda *_: runs.append(1))
-    Manager(program, time=False).run([WriteOut(), Subtract()])
+    manager_of(program, time=False).run([WriteOut(), Subtract()])
     assert len(runs) <= 4
 
 
@@ -338,7 +339,7 @@ def test_equal_blocks_go_together_when_the_model_is_slower(monkeypatch: pytest.M
     assert ["linear_weight" in text for text in texts] == [False] * 3 + [True] * 2
     assert all("torch.sub" in text for text in texts)
     torch.testing.assert_close(manager.program.model(X), model(X))
-    replayed = Manager(fxopt.capture(model, (X,)))
+    replayed = manager_of(fxopt.capture(model, (X,)))
     replayed.replay((Faster(), Subtract()), manager.plan((Faster(), Subtract())))
     assert {n: str(g) for n, g in replayed.program.graphs.items()} == {
         n: str(g) for n, g in manager.program.graphs.items()

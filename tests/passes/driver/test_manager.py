@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from support.runs import manager_of
 from torch import Tensor, fx, nn
 
 import fxopt
@@ -257,7 +258,7 @@ def program() -> Program:
 
 
 def managed(program: Program, *passes: Pass, **options: object) -> Manager:
-    manager = Manager(program, **{"time": False, **options})
+    manager = manager_of(program, **{"time": False, **options})
     manager.run(passes)
     return manager
 
@@ -582,7 +583,7 @@ def test_what_stood_on_a_rewrite_goes_with_it(program: Program, timed: Callable[
     assert ["torch.subtract" in str(graph) for graph in program.graphs.values()] == [False, True, True]
     assert torch.equal(program.model(X), expected)
     replayed = fxopt.capture(Net(), (X,))
-    Manager(replayed).replay((Lowerings(offered=("first",)), Upon()), manager.plan(()))
+    manager_of(replayed).replay((Lowerings(offered=("first",)), Upon()), manager.plan(()))
     assert {n: str(g) for n, g in replayed.graphs.items()} == {n: str(g) for n, g in program.graphs.items()}
 
 
@@ -599,7 +600,7 @@ def test_a_plan_repeats_the_same_graphs_without_looking(
     monkeypatch.setattr(comparison.verification, "reference", lambda *a, **k: pytest.fail("verified"))
     timed(lambda candidates: pytest.fail("timed"))
     second = fxopt.capture(Net())
-    manager = Manager(second)
+    manager = manager_of(second)
     manager.replay(passes, plan)
     texts = [
         {name: graph.python_code("self").src for name, graph in program.graphs.items()} for program in (first, second)
@@ -612,7 +613,7 @@ def test_a_plan_that_does_not_fit_is_refused(program: Program) -> None:
     plan = managed(program, RewriteSubtractions()).plan((RewriteSubtractions(),))
     other = fxopt.capture(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (X,))
     with pytest.raises(PlanError, match=r"the plan's site \(root\):sub of pass 'rewrite_subtractions' is not in this"):
-        Manager(other).replay((RewriteSubtractions(),), plan)
+        manager_of(other).replay((RewriteSubtractions(),), plan)
 
 
 def test_a_plan_with_an_unknown_choice_fails_by_name(program: Program) -> None:
@@ -622,7 +623,7 @@ def test_a_plan_with_an_unknown_choice_fails_by_name(program: Program) -> None:
     with pytest.raises(
         PlanError, match=r"\(root\):sub of pass 'lowerings' cannot be rewritten: it cannot be written so"
     ):
-        Manager(other).replay((Lowerings(),), dataclasses.replace(plan, decisions=decisions))
+        manager_of(other).replay((Lowerings(),), dataclasses.replace(plan, decisions=decisions))
     assert trace_of(other) == before
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from support.runs import manager_of
 from torch import Tensor, nn
 
 import fxopt
@@ -127,7 +128,9 @@ def test_batch_norms_in_training_are_rewritten_too():
 def ended(wrong: tuple[str, ...], budget: float = 6.0) -> Manager:
     """Halve pairs of which some are wrong; the time for it ends on the way."""
     ticks = itertools.count()
-    manager = Manager(fxopt.capture(pairs(8).eval(), (X,)), budget=TimeBudget(budget, clock=lambda: float(next(ticks))))
+    manager = manager_of(
+        fxopt.capture(pairs(8).eval(), (X,)), budget=TimeBudget(budget, clock=lambda: float(next(ticks)))
+    )
     manager.run([Halve(wrong=wrong)])
     return manager
 

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.runs import manager_of
 from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes import timing
 from fxopt.passes.contract import Pass
-from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Numerics, Site
 from fxopt.passes.timing import TimeBudget, Timings
@@ -82,7 +82,7 @@ def races(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def _timings(x: Tensor, net: Net | None = None, **budget: float) -> Mapping[str, Any]:
-    manager = Manager(fxopt.capture((net or Net()).eval(), (x,)), budget=TimeBudget(**budget))
+    manager = manager_of(fxopt.capture((net or Net()).eval(), (x,)), budget=TimeBudget(**budget))
     manager.run([Subtract()])
     assert manager.timings is not None
     return manager.timings
@@ -143,7 +143,7 @@ def test_rows_of_graphs_are_no_batch(races: list[Tensor]) -> None:
             return x.sum() - x[edges[0]]
 
     edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
-    manager = Manager(fxopt.capture(Graph().eval(), (torch.randn(4, 3), edges)), time=False)
+    manager = manager_of(fxopt.capture(Graph().eval(), (torch.randn(4, 3), edges)), time=False)
     assert not list(fxopt.passes.verification.neighbours(manager.program.whole_calls))
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.runs import manager_of
 from torch import Tensor, nn
 
 import fxopt
@@ -77,7 +78,7 @@ def races(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def managed(budget: TimeBudget, *passes: Pass, model: nn.Module | None = None) -> Manager:
-    manager = Manager(fxopt.capture(model or net(), (X,)), budget=budget)
+    manager = manager_of(fxopt.capture(model or net(), (X,)), budget=budget)
     manager.run(passes)
     return manager
 
@@ -156,7 +157,7 @@ def test_without_time_for_timing_one_lowering_is_applied_and_the_whole_model_jud
 
 def test_without_time_for_timing_several_lowerings_are_left(races: list[list[str]]) -> None:
     manager = managed(TimeBudget(100.0, timing=80.0), Subtract(choices=("one", "two")))
-    assert outcomes(manager) == [("skipped", "not timed: " + manager.budget.too_short)] * 3
+    assert outcomes(manager) == [("skipped", "not timed: " + manager.context.budget.too_short)] * 3
     manager = managed(TimeBudget(100.0, timing=80.0), Subtract(choices=("one", "two"), required=True))
     assert [status for status, _ in outcomes(manager)] == ["applied"] * 3
 
@@ -204,7 +205,7 @@ def test_neither_a_prompt_nor_a_step_may_be_slower(monkeypatch: pytest.MonkeyPat
     calls = [fxopt.Inputs(X), fxopt.Inputs(X[:1], past_key_values=(X,))]
 
     def run() -> Manager:
-        manager = Manager(capture_program(Decoder().eval(), calls), time=True, budget=TimeBudget(100.0, timing=80.0))
+        manager = manager_of(capture_program(Decoder().eval(), calls), time=True, budget=TimeBudget(100.0, timing=80.0))
         manager.run([Subtract()])
         return manager
 

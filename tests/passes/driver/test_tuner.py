@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from support.runs import manager_of
 from torch import Tensor, fx, nn
 
 import fxopt
@@ -87,7 +88,7 @@ class ByDesign(Subtractions):
 
 
 def managed(model: nn.Module, pass_: Pass, **options: object) -> Manager:
-    manager = Manager(fxopt.capture(model, (X,)), **{"time": False, **options})
+    manager = manager_of(fxopt.capture(model, (X,)), **{"time": False, **options})
     manager.run([pass_])
     return manager
 
@@ -149,7 +150,7 @@ def test_sites_of_one_graph_are_verified_as_one(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_undoing_takes_all_of_them_back() -> None:
-    manager = Manager(program := fxopt.capture(Net(), (X,)), time=False)
+    manager = manager_of(program := fxopt.capture(Net(), (X,)), time=False)
     before = str(program.graph(""))
     manager.run([Subtractions()])
     assert str(program.graph("")) != before
@@ -165,7 +166,7 @@ def test_new_nodes_name_their_own_sites() -> None:
 
 def test_a_plan_repeats_sites_that_landed_together() -> None:
     first = managed(Net(), Subtractions())
-    second = Manager(fxopt.capture(Net(), (X,)))
+    second = manager_of(fxopt.capture(Net(), (X,)))
     second.replay([Subtractions()], first.plan([Subtractions()]))
     assert str(second.program.graph("")) == str(first.program.graph(""))
     assert statuses(second) == ALL
@@ -201,7 +202,7 @@ def test_what_raises_is_named_and_nothing_stays() -> None:
     program = fxopt.capture(Net(), (X,))
     before = str(program.graph(""))
     with pytest.raises(PassError, match=r"\(site \(root\):sub_2\) raised ValueError: broken"):
-        Manager(program, time=False).run([Subtractions(broken=(3.0,))])
+        manager_of(program, time=False).run([Subtractions(broken=(3.0,))])
     assert str(program.graph("")) == before
 
 
@@ -253,7 +254,7 @@ def test_a_slower_model_loses_all_that_was_decided_as_one(monkeypatch: pytest.Mo
         return Timings([{name: 1.0 if (name == "before") is whole else 2.0 for name in candidates}] * 20)
 
     monkeypatch.setattr(timing, "time_candidates", time_candidates)
-    manager = Manager(fxopt.capture(Blocks(), (X,)))
+    manager = manager_of(fxopt.capture(Blocks(), (X,)))
     before = {name: str(graph) for name, graph in manager.program.graphs.items()}
     manager.run([Subtractions(kinds=True)])
     assert [decision.status for decision in manager.decisions] == ["undone"] * 12

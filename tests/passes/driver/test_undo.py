@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.runs import manager_of
 from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import PlanError
 from fxopt.passes.contract import Pass
-from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Phase, Refusal, Site
 from fxopt.runtime.graphs import Context, ContextRegion, add_region
@@ -114,7 +114,7 @@ def _belongings(module: nn.Module) -> Any:
 def test_what_a_pass_did_beside_its_edit_is_undone_with_it(kind: type[Wrong]) -> None:
     program = fxopt.capture(Net(), (X,))
     before, text = trace_of(program.model), {name: str(graph) for name, graph in program.graphs.items()}
-    manager = Manager(program, time=False)
+    manager = manager_of(program, time=False)
     manager.run([kind()])
     assert {decision.status for decision in manager.decisions} <= {"undone", "refused"} and manager.decisions
     assert trace_of(program.model) == before
@@ -132,7 +132,7 @@ def test_a_pass_that_stops_half_way_leaves_nothing_behind(stop: type[BaseExcepti
     program = fxopt.capture(Net(), (X,))
     before = trace_of(program.model)
     with pytest.raises(KeyboardInterrupt if stop is KeyboardInterrupt else fxopt.PassError):
-        Manager(program, time=False).run([Stops()])
+        manager_of(program, time=False).run([Stops()])
     assert trace_of(program.model) == before
 
 
@@ -165,7 +165,7 @@ def test_the_nodes_of_a_site_are_those_of_the_graph_being_edited() -> None:
 
     program = fxopt.capture(Net(), (X,))
     before = {name: str(graph) for name, graph in program.graphs.items()}
-    manager = Manager(program, time=False)
+    manager = manager_of(program, time=False)
     manager.run([Swaps()])
     assert [decision.status for decision in manager.decisions] == ["undone"]
     assert {name: str(graph) for name, graph in program.graphs.items()} == before

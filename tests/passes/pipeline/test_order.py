@@ -2,12 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fxopt.errors import OrderError
 from fxopt.known_passes import PRESET_OPTIONS, PRESETS, own_names
+from fxopt.pass_order import ORDER
 from fxopt.passes.contract import Pass
 from fxopt.passes.pipeline import check_order, chosen_passes, parse
 from fxopt.passes.sites import Phase
@@ -168,3 +170,12 @@ def test_passes_without_a_preset_keep_the_order_that_is_written():
             chosen_passes(text)
     with pytest.raises(OrderError):  # those two, too, where a preset stands beside them
         chosen_passes("inference,fuse_ensembles,prune")
+
+
+def test_the_table_names_own_passes_and_the_page_of_passes_shows_it():
+    own, page = set(own_names()), (Path(__file__).parents[3] / "docs/passes/index.md").read_text(encoding="utf-8")
+    for name, order in ORDER.items():
+        columns = (order.before, order.after, order.destroys, order.includes)
+        assert {name, *order.requires}.union(*columns) <= own
+        cells = (", ".join(f"`{each}`" for each in column) for column in columns)
+        assert f"| `{name}` | {' | '.join(cells)} |" in page

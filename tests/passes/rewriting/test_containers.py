@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.runs import manager_of
 from torch import Tensor, nn
 
 import fxopt
 from fxopt import Context, Edit, Goal, Numerics, OwnForward, Pass, Program, Refusal, Site
 from fxopt.errors import GuardError, MatchFailure
-from fxopt.passes.driver import Manager
 from fxopt.runtime.graphs import misses_in
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
@@ -187,7 +187,7 @@ def test_a_container_is_changed_as_if_nothing_had_been_added(case: str) -> None:
 def test_a_wrong_region_in_a_sequential_goes_again_without_a_rest() -> None:
     program = fxopt.capture(sequential(), (X,))
     before = [(name, id(module), type(module)) for name, module in program.model.named_modules()]
-    manager = Manager(program, time=False)
+    manager = manager_of(program, time=False)
     manager.run([OutlineTwo(wrong=True)])
     assert {decision.status for decision in manager.decisions} == {"undone"}
     assert [(name, id(module), type(module)) for name, module in program.model.named_modules()] == before

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from support.runs import manager_of
 from torch import Tensor, nn
 
 import fxopt
 from fxopt import Edit, Goal, Pass, Program, Refusal, Site
-from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Snapshot, operation
 from fxopt.tracing.isolation import AttributeState
 
@@ -99,7 +99,7 @@ def trace_of(block: Any) -> object:
 def test_what_is_changed_outside_the_site_goes_back(kind: type[Rewrite], wrong: bool) -> None:
     program = fxopt.capture(chain(3), (X,))
     before, expected = trace_of(program.module("2")), program.model(X)
-    manager = Manager(program, time=False)
+    manager = manager_of(program, time=False)
     manager.run([kind(wrong)])
     assert manager.decisions[0].status == ("undone" if wrong else "applied")
     assert trace_of(program.module("2")) == before
@@ -117,7 +117,7 @@ class AtTheEnd(Rewrite):
 
 def test_what_the_last_site_changed_elsewhere_goes_back() -> None:
     program = fxopt.capture(chain(3), (X,))
-    Manager(program, time=False).run([AtTheEnd()])
+    manager_of(program, time=False).run([AtTheEnd()])
     assert not hasattr(program.module("0"), "extra")
 
 

@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from support.runs import manager_of
 from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt import Context, Edit, Goal, Numerics, OwnForward, Pass, Program, Refusal, Select, Site, StateWarning
 from fxopt.compat import children_of
 from fxopt.errors import MatchFailure, PassError, PlanError
-from fxopt.passes.driver import Manager
 from fxopt.runtime.graphs import select
 
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
@@ -105,7 +105,7 @@ def test_a_child_is_swapped_in_a_sequential() -> None:
 def test_a_wrong_child_goes_again_without_a_rest() -> None:
     program = fxopt.capture(Net(), (X,))
     before = trace_of(program.model)
-    manager = Manager(program, time=False)
+    manager = manager_of(program, time=False)
     manager.run([SwapActivations(wrong=True)])
     assert {decision.status for decision in manager.decisions} == {"undone"}
     assert trace_of(program.model) == before
@@ -605,7 +605,7 @@ def test_it_lands_whole_or_not_at_all() -> None:
 
     program = fxopt.capture(Net().eval(), (X,))
     before = trace_of(program.model)
-    manager = Manager(program, time=False)
+    manager = manager_of(program, time=False)
     manager.run([Stops()])
     assert {(d.status, d.reason) for d in manager.decisions} == {("refused", "the second module cannot be cut")}
     assert trace_of(program.model) == before

@@ -60,6 +60,7 @@ def test_what_the_file_says():
                 "step": 1, "pass_name": "fuse_ensembles", "key": "(root):a..b(2)", "status": "applied",
                 "label": "heads", "reason": "", "choice": "bmm", "detail": "", "figures": {"speedup": 3.5},
                 "site": None, "numerics": "", "goal": "", "cause": "",
+                    "values": {},
             }
         ],
         "optimizer_form": None,

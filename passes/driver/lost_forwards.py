@@ -1,4 +1,4 @@
-"""Whether a rewritten module may still run its original forward: where no graph fits a call, that is all there is."""
+"""Modules that may no longer run their original forward, though no graph fits a call: it would be wrong, or raise."""
 
 from __future__ import annotations
 
@@ -24,11 +24,6 @@ def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: 
 
     A pass may say so itself (`Pass.own_forward`). Else these are modules that a pass made compute something else, on
     purpose or within an error budget, or that run a region, whose wrapper would be left out.
-
-    Args:
-        model: the optimized model.
-        rewrites: the rewrites that stand.
-        record: of the model.
     """
     changed = [(rewrite, name) for rewrite in rewrites for name in rewrite.edit.changed_owners]
     for rewrite, name in changed:

@@ -13,7 +13,8 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 import fxopt
-from fxopt.passes.optimizers import choose_form, choosing, trial
+from fxopt.passes.driver.results import choosing
+from fxopt.passes.driver.results.choosing import choose_form
 
 
 def network() -> nn.Module:
@@ -214,8 +215,8 @@ def test_steps_that_compute_something_else_are_not_taken(monkeypatch: pytest.Mon
         changed = [({**options, "weight_decay": 10 * options["weight_decay"]}, tensors) for options, tensors in groups]
         return made(like, changed if form else groups, form)
 
-    made = trial._optimizer
-    monkeypatch.setattr(trial, "_optimizer", wrong)
+    made = choosing._optimizer
+    monkeypatch.setattr(choosing, "_optimizer", wrong)
     model = network()
     choice = choose_form(optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), model)
     assert choice.form == ""
@@ -226,7 +227,7 @@ def test_all_forms_of_all_kinds_compute_the_same() -> None:
     for make in (*KINDS.values(), optim.RMSprop, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta):
         optimizer = make(network().parameters())
         for form in ("foreach", "fused") if "fused" in optimizer.defaults else ("foreach",):
-            error, problem = trial.deviation(optimizer, form)
+            error, problem = choosing.deviation(optimizer, form)
             assert problem == ""
             assert error < 1e-5
 
@@ -235,7 +236,7 @@ def test_a_step_on_a_part_leaves_the_optimizer_alone() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     optimizer = optim.AdamW(model.parameters())
     before = [parameter.clone() for parameter in model.parameters()]
-    trial.stepping(optimizer, "fused")()
+    choosing.stepping(optimizer, "fused")()
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
     assert not optimizer.state
 
@@ -286,5 +287,5 @@ def test_the_first_rank_decides_for_all() -> None:
 def test_parameters_are_read_and_never_written() -> None:
     shared: Tensor = torch.ones(4)
     optimizer = optim.SGD([nn.Parameter(shared)], lr=1.0)
-    trial.deviation(optimizer, "fused")
+    choosing.deviation(optimizer, "fused")
     assert torch.equal(shared, torch.ones(4))

@@ -15,8 +15,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
-from fxopt.passes.optimizers.forms import forms_of, reset_form, set_form
-from fxopt.passes.optimizers.gate import FLAGS
+from fxopt.passes.driver.results.gate import FLAGS, forms_of, reset_form, set_form
 
 X = torch.linspace(-1, 1, 2 * 3 * 4 * 4).view(2, 3, 4, 4)
 

@@ -1,0 +1,132 @@
+"""What a run knows: what the user asked for, the program, the time that is left, and what was decided until now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ...errors import PassError
+from ...settings import Measure, Settings
+from ...tracing.examples import Inputs
+from ...tracing.program import Program, is_on_meta
+from ..contract import Pass
+from ..pipeline import Plan
+from ..rewriting import Snapshot
+from ..sites import Goal, Phase
+from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget
+from .groups import Group
+from .history import History
+from .site_calls import SiteCalls
+
+__all__ = ["Progress", "Request", "RunContext"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is.
+
+    Attributes:
+        what: the name of the pass that runs, or what is done with the whole model.
+        done, total: how many of the sites that it found are decided; no total where nothing is counted.
+    """
+
+    what: str
+    done: int = 0
+    total: int = 0
+
+
+def unheard(progress: Progress) -> None:
+    """Listen to nothing."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for, checked.
+
+    Attributes:
+        passes: in the order in which they run.
+        inputs: the example calls; may be none.
+        phase: TRAIN or EVAL, or None for the model's own mode.
+        verify: whether rewrites are checked.
+        measure: whether, and how, they are timed.
+        plan: decisions to repeat instead.
+        checks_plan: verify what the plan repeats, and leave out what is wrong: another rank has decided on it.
+        seed: of verification's random inputs.
+        settings: limits from the environment.
+        time_budget: how long checks and timing may take.
+        on_failure: writes a reproducer of a failed pass and returns its path.
+        on_progress: is told how far the run is.
+        twin: a small model with data, in which the rewrites of one on the meta device are verified.
+    """
+
+    passes: Sequence[Pass] = ()
+    inputs: tuple[Inputs, ...] = ()
+    phase: Phase | None = None
+    verify: bool = True
+    measure: Measure = Measure.YES
+    plan: Plan | None = None
+    checks_plan: bool = False
+    seed: int = 0
+    settings: Settings = field(default_factory=Settings)
+    time_budget: BudgetRequest = DEFAULT_BUDGET
+    on_failure: Callable[[PassError], str | None] | None = None
+    on_progress: Callable[[Progress], None] = unheard
+    twin: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What every part of one run knows.
+
+    Attributes:
+        program: is rewritten in place.
+        request: what the user asked for.
+        budget: how long checks and timing may take.
+        trained: the modules that the user gave in training mode.
+        calls: how the modules around sites are called.
+        snapshot: what the modules are between rewrites.
+        history: what was decided, and what stands.
+    """
+
+    program: Program
+    request: Request
+    budget: TimeBudget
+    trained: Collection[nn.Module]
+    calls: SiteCalls
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    history: History = field(default_factory=History)
+
+    @classmethod
+    def of(
+        cls, program: Program, request: Request, budget: TimeBudget, trained: Collection[nn.Module] | None = None
+    ) -> RunContext:
+        """Return the context of a run that begins; by default those modules are trained that are in training now."""
+        if trained is None:
+            trained = {module for module in program.names.distinct if module.training}
+        return cls(program, request, budget, trained, SiteCalls(program, budget))
+
+    @property
+    def checks(self) -> bool:
+        """Say whether rewrites are verified."""
+        return self.request.verify and not is_on_meta(self.program.model)
+
+    def is_timed(self, pass_: Pass) -> bool:
+        """Say whether what a pass finds is timed at its sites."""
+        return bool(self.request.measure) and pass_.goal is Goal.SPEED and not pass_.profiles_itself
+
+    def asks(self, pass_: Pass, group: Group) -> bool:
+        """Say whether there is anything to verify or to time at a group."""
+        if not (self.request.verify or self.is_timed(pass_)) or is_on_meta(self.program.module(group.owner)):
+            return False
+        return bool(self.calls.of(group.owner))
+
+    def has_time(self, pass_: Pass) -> bool:
+        """Say whether there is time to check what a pass writes as it should be."""
+        return not self.request.verify or self.budget.allows_check(clean_up=pass_.clean_up)
+
+    def forget(self) -> None:
+        """Learn anew what the modules are and how they are called: something else than a rewrite has changed them."""
+        self.calls.forget()
+        self.snapshot.forget()
