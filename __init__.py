@@ -1,7 +1,4 @@
-"""fxopt: a compiler for PyTorch models: `optimize(model, passes=[...])` gives them back rewritten, checked and timed.
-
-Names are imported when they are first used, so that `import fxopt`, and with it the command line, starts at once.
-"""
+"""fxopt: a compiler for PyTorch models. Names are imported when they are first used, so that it starts at once."""
 
 from __future__ import annotations
 

@@ -28,11 +28,7 @@ class Measure(enum.Enum):
 
     @classmethod
     def of(cls, given: object) -> Measure:
-        """Read what a user gave as `measure`: True, False or "cold".
-
-        Raises:
-            UsageError: if it is none of these.
-        """
+        """Read what a user gave as `measure`: True, False or "cold"; raise `UsageError` for anything else."""
         wanted = "True, False or 'cold'"
         expect(given, (bool, str), "measure", wanted)
         if isinstance(given, str):
@@ -77,11 +73,7 @@ class Settings:
 
 
 def current(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read the settings from `environment`, by default the process's own.
-
-    Raises:
-        UsageError: a variable holds something other than its kind of value.
-    """
+    """Read the settings from `environment`, by default the process's own; raise `UsageError` for a wrong value."""
     source = os.environ if environment is None else environment
     given: dict[str, Any] = {}
     for field_ in fields(Settings):

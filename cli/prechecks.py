@@ -30,12 +30,7 @@ _HEAD = 1000
 
 
 def check_pipeline(text: str | None) -> None:
-    """Check the names of passes and presets in a pipeline.
-
-    Raises:
-        PipelineError: one is unknown; the message shows where, and the nearest.
-        UsageError: the shell has taken braces away.
-    """
+    """Raise `PipelineError` for an unknown name, `UsageError` where the shell has taken braces away."""
     if text is None:
         return
     if "=" in text and "{" not in text:
@@ -45,11 +40,7 @@ def check_pipeline(text: str | None) -> None:
 
 
 def check_name(name: str | None) -> str | None:
-    """Check the name of one pass or preset, and return it without options.
-
-    Raises:
-        UsageError: there is none of this name.
-    """
+    """Return the name of one pass or preset without options; raise `UsageError` if there is none."""
     if name is None:
         return None
     bare = name.partition("{")[0]
@@ -60,16 +51,7 @@ def check_name(name: str | None) -> str | None:
 
 
 def check_read(*models: str, **files: Path | None) -> None:
-    """Make sure that what a command reads can be there, without reading or building anything.
-
-    Args:
-        models: each MODEL.
-        files: option, without dashes -> what it says.
-
-    Raises:
-        UsageError: a MODEL is source code, a folder, or no file.
-        InputError: another file is a folder, or is not there.
-    """
+    """Raise `UsageError` for a MODEL, `InputError` for a file of an option, that cannot be there; nothing is read."""
     for model in models:
         _check_model(model)
     for option, path in files.items():
@@ -134,21 +116,13 @@ def check_report_output(path: Path | None) -> None:
 
 
 def check_cold(cold: bool, measure: bool | None) -> None:
-    """Make sure that something is timed, if it is to be timed with cold caches.
-
-    Raises:
-        UsageError: nothing is.
-    """
+    """Raise `UsageError` if nothing is timed, and that with cold caches."""
     if cold and measure is False:
         raise UsageError("--cold says how to time, and --no-measure that nothing is timed; leave one of them out")
 
 
 def check_tolerance(tolerance: float | None) -> None:
-    """Make sure that a relative error is one.
-
-    Raises:
-        UsageError: it is no positive number up to 1.
-    """
+    """Raise `UsageError` if a relative error is no positive number up to 1."""
     if tolerance is not None and not 0 < tolerance <= 1:
         raise UsageError(f"--tolerance {tolerance:g}; give a relative error up to 1, such as 0.05")
 

@@ -35,10 +35,7 @@ PLAN = "plan.json"
 
 
 class Replay(Protocol):
-    """Repeat a plan's rewrites on the original model; `api.py` passes this in, since it lives above this folder.
-
-    Inputs that were drawn say what calls look like, and are no measure of results: nothing is compared on them.
-    """
+    """Repeat a plan's rewrites on the original model; on inputs that were `drawn`, results are not compared."""
 
     def __call__(
         self, original: nn.Module, plan: Plan, phase: str, inputs: object, *, drawn: bool = False
@@ -55,17 +52,8 @@ def save(
 ) -> None:
     """Write an optimized model to `path`, whole or not at all.
 
-    Args:
-        model: the optimized model.
-        path: of the file to write or replace.
-        record: of the model.
-        state: its state dict under the original names.
-        factory: `package.module:function` that builds the original; by default its class, if that needs no arguments.
-
-    Raises:
-        UsageError: the factory is not there, or a pass would not be found again.
-        ArchiveError: a tensor cannot be stored (it is on the meta device, sparse, or of a dtype unknown to the format).
-        OSError: the file cannot be written.
+    `state` is its state dict under the original names; `factory` builds the original: its class, if that needs no
+    arguments, by default. Errors are those of `fxopt.save`.
     """
     if factory is not None:
         find_factory(factory)
@@ -98,19 +86,10 @@ def load(
     trust: Sequence[str] | bool = (),
     inputs: object = None,
 ) -> nn.Module:
-    """Build the original model, give it the archive's weights, and repeat the plan on it.
+    """Build the original model, give it the archive's weights, and let `replay` repeat the plan on it.
 
-    Args:
-        path: of the archive.
-        replay: applies the plan.
-        model: the original model to use instead of the archive's factory; it is copied, not changed.
-        trust: packages whose factories may be imported and called; True stands for any.
-        inputs: example inputs to capture the model on; by default those beside the factory, or drawn ones of the form
-            that the archive notes.
-
-    Raises:
-        ArchiveError: unreadable, damaged, too new, of another model, or its factory is not trusted.
-        PlanError: the plan does not fit the model.
+    `model` is taken instead of the archive's factory, and is copied. `trust` names packages whose factories may run,
+    or is True. `inputs` are by default those beside the factory, or drawn in the form that the archive notes.
     """
     where = Path(path)
     manifest, members = read_container(where, (PLAN, WEIGHTS))
@@ -136,21 +115,13 @@ def load(
 
 
 def factory_of(path: str | os.PathLike[str]) -> str | None:
-    """Return how an archive says its model is built, without building it.
-
-    Raises:
-        ArchiveError: unreadable, damaged or too new.
-    """
+    """Return how an archive says its model is built, without building it."""
     where = Path(path)
     return _Description(where, read_manifest(where)).factory
 
 
 def check_kind(where: Path, manifest: Mapping[str, Any]) -> None:
-    """Make sure that an archive says how to build its model; one kind did not, and is not written any more.
-
-    Raises:
-        ArchiveError: if it does not.
-    """
+    """Raise `ArchiveError` unless an archive says how to build its model; a former kind did not."""
     kind = manifest.get("kind")
     if kind == FORMER_KIND:
         raise ArchiveError(

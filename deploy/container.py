@@ -1,7 +1,4 @@
-"""The zip file that archives are kept in: a manifest, a few members of known names, checksums, and limits.
-
-Members are stored, never compressed, so that what a reader has to hold is bounded by the size of the file.
-"""
+"""The zip file of an archive: manifest, known members, checksums. Nothing is compressed, so that sizes are bounded."""
 
 from __future__ import annotations
 
@@ -43,11 +40,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def write_container(path: str | os.PathLike[str], manifest: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
-    """Write the members and a manifest with their sizes and checksums; equal content makes equal files.
-
-    Raises:
-        OSError: the file cannot be written; an older one at `path` is as it was.
-    """
+    """Write the members and a manifest with their sizes and checksums; equal content makes equal files."""
     files = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in members.items()}
     head = {"format": FORMAT, "schema_version": SCHEMA_VERSION, **manifest, "files": files}
     text = json.dumps(head, indent=1, allow_nan=False).encode()
@@ -57,11 +50,7 @@ def write_container(path: str | os.PathLike[str], manifest: Mapping[str, Any], m
 
 
 def read_container(path: str | os.PathLike[str], expected: Collection[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the manifest and the members called `expected`, every one checked.
-
-    Raises:
-        ArchiveError: it is no archive, is damaged, holds anything else, or was written by a newer fxopt.
-    """
+    """Return the manifest and the members called `expected`, each checked; raise `ArchiveError` for anything else."""
     where = regular_file(path)
     try:
         with zipfile.ZipFile(where) as archive:
@@ -76,11 +65,7 @@ def read_container(path: str | os.PathLike[str], expected: Collection[str]) -> t
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the manifest alone; the members are not looked at.
-
-    Raises:
-        ArchiveError: as `read_container`.
-    """
+    """Return the manifest alone; the members are not looked at. Raise `ArchiveError` as `read_container` does."""
     where = regular_file(path)
     try:
         with zipfile.ZipFile(where) as archive:
@@ -90,11 +75,7 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
-    """Return a path that leads to a file; reading anything else (a folder, a pipe, a device) may never end.
-
-    Raises:
-        ArchiveError: if it does not.
-    """
+    """Return the path of a file, or raise `ArchiveError`: reading a pipe or a device may never end."""
     where = Path(path)
     try:
         mode = where.stat().st_mode
@@ -112,11 +93,7 @@ def _manifest(where: Path, archive: zipfile.ZipFile, names: Mapping[str, zipfile
 
 
 def read_json(where: Path, name: str, data: bytes) -> dict[str, Any]:
-    """Return a member that holds a JSON object.
-
-    Raises:
-        ArchiveError: it is too long or something else.
-    """
+    """Return a member that holds a JSON object; raise `ArchiveError` if it is too long or something else."""
     if len(data) > LONGEST_JSON:
         raise ArchiveError(f"{where}: {name} has {len(data):,} bytes; at most {LONGEST_JSON:,} are read")
     try:
@@ -141,15 +118,9 @@ def _not_json(text: str) -> float:
 
 
 def checked_entries(where: Path, archive: zipfile.ZipFile, length: int | None = None) -> dict[str, zipfile.ZipInfo]:
-    """Return the entries by name once none is doubled, compressed, encrypted or larger than the file can hold.
+    """Return the entries by name; raise `ArchiveError` for one that is doubled, compressed, encrypted or too large.
 
-    Args:
-        where: the file's path.
-        archive: the file, opened.
-        length: in bytes, if it is in memory.
-
-    Raises:
-        ArchiveError: if one is.
+    `length` is that of the file in bytes, if it is in memory.
     """
     entries = archive.infolist()
     names = {entry.filename: entry for entry in entries}

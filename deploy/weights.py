@@ -18,11 +18,7 @@ WEIGHTS = "weights.safetensors"
 
 
 def stored_once(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return each tensor once, ready to be stored, and alias -> name for those that are tied.
-
-    Raises:
-        ArchiveError: if one cannot be stored: it is on the meta device, sparse, or no tensor.
-    """
+    """Return each tensor once, ready to be stored, and alias -> name for tied ones; or raise `ArchiveError`."""
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[object, str] = {}
@@ -47,11 +43,7 @@ def _check_storable(name: str, tensor: object) -> None:
 
 
 def weights_bytes(stored: dict[str, Tensor]) -> bytes:
-    """Return tensors as a safetensors file.
-
-    Raises:
-        ArchiveError: if the format has no place for one of them.
-    """
+    """Return tensors as a safetensors file; raise `ArchiveError` if the format has no place for one."""
     try:
         return safetensors.torch.save(stored)
     except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
@@ -59,11 +51,7 @@ def weights_bytes(stored: dict[str, Tensor]) -> bytes:
 
 
 def read_weights(where: Path, data: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file.
-
-    Raises:
-        ArchiveError: if it is none.
-    """
+    """Return the tensors of a safetensors file; raise `ArchiveError` if it is none."""
     try:
         return safetensors.torch.load(data)
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError, SafetensorError) as error:

@@ -14,11 +14,7 @@ __all__ = ["catalogue", "catalogue_json"]
 
 
 def catalogue(name: str | None = None) -> str:
-    """List passes and presets in a line each, or say all about the pass or the preset called `name`.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """List passes and presets in a line each, or say all about one; raise `UsageError` if there is none of its name."""
     if name is None or name in PRESETS:
         return listing(name, {info.name: info.problem or info.summary for info in available().values()})
     return _page(name)

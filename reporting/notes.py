@@ -130,13 +130,9 @@ def _costs(record: Record) -> Iterator[str]:
 
 
 def _cost_of(name: str, costs: Mapping[str, list[float]], asked: Any, lost: Sequence[Decision]) -> Iterator[str]:
-    """Say what a pass made of costs, and where that is less than was asked.
+    """Say what a pass made of costs (name -> before, after), and whether that is less than was asked.
 
-    Args:
-        name: of the pass.
-        costs: what each was, and was to become.
-        asked: the share that was to go, and of which cost.
-        lost: the decisions on sites that are left as they were.
+    `asked` is the share that was to go, and of which cost; `lost` are the decisions on sites that stayed.
     """
     left: dict[str, list[float]] = {}
     for what, (before, after) in costs.items():
