@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import re
 from typing import TYPE_CHECKING
 
 from .collection import collection_paused
@@ -109,32 +110,16 @@ _PLACES = {
     "tracing.examples": "Inputs",
     "runtime.graphs": "Context",
     "tracing.program": "Program",
-    "transforms.attention": "Attention",
-    "transforms.autocast": "Autocast",
-    "transforms.channels_last": "ChannelsLast",
-    "transforms.checkpoint": "Checkpoint",
-    "transforms.ddp": "Ddp",
-    "transforms.eliminate_common_subexpressions": "EliminateCommonSubexpressions",
-    "transforms.eliminate_dead_code": "EliminateDeadCode",
-    "transforms.flatten_calls": "FlattenCalls",
-    "transforms.fold_batchnorm": "FoldBatchnorm",
-    "transforms.fold_constants": "FoldConstants",
-    "transforms.fsdp": "Fsdp",
-    "transforms.fuse_ensembles": "FuseEnsembles",
-    "transforms.fuse_experts": "FuseExperts",
-    "transforms.graph_pooling": "GraphPooling",
-    "transforms.pack": "Pack",
-    "transforms.pipeline": "Pipeline",
-    "transforms.prune": "Prune",
-    "transforms.qat": "Qat",
-    "transforms.quantize": "Quantize",
-    "transforms.release": "Release",
-    "transforms.sparse_message_passing": "SparseMessagePassing",
-    "transforms.swap_kernels": "SwapKernels",
-    "transforms.sync_batchnorm": "SyncBatchnorm",
-    "transforms.tensor_parallel": "TensorParallel",
 }
+_PASSES = (
+    "Attention Autocast ChannelsLast Checkpoint Ddp EliminateCommonSubexpressions EliminateDeadCode FlattenCalls "
+    "FoldBatchnorm FoldConstants Fsdp FuseEnsembles FuseExperts GraphPooling Pack Pipeline Prune Qat Quantize "
+    "Release SparseMessagePassing SwapKernels SyncBatchnorm TensorParallel"
+)
 _PLACE_OF = {name: namespace for namespace, names in _PLACES.items() for name in names.split()}
+_PLACE_OF |= {
+    name: f"transforms{re.sub('(?=[A-Z])', '_', name).lower().replace('_', '.', 1)}" for name in _PASSES.split()
+}
 
 __all__ = [
     "ArchiveError",

@@ -22,10 +22,18 @@ from ..runtime.values import map_tensors
 from ..tracing.examples import Inputs
 from ..tracing.program import calls_of_forms
 from ..version import VERSION
-from .container import read_container, read_json, read_manifest, write_container
+from .container import (
+    WEIGHTS,
+    read_container,
+    read_json,
+    read_manifest,
+    read_weights,
+    stored_once,
+    weights_bytes,
+    write_container,
+)
 from .factory import build_model, find_factory, is_trusted, module_of, name_class, owner_of
 from .source import inputs_beside
-from .weights import WEIGHTS, read_weights, stored_once, weights_bytes
 
 __all__ = ["Replay", "check_kind", "factory_of", "load", "save"]
 
@@ -61,6 +69,7 @@ def save(
     shape = {"state_map": record.state_map.to_json()} if _is_compact(record.state_map) else {}
     stored, aliases = stored_once(record.state_map.forward(state) if shape else state)
     modules = modules_by_name(model)
+    plan = json.dumps(record.plan.to_json(), indent=1, allow_nan=False)
     manifest: dict[str, Any] = {
         "kind": KIND,
         "fxopt": VERSION,
@@ -75,7 +84,7 @@ def save(
         "calls": list(record.calls),
         **shape,
     }
-    write_container(path, manifest, {PLAN: _json_bytes(record.plan), WEIGHTS: weights_bytes(stored)})
+    write_container(path, manifest, {PLAN: plan.encode(), WEIGHTS: weights_bytes(stored)})
 
 
 def load(
@@ -174,21 +183,17 @@ class _Description:
 
     def with_original_names(self, stored: dict[str, Tensor], trust: Sequence[str] | bool) -> dict[str, Tensor]:
         """Return the state by its original names, tied tensors under each of theirs."""
-        state = self.with_aliases(stored)
+        aliases: dict[str, Any] = self._of_type("aliases", dict)
+        for alias, name in aliases.items():
+            if alias in stored or not isinstance(name, str) or name not in stored:
+                raise ArchiveError(f"{self.where} is damaged: {alias!r} cannot be tied to {name!r}")
+        state = stored | {alias: stored[name] for alias, name in aliases.items()}
         if "state_map" not in self.manifest:
             return state
         try:
             return StateMap.from_json(self.manifest["state_map"], trust).backward(state, warn=False)
         except (StateError, RuntimeError, TypeError, ValueError) as error:
             raise ArchiveError(f"{self.where}: its weights have no original names: {one_line(error)}") from error
-
-    def with_aliases(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state with tied tensors under each of their names."""
-        aliases: dict[str, Any] = self._of_type("aliases", dict)
-        for alias, name in aliases.items():
-            if alias in state or not isinstance(name, str) or name not in state:
-                raise ArchiveError(f"{self.where} is damaged: {alias!r} cannot be tied to {name!r}")
-        return state | {alias: state[name] for alias, name in aliases.items()}
 
     def _of_type(self, key: str, kind: type) -> Any:
         value = self.manifest.get(key)
@@ -215,10 +220,6 @@ def _moved(call: Inputs, device: torch.device) -> Inputs:
 def _is_compact(state_map: StateMap) -> bool:
     """Say whether what a model holds takes less room than what it was made from, and gives that back."""
     return any(step.is_compact for step in state_map.steps)
-
-
-def _json_bytes(plan: Plan) -> bytes:
-    return json.dumps(plan.to_json(), indent=1, allow_nan=False).encode()
 
 
 def _built(description: _Description, trust: Sequence[str] | bool) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The zip file of an archive: manifest, known members, checksums. Nothing is compressed, so that sizes are bounded."""
+"""The zip file of an archive: manifest, members, checksums, tensors. Nothing is compressed: that bounds its size."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
 from ..errors import ArchiveError, one_line
 from ..storage import atomic_file
 
@@ -22,17 +27,22 @@ __all__ = [
     "MANIFEST",
     "SCHEMA_VERSION",
     "UNREADABLE",
+    "WEIGHTS",
     "checked_entries",
     "read_container",
     "read_json",
     "read_manifest",
+    "read_weights",
     "regular_file",
+    "stored_once",
+    "weights_bytes",
     "write_container",
 ]
 
 FORMAT = "fxopt-archive"
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
 LONGEST_JSON = 64 * 2**20
 UNREADABLE = (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, OverflowError, struct.error)
 _VERSION = re.compile(r"[\w.+-]{1,40}")
@@ -168,3 +178,44 @@ def _check_sums(where: Path, manifest: Mapping[str, Any], members: Mapping[str, 
         wanted = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         if said != wanted:
             raise ArchiveError(f"{where} is damaged: the checksum of {name} does not match")
+
+
+def stored_once(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor once, ready to be stored, and alias -> name for tied ones; or raise `ArchiveError`."""
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for name, tensor in state.items():
+        _check_storable(name, tensor)
+        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
+        if first.setdefault(identity, name) != name:
+            aliases[name] = first[identity]
+        else:
+            # A view into a stacked tensor shares its storage, which the format refuses.
+            stored[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return stored, aliases
+
+
+def _check_storable(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ArchiveError(f"{name!r} is a {type(tensor).__name__}, not a tensor; an archive holds tensors only")
+    if tensor.is_meta:
+        raise ArchiveError(f"{name!r} is on the meta device and has no values to save")
+    if tensor.layout != torch.strided:
+        raise ArchiveError(f"{name!r} is sparse ({tensor.layout}); an archive holds dense tensors only")
+
+
+def weights_bytes(stored: dict[str, Tensor]) -> bytes:
+    """Return tensors as a safetensors file; raise `ArchiveError` if the format has no place for one."""
+    try:
+        return safetensors.torch.save(stored)
+    except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ArchiveError(f"the weights cannot be stored: {one_line(error)}") from error
+
+
+def read_weights(where: Path, data: bytes) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file; raise `ArchiveError` if it is none."""
+    try:
+        return safetensors.torch.load(data)
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError, SafetensorError) as error:
+        raise ArchiveError(f"{where}: its weights are unreadable: {one_line(error)}") from error

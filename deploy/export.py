@@ -160,14 +160,14 @@ class _Comparison:
             try:
                 found = _results(module, call)
             except Exception as error:
-                raise self._objection(where, f"raises {type(error).__name__}: {one_line(error)}") from error
+                raise self._unequal(where, f"raises {type(error).__name__}: {one_line(error)}") from error
             if expected.keys() != found.keys():
-                raise self._objection(where, f"gives {_listed(found)} where the model gives {_listed(expected)}")
+                raise self._unequal(where, f"gives {_listed(found)} where the model gives {_listed(expected)}")
             for name, value in expected.items():
-                if problem := _difference(value, found[name]):
-                    raise self._objection(where, f"differs from the model: {name} {problem}")
+                if reason := _difference(value, found[name]):
+                    raise self._unequal(where, f"differs from the model: {name} {reason}")
 
-    def _objection(self, where: str, what: str) -> ArchiveError:
+    def _unequal(self, where: str, what: str) -> ArchiveError:
         calls = "" if len(self.expected) == 1 else "Give example calls of one kind; "
         return ArchiveError(
             f"{self.path} was not written: {where}, the exported model {what}. {calls}dynamic_batch=False "
