@@ -116,9 +116,9 @@ _PASSES = (
     "FoldBatchnorm FoldConstants Fsdp FuseEnsembles FuseExperts GraphPooling Pack Pipeline Prune Qat Quantize "
     "Release SparseMessagePassing SwapKernels SyncBatchnorm TensorParallel"
 )
-_PLACE_OF = {name: namespace for namespace, names in _PLACES.items() for name in names.split()}
-_PLACE_OF |= {
-    name: f"transforms{re.sub('(?=[A-Z])', '_', name).lower().replace('_', '.', 1)}" for name in _PASSES.split()
+_PLACE_OF = {
+    **{name: namespace for namespace, names in _PLACES.items() for name in names.split()},
+    **{name: f"transforms.{re.sub('(?<!^)(?=[A-Z])', '_', name).lower()}" for name in _PASSES.split()},
 }
 
 __all__ = [

@@ -32,8 +32,7 @@ from .passes.driver import (
 from .passes.pipeline import PassInfo, PassLike, Plan, asked_for, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
 from .passes.timing import BudgetRequest, collection_paused
-from .reporting.idle import warn_of
-from .reporting.notes import notes
+from .reporting.notes import notes, warn_of
 from .reporting.progress import progress_line
 from .reporting.report import Report
 from .runtime.graphs import outside_inference_mode, rank_local

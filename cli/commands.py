@@ -143,7 +143,7 @@ def optimize(
     check_written("--report", report)
     check_read(model, weights=weights, inputs=inputs, plan=plan)
     from .. import api
-    from ..reporting.idle import in_one_line
+    from ..reporting.notes import in_one_line
     from .arguments import factory_for
 
     _check_values(passes, time_budget)

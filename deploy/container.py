@@ -9,7 +9,8 @@ import re
 import stat
 import struct
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,14 +63,10 @@ def write_container(path: str | os.PathLike[str], manifest: Mapping[str, Any], m
 def read_container(path: str | os.PathLike[str], expected: Collection[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the manifest and the members called `expected`, each checked; raise `ArchiveError` for anything else."""
     where = regular_file(path)
-    try:
-        with zipfile.ZipFile(where) as archive:
-            names = checked_entries(where, archive)
-            manifest = _manifest(where, archive, names)
-            _check_names(where, names, {MANIFEST, *expected})
-            members = {name: archive.read(names[name]) for name in expected}
-    except UNREADABLE as error:
-        raise ArchiveError(f"{where} is not a readable fxopt archive: {one_line(error)}") from error
+    with _opened(where) as (archive, names):
+        manifest = _manifest(where, archive, names)
+        _check_names(where, names, {MANIFEST, *expected})
+        members = {name: archive.read(names[name]) for name in expected}
     _check_sums(where, manifest, members)
     return manifest, members
 
@@ -77,9 +74,16 @@ def read_container(path: str | os.PathLike[str], expected: Collection[str]) -> t
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the manifest alone; the members are not looked at. Raise `ArchiveError` as `read_container` does."""
     where = regular_file(path)
+    with _opened(where) as (archive, names):
+        return _manifest(where, archive, names)
+
+
+@contextmanager
+def _opened(where: Path) -> Generator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
+    """Open an archive, with its entries by name; an error of the file is an `ArchiveError`."""
     try:
         with zipfile.ZipFile(where) as archive:
-            return _manifest(where, archive, checked_entries(where, archive))
+            yield archive, checked_entries(where, archive)
     except UNREADABLE as error:
         raise ArchiveError(f"{where} is not a readable fxopt archive: {one_line(error)}") from error
 

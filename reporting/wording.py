@@ -86,16 +86,15 @@ def headline(record: Record) -> str:
     """Say in one line how many rewrites stand, for which phase, and how they were checked."""
     # What holds in both modes of a module, each with a graph of its own, is one rewrite to its user.
     # What several calls of optimize left alone, each time, is one place, too.
-    places = {(d.status, d.step * (d.status == "applied"), d.pass_name, _place(d)) for d in record.plan.decisions}
+    places = {
+        (d.status, d.step * (d.status == "applied"), d.pass_name, _SPECIALIZATION.sub("", d.key))
+        for d in record.plan.decisions
+    }
     statuses = [status for status, *_ in places]
     applied = statuses.count("applied")
     others = [f"{statuses.count(s)} {s}" for s in ("undone", "skipped", "refused") if s in statuses]
     standing = f"{counted(applied, 'rewrite')} applied for {phase_of(record)}"
     return ", ".join([standing, *others]) + (_checked(record.checked) if applied else "")
-
-
-def _place(decision: Decision) -> str:
-    return _SPECIALIZATION.sub("", decision.key)
 
 
 def _checked(ways: str) -> str:

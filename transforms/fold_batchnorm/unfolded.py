@@ -14,7 +14,7 @@ from .parts import layer_at, norm_at
 
 __all__ = ["unfolded"]
 
-_REASON = "it is a call of F.batch_norm with other than tensors of the model, or with a mode that is computed"
+_REASON = "it is a call of F.batch_norm on tensors that are not the model's, or with a mode that is computed"
 
 
 def unfolded(program: Program) -> Iterator[Refusal]:

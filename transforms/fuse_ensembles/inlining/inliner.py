@@ -278,7 +278,7 @@ class _Builder:
         if guards and (checks is None or not self.may_restart):
             return f"its graph holds only where {guards[0]} ({guards[0].reason})"
         if checks_on_the_way(specialization.graph) and not self.may_restart:
-            return "it checks values in the middle, and its caller cannot start again after it has written something"
+            return "it checks values between writes, and its caller cannot start again after a write"
         if checks is not None:
             written, inputs = checks
             self.run(written, prefix=f"{prefix}{node.name}/check_", inputs=inputs, call=call)
