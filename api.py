@@ -182,31 +182,19 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
 
 
 def report(model: nn.Module) -> Report:
-    """Return what was done to an optimized model, and what was not and why.
-
-    Raises:
-        StateError: the model was not optimized.
-    """
+    """Return what was done to an optimized model, and what was not and why; raise `StateError` for any other model."""
     record = needed_record(model)
     return Report(record, misses_in(all_modules(model)), notes(record, model))
 
 
 def graphs(model: nn.Module) -> dict[str, fx.Graph]:
-    """Return the graphs that an optimized model runs, by qualified module name; read them, do not edit them.
-
-    Raises:
-        StateError: the model was not optimized.
-    """
+    """Return the graphs that an optimized model runs, by qualified module name; `StateError` for others."""
     needed_record(model)
     return Program(model).graphs
 
 
 def plan(model: nn.Module) -> Plan:
-    """Return the decisions behind an optimized model; `optimize(..., plan=...)` repeats them.
-
-    Raises:
-        StateError: the model was not optimized.
-    """
+    """Return the decisions behind an optimized model, which `optimize(..., plan=...)` repeats; or `StateError`."""
     return needed_record(model).plan
 
 

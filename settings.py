@@ -56,12 +56,10 @@ class Settings:
     """What the environment says; each field is the variable `FXOPT_` and its name in capitals.
 
     Attributes:
-        verify: check every rewrite unless the call says otherwise.
-        measure: time every rewrite made for speed unless the call says otherwise.
+        verify, measure: check every rewrite, and time those made for speed, unless the call says otherwise.
         pass_timeout: seconds that one pass may take on one model before it counts as hung; 0 sets no limit.
-        reproducer_dir: the folder that reproducers of failed passes are written to.
+        reproducer_dir, kernel_cache: the folders of reproducers of failed passes, and of compiled kernels.
         time_budget: what checks and timing may take, as `optimize` reads it; None is the default.
-        kernel_cache: the folder that compiled kernels are kept in.
     """
 
     verify: bool = True

@@ -198,10 +198,7 @@ def _listed(names: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _FreeSizes:
-    """Which sizes of tensors among the arguments may change from call to call.
-
-    `free`: the dimensions, for each tensor in order; `batched`: whether its first one counts the rows of the batch.
-    """
+    """Which dimensions of each tensor among the arguments are `free`, and whether the first counts rows (`batched`)."""
 
     free: tuple[frozenset[int], ...]
     batched: tuple[bool, ...]
