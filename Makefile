@@ -17,13 +17,15 @@ demo: $(READY)
 	$(BIN)/fxopt demo $(DEMO)
 
 test: $(READY)
-	$(BIN)/pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/pytest tests -m "not nightly" -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # Triton's kernels, in its interpreter and compiled for GPUs that need not be there.
 test-kernels: $(TRITON_READY) $(READY)
 	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/pytest tests/cuda_ops/test_kernels.py $(TESTS)
 
+# What repeats other tests with other numbers, and random graphs and models by the thousand.
 nightly: $(READY)
+	$(BIN)/pytest tests -m nightly -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 	$(BIN)/pytest tests -k random --hypothesis-profile nightly --timeout 7200 $(TESTS)
 
 # Random small models under every use, before and after each pass. ONLY='pack 3 sizes' repeats one trial; FUZZ='--done FILE' resumes.

@@ -1,12 +1,10 @@
-"""fxopt: a compiler for PyTorch models: `optimize(model, passes=[...])` gives them back rewritten, checked and timed.
-
-Names are imported when they are first used, so that `import fxopt`, and with it the command line, starts at once.
-"""
+"""fxopt: a compiler for PyTorch models. Names are imported when they are first used, so that it starts at once."""
 
 from __future__ import annotations
 
 import importlib
 import random
+import re
 from typing import TYPE_CHECKING
 
 from .collection import collection_paused
@@ -112,32 +110,16 @@ _PLACES = {
     "tracing.examples": "Inputs",
     "runtime.graphs": "Context",
     "tracing.program": "Program",
-    "transforms.attention": "Attention",
-    "transforms.autocast": "Autocast",
-    "transforms.channels_last": "ChannelsLast",
-    "transforms.checkpoint": "Checkpoint",
-    "transforms.ddp": "Ddp",
-    "transforms.eliminate_common_subexpressions": "EliminateCommonSubexpressions",
-    "transforms.eliminate_dead_code": "EliminateDeadCode",
-    "transforms.flatten_calls": "FlattenCalls",
-    "transforms.fold_batchnorm": "FoldBatchnorm",
-    "transforms.fold_constants": "FoldConstants",
-    "transforms.fsdp": "Fsdp",
-    "transforms.fuse_ensembles": "FuseEnsembles",
-    "transforms.fuse_experts": "FuseExperts",
-    "transforms.graph_pooling": "GraphPooling",
-    "transforms.pack": "Pack",
-    "transforms.pipeline": "Pipeline",
-    "transforms.prune": "Prune",
-    "transforms.qat": "Qat",
-    "transforms.quantize": "Quantize",
-    "transforms.release": "Release",
-    "transforms.sparse_message_passing": "SparseMessagePassing",
-    "transforms.swap_kernels": "SwapKernels",
-    "transforms.sync_batchnorm": "SyncBatchnorm",
-    "transforms.tensor_parallel": "TensorParallel",
 }
-_PLACE_OF = {name: namespace for namespace, names in _PLACES.items() for name in names.split()}
+_PASSES = (
+    "Attention Autocast ChannelsLast Checkpoint Ddp EliminateCommonSubexpressions EliminateDeadCode FlattenCalls "
+    "FoldBatchnorm FoldConstants Fsdp FuseEnsembles FuseExperts GraphPooling Pack Pipeline Prune Qat Quantize "
+    "Release SparseMessagePassing SwapKernels SyncBatchnorm TensorParallel"
+)
+_PLACE_OF = {
+    **{name: namespace for namespace, names in _PLACES.items() for name in names.split()},
+    **{name: f"transforms.{re.sub('(?<!^)(?=[A-Z])', '_', name).lower()}" for name in _PASSES.split()},
+}
 
 __all__ = [
     "ArchiveError",

@@ -32,8 +32,7 @@ from .passes.driver import (
 from .passes.pipeline import PassInfo, PassLike, Plan, asked_for, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
 from .passes.timing import BudgetRequest, collection_paused
-from .reporting.idle import warn_of
-from .reporting.notes import notes
+from .reporting.notes import notes, warn_of
 from .reporting.progress import progress_line
 from .reporting.report import Report
 from .runtime.graphs import attach, detach, misses_in, rank_local
@@ -180,31 +179,19 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
 
 
 def report(model: nn.Module) -> Report:
-    """Return what was done to an optimized model, and what was not and why.
-
-    Raises:
-        StateError: the model was not optimized.
-    """
+    """Return what was done to an optimized model, and what was not and why; raise `StateError` for any other model."""
     record = needed_record(model)
     return Report(record, misses_in(all_modules(model)), notes(record, model))
 
 
 def graphs(model: nn.Module) -> dict[str, fx.Graph]:
-    """Return the graphs that an optimized model runs, by qualified module name; read them, do not edit them.
-
-    Raises:
-        StateError: the model was not optimized.
-    """
+    """Return the graphs that an optimized model runs, by qualified module name; `StateError` for others."""
     needed_record(model)
     return Program(model).graphs
 
 
 def plan(model: nn.Module) -> Plan:
-    """Return the decisions behind an optimized model; `optimize(..., plan=...)` repeats them.
-
-    Raises:
-        StateError: the model was not optimized.
-    """
+    """Return the decisions behind an optimized model, which `optimize(..., plan=...)` repeats; or `StateError`."""
     return needed_record(model).plan
 
 

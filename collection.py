@@ -13,8 +13,7 @@ __all__ = ["collection_paused"]
 def collection_paused() -> Generator[None]:
     """Keep Python's cyclic garbage collector from running for a while.
 
-    Copying and tracing a model allocates many objects that live on, so that the collector walks all of torch's again
-    and again and finds nothing: half of the time of a small model's capture. Timings jump where it runs.
+    Copying and tracing a model allocates much that lives on: the collector took half of a small model's capture.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -123,10 +123,7 @@ class StateError(FxoptError):
 
 
 class MatchFailure(FxoptError):
-    """A rewrite found out while writing that it does not apply; the site is refused with this reason.
-
-    Where several sites are rewritten together, `site` is the one at fault.
-    """
+    """A rewrite found out while writing that it does not apply there; of several sites, `site` is the one at fault."""
 
     site: object = None
 
@@ -146,21 +143,13 @@ class PassError(FxoptError):
 
 
 def expect(value: object, kinds: type | tuple[type, ...], name: str, wanted: str) -> None:
-    """Make sure that an argument is of one of these types.
-
-    Raises:
-        UsageError: it is not; the message names it, its type and what is wanted, never what it holds.
-    """
+    """Raise `UsageError` unless an argument is of one of these types; the message never says what it holds."""
     if not isinstance(value, kinds):
         raise UsageError(f"{name} is of type {type(value).__name__}; give {wanted}")
 
 
 def positive_integer(value: object, name: str, least: int = 1) -> int:
-    """Return an argument that must be a whole number, and not too small.
-
-    Raises:
-        UsageError: it is not; the message names it, and what is wanted.
-    """
+    """Return an argument that must be a whole number; raise `UsageError` if it is none, or too small."""
     wanted = f"a whole number, at least {least}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(f"{name} is of type {type(value).__name__}; give {wanted}")

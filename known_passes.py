@@ -94,10 +94,7 @@ def pass_names() -> dict[str, str]:
 
 
 def own_names() -> list[str]:
-    """Return the transforms that have the class that their name promises, by reading, not importing, them.
-
-    A file defines the class; a folder's front door names it.
-    """
+    """Return the transforms whose file, or front door, has the class that their name promises."""
     return list(_names_in(tuple(importlib.import_module(TRANSFORMS).__path__)))
 
 
@@ -177,12 +174,7 @@ def entry_points() -> list[importlib.metadata.EntryPoint]:
 
 
 def check_names(pipeline: str) -> None:
-    """Check the names in a pipeline string, and the options of presets, and nothing else of it.
-
-    Raises:
-        PipelineError: there is no pass or preset of a name, or no such option of a preset; the message shows where, and
-            the nearest one.
-    """
+    """Check the names in a pipeline string, and the options of presets; a `PipelineError` shows the place."""
     text, depth, names = re.sub(r"\s", " ", pipeline), 0, {*pass_names(), *PRESETS}
     for token in _TOKEN.finditer(text):
         word = token.group()

@@ -13,10 +13,7 @@ _BETWEEN_SECONDS = 0.1
 
 @contextmanager
 def progress_bar(what: str, total: int | None, wanted: bool = True) -> Generator[Callable[[int], None]]:
-    """Show a bar for a while, and give the function that moves it on; nothing where standard error is no terminal.
-
-    Nothing runs beside what is done: the bar changes only when it is moved.
-    """
+    """Show a bar where standard error is a terminal; give the function that moves it on. It changes only when moved."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -28,11 +28,7 @@ class Measure(enum.Enum):
 
     @classmethod
     def of(cls, given: object) -> Measure:
-        """Read what a user gave as `measure`: True, False or "cold".
-
-        Raises:
-            UsageError: if it is none of these.
-        """
+        """Read what a user gave as `measure`: True, False or "cold"; raise `UsageError` for anything else."""
         wanted = "True, False or 'cold'"
         expect(given, (bool, str), "measure", wanted)
         if isinstance(given, str):
@@ -60,12 +56,10 @@ class Settings:
     """What the environment says; each field is the variable `FXOPT_` and its name in capitals.
 
     Attributes:
-        verify: check every rewrite unless the call says otherwise.
-        measure: time every rewrite made for speed unless the call says otherwise.
+        verify, measure: check every rewrite, and time those made for speed, unless the call says otherwise.
         pass_timeout: seconds that one pass may take on one model before it counts as hung; 0 sets no limit.
-        reproducer_dir: the folder that reproducers of failed passes are written to.
+        reproducer_dir, kernel_cache: the folders of reproducers of failed passes, and of compiled kernels.
         time_budget: what checks and timing may take, as `optimize` reads it; None is the default.
-        kernel_cache: the folder that compiled kernels are kept in.
     """
 
     verify: bool = True
@@ -77,11 +71,7 @@ class Settings:
 
 
 def current(environment: Mapping[str, str] | None = None) -> Settings:
-    """Read the settings from `environment`, by default the process's own.
-
-    Raises:
-        UsageError: a variable holds something other than its kind of value.
-    """
+    """Read the settings from `environment`, by default the process's own; raise `UsageError` for a wrong value."""
     source = os.environ if environment is None else environment
     given: dict[str, Any] = {}
     for field_ in fields(Settings):

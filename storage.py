@@ -17,11 +17,7 @@ __all__ = ["as_path", "atomic_file", "byte_text", "write_atomically"]
 
 
 def as_path(path: str | os.PathLike[str], name: str = "path") -> Path:
-    """Return a path that a user gave.
-
-    Raises:
-        UsageError: it is none.
-    """
+    """Return a path that a user gave; raise `UsageError` if it is none."""
     expect(path, (str, os.PathLike), name, "the path of a file, as text or pathlib.Path")
     return Path(path)
 
@@ -42,13 +38,10 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
-    """Open a temporary file beside `path` that takes its place when the block ends, and vanishes if the block raises.
+    """Open a temporary file that takes the place of `path` when the block ends, and vanishes if the block raises.
 
     A link is followed; the content is on disk before the old file goes, and its rights are kept. If the process is
-    killed, the temporary file stays: `.NAME.<12 hex digits>.tmp`, which nothing reads.
-
-    Raises:
-        OSError: it cannot be written, or something else than a file is there (a folder, a device).
+    killed, `.NAME.<12 hex digits>.tmp` stays, which nothing reads. `OSError` if something else than a file is there.
     """
     target = _target(path)
     rights = _rights(target)

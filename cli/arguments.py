@@ -26,17 +26,9 @@ ANYTHING = "all"
 def open_model(
     model: str, weights: Path | None = None, inputs: Path | None = None, trust: Sequence[str] | None = None
 ) -> tuple[nn.Module, object]:
-    """Return the model that MODEL means, and its example inputs or None.
+    """Return the model that MODEL means, and its example inputs or None; raise `UsageError` or `InputError`.
 
-    Args:
-        model: `package.module:factory`, `path/to/file.py:factory`, or the path of a file with a model.
-        weights: a safetensors or `.pt` file to load into it.
-        inputs: such a file with example inputs; by default those beside the factory, or in a .pt2 file.
-        trust: packages that a file may have imported, or `all`.
-
-    Raises:
-        UsageError: it is none, or there is no such factory.
-        InputError: it cannot be read or built, or is refused.
+    Inputs are by default those beside the factory, or in a .pt2 file; `trust` names packages that a file may import.
     """
     # Like `python -m`, find the user's own modules in the folder the command is run in.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
@@ -53,11 +45,7 @@ def open_model(
 
 
 def weights_of_both(a: str, b: str, weights: Path | None) -> Mapping[str, Path | None]:
-    """Return the weights to load into each of two models: those given, where it has no file of its own.
-
-    Raises:
-        UsageError: both are files.
-    """
+    """Return the weights to load into each of two models: those given, unless it is a file; both may not be."""
     if weights is not None and all(Path(model).is_file() for model in (a, b)):
         raise UsageError(f"--weights {weights}: both models are files with weights of their own; leave it out")
     return {model: None if Path(model).is_file() else weights for model in (a, b)}
@@ -73,11 +61,7 @@ def _read(path: Path, trust: Sequence[str] | None, given: object) -> tuple[nn.Mo
 
 
 def factory_for(model: str) -> str | None:
-    """Return how MODEL is built, for an archive to say; None where its file leaves that open.
-
-    Raises:
-        UsageError: it is a file that holds the whole model.
-    """
+    """Return how MODEL is built, None where its archive leaves that open; raise `UsageError` for other files."""
     if not Path(model).is_file():
         return importable(model)
     if kind_of_file(Path(model)) is not FileKind.RECIPE:

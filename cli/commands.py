@@ -20,12 +20,10 @@ from ..version import VERSION
 from .prechecks import (
     check_cold,
     check_name,
-    check_output,
     check_pipeline,
-    check_plan_output,
     check_read,
-    check_report_output,
     check_tolerance,
+    check_written,
     complete_name,
     complete_pipeline,
 )
@@ -140,12 +138,12 @@ def optimize(
     """
     check_pipeline(passes)
     check_cold(cold, measure)
-    check_output(output, model)
-    check_plan_output(save_plan)
-    check_report_output(report)
+    check_written("-o", output, model)
+    check_written("--save-plan", save_plan)
+    check_written("--report", report)
     check_read(model, weights=weights, inputs=inputs, plan=plan)
     from .. import api
-    from ..reporting.idle import in_one_line
+    from ..reporting.notes import in_one_line
     from .arguments import factory_for
 
     _check_values(passes, time_budget)
@@ -194,7 +192,7 @@ def export(
 
     Example: fxopt export heads.fxopt --trust zoo --inputs inputs.safetensors -o heads.pt2
     """
-    check_output(output, model, suffix=".pt2")
+    check_written("-o", output, model, suffix=".pt2")
     check_read(model, weights=weights, inputs=inputs)
     from .. import api
 

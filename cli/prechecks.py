@@ -13,12 +13,10 @@ from ..known_passes import PRESETS, check_names, pass_names
 __all__ = [
     "check_cold",
     "check_name",
-    "check_output",
     "check_pipeline",
-    "check_plan_output",
     "check_read",
-    "check_report_output",
     "check_tolerance",
+    "check_written",
     "complete_name",
     "complete_pipeline",
 ]
@@ -30,12 +28,7 @@ _HEAD = 1000
 
 
 def check_pipeline(text: str | None) -> None:
-    """Check the names of passes and presets in a pipeline.
-
-    Raises:
-        PipelineError: one is unknown; the message shows where, and the nearest.
-        UsageError: the shell has taken braces away.
-    """
+    """Raise `PipelineError` for an unknown name, `UsageError` where the shell has taken braces away."""
     if text is None:
         return
     if "=" in text and "{" not in text:
@@ -45,11 +38,7 @@ def check_pipeline(text: str | None) -> None:
 
 
 def check_name(name: str | None) -> str | None:
-    """Check the name of one pass or preset, and return it without options.
-
-    Raises:
-        UsageError: there is none of this name.
-    """
+    """Return the name of one pass or preset without options; raise `UsageError` if there is none."""
     if name is None:
         return None
     bare = name.partition("{")[0]
@@ -60,16 +49,7 @@ def check_name(name: str | None) -> str | None:
 
 
 def check_read(*models: str, **files: Path | None) -> None:
-    """Make sure that what a command reads can be there, without reading or building anything.
-
-    Args:
-        models: each MODEL.
-        files: option, without dashes -> what it says.
-
-    Raises:
-        UsageError: a MODEL is source code, a folder, or no file.
-        InputError: another file is a folder, or is not there.
-    """
+    """Raise `UsageError` for a MODEL, `InputError` for a file of an option, that cannot be there; nothing is read."""
     for model in models:
         _check_model(model)
     for option, path in files.items():
@@ -90,79 +70,36 @@ def _check_model(model: str) -> None:
         raise UsageError(f"{model!r}: there is no file {place}.py")
 
 
-def check_output(path: Path | None, *models: str, suffix: str = "") -> None:
-    """Make sure that a model can be written to `path`, and that nothing is lost by it.
+def check_written(option: str, path: Path | None, *models: str, suffix: str = "") -> None:
+    """Raise `InputError` unless what an option names can be written, and nothing else is lost by it.
 
-    Args:
-        path: what `-o` says.
-        models: the MODELs that the command reads.
-        suffix: what the names of such files end in, where that matters.
-
-    Raises:
-        InputError: the folder is not there, something else than a saved model is, or the name is of another format.
+    `models` are what the command reads; `suffix` is what names of such files end in, if that matters.
     """
     if path is None:
         return
-    _check_place("-o", path, "model.fxopt")
+    example, kind, is_one = _WRITTEN[option]
+    if path.is_dir():
+        raise InputError(f"{option} {path} is a folder; name a file in it, as {path / example}")
+    if not path.parent.is_dir():
+        raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first")
     if suffix and path.suffix not in ("", suffix):
-        raise InputError(f"-o {path}: this writes {suffix} files; name it {path.with_suffix(suffix)}")
+        raise InputError(f"{option} {path}: this writes {suffix} files; name it {path.with_suffix(suffix)}")
     if any(_same(path, Path(model.partition(":")[0])) for model in models):
-        raise InputError(f"-o {path} is the model that is read; write to another file")
-    _check_nothing_lost("-o", path, "saved model", _is_saved_model)
-
-
-def check_plan_output(path: Path | None) -> None:
-    """Make sure that a plan can be written to `path`, and that nothing is lost by it.
-
-    Raises:
-        InputError: the folder is not there, or something else than a plan is.
-    """
-    if path is not None:
-        _check_place("--save-plan", path, "plan.json")
-        _check_nothing_lost("--save-plan", path, "plan", _is_plan)
-
-
-def check_report_output(path: Path | None) -> None:
-    """Make sure that a page can be written to `path`, and that nothing is lost by it.
-
-    Raises:
-        InputError: the folder is not there, or something else than a report is.
-    """
-    if path is not None:
-        _check_place("--report", path, "report.html")
-        _check_nothing_lost("--report", path, "report", _is_report)
+        raise InputError(f"{option} {path} is the model that is read; write to another file")
+    if path.exists() and not is_one(path):
+        raise InputError(f"{option} {path} is there and is no {kind}; it is not overwritten: write to another file")
 
 
 def check_cold(cold: bool, measure: bool | None) -> None:
-    """Make sure that something is timed, if it is to be timed with cold caches.
-
-    Raises:
-        UsageError: nothing is.
-    """
+    """Raise `UsageError` if nothing is timed, and that with cold caches."""
     if cold and measure is False:
         raise UsageError("--cold says how to time, and --no-measure that nothing is timed; leave one of them out")
 
 
 def check_tolerance(tolerance: float | None) -> None:
-    """Make sure that a relative error is one.
-
-    Raises:
-        UsageError: it is no positive number up to 1.
-    """
+    """Raise `UsageError` if a relative error is no positive number up to 1."""
     if tolerance is not None and not 0 < tolerance <= 1:
         raise UsageError(f"--tolerance {tolerance:g}; give a relative error up to 1, such as 0.05")
-
-
-def _check_place(option: str, path: Path, name: str) -> None:
-    if path.is_dir():
-        raise InputError(f"{option} {path} is a folder; name a file in it, as {path / name}")
-    if not path.parent.is_dir():
-        raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first")
-
-
-def _check_nothing_lost(option: str, path: Path, kind: str, is_one: Callable[[Path], bool]) -> None:
-    if path.exists() and not is_one(path):
-        raise InputError(f"{option} {path} is there and is no {kind}; it is not overwritten: write to another file")
 
 
 def _same(path: Path, other: Path) -> bool:
@@ -193,6 +130,14 @@ def _is_report(path: Path) -> bool:
             return PAGE_MARK in file.read(_HEAD)
     except (OSError, ValueError):
         return False
+
+
+_WRITTEN: dict[str, tuple[str, str, Callable[[Path], bool]]] = {
+    "-o": ("model.fxopt", "saved model", _is_saved_model),
+    "--save-plan": ("plan.json", "plan", _is_plan),
+    "--report": ("report.html", "report", _is_report),
+}
+"""Option -> a name for what it writes, what that is, and whether a file is one."""
 
 
 def complete_name(incomplete: str) -> list[str]:

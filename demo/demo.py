@@ -55,12 +55,9 @@ def _seeded(make: Callable[..., Any], *arguments: Any, seed: int = 0) -> Any:
 
 @dataclass
 class Demo:
-    """One run of the demo.
+    """One run of the demo, with `heads` members, `batch` rows and `steps` of training; torch.compile too if `compiled`.
 
-    Attributes:
-        heads, batch, steps: the size of the ensemble, of the input, and the number of training steps.
-        compiled: time torch.compile as well.
-        show: receives what there is to print: text or a `rich` renderable.
+    `show` receives what there is to print: text or a `rich` renderable.
     """
 
     heads: int

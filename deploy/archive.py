@@ -22,10 +22,18 @@ from ..runtime.values import map_tensors
 from ..tracing.examples import Inputs
 from ..tracing.program import calls_of_forms
 from ..version import VERSION
-from .container import read_container, read_json, read_manifest, write_container
+from .container import (
+    WEIGHTS,
+    read_container,
+    read_json,
+    read_manifest,
+    read_weights,
+    stored_once,
+    weights_bytes,
+    write_container,
+)
 from .factory import build_model, find_factory, is_trusted, module_of, name_class, owner_of
 from .source import inputs_beside
-from .weights import WEIGHTS, read_weights, stored_once, weights_bytes
 
 __all__ = ["Replay", "check_kind", "factory_of", "load", "save"]
 
@@ -35,10 +43,7 @@ PLAN = "plan.json"
 
 
 class Replay(Protocol):
-    """Repeat a plan's rewrites on the original model; `api.py` passes this in, since it lives above this folder.
-
-    Inputs that were drawn say what calls look like, and are no measure of results: nothing is compared on them.
-    """
+    """Repeat a plan's rewrites on the original model; on inputs that were `drawn`, results are not compared."""
 
     def __call__(
         self, original: nn.Module, plan: Plan, phase: str, inputs: object, *, drawn: bool = False
@@ -55,17 +60,8 @@ def save(
 ) -> None:
     """Write an optimized model to `path`, whole or not at all.
 
-    Args:
-        model: the optimized model.
-        path: of the file to write or replace.
-        record: of the model.
-        state: its state dict under the original names.
-        factory: `package.module:function` that builds the original; by default its class, if that needs no arguments.
-
-    Raises:
-        UsageError: the factory is not there, or a pass would not be found again.
-        ArchiveError: a tensor cannot be stored (it is on the meta device, sparse, or of a dtype unknown to the format).
-        OSError: the file cannot be written.
+    `state` is its state dict under the original names; `factory` builds the original: its class, if that needs no
+    arguments, by default. Errors are those of `fxopt.save`.
     """
     if factory is not None:
         find_factory(factory)
@@ -73,6 +69,7 @@ def save(
     shape = {"state_map": record.state_map.to_json()} if _is_compact(record.state_map) else {}
     stored, aliases = stored_once(record.state_map.forward(state) if shape else state)
     modules = modules_by_name(model)
+    plan = json.dumps(record.plan.to_json(), indent=1, allow_nan=False)
     manifest: dict[str, Any] = {
         "kind": KIND,
         "fxopt": VERSION,
@@ -87,7 +84,7 @@ def save(
         "calls": list(record.calls),
         **shape,
     }
-    write_container(path, manifest, {PLAN: _json_bytes(record.plan), WEIGHTS: weights_bytes(stored)})
+    write_container(path, manifest, {PLAN: plan.encode(), WEIGHTS: weights_bytes(stored)})
 
 
 def load(
@@ -98,19 +95,10 @@ def load(
     trust: Sequence[str] | bool = (),
     inputs: object = None,
 ) -> nn.Module:
-    """Build the original model, give it the archive's weights, and repeat the plan on it.
+    """Build the original model, give it the archive's weights, and let `replay` repeat the plan on it.
 
-    Args:
-        path: of the archive.
-        replay: applies the plan.
-        model: the original model to use instead of the archive's factory; it is copied, not changed.
-        trust: packages whose factories may be imported and called; True stands for any.
-        inputs: example inputs to capture the model on; by default those beside the factory, or drawn ones of the form
-            that the archive notes.
-
-    Raises:
-        ArchiveError: unreadable, damaged, too new, of another model, or its factory is not trusted.
-        PlanError: the plan does not fit the model.
+    `model` is taken instead of the archive's factory, and is copied. `trust` names packages whose factories may run,
+    or is True. `inputs` are by default those beside the factory, or drawn in the form that the archive notes.
     """
     where = Path(path)
     manifest, members = read_container(where, (PLAN, WEIGHTS))
@@ -136,21 +124,13 @@ def load(
 
 
 def factory_of(path: str | os.PathLike[str]) -> str | None:
-    """Return how an archive says its model is built, without building it.
-
-    Raises:
-        ArchiveError: unreadable, damaged or too new.
-    """
+    """Return how an archive says its model is built, without building it."""
     where = Path(path)
     return _Description(where, read_manifest(where)).factory
 
 
 def check_kind(where: Path, manifest: Mapping[str, Any]) -> None:
-    """Make sure that an archive says how to build its model; one kind did not, and is not written any more.
-
-    Raises:
-        ArchiveError: if it does not.
-    """
+    """Raise `ArchiveError` unless an archive says how to build its model; a former kind did not."""
     kind = manifest.get("kind")
     if kind == FORMER_KIND:
         raise ArchiveError(
@@ -203,21 +183,17 @@ class _Description:
 
     def with_original_names(self, stored: dict[str, Tensor], trust: Sequence[str] | bool) -> dict[str, Tensor]:
         """Return the state by its original names, tied tensors under each of theirs."""
-        state = self.with_aliases(stored)
+        aliases: dict[str, Any] = self._of_type("aliases", dict)
+        for alias, name in aliases.items():
+            if alias in stored or not isinstance(name, str) or name not in stored:
+                raise ArchiveError(f"{self.where} is damaged: {alias!r} cannot be tied to {name!r}")
+        state = stored | {alias: stored[name] for alias, name in aliases.items()}
         if "state_map" not in self.manifest:
             return state
         try:
             return StateMap.from_json(self.manifest["state_map"], trust).backward(state, warn=False)
         except (StateError, RuntimeError, TypeError, ValueError) as error:
             raise ArchiveError(f"{self.where}: its weights have no original names: {one_line(error)}") from error
-
-    def with_aliases(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state with tied tensors under each of their names."""
-        aliases: dict[str, Any] = self._of_type("aliases", dict)
-        for alias, name in aliases.items():
-            if alias in state or not isinstance(name, str) or name not in state:
-                raise ArchiveError(f"{self.where} is damaged: {alias!r} cannot be tied to {name!r}")
-        return state | {alias: state[name] for alias, name in aliases.items()}
 
     def _of_type(self, key: str, kind: type) -> Any:
         value = self.manifest.get(key)
@@ -244,10 +220,6 @@ def _moved(call: Inputs, device: torch.device) -> Inputs:
 def _is_compact(state_map: StateMap) -> bool:
     """Say whether what a model holds takes less room than what it was made from, and gives that back."""
     return any(step.is_compact for step in state_map.steps)
-
-
-def _json_bytes(plan: Plan) -> bytes:
-    return json.dumps(plan.to_json(), indent=1, allow_nan=False).encode()
 
 
 def _built(description: _Description, trust: Sequence[str] | bool) -> nn.Module:

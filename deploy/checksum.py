@@ -34,11 +34,7 @@ def drop_checksum(path: Path) -> None:
 
 
 def check_checksum(path: Path) -> None:
-    """Compare a file with the checksum beside it, if there is one.
-
-    Raises:
-        ArchiveError: they differ, or the checksum cannot be read.
-    """
+    """Compare a file with the checksum beside it, if there is one; raise `ArchiveError` if they differ."""
     beside = _beside(path)
     if not beside.is_file():
         return

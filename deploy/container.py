@@ -1,7 +1,4 @@
-"""The zip file that archives are kept in: a manifest, a few members of known names, checksums, and limits.
-
-Members are stored, never compressed, so that what a reader has to hold is bounded by the size of the file.
-"""
+"""The zip file of an archive: manifest, members, checksums, tensors. Nothing is compressed: that bounds its size."""
 
 from __future__ import annotations
 
@@ -12,9 +9,15 @@ import re
 import stat
 import struct
 import zipfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
 
 from ..errors import ArchiveError, one_line
 from ..storage import atomic_file
@@ -25,17 +28,22 @@ __all__ = [
     "MANIFEST",
     "SCHEMA_VERSION",
     "UNREADABLE",
+    "WEIGHTS",
     "checked_entries",
     "read_container",
     "read_json",
     "read_manifest",
+    "read_weights",
     "regular_file",
+    "stored_once",
+    "weights_bytes",
     "write_container",
 ]
 
 FORMAT = "fxopt-archive"
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+WEIGHTS = "weights.safetensors"
 LONGEST_JSON = 64 * 2**20
 UNREADABLE = (OSError, zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, OverflowError, struct.error)
 _VERSION = re.compile(r"[\w.+-]{1,40}")
@@ -43,11 +51,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def write_container(path: str | os.PathLike[str], manifest: Mapping[str, Any], members: Mapping[str, bytes]) -> None:
-    """Write the members and a manifest with their sizes and checksums; equal content makes equal files.
-
-    Raises:
-        OSError: the file cannot be written; an older one at `path` is as it was.
-    """
+    """Write the members and a manifest with their sizes and checksums; equal content makes equal files."""
     files = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in members.items()}
     head = {"format": FORMAT, "schema_version": SCHEMA_VERSION, **manifest, "files": files}
     text = json.dumps(head, indent=1, allow_nan=False).encode()
@@ -57,44 +61,35 @@ def write_container(path: str | os.PathLike[str], manifest: Mapping[str, Any], m
 
 
 def read_container(path: str | os.PathLike[str], expected: Collection[str]) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the manifest and the members called `expected`, every one checked.
-
-    Raises:
-        ArchiveError: it is no archive, is damaged, holds anything else, or was written by a newer fxopt.
-    """
+    """Return the manifest and the members called `expected`, each checked; raise `ArchiveError` for anything else."""
     where = regular_file(path)
-    try:
-        with zipfile.ZipFile(where) as archive:
-            names = checked_entries(where, archive)
-            manifest = _manifest(where, archive, names)
-            _check_names(where, names, {MANIFEST, *expected})
-            members = {name: archive.read(names[name]) for name in expected}
-    except UNREADABLE as error:
-        raise ArchiveError(f"{where} is not a readable fxopt archive: {one_line(error)}") from error
+    with _opened(where) as (archive, names):
+        manifest = _manifest(where, archive, names)
+        _check_names(where, names, {MANIFEST, *expected})
+        members = {name: archive.read(names[name]) for name in expected}
     _check_sums(where, manifest, members)
     return manifest, members
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the manifest alone; the members are not looked at.
-
-    Raises:
-        ArchiveError: as `read_container`.
-    """
+    """Return the manifest alone; the members are not looked at. Raise `ArchiveError` as `read_container` does."""
     where = regular_file(path)
+    with _opened(where) as (archive, names):
+        return _manifest(where, archive, names)
+
+
+@contextmanager
+def _opened(where: Path) -> Generator[tuple[zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
+    """Open an archive, with its entries by name; an error of the file is an `ArchiveError`."""
     try:
         with zipfile.ZipFile(where) as archive:
-            return _manifest(where, archive, checked_entries(where, archive))
+            yield archive, checked_entries(where, archive)
     except UNREADABLE as error:
         raise ArchiveError(f"{where} is not a readable fxopt archive: {one_line(error)}") from error
 
 
 def regular_file(path: str | os.PathLike[str]) -> Path:
-    """Return a path that leads to a file; reading anything else (a folder, a pipe, a device) may never end.
-
-    Raises:
-        ArchiveError: if it does not.
-    """
+    """Return the path of a file, or raise `ArchiveError`: reading a pipe or a device may never end."""
     where = Path(path)
     try:
         mode = where.stat().st_mode
@@ -112,11 +107,7 @@ def _manifest(where: Path, archive: zipfile.ZipFile, names: Mapping[str, zipfile
 
 
 def read_json(where: Path, name: str, data: bytes) -> dict[str, Any]:
-    """Return a member that holds a JSON object.
-
-    Raises:
-        ArchiveError: it is too long or something else.
-    """
+    """Return a member that holds a JSON object; raise `ArchiveError` if it is too long or something else."""
     if len(data) > LONGEST_JSON:
         raise ArchiveError(f"{where}: {name} has {len(data):,} bytes; at most {LONGEST_JSON:,} are read")
     try:
@@ -141,15 +132,9 @@ def _not_json(text: str) -> float:
 
 
 def checked_entries(where: Path, archive: zipfile.ZipFile, length: int | None = None) -> dict[str, zipfile.ZipInfo]:
-    """Return the entries by name once none is doubled, compressed, encrypted or larger than the file can hold.
+    """Return the entries by name; raise `ArchiveError` for one that is doubled, compressed, encrypted or too large.
 
-    Args:
-        where: the file's path.
-        archive: the file, opened.
-        length: in bytes, if it is in memory.
-
-    Raises:
-        ArchiveError: if one is.
+    `length` is that of the file in bytes, if it is in memory.
     """
     entries = archive.infolist()
     names = {entry.filename: entry for entry in entries}
@@ -197,3 +182,44 @@ def _check_sums(where: Path, manifest: Mapping[str, Any], members: Mapping[str, 
         wanted = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         if said != wanted:
             raise ArchiveError(f"{where} is damaged: the checksum of {name} does not match")
+
+
+def stored_once(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return each tensor once, ready to be stored, and alias -> name for tied ones; or raise `ArchiveError`."""
+    stored: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[object, str] = {}
+    for name, tensor in state.items():
+        _check_storable(name, tensor)
+        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
+        if first.setdefault(identity, name) != name:
+            aliases[name] = first[identity]
+        else:
+            # A view into a stacked tensor shares its storage, which the format refuses.
+            stored[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return stored, aliases
+
+
+def _check_storable(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ArchiveError(f"{name!r} is a {type(tensor).__name__}, not a tensor; an archive holds tensors only")
+    if tensor.is_meta:
+        raise ArchiveError(f"{name!r} is on the meta device and has no values to save")
+    if tensor.layout != torch.strided:
+        raise ArchiveError(f"{name!r} is sparse ({tensor.layout}); an archive holds dense tensors only")
+
+
+def weights_bytes(stored: dict[str, Tensor]) -> bytes:
+    """Return tensors as a safetensors file; raise `ArchiveError` if the format has no place for one."""
+    try:
+        return safetensors.torch.save(stored)
+    except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ArchiveError(f"the weights cannot be stored: {one_line(error)}") from error
+
+
+def read_weights(where: Path, data: bytes) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file; raise `ArchiveError` if it is none."""
+    try:
+        return safetensors.torch.load(data)
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, OverflowError, SafetensorError) as error:
+        raise ArchiveError(f"{where}: its weights are unreadable: {one_line(error)}") from error

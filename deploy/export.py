@@ -1,7 +1,4 @@
-"""Write what a model computes as a `.pt2` file of `torch.export`, which runs without the user's code.
-
-The file is read back by fxopt's own reader and compared with the model before it takes the place of an older one.
-"""
+"""Write what a model computes as a `.pt2` file; it is read back and compared before it replaces an older one."""
 
 from __future__ import annotations
 
@@ -47,17 +44,8 @@ def export_model(
 ) -> None:
     """Write a model to `path`, whole, read back and compared, or not at all; and its checksum beside it.
 
-    Args:
-        model: any module; it is left as it is.
-        path: of the file to write or replace.
-        calls: example inputs; the first is exported, the others are compared.
-        dynamic_batch: leave the batch size free, beside the sizes that differ between calls.
-
-    Raises:
-        ArchiveError: torch cannot export the model, or what it exported does something else.
-        InputError: the model is on the meta device, or refuses a call.
-        UsageError: there is no call, or one has arguments that no `.pt2` file can take.
-        OSError: the file cannot be written.
+    The first call is exported, the others are compared. `dynamic_batch` leaves the batch size free, beside those that
+    differ between calls. Errors are those of `fxopt.export`.
     """
     _check_calls(calls)
     _check_values(model)
@@ -139,12 +127,7 @@ def _read_back(temporary: Path, path: Path) -> nn.Module:
 
 
 class _Comparison:
-    """Compare what a model gives with what the file gives.
-
-    Args:
-        path: of the file.
-        model: what was exported; it gives plain outputs.
-    """
+    """Compare what a model, whose outputs are plain, gives with what the file at `path` gives."""
 
     def __init__(self, path: Path, model: nn.Module) -> None:
         self.path, self.model = path, model
@@ -153,9 +136,7 @@ class _Comparison:
     def run_model(self, calls: Sequence[Inputs], sizes: _FreeSizes) -> None:
         """Note what the model gives on the example calls, and on the first one with other numbers of rows.
 
-        Raises:
-            InputError: the model refuses a call.
-            ArchiveError: it gives what no file can.
+        Raise `InputError` if the model refuses a call, `ArchiveError` if it gives what no file can.
         """
         for number, call in enumerate(calls):
             try:
@@ -173,23 +154,19 @@ class _Comparison:
                 self.expected.append((f"with {rows} row{'s' * (rows != 1)}", call, _results(self.model, call)))
 
     def check(self, module: nn.Module) -> None:
-        """Compare a module with what was noted.
-
-        Raises:
-            ArchiveError: if it gives something else.
-        """
+        """Raise `ArchiveError` if a module gives something else than what was noted."""
         for where, call, expected in self.expected:
             try:
                 found = _results(module, call)
             except Exception as error:
-                raise self._objection(where, f"raises {type(error).__name__}: {one_line(error)}") from error
+                raise self._unequal(where, f"raises {type(error).__name__}: {one_line(error)}") from error
             if expected.keys() != found.keys():
-                raise self._objection(where, f"gives {_listed(found)} where the model gives {_listed(expected)}")
+                raise self._unequal(where, f"gives {_listed(found)} where the model gives {_listed(expected)}")
             for name, value in expected.items():
-                if problem := _difference(value, found[name]):
-                    raise self._objection(where, f"differs from the model: {name} {problem}")
+                if reason := _difference(value, found[name]):
+                    raise self._unequal(where, f"differs from the model: {name} {reason}")
 
-    def _objection(self, where: str, what: str) -> ArchiveError:
+    def _unequal(self, where: str, what: str) -> ArchiveError:
         calls = "" if len(self.expected) == 1 else "Give example calls of one kind; "
         return ArchiveError(
             f"{self.path} was not written: {where}, the exported model {what}. {calls}dynamic_batch=False "
@@ -220,12 +197,7 @@ def _listed(names: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _FreeSizes:
-    """Say which sizes of the tensors among the arguments may change from call to call.
-
-    Attributes:
-        free: the dimensions, for each tensor in order.
-        batched: whether a tensor's first dimension counts the rows of the batch.
-    """
+    """Which dimensions of each tensor among the arguments are `free`, and whether the first counts rows (`batched`)."""
 
     free: tuple[frozenset[int], ...]
     batched: tuple[bool, ...]

@@ -1,9 +1,7 @@
 """Read `.pt2` files of `torch.export` without running anything from them.
 
-`torch.export.load` alone will not do: it unpickles what its weights-only reader refuses, loads shared libraries, and
-hands text from the file to `eval` (sizes), `exec` (guards, names of arguments) and the importer (enumerations). So a
-file is checked first, entry by entry, and torch reads a copy in memory of what was checked: it has a zip reader of its
-own, which need not see the same entries in the file itself.
+`torch.export.load` unpickles, loads shared libraries, and hands text to `eval`, `exec` and the importer. So each entry
+is checked first, and torch reads a copy in memory of what was checked: its own zip reader may see other entries.
 """
 
 from __future__ import annotations
@@ -53,12 +51,7 @@ def is_exported(names: Iterator[str] | list[str]) -> bool:
 
 
 def load_exported(path: Path) -> tuple[nn.Module, Inputs | None]:
-    """Return the module that a `.pt2` file describes, and the example inputs if it has any.
-
-    Raises:
-        ArchiveError: it cannot be read, does not have the checksum beside it, or
-            holds anything but torch's own operators and plain tensors.
-    """
+    """Return the module that a `.pt2` file describes, and its example inputs; `ArchiveError` if it may do harm."""
     regular_file(path)
     check_checksum(path)
     try:

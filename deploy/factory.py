@@ -33,9 +33,7 @@ _SPEC = re.compile(r"(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<path>[^\W\d]\w*
 def find_factory(spec: str) -> Callable[[], object]:
     """Import what `package.module:factory` names: a function or class that can be called without arguments.
 
-    Raises:
-        UsageError: it is not written so, is not there, or cannot be called without arguments.
-        InputError: the module raises when it is imported.
+    Raise `UsageError` if there is none, `InputError` if its module raises.
     """
     module_name, path = _parts(spec)
     found: Any = import_module(module_name)
@@ -53,12 +51,7 @@ def find_factory(spec: str) -> Callable[[], object]:
 
 
 def build_model(spec: str) -> nn.Module:
-    """Return the model that a factory builds.
-
-    Raises:
-        UsageError: as `find_factory` says.
-        InputError: the factory raises, or returns something else than a module.
-    """
+    """Return the model that a factory builds; raise `InputError` if it raises or returns something else."""
     factory = find_factory(spec)
     try:
         model = factory()
@@ -70,12 +63,7 @@ def build_model(spec: str) -> nn.Module:
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module by name, telling one that is not there from one that is broken.
-
-    Raises:
-        UsageError: there is no such module.
-        InputError: it raises when it is imported.
-    """
+    """Import a module by name; raise `UsageError` if it is not there, `InputError` if it is broken."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -90,10 +78,7 @@ def import_module(name: str) -> ModuleType:
 def importable(spec: str) -> str:
     """Return `package.module:factory` for `path/to/file.py:factory`, whose folder can be imported from then.
 
-    A file in a package (a folder with `__init__.py`) is imported as a part of it. Anything else comes back as it is.
-
-    Raises:
-        UsageError: there is no such file, or another module has its name.
+    A file in a package is imported as a part of it. Raise `UsageError` if there is none, or its name is taken.
     """
     place, separator, path = spec.rpartition(".py:")
     if not separator:
@@ -114,20 +99,12 @@ def importable(spec: str) -> str:
 
 
 def module_of(spec: str) -> str:
-    """Return the module part of `package.module:factory`.
-
-    Raises:
-        UsageError: it is not written so.
-    """
+    """Return the module part of `package.module:factory`; raise `UsageError` if it is not written so."""
     return _parts(spec)[0]
 
 
 def owner_of(spec: str) -> str:
-    """Import what `package.module:factory` names, and return the module that it was defined in.
-
-    Raises:
-        UsageError, InputError: as `find_factory` says.
-    """
+    """Import what `package.module:factory` names, and return the module that it was defined in."""
     found: Any = find_factory(spec)
     while isinstance(found, functools.partial):
         found = cast("functools.partial[object]", found).func

@@ -35,18 +35,9 @@ def open_file(
     trust: Sequence[str] | bool = (),
     inputs: object = None,
 ) -> nn.Module:
-    """Return the model in a file.
+    """Return the model in a file; raise `ArchiveError` if it is unreadable or not trusted.
 
-    Args:
-        path: of the file.
-        replay: applies an archive's plan.
-        model: the original that an archive is for.
-        trust: packages whose factories may be imported and called; True stands for anything, pickles too.
-        inputs: example inputs for an archive's model; by default those beside its factory.
-
-    Raises:
-        ArchiveError: unreadable, damaged, too new, or not trusted.
-        UsageError: `model` is given for a file that holds the whole model.
+    `replay`, `model`, `trust` and `inputs` are those of `archive.load`; trust=True allows pickles, too.
     """
     kind = kind_of_file(path)
     if kind is FileKind.RECIPE:
@@ -59,11 +50,7 @@ def open_file(
 
 
 def kind_of_file(path: Path) -> FileKind:
-    """Return what a file holds, by its content; nothing in it is run.
-
-    Raises:
-        ArchiveError: if it cannot be read, or holds no model.
-    """
+    """Return what a file holds, by its content; nothing in it is run. Raise `ArchiveError` if that is no model."""
     regular_file(path)
     try:
         start, names = _outline(path)
@@ -94,13 +81,7 @@ def _outline(path: Path) -> tuple[bytes, list[str]]:
 def load_pickle(path: Path, *, trusted: bool) -> nn.Module:
     """Return the model that `torch.save(model, path)` wrote; reading it runs whatever the file says.
 
-    Args:
-        path: of the file.
-        trusted: the user knows where the file is from.
-
-    Raises:
-        ArchiveError: if it is not trusted, or cannot be read.
-        InputError: if it holds something else than a module.
+    Raise `ArchiveError` if it is not trusted or unreadable, `InputError` if it holds something else.
     """
     if not trusted:
         raise ArchiveError(

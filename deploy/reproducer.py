@@ -69,8 +69,8 @@ def write(
         folder.mkdir(parents=True)
         torch.save(case, folder / "case.pt")
         write_atomically(folder / "reproduce.py", script.encode())
-    except Exception as problem:  # whatever the user's own pickling raises must not hide the pass's failure
-        error.add_note(f"no reproducer could be written: {type(problem).__name__}: {problem}")
+    except Exception as failure:  # whatever the user's own pickling raises must not hide the pass's failure
+        error.add_note(f"no reproducer could be written: {type(failure).__name__}: {failure}")
         return None
     error.add_note(f"reproduce with: python {folder / 'reproduce.py'}")
     return str(folder / "reproduce.py")

@@ -22,11 +22,7 @@ _PICKLES = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 
 
 def inputs_beside(spec: str) -> object:
-    """Return what `example_inputs()` in the factory's module returns, or None if there is no such function.
-
-    Raises:
-        InputError: it raises.
-    """
+    """Return what `example_inputs()` in the factory's module returns, None if there is no such function."""
     function: Any = getattr(import_module(module_of(spec)), BESIDE, None)
     if function is None:
         return None
@@ -37,13 +33,9 @@ def inputs_beside(spec: str) -> object:
 
 
 def read_inputs(path: Path) -> object:
-    """Return example inputs from a file.
+    """Return example inputs from a file: a `.pt` file holds them as they were given to `torch.save`.
 
-    Those of a safetensors file are positional if the names are 0, 1, 2 ..., else keywords; a `.pt` file holds them as
-    they were given to `torch.save`.
-
-    Raises:
-        InputError: it cannot be read.
+    Tensors of a safetensors file are positional if the names are 0, 1, 2 ..., else keywords.
     """
     if path.suffix.lower() in _PICKLES:
         return _unpickled(path)
@@ -55,13 +47,7 @@ def read_inputs(path: Path) -> object:
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load a file of weights into a model, every name matched; tied tensors may be there under one name only.
 
-    Args:
-        model: changed in place.
-        path: a safetensors file, or what `torch.save(model.state_dict(), path)` wrote, alone or as "state_dict" beside
-            other things.
-
-    Raises:
-        InputError: it cannot be read, holds more than tensors and plain values, or does not fit the model.
+    The file is safetensors, or what `torch.save` wrote: a state dict, or one as "state_dict" beside other things.
     """
     state = _state(path) if path.suffix.lower() in _PICKLES else _tensors(path)
     try:

@@ -64,8 +64,8 @@ class Derived(Cache, Keeping):
         originals = [each for each in given if each is not None]
         if len(originals) < len(given):
             raise FusedMemberError(
-                f"a parameter or buffer that was folded ({self.__name__}) is None now, and was a tensor; give it back, "
-                "or set it to None in fxopt.restore(model) and optimize that"
+                f"a parameter or buffer that was folded ({self.__name__}) is None now; make it a tensor again, or "
+                "set it to None in fxopt.restore(model) and optimize that"
             )
         if torch.compiler.is_dynamo_compiling() or not is_plainly_eager() or any(map(why_unseen, originals)):
             return self.function(*originals)

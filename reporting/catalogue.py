@@ -14,11 +14,7 @@ __all__ = ["catalogue", "catalogue_json"]
 
 
 def catalogue(name: str | None = None) -> str:
-    """List passes and presets in a line each, or say all about the pass or the preset called `name`.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """List passes and presets in a line each, or say all about one; raise `UsageError` if there is none of its name."""
     if name is None or name in PRESETS:
         return listing(name, {info.name: info.problem or info.summary for info in available().values()})
     return _page(name)
@@ -28,7 +24,8 @@ def catalogue_json(name: str | None = None) -> dict[str, Any]:
     """Return what `catalogue` says as plain JSON values."""
     presets = {preset: list(members) for preset, members in PRESETS.items()}
     if name in presets:
-        infos = {info.name: info for info in map(_info, PRESETS[name])}
+        known = available()
+        infos = {info.name: info for info in (known[member.partition("{")[0]] for member in PRESETS[name])}
         options = {option: list(values) for option, values in PRESET_OPTIONS.get(name, {}).items()}
         plain = [_plain(info) for info in infos.values()]
         return {"passes": plain, "presets": {name: presets[name]}, "options": options}
@@ -36,11 +33,6 @@ def catalogue_json(name: str | None = None) -> dict[str, Any]:
         find_pass(name)
     infos = [_plain(info) for info in available().values() if name in (None, info.name)]
     return {"passes": infos, "presets": presets}
-
-
-def _info(member: str) -> PassInfo:
-    """Return what is known of the pass that a preset has, with or without options."""
-    return available()[member.partition("{")[0]]
 
 
 def _page(name: str) -> str:
@@ -53,7 +45,9 @@ def _page(name: str) -> str:
     contract = [f"numerics {_word(info.numerics)}, goal {_word(info.goal)}, phase {_word(info.phase)}"]
     sections = {"contract": contract, "options": options or ["none"]}
     text = [f"{name}: {inspect.getdoc(found)}", ""]
-    return "\n".join([*text, *(line for key, value in sections.items() for line in [key, *_indented(value)])]) + "\n"
+    for title, lines in sections.items():
+        text += [title, *(f"  {line}" for line in lines)]
+    return "\n".join(text) + "\n"
 
 
 def _plain(info: PassInfo) -> dict[str, Any]:
@@ -64,7 +58,3 @@ def _plain(info: PassInfo) -> dict[str, Any]:
 
 def _word(member: enum.Enum | None) -> str:
     return "" if member is None else str(member.value)
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"  {line}" for line in lines]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .line_diff import diff_lines
-
-__all__ = ["diff_graphs"]
+__all__ = ["diff_graphs", "diff_lines"]
 
 CONTEXT = 3
 LEAST_REPEATS = 4
@@ -20,14 +21,10 @@ _SEQUENCE = re.compile(rf"{_ITEM.pattern}(?:,\s*{_ITEM.pattern}){{{LEAST_ITEMS -
 
 
 def diff_graphs(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Return a unified diff of the graphs of each module, empty where nothing changed.
+    """Return a unified diff of the text of each module's graph, by qualified name; empty where nothing changed.
 
-    Modules with the same change are shown once; runs of lines, and of items within one, that differ in their numbers
-    only are shortened to their first and last.
-
-    Args:
-        before: the text of each graph by the qualified name of its module ("" is the root).
-        after: the same after the rewrite.
+    Modules with the same change are shown once; so are the first and the last of lines, or of items in a line, that
+    differ in their numbers only.
     """
     bodies = {name: _body(before.get(name, ""), after.get(name, "")) for name in dict.fromkeys((*before, *after))}
     changes: dict[tuple[str, ...], list[str]] = {}
@@ -113,3 +110,95 @@ def _shorten_items(match: re.Match[str]) -> str:
     if len(set(_shape([item.strip() for item in items[1:-1]]))) > 1:
         return match.group()
     return f"{items[0]}, {items[1]}, ..., {items[-1]}"
+
+
+def diff_lines(old: Sequence[str], new: Sequence[str], context: int) -> Iterator[str]:
+    """Yield the hunks of a unified diff, without a header, with so many equal lines around each change."""
+    for group in _AnchoredMatcher(old, new).get_grouped_opcodes(context):
+        first, last = group[0], group[-1]
+        yield f"@@ -{_range(first[1], last[2])} +{_range(first[3], last[4])} @@"
+        for tag, i, i_end, j, j_end in group:
+            if tag == "equal":
+                yield from (f" {line}" for line in old[i:i_end])
+                continue
+            yield from (f"-{line}" for line in old[i:i_end])
+            yield from (f"+{line}" for line in new[j:j_end])
+
+
+def _range(start: int, stop: int) -> str:
+    """Write a range of lines as unified diffs do: from 1, and an empty one behind the line before it."""
+    length = stop - start
+    if length == 1:
+        return str(start + 1)
+    return f"{start + 1 if length else start},{length}"
+
+
+class _AnchoredMatcher(difflib.SequenceMatcher[str]):
+    """Bram Cohen's patience diff: lines that occur once in either text are anchors, and hold it together."""
+
+    def __init__(self, old: Sequence[str], new: Sequence[str]) -> None:
+        super().__init__(None, old, new, autojunk=False)
+        self._old, self._new = old, new
+
+    def get_matching_blocks(self) -> list[difflib.Match]:
+        old, new = self._old, self._new
+        blocks: list[difflib.Match] = []
+        i = j = 0
+        for anchor_i, anchor_j in _anchors(old, new):
+            _compare(blocks, old, new, (i, anchor_i), (j, anchor_j))
+            _add(blocks, anchor_i, anchor_j, 1)
+            i, j = anchor_i + 1, anchor_j + 1
+        _compare(blocks, old, new, (i, len(old)), (j, len(new)))
+        return [*blocks, difflib.Match(len(old), len(new), 0)]
+
+
+def _compare(
+    blocks: list[difflib.Match],
+    old: Sequence[str],
+    new: Sequence[str],
+    of_old: tuple[int, int],
+    of_new: tuple[int, int],
+) -> None:
+    """Add what matches between two anchors."""
+    (i, i_end), (j, j_end) = of_old, of_new
+    if i < i_end and j < j_end:
+        matcher = difflib.SequenceMatcher(None, old[i:i_end], new[j:j_end], autojunk=False)
+        for block in matcher.get_matching_blocks():
+            _add(blocks, block.a + i, block.b + j, block.size)
+
+
+def _add(blocks: list[difflib.Match], i: int, j: int, size: int) -> None:
+    """Add a block, as part of the one before where it follows that one in both texts."""
+    if not size:
+        return
+    last = blocks[-1] if blocks else None
+    if last is not None and (last.a + last.size, last.b + last.size) == (i, j):
+        blocks[-1] = difflib.Match(last.a, last.b, last.size + size)
+    else:
+        blocks.append(difflib.Match(i, j, size))
+
+
+def _anchors(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
+    """Return places of lines that occur once in each text, as many as are in the same order in both."""
+    counts = Counter(old), Counter(new)
+    places = {line: j for j, line in enumerate(new) if counts[1][line] == 1}
+    pairs = [(i, places[line]) for i, line in enumerate(old) if counts[0][line] == 1 and line in places]
+    return _longest_increasing(pairs)
+
+
+def _longest_increasing(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the longest run of pairs whose second numbers grow, by patience sorting."""
+    tops: list[int] = []
+    ends: list[int] = []
+    before: list[int | None] = []
+    for number, (_, j) in enumerate(pairs):
+        pile = bisect_left(tops, j)
+        tops[pile : pile + 1] = [j]
+        ends[pile : pile + 1] = [number]
+        before.append(ends[pile - 1] if pile else None)
+    chosen: list[tuple[int, int]] = []
+    at = ends[-1] if ends else None
+    while at is not None:
+        chosen.append(pairs[at])
+        at = before[at]
+    return chosen[::-1]

@@ -56,12 +56,7 @@ def report_html(table: ReportTable) -> str:
 
 
 def report_page(table: ReportTable, diff: str) -> str:
-    """Return the report as a page of its own.
-
-    Args:
-        table: what was done.
-        diff: of the graphs before and after.
-    """
+    """Return the report, and the diff of the graphs before and after, as a page of its own."""
     plan = table.record.plan
     sections = {
         "": _figures(table),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .wording import clipped, located, printable
+from .wording import clipped, located, printable, several
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 def inspection(program: Program) -> str:
     """Return the coverage, the captured modules (equal ones together) and the opaque ones with line and reason."""
     lines = [printable(str(program.coverage()).partition("\n")[0]), ""]
-    lines += [f"  {_several(names):<44} {kind:<24} {nodes} nodes" for (kind, nodes), names in _equal(program).items()]
+    lines += [f"  {several(names):<44} {kind:<24} {nodes} nodes" for (kind, nodes), names in _equal(program).items()]
     if program.opaque:
         lines += ["", "not captured; these run as they are:"]
         lines += [
@@ -44,8 +44,3 @@ def _equal(program: Program) -> dict[tuple[str, int], list[str]]:
         kind = type(program.module(name.partition("#")[0])).__name__
         found.setdefault((kind, len(graph.nodes)), []).append(name)
     return found
-
-
-def _several(names: list[str]) -> str:
-    first = clipped(names[0]) or "(root)"
-    return first if len(names) == 1 else f"{first} and {len(names) - 1} more"

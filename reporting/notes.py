@@ -1,15 +1,17 @@
-"""What a user should know beside the figures: what was not verified, what forwards print."""
+"""What a user should know beside the figures: what was not verified or came to nothing, what forwards print."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import sys
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from ..compat import all_modules
-from ..errors import UsageError
+from ..errors import NothingDoneWarning, UnverifiedWarning, UsageError
 from ..passes.driver import lost_hooks_text
 from ..passes.pipeline import Decision, find_pass
 from ..passes.sites import Cause, Phase
@@ -21,7 +23,7 @@ from .wording import slower_sizes
 if TYPE_CHECKING:
     from ..passes.driver import Record
 
-__all__ = ["in_fewer_bits", "notes", "unverified"]
+__all__ = ["in_one_line", "notes", "warn_of"]
 
 _NEXT = {
     "no example inputs": "give example_inputs, so that each rewrite is compared with the original",
@@ -29,12 +31,13 @@ _NEXT = {
     "verify=False": "leave verify out, so that each rewrite is compared with the original",
 }
 _TO_SMALL_NUMBERS = ("quantize",)
+_NO_PLACE = "it found no place for it in this model"
 _BFLOAT16 = "dtype=bfloat16"
 _NEAR = 0.005
 """A share that is missed by no more is met."""
 _HOLDS_FOR = {
-    "sparse_message_passing": "the speed is that of graphs that come again, as the examples do; "
-    "where each call has a new one, calls take about as long as before",
+    "sparse_message_passing": "the speed is that of graphs that come again, as in the examples; "
+    "calls with a new graph each take about as long as before",
 }
 """Pass -> for which calls its figures hold, where that is not for all like the examples."""
 _PRINTS = {"print", "logging", "logger", "log", "_logger", "LOGGER"}
@@ -45,10 +48,10 @@ def notes(record: Record, model: nn.Module) -> list[str]:
     """Return what else to say of an optimized model, a line each."""
     sizes = _bytes(record, model), _left_for_speed(record)
     said = (
-        unverified(record),
-        *(() if in_fewer_bits(record) else record.idle),
+        _unverified(record),
+        *(() if _in_fewer_bits(record) else record.idle),
         record.remark,
-        in_fewer_bits(record),
+        _in_fewer_bits(record),
         *_costs(record),
         *sizes,
         *_holds_for(record),
@@ -57,12 +60,12 @@ def notes(record: Record, model: nn.Module) -> list[str]:
         _for_training(record),
         _sharded(model),
         _printing(model),
-        _hooks(record),
+        lost_hooks_text(record.lost_hooks),
     )
     return [note for note in said if note]
 
 
-def unverified(record: Record) -> str:
+def _unverified(record: Record) -> str:
     """Say that rewrites stand which nothing was compared for, and what to do; "" where there is none."""
     applied = [d for d in record.plan.decisions if d.status == "applied"]
     for reason, advice in _NEXT.items():
@@ -73,7 +76,7 @@ def unverified(record: Record) -> str:
     return ""
 
 
-def in_fewer_bits(record: Record) -> str:
+def _in_fewer_bits(record: Record) -> str:
     """Say that nothing is computed in bfloat16 where that was asked for, nor in int8 where that was too, and why."""
     steps = {step: text for step, text in enumerate(record.plan.pipeline) if _asks_for_fewer_bits(text)}
     tried = [d for d in record.plan.decisions if d.step in steps]
@@ -130,13 +133,9 @@ def _costs(record: Record) -> Iterator[str]:
 
 
 def _cost_of(name: str, costs: Mapping[str, list[float]], asked: Any, lost: Sequence[Decision]) -> Iterator[str]:
-    """Say what a pass made of costs, and where that is less than was asked.
+    """Say what a pass made of costs (name -> before, after), and whether that is less than was asked.
 
-    Args:
-        name: of the pass.
-        costs: what each was, and was to become.
-        asked: the share that was to go, and of which cost.
-        lost: the decisions on sites that are left as they were.
+    `asked` is the share that was to go, and of which cost; `lost` are the decisions on sites that stayed.
     """
     left: dict[str, list[float]] = {}
     for what, (before, after) in costs.items():
@@ -191,7 +190,7 @@ def _for_training(record: Record) -> str:
     if record.plan.phase != "eval" or not around:
         return ""
     return (
-        f"{' and '.join(around)} had been run for training: passes for inference do not look into what that made; "
+        f"{' and '.join(around)} had been run for training: passes for inference do not rewrite what that made; "
         "begin with fxopt.restore(fast)"
     )
 
@@ -207,14 +206,9 @@ def _sharded(model: nn.Module) -> str:
     if not any(map(is_sharded, model.parameters())):
         return ""
     return (
-        "the parameters are sharded, and others than before: an optimizer trains them if it was given as optimizer=, "
-        "or is built over them"
+        "the parameters are sharded, and are new tensors: an optimizer trains them only if it was given as optimizer=, "
+        "or is built on them"
     )
-
-
-def _hooks(record: Record) -> str:
-    """Say which parameters lost the hooks on their gradients."""
-    return lost_hooks_text(record.lost_hooks)
 
 
 def _printing(model: nn.Module) -> str:
@@ -239,3 +233,51 @@ def _speaks(module: nn.Module) -> bool:
 def _class_name(module: nn.Module) -> str:
     capture = capture_of(module)
     return (type(module) if capture is None else capture.base).__name__
+
+
+def warn_of(record: Record, asked: Iterable[tuple[str, Sequence[str]]]) -> None:
+    """Warn whoever called `optimize` of what nothing was compared for, and of what was asked for and changed nothing.
+
+    `asked` is each name that the user gave, with the texts of its passes. The record keeps what no decision says.
+    """
+    said = list(dict.fromkeys(filter(None, (_said(record, name, texts) for name, texts in asked))))
+    idle = "; ".join(said) or _in_fewer_bits(record)
+    for kind, text in ((UnverifiedWarning, _unverified(record)), (NothingDoneWarning, idle)):
+        if text:
+            warnings.warn(text, kind, stacklevel=3)
+    record.idle[:] = [each for each in said if each.endswith(_NO_PLACE) or "nothing was done" in each]
+
+
+def _said(record: Record, name: str, texts: Sequence[str]) -> str:
+    if name == "training" and record.plan.phase == "eval":
+        return (
+            "nothing was done for training: the model is in evaluation, and 'training' was run for inference; call "
+            "model.train() first, or give phase='train'"
+        )
+    earlier, wanted = record.earlier_passes, set(texts)
+    steps = {step for step, text in enumerate(record.plan.pipeline) if step >= earlier and text in wanted}
+    mine = [decision for decision in record.plan.decisions if decision.step in steps]
+    if not steps or any(decision.status == "applied" for decision in mine):
+        return ""
+    return f"{name} changed nothing: {_why(mine)}"
+
+
+def _why(decisions: Sequence[Decision]) -> str:
+    if not decisions:
+        return _NO_PLACE
+    first, others = decisions[0], len(decisions) - 1
+    return f"{first.reason} (at {first.label or '(root)'}{f', the first of {others + 1} places' if others else ''})"
+
+
+@contextmanager
+def in_one_line(*ignored: type[Warning]) -> Generator[None]:
+    """Write each warning as one line to standard error, without the line of code that raised it; ignore some."""
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        sys.stderr.write(f"warning: {message}\n")
+
+    with warnings.catch_warnings():
+        for each in ignored:
+            warnings.simplefilter("ignore", each)
+        warnings.showwarning = show
+        yield

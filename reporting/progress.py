@@ -23,13 +23,9 @@ _BETWEEN_SECONDS = 0.1
 
 
 class ProgressLine:
-    """Write progress over and over into one line of a terminal or a notebook; write nothing elsewhere.
+    """Write progress into one line of a terminal or a notebook; write nothing elsewhere.
 
     Nothing runs beside what is timed: the line changes only when there is something to tell.
-
-    Args:
-        file: where to; None is nowhere.
-        clock: tells seconds.
     """
 
     def __init__(self, file: TextIO | None, clock: Callable[[], float] = time.perf_counter) -> None:

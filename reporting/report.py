@@ -40,10 +40,7 @@ class Report:
         self.notes = tuple(notes)
 
     def table(self) -> ReportTable:
-        """Return sites, lowerings, errors, speed and parameters, then what was refused or undone and why.
-
-        It is a `rich` renderable: a table where there is room, lines where there is not, ASCII in pipes.
-        """
+        """Return sites, lowerings, errors, speed, then what was refused or undone and why; in pipes it is ASCII."""
         return ReportTable(self.record, self.missed, self.notes)
 
     def diff(self) -> str:
@@ -51,10 +48,7 @@ class Report:
         return diff_graphs(self.record.graphs_before, self.record.graphs_after)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the graphs as plain JSON values, with the key `schema_version`: docs/file-formats.md.
-
-        Figures that are not finite are None.
-        """
+        """Return everything but the graphs as plain JSON values (docs/file-formats.md); infinite figures are None."""
         record, plan = self.record, self.record.plan
         return {
             "schema_version": SCHEMA_VERSION,
@@ -74,11 +68,9 @@ class Report:
         }
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write table and diff as a page that needs nothing else; a file is replaced whole or, with an error, stays.
+        """Write table and diff as a page that needs nothing else; a file there is replaced whole, or stays.
 
-        Raises:
-            UsageError: `path` is none.
-            OSError: it cannot be written.
+        Raises `UsageError` if `path` is none, `OSError` if it cannot be written.
         """
         write_atomically(as_path(path), report_page(self.table(), self.diff()))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..passes.driver import Record
     from ..runtime.graphs import Miss
 
-__all__ = ["ReportTable", "cells", "titles"]
+__all__ = ["ReportTable", "cells", "plain_text", "titles"]
 
 NARROW = 100
 TITLES = {
@@ -46,12 +46,7 @@ class ReportTable:
 
     def plain(self, width: int = 120) -> str:
         """Return the report as ASCII lines without colours, as a table if `width` has room for one."""
-        console = Console(
-            file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False
-        )
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+        return plain_text(self, width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text(headline(self.record), style="bold")
@@ -80,6 +75,14 @@ class ReportTable:
             for field in fields(row)[2:]:
                 if text := getattr(row, field.name):
                     yield Text(f"  {field.name:<10}{text}")
+
+
+def plain_text(shown: RenderableType, width: int) -> str:
+    """Return what `rich` can print as ASCII lines without colours."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
 
 
 def titles(record: Record) -> dict[str, str]:

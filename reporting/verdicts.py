@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,7 +20,8 @@ from ..passes.verification import Verdict, reference, verify
 from ..runtime.graphs import capture_of
 from ..runtime.values import plain
 from ..tracing.examples import Inputs
-from .wording import printable
+from .table import plain_text
+from .wording import counted, printable
 
 __all__ = ["Comparison", "compare_models"]
 
@@ -32,13 +32,9 @@ TITLES_WITHIN = ("call", "within", "error", "allowed")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing two models gave.
+    """What comparing two models gave: a verdict for each call.
 
-    Attributes:
-        verdicts: one for each call.
-        gradients: whether gradients were compared too.
-        tolerance: the error that was allowed, relative to the scale of each tensor; None: that of rounding.
-        lossy: the passes that made one of the models differ from the original, as they promise.
+    `tolerance` is the error that was allowed, None that of rounding; `lossy` are the passes that promise to differ.
     """
 
     verdicts: Sequence[Verdict]
@@ -66,14 +62,11 @@ class Comparison:
         return {"equal": self.equal, "gradients": self.gradients, "tolerance": self.tolerance, "calls": calls}
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=200, color_system=None, force_terminal=False, legacy_windows=False)
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+        return plain_text(self, width=200)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         compared = "outputs, buffers and gradients" if self.gradients else "outputs and buffers"
-        yield Text(f"{self._headline()}: {compared} of {_calls(len(self.verdicts))}", style="bold")
+        yield Text(f"{self._headline()}: {compared} of {counted(len(self.verdicts), 'call')}", style="bold")
         table = Table(box=box.SIMPLE_HEAD if options.is_terminal else box.MARKDOWN)
         for title in TITLES if self.tolerance is None else TITLES_WITHIN:
             table.add_column(title)
@@ -116,24 +109,13 @@ def compare_models(
     seed: int,
     tolerance: float | None = None,
 ) -> Comparison:
-    """Run two models on the same calls and compare what they give, in float64 and in their own types.
+    """Compare what `after` gives on calls with what `before`, which is right, gives, in float64 and in their own types.
 
-    Dataclasses among the outputs count as the dictionaries of their fields, as a `.pt2` file returns them. Parameters
-    and buffers are compared under the names that both have, once those of an optimized model are translated.
-
-    Args:
-        before: the model that is right.
-        after: the model to judge.
-        calls: the arguments to run on.
-        gradients: compare gradients of arguments and parameters too.
-        training: the mode to compare in.
-        seed: of noise, upstream gradients and random draws.
-        tolerance: compare in the models' own types alone, and allow this error, relative to the scale of each tensor.
-
-    Raises:
-        InputError: if `before` does not run on a call.
+    Dataclasses count as dictionaries of their fields, as `.pt2` files return them; state is compared under the names
+    that both have. With `tolerance`, errors up to it are allowed, and only the models' own types are compared.
     """
-    known = {name for name, _ in (*after.named_parameters(remove_duplicate=False), *_buffers(after))}
+    of_both = (*after.named_parameters(remove_duplicate=False), *after.named_buffers(remove_duplicate=False))
+    known = {name for name, _ in of_both}
 
     def translated(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         earlier, later = state_map_of(before), state_map_of(after)
@@ -162,13 +144,5 @@ def _lossy(*models: nn.Module) -> list[str]:
     return list(dict.fromkeys(each.pass_name for each in applied))
 
 
-def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return list(model.named_buffers(remove_duplicate=False))
-
-
 def _finite(error: float) -> float | None:
     return error if math.isfinite(error) else None
-
-
-def _calls(count: int) -> str:
-    return "1 call" if count == 1 else f"{count} calls"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..passes.sites import Goal, Numerics
+from ..passes.sites import Cause, Goal, Numerics
 from ..storage import byte_text
 
 if TYPE_CHECKING:
@@ -20,12 +20,14 @@ __all__ = [
     "Left",
     "Row",
     "applied_rows",
+    "counted",
     "duration",
     "headline",
     "left_alone",
     "located",
     "phase_of",
     "printable",
+    "several",
     "slower_sizes",
     "summary",
     "turned_away",
@@ -35,9 +37,20 @@ LONGEST_NAME = 60
 _PHASES = {"eval": "inference", "train": "training"}
 _SPECIALIZATION = re.compile(r"#\d+(?=:|$)")
 _NUMBER = re.compile(r"\d+")
-_FIGURE = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _LOSES = 0.98
 """What is less than so many times as fast is slower: less is noise."""
+
+_MEASURED = frozenset(
+    {
+        Cause.JUDGED_WRONG,
+        Cause.JUDGED_SLOWER,
+        Cause.DIFFERS,
+        Cause.NO_FASTER,
+        Cause.MODEL_DIFFERS,
+        Cause.MODEL_SLOWER,
+    }
+)
+"""Causes whose reasons carry figures, other ones at each place."""
 
 _LINE_BREAK = re.compile(r"\s*[\r\n]\s*")
 
@@ -57,10 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Left:
-    """Places left as they were: `refused` by the pass, `undone` after a check, or `not captured`, and why.
-
-    Also calls that no graph fitted: `missed`.
-    """
+    """A place `refused`, `undone`, `skipped` or `not captured`, or calls that no graph fits: `missed`; and why."""
 
     status: str
     what: str
@@ -76,16 +86,15 @@ def headline(record: Record) -> str:
     """Say in one line how many rewrites stand, for which phase, and how they were checked."""
     # What holds in both modes of a module, each with a graph of its own, is one rewrite to its user.
     # What several calls of optimize left alone, each time, is one place, too.
-    places = {(d.status, d.step * (d.status == "applied"), d.pass_name, _place(d)) for d in record.plan.decisions}
+    places = {
+        (d.status, d.step * (d.status == "applied"), d.pass_name, _SPECIALIZATION.sub("", d.key))
+        for d in record.plan.decisions
+    }
     statuses = [status for status, *_ in places]
     applied = statuses.count("applied")
     others = [f"{statuses.count(s)} {s}" for s in ("undone", "skipped", "refused") if s in statuses]
-    counted = f"{_count(applied, 'rewrite')} applied for {phase_of(record)}"
-    return ", ".join([counted, *others]) + (_checked(record.checked) if applied else "")
-
-
-def _place(decision: Decision) -> str:
-    return _SPECIALIZATION.sub("", decision.key)
+    standing = f"{counted(applied, 'rewrite')} applied for {phase_of(record)}"
+    return ", ".join([standing, *others]) + (_checked(record.checked) if applied else "")
 
 
 def _checked(ways: str) -> str:
@@ -189,9 +198,9 @@ def _spent(spent: Mapping[str, float]) -> str:
     seconds, forward = spent["seconds"], spent["forward_ms"] / 1e3
     limit = f" of {duration(spent['budget_s'])}" if math.isfinite(spent["budget_s"]) else ""
     forwards = seconds / forward
-    counted = f"{forwards:.3g}" if forwards < 1000 else f"{forwards:,.0f}"
+    how_many = f"{forwards:.3g}" if forwards < 1000 else f"{forwards:,.0f}"
     found = f"; besides, finding sites took {duration(spent['finding_s'])}" if spent.get("finding_s") else ""
-    return f"{duration(seconds)}{limit}, as long as {counted} forwards of the model{found}"
+    return f"{duration(seconds)}{limit}, as long as {how_many} forwards of the model{found}"
 
 
 def applied_rows(record: Record) -> list[Row]:
@@ -236,7 +245,7 @@ def _likeness(decision: Decision) -> tuple[object, ...]:
 def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str) -> Row:
     decision, figures = decisions[0], decisions[0].figures
     times = list(dict.fromkeys(_time(decision.figures) for decision in decisions))
-    site = _several([decision.label for decision in decisions])
+    site = several([decision.label for decision in decisions])
     detail = decision.detail.removesuffix(f" of {decision.label}")  # the place is named before it
     if decision.site and decision.site.get("data", {}).get("norms"):
         detail += "; norms run over what is kept, not over zeros"
@@ -255,10 +264,7 @@ def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str) -> Row:
 
 
 def _error(figures: Sequence[Mapping[str, Any]], *, is_lossy: bool) -> str:
-    """Return the largest errors of equal rewrites, or why they were not checked.
-
-    What a lossy rewrite gives up is no error of rounding: it is one number, which its budget allows.
-    """
+    """Return the largest errors of equal rewrites, or why they were not checked; that of a lossy one is one number."""
     hurried = " (on one call: no time was left)" if any(each.get("hurried") for each in figures) else ""
     return _largest_errors(figures, is_lossy=is_lossy) + hurried
 
@@ -323,9 +329,9 @@ def left_alone(record: Record) -> list[Left]:
     alike: dict[tuple[str, ...], list[Decision]] = {}
     for decision in record.plan.decisions:
         if decision.status != "applied":
-            alike.setdefault(_cause(decision), []).append(decision)
+            alike.setdefault(_kind_of_reason(decision), []).append(decision)
     decided = [
-        Left(status, f"{_named(record, decisions)} at {_several(each.label for each in decisions)}", _reason(decisions))
+        Left(status, f"{_named(record, decisions)} at {several(each.label for each in decisions)}", _reason(decisions))
         for (status, *_), decisions in alike.items()
     ]
     opaque = [
@@ -343,15 +349,15 @@ def _named(record: Record, decisions: Sequence[Decision]) -> str:
     return " and ".join(mine) if len(forms) > 1 and mine else name
 
 
-def _cause(decision: Decision) -> tuple[str, ...]:
-    """Return what places are named together by: the reason; where it has figures, places alike may differ in them.
+def _kind_of_reason(decision: Decision) -> tuple[str, ...]:
+    """Return what places are named together by: their cause, or the text where a pass refused them by its own rules.
 
-    Alike are places beside each other, such as the projections of an attention, in each of equal blocks.
+    Where the cause was measured, they are places beside each other, as the projections of attention in equal blocks.
     """
-    pattern = _FIGURE.sub("#", decision.reason)
-    may_differ = pattern != decision.reason and decision.status != "skipped"
-    place = _NUMBER.sub("#", decision.label.rpartition(".")[0] or decision.label) if may_differ else ""
-    return decision.status, decision.pass_name, pattern, place
+    is_of_pass = decision.cause in ("", Cause.NOT_APPLICABLE)
+    place = decision.label.rpartition(".")[0] or decision.label if decision.cause in _MEASURED else ""
+    reason = decision.reason if is_of_pass else decision.cause
+    return decision.status, decision.pass_name, reason, _NUMBER.sub("#", place)
 
 
 def _reason(decisions: Sequence[Decision]) -> str:
@@ -369,7 +375,7 @@ def turned_away(missed: Sequence[Miss]) -> list[Left]:
     return [Left("missed", clipped(miss.module) or "(root)", printable(str(miss))) for miss in missed]
 
 
-def _several(labels: Iterable[str]) -> str:
+def several(labels: Iterable[str]) -> str:
     """Name the first of several places, and count the others; a place with two graphs is one."""
     first, *others = dict.fromkeys(labels)
     shown = clipped(first) or "(root)"
@@ -396,5 +402,6 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in _LINE_BREAK.sub(" ", text))
 
 
-def _count(number: int, thing: str) -> str:
+def counted(number: int, thing: str) -> str:
+    """Return a number with a noun, in the plural unless it is 1."""
     return f"{number} {thing}" + ("" if number == 1 else "s")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-_IN_A_RUN_OF_ALL = 100
+_IN_A_RUN_OF_ALL = 30
 
 
 def number_of_examples(few: int) -> int:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mixtures import IndexAdd
+from support.shares import later
 from torch import Tensor, distributed, fx, nn
 
 import fxopt
@@ -52,7 +53,7 @@ def collect() -> None:
         gc.collect()
 
 
-@pytest.mark.parametrize(("count", "spare"), [(40, True), (2, False)])
+@pytest.mark.parametrize(("count", "spare"), [(8, True), (2, False), later((40, True))])
 def test_optimize_keeps_no_class_alive(count: int, spare: bool) -> None:
     options = {"verify": False, "measure": False} if spare else {}
     known = [one for _ in range(count) for one in classes_after_optimizing(**options)]

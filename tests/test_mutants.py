@@ -62,6 +62,7 @@ def test_the_judge_sees_wrong_values_lost_gradients_and_stale_buffers() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_nearly_all_mutants_are_caught(checkout: Path, tmp_path: Path) -> None:
     """Without verification several of these would reach the user."""
     script, result = checkout / "benchmarks" / "mutants.py", tmp_path / "mutants.json"

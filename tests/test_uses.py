@@ -13,6 +13,7 @@ from support.catalog import PASSES, sample
 from support.limits import HEADER, findings, limits, page, past
 from support.net import Trial, sites
 from support.outcomes import Difference, Judge, Raised
+from support.shares import share
 
 import fxopt
 
@@ -69,7 +70,7 @@ def test_a_run_of_many_models_tries_all_pairs():
     assert set(tried.values()) == {1}
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", share(PARTS, range(PARTS)))
 def test_random_models_do_what_they_did_before(part: int):
     hit: Counter[str] = Counter()
     trials = list(fuzz.run(MODELS // PARTS, 1000 * part, 2, hit, slow=False))

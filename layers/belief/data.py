@@ -96,7 +96,7 @@ class _Loader:
             nothing = False
         if nothing:
             raise InputError(
-                "the loader gives no batches; one that can be iterated over only once is over after an epoch"
+                "the loader gives no batches; an iterator that runs once only is empty after the first epoch"
             )
 
 

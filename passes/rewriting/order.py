@@ -124,11 +124,11 @@ def _moved(writer: fx.Node, reader: str, side: str) -> str:
     """Say that a node reads on another side of a write than it did."""
     if writer.target is keep:
         return (
-            "the forward changes an object, such as a cache, which is noted first, so that a call that fits no graph "
-            f"can start over; the new code would read that {side} it is noted"
+            "the forward changes an object, such as a cache; it is noted before, so that a call without a graph can "
+            f"start over, and the new code would read it {side} it is noted"
         )
     return (
-        f"the forward changes a tensor in place ('{writer.name}') that the new code would read {side} that "
+        f"the forward changes a tensor in place ('{writer.name}') that the new code would read {side} the change "
         f"('{reader}'), unlike the forward"
     )
 

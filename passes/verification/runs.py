@@ -36,8 +36,8 @@ def raised_by(name: str, failure: Exception | None) -> str:
         return f"{name} raised {type(failure).__name__} on a call it was recorded with: {failure}"
     operator = without[1] or without[2]
     return (
-        f"{name} computes no gradients, which are checked too: the operator {operator} has none; give it one by "
-        "torch.library.register_autograd or, where the model is for inference alone, call "
+        f"{name} computes no gradients that can be checked: the operator {operator} has none; give it one by "
+        "torch.library.register_autograd or, if the model is for inference only, call "
         "model.requires_grad_(False) first"
     )
 

@@ -20,7 +20,7 @@ __all__ = ["StateMap"]
 
 SCHEMA_VERSION = 1
 _LOST = (
-    "the state dict has original shapes again, with zeros in the places of what a lossy pass cut away: the original "
+    "the state dict has the original shapes, with zeros in the places of what a lossy pass cut away: the original "
     "computes something else with it; fxopt.plan(model) says what is gone, and fxopt.save keeps the result as it is"
 )
 

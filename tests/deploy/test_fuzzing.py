@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.shares import later
 
 WORKER = '''
 """Damage files over and over, load each, and print how it went."""
@@ -156,7 +157,7 @@ main()
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="limits of memory are told and set otherwise elsewhere"
 )
-@pytest.mark.parametrize(("kind", "rounds"), [("recipe", 80), ("pt2", 80)])
+@pytest.mark.parametrize(("kind", "rounds"), [("recipe", 20), ("pt2", 20), later(("recipe", 80)), later(("pt2", 80))])
 def test_damaged_files_are_read_rightly_or_refused(kind: str, rounds: int, tmp_path: Path):
     command = [sys.executable, "-c", WORKER, kind, "0", str(rounds), str(tmp_path)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -13,6 +13,7 @@ pytest.importorskip("torch_geometric")
 from support.model_zoo.examination import captured_row, inference_row
 from support.model_zoo.families import KINDS, drawn, family_of
 from support.model_zoo.subjects import Built, Subject, candidates, named_subjects
+from support.shares import share
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -51,7 +52,7 @@ def test_a_family_is_found_by_name():
     assert (family.kind, family.classes) == ("text", ("BertModel",))
 
 
-@pytest.mark.parametrize(("kind", "number"), DRAWN[1::EACH])
+@pytest.mark.parametrize(("kind", "number"), share(2, DRAWN[1::EACH]))
 def test_drawn_families_are_captured_and_equal(kind: str, number: int):
     subject, model = built(kind, number)
     row, _ = captured_row(model)
@@ -61,7 +62,7 @@ def test_drawn_families_are_captured_and_equal(kind: str, number: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "number"), DRAWN[::EACH])
+@pytest.mark.parametrize(("kind", "number"), share(3, DRAWN[::EACH]))
 def test_drawn_families_are_optimized_and_restored(kind: str, number: int):
     subject, model = built(kind, number)
     row, _ = inference_row(model, measure=False)
@@ -75,7 +76,7 @@ def assert_kept(row: dict, name: str) -> None:
     assert {key: row[key] for key in kept} == dict.fromkeys(kept, True), name
 
 
-@pytest.mark.parametrize("subject", named_subjects(), ids=lambda subject: subject.name)
+@pytest.mark.parametrize("subject", share(2, named_subjects()), ids=lambda subject: subject.name)
 def test_models_known_by_name(subject: Subject):
     model = subject.make()
     row, _ = captured_row(model)

@@ -9,18 +9,19 @@ pytest.importorskip("transformers")
 
 from support.model_zoo.examination import captured_row, inference_row
 from support.model_zoo.subjects import Subject, graph_subjects
+from support.shares import share
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SUBJECTS = graph_subjects()
-each_model = pytest.mark.parametrize("subject", SUBJECTS, ids=[subject.name for subject in SUBJECTS])
+NAMES = [subject.name for subject in SUBJECTS]
 
 
 def test_there_are_fifteen():
     assert len(SUBJECTS) >= 15
 
 
-@each_model
+@pytest.mark.parametrize("subject", SUBJECTS, ids=NAMES)
 def test_models_on_graphs_are_captured_and_equal(subject: Subject):
     row, _ = captured_row(subject.make())
     assert row["different"] == row["opaque"] == []
@@ -28,7 +29,7 @@ def test_models_on_graphs_are_captured_and_equal(subject: Subject):
     assert row["graphs"] > 0
 
 
-@each_model
+@pytest.mark.parametrize("subject", share(2, SUBJECTS), ids=NAMES)
 def test_models_on_graphs_are_optimized_and_restored(subject: Subject):
     row, _ = inference_row(subject.make(), measure=False)
     assert row["different"] == row["restored_different"] == []

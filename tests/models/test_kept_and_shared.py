@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.shares import share
 from torch import nn
 
 import fxopt
@@ -30,7 +31,7 @@ def test_layoutlm_looks_up_its_positions_twice() -> None:
         torch.testing.assert_close(fast(**call).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("use_cache", share(2, [True, False]))
 def test_recurrent_gemma_trains_for_several_steps(use_cache: bool) -> None:
     config = transformers.RecurrentGemmaConfig(
         num_hidden_layers=3, vocab_size=50, hidden_size=32, intermediate_size=48, num_attention_heads=2, lru_width=32,

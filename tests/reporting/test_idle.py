@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.reporting.idle import in_one_line
+from fxopt.reporting.notes import in_one_line
 
 X = torch.randn(4, 8)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxopt.reporting.line_diff import diff_lines
+from fxopt.reporting.diff import diff_lines
 
 LINES = st.lists(st.sampled_from("abcdefgh"), max_size=12) | st.lists(st.text("xyz", max_size=3), max_size=12)
 

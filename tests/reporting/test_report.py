@@ -22,6 +22,7 @@ from fxopt.reporting.report import Report
 from fxopt.reporting.wording import clipped, duration, printable
 
 IMAGE = torch.ones(2, 3, 2, 2)
+SLOW = fxopt.Cause.NO_FASTER
 
 
 class Heads(nn.Module):
@@ -246,8 +247,8 @@ def test_both_graphs_of_a_module_are_one_row_and_one_rewrite():
 
 
 def test_equal_reasons_with_other_figures_are_told_once():
-    slow = [decision("undone", f"layer.{i}", reason=f"no faster: 0.9{i}x as wide") for i in range(3)]
-    text = str(report(*slow, decision("undone", "head", reason="no faster: 0.5x as wide")))
+    slow = [decision("undone", f"layer.{i}", reason=f"no faster: 0.9{i}x as wide", cause=SLOW) for i in range(3)]
+    text = str(report(*slow, decision("undone", "head", reason="no faster: 0.5x as wide", cause=SLOW)))
     assert "undone       fuse_ensembles at layer.0 and 2 more: no faster: 0.90x as wide (the first)\n" in text
     assert "undone       fuse_ensembles at head: no faster: 0.5x as wide\n" in text
 
@@ -255,11 +256,11 @@ def test_equal_reasons_with_other_figures_are_told_once():
 def test_projections_beside_each_other_are_one_line():
     figures = ["0.91x (0.8 to 1.1)", "1x (0.9 to 1.1)", "0.97x (0.95 to 0.99)"]
     same = [
-        decision("undone", f"layers.{i}.attention.{name}", reason=f"no faster: {figure}")
+        decision("undone", f"layers.{i}.attention.{name}", reason=f"no faster: {figure}", cause=SLOW)
         for i in range(2)
         for name, figure in zip("qkv", figures, strict=True)
     ]
-    other = decision("undone", "head", reason="no faster: 0.5x (0.4 to 0.6)")
+    other = decision("undone", "head", reason="no faster: 0.5x (0.4 to 0.6)", cause=SLOW)
     lines = [line for line in str(report(*same, other)).splitlines() if line.startswith("undone")]
     assert lines == [
         "undone       fuse_ensembles at layers.0.attention.q and 5 more: no faster: 0.91x (0.8 to 1.1) (the first)",

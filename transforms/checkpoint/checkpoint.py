@@ -74,8 +74,8 @@ class Checkpoint(Pass):
             peak = least.schedule.peak
             raise BudgetError(
                 f"pass 'checkpoint': budget={self.budget} allows {byte_text(limit)} of activations, and the least "
-                f"that can be is {byte_text(peak)}, {peak / saved:.3f} of the {byte_text(saved)} that the model saves; "
-                "give no less, or 0 for the least"
+                f"possible is {byte_text(peak)}, {peak / saved:.3f} of the {byte_text(saved)} that the model saves; "
+                "give at least that, or 0 for the least"
             )
         return choice
 
@@ -83,9 +83,9 @@ class Checkpoint(Pass):
         limit = limit_of(self.budget, before)
         if self.budget != 0 and after > limit:
             raise BudgetError(
-                f"pass 'checkpoint': budget={self.budget} allows {byte_text(limit)} of activations, and the least that "
-                f"was reached is {byte_text(after)}, {after / before:.3f} of the {byte_text(before)} that the model "
-                "saves; give no less"
+                f"pass 'checkpoint': budget={self.budget} allows {byte_text(limit)} of activations, and the least "
+                f"reached is {byte_text(after)}, {after / before:.3f} of the {byte_text(before)} that the model saves; "
+                "give at least that"
             )
 
     def rewrite(self, site: Site, edit: Edit) -> None:

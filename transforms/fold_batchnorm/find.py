@@ -18,7 +18,7 @@ from .parts import NORMS, Norm, layer_at, norm_at
 
 __all__ = ["Call", "Pair", "evaluated", "pairs_in", "source_of", "unfolded"]
 
-_REASON = "it is a call of F.batch_norm with other than tensors of the model, or with a mode that is computed"
+_REASON = "it is a call of F.batch_norm on tensors that are not the model's, or with a mode that is computed"
 
 
 class Call(NamedTuple):

@@ -30,7 +30,7 @@ __all__ = ["find_mixtures", "mixture_at"]
 _ROUTES = frozenset(("where", "nonzero", "index_add", "index_add_", "any", "one_hot"))
 """Names that occur in loops over experts, where a forward can be known by its names only."""
 
-_ENDS_EARLY = "its loop ends, or goes on otherwise, where an expert has no tokens; skip that expert (continue)"
+_ENDS_EARLY = "its loop breaks, or takes another path, at an expert without tokens; skip that expert (continue)"
 _NO_CALL = "a loop over experts is read off a call; give example_inputs"
 
 

@@ -108,8 +108,8 @@ def _obstacle(mixture: Mixture, program: Program) -> str | None:
     idle = sorted(set(range(mixture.count)) - mixture.reached)
     if idle and program.training and not mixture.is_stacked:
         return (
-            f"the examples leave expert {idle[0]} without tokens: it has no gradient then, and would have zeros, which "
-            "momentum and weight decay act on; give example_inputs that reach every expert"
+            f"the examples leave expert {idle[0]} without tokens: it has no gradient; fused, it would have zeros, "
+            "on which momentum and weight decay act; give example_inputs that reach every expert"
         )
     for names in (items.paths for items in members_of(mixture)):
         for name in names:

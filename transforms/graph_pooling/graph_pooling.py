@@ -30,7 +30,7 @@ _READOUTS = ("mean", "add", "max")
 _SOURCES = (*_READOUTS, "topk", "sag", "asap", "edge")
 _BASIC = "torch_geometric.nn.aggr.basic."
 _OTHERS = {
-    "edge": "EdgePooling scores edges and joins two nodes each: its weights have no place where nodes are scored",
+    "edge": "EdgePooling scores edges and joins pairs of nodes: its weights cannot score single nodes",
     "asap": "ASAPooling shares nodes out among clusters: its weights have no place where clusters are disjoint",
 }
 """What has no counterpart -> why."""

@@ -90,8 +90,8 @@ def find_stages(program: Program, stages: int, cost: Cost) -> Found:
         chosen = {**chosen, **inside}
     if best is None:
         raise MatchFailure(
-            f"the model cannot be cut into {stages} stages: {len(line.items)} operations can be told apart, and values "
-            "that are no tensors, writes in place and modules that are called twice keep some of them together"
+            f"the model cannot be cut into {stages} stages: {len(line.items)} groups of operations can be separated; "
+            "values that are no tensors, writes in place and modules that are called twice keep the others together"
         )
     return best
 

@@ -209,7 +209,7 @@ class _Move:
                 if len(items) == length and not all(id(_meant(item)) in self.successors.names for item in items):
                     raise StateError(
                         f"the model's '{self.holding.path}' holds parameters of which some are one tensor now, and "
-                        f"something beside it has as many items, so that places may count. {ADVICE}"
+                        f"another attribute has as many items, so that places may count. {ADVICE}"
                     )
 
     def refuse_copies_in_order(self) -> None:

@@ -108,8 +108,8 @@ class _Finishing:
         problem = step.problem(model)
         if problem:
             raise PassError(
-                f"pass '{self.pass_.name}' changed how the model trains: in the first step {problem}; your model is as "
-                "it was: leave it out, or, where that is meant, give verify=False"
+                f"pass '{self.pass_.name}' changed how the model trains: in the first step {problem}; your model is "
+                "unchanged; leave the pass out, or give verify=False if this is intended"
             )
 
 

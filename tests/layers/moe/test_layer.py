@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.shares import share
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -339,7 +340,7 @@ def test_autocast_does_not_cast_float64_and_a_float32_token_is_refused():
         layer(torch.randn(3, WIDTH))
 
 
-@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("gate", share(2, ["softmax", "sigmoid"]))
 def test_numbers_of_tokens_recompile_it_no_more_than_a_linear_layer(gate):
     def compilations(model: nn.Module) -> int:
         torch._dynamo.reset()

@@ -135,14 +135,14 @@ def test_a_read_that_is_carried_over_a_write_is_refused() -> None:
     node("cos").replace_all_uses_with(early)
     early.meta["replaces"] = ("cos",)
     edit.erase(node("cos"))
-    with pytest.raises(MatchFailure, match=r"in place \('add_'\) that the new code would read before that"):
+    with pytest.raises(MatchFailure, match=r"in place \('add_'\) that the new code would read before the change"):
         edit.finish()
 
 
 def test_a_node_that_is_moved_over_a_write_is_refused() -> None:
     _, edit, node = edit_of(Written())
     node("add_").append(node("sin"))
-    with pytest.raises(MatchFailure, match=r"in place \('add_'\) that the new code would read after that \('sin'\)"):
+    with pytest.raises(MatchFailure, match=r"that the new code would read after the change \('sin'\)"):
         edit.finish()
 
 

@@ -133,7 +133,7 @@ REFUSED = [
     (CalledToo, "'norm', whose tensors it reads, is called as well"),
     (ReadToo, "'weight' is read in the graph of '(root)'"),
     (Always, "the batch norm is in training mode"),
-    (Computed, "other than tensors of the model"),
+    (Computed, "on tensors that are not the model's"),
 ]
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from support.shares import share
 from torch import Tensor, nn
 
 import fxopt
@@ -198,7 +199,7 @@ def covering() -> list[tuple[type[nn.Module], str, bool]]:
     return pairs + [(Comprehension, lowering, training) for lowering in LOWERINGS for training in (True, False)]
 
 
-@pytest.mark.parametrize(("spelling", "lowering", "training"), covering())
+@pytest.mark.parametrize(("spelling", "lowering", "training"), share(2, covering()))
 def test_every_spelling_is_fused_and_equivalent(spelling: type[nn.Module], lowering: str, training: bool) -> None:
     torch.manual_seed(0)
     model = spelling().train(training)

@@ -183,7 +183,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "values": (Clamped, "decides by"),
     "type": (ByType, "decides by the type or shape"),
     "rare": (Rare, "do not all compute the same"),
-    "ending": (EndingEarly, "its loop ends, or goes on otherwise, where an expert has no tokens"),
+    "ending": (EndingEarly, "its loop breaks, or takes another path, at an expert without tokens"),
     "averaging": (Averaging, "computes with how many experts have tokens"),
     "sorted": (Sorted, "sorted by expert, cut by counts, and joined"),
     "numpy": (SortedInNumpy, "turns a tensor into a numpy array"),

@@ -278,7 +278,7 @@ class Unpooled(Classifier):
         (Flat(), "1 dimensions"),
         (Unpooled(), "no graph of this model pools"),
         (Classifier(pool=pyg.TopKPooling(WIDTH, min_score=0.1)), "min_score"),
-        (Classifier(pool=pyg.EdgePooling(WIDTH)), "EdgePooling scores edges and joins two nodes each"),
+        (Classifier(pool=pyg.EdgePooling(WIDTH)), "EdgePooling scores edges and joins pairs of nodes"),
         (Weighted(pool=pyg.ASAPooling(WIDTH)), "ASAPooling shares nodes out among clusters"),
     ],
 )

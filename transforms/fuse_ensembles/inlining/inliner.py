@@ -220,7 +220,7 @@ class _Builder(Opener):
             graph.output(None)
             self.run(graph, (f"{place[0]}{node.name}/check_", place[1]), list(values.values()))
         elif not self.may_restart and specialization.graph.find_nodes(op="call_function", target=require, sort=False):
-            return "it checks values in the middle, and its caller cannot start again after it has written something"
+            return "it checks values between writes, and its caller cannot start again after a write"
         return None
 
     def child(self, name: str) -> nn.Module:

@@ -15,7 +15,7 @@ import fxopt
 from fxopt.transforms.prune import Prune
 
 SETTINGS = settings(
-    max_examples=number_of_examples(20),
+    max_examples=number_of_examples(8),
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],  # making an example smaller takes minutes
 )
