@@ -256,3 +256,10 @@ def test_a_reference_stands_in_where_there_is_no_float64_kernel() -> None:
         assert [decision.status for decision in fxopt.plan(fast).decisions] == ["applied"]
     finally:
         registration.remove()
+
+
+def test_an_operator_says_how_its_result_lies_in_memory() -> None:
+    known = {name: operator_info(name).memory_order for name in ("relu", "conv2d", "linear", "view", "acme::unknown")}
+    assert known == {"relu": "kept", "conv2d": "kept", "linear": "anew", "view": None, "acme::unknown": None}
+    assert OpInfo("acme::swish", elementwise=True).memory_order == "kept"
+    assert OpInfo("acme::gathered", order="anew").memory_order == "anew"
