@@ -44,7 +44,7 @@ FILES = (
     f"{ENSEMBLES}/lowerings/batching_rules.py", f"{ENSEMBLES}/lowerings/rebuilding.py",
     "layers/ensemble.py", "layers/batched_layers.py", "layers/batched_recurrent.py",
     "layers/members.py", "layers/templates.py",
-    "runtime/state/state_steps.py", "operators/derived.py", "transforms/fold_batchnorm/arithmetic.py",
+    "runtime/state/state_steps.py", "operators/derived.py", "layers/folded.py",
     "passes/rewriting/effects.py",
 )  # fmt: skip
 EFFECTIVE = ("escaped", "undone", "raised")

@@ -73,11 +73,11 @@ def test_a_quantized_layer_needs_few_files():
         "import importlib, sys; importlib.import_module(sys.argv[1])\n"
         "print(sum(name.startswith('fxopt') for name in sys.modules))"
     )
-    assert int(in_new_process(code, "fxopt" + ".layers.quantized.linear")) < FILES_OF_A_LAYER
+    assert int(in_new_process(code, "fxopt" + ".layers.quantized.linear")) <= FILES_OF_A_LAYER
 
 
-FILES_OF_A_LAYER = 103
-"""Before the runtime stood apart from the compiler, the layer took so many."""
+FILES_OF_A_LAYER = 85
+"""It takes 81; before the runtime stood apart from the compiler it took 103."""
 
 
 class Classifier(nn.Module):
