@@ -6,8 +6,7 @@ from .changes import Change, Changes, Watch, is_repeatable
 from .compiled import compiles, eagerly, is_in_compiled
 from .parameter_data import ParameterData
 from .preserve import AttributeState, Contents, ModelState, in_phase, memory_of, preserved, restoring
-from .redirect import patching, redirect
-from .rewrite_lock import rewrite_lock
+from .redirect import patching, redirect, rewrite_lock
 
 __all__ = [
     "AttributeState",
