@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -32,15 +32,22 @@ __all__ = ["handed_out", "has_effects", "may_share", "overwrites_unseen", "write
 class _Known:
     """What was found out about modules and kinds of them, kept until the program changes."""
 
-    def __init__(self) -> None:
-        self.effects: dict[int, bool] = {}
-        self.writes: dict[nn.Module, bool] = {}
-        self.shares: dict[int, bool] = {}
-        self.leaves_graph: dict[tuple[int, int], bool] = {}
+    def __init__(self, program: Program) -> None:
+        self._kinds = program.analyses[StructuralHash]
+        self._answers: dict[Hashable, bool] = {}
 
     @classmethod
     def compute(cls, program: Program) -> _Known:
-        return cls()
+        return cls(program)
+
+    def of(self, question: Hashable, answer: Callable[[], bool]) -> bool:
+        if question not in self._answers:
+            self._answers[question] = answer()
+        return self._answers[question]
+
+    def of_kind(self, question: Hashable, module: nn.Module, answer: Callable[[], bool]) -> bool:
+        """Return the answer to a question about a module, which is the same for all of its kind."""
+        return self.of((question, self._kinds.of(module)), answer)
 
 
 def has_effects(node: fx.Node, program: Program, owner: str) -> bool:
@@ -52,9 +59,10 @@ def has_effects(node: fx.Node, program: Program, owner: str) -> bool:
             return False
         case "call_module":
             callee = program.callee(owner, node)
-            return _module_has_effects(callee, program, qualified(owner, str(node.target))) or _may_leave_its_graph(
-                node, callee, program
-            )
+            name = qualified(owner, str(node.target))
+            return program.analyses[_Known].of_kind(
+                "effects", callee, lambda: _holds_of_module(callee, program, name, _leaf_has_effects, has_effects)
+            ) or _may_leave_its_graph(node, callee, program)
         case "call_method":
             known = hasattr(torch.Tensor, str(node.target)) and not _is_of_object(node)
             return mutates(node) or has_random_effects(node) or not known
@@ -90,10 +98,9 @@ def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> 
     if node.kwargs or len(set(values)) < len(node.args):
         return _is_unlike_its_graph(node, module, capture)
     # Nothing is known of values but which argument each is: for modules of a kind it is the same.
-    known, key = program.analyses[_Known].leaves_graph, (program.analyses[StructuralHash].of(module), len(values))
-    if key not in known:
-        known[key] = _is_unlike_its_graph(node, module, capture)
-    return known[key]
+    return program.analyses[_Known].of_kind(
+        ("leaves", len(values)), module, lambda: _is_unlike_its_graph(node, module, capture)
+    )
 
 
 def _is_unlike_its_graph(node: fx.Node, module: nn.Module, capture: Capture) -> bool:
@@ -102,13 +109,6 @@ def _is_unlike_its_graph(node: fx.Node, module: nn.Module, capture: Capture) -> 
     except TypeError:
         return True
     return len(capture.specializations) != 1 or unmet_guard(module, capture, given) is not None
-
-
-def _module_has_effects(module: nn.Module, program: Program, name: str) -> bool:
-    known, kind = program.analyses[_Known].effects, program.analyses[StructuralHash].of(module)
-    if kind not in known:
-        known[kind] = _holds_of_module(module, program, name, _leaf_has_effects, has_effects)
-    return known[kind]
 
 
 def _holds_of_module(
@@ -150,17 +150,14 @@ def _info_of_leaf(module: nn.Module) -> OpInfo:
 def writes(node: fx.Node, program: Program, owner: str) -> bool:
     """Say whether a node may write into memory that other nodes read."""
     if node.op == "call_module":
-        return _module_writes(program.callee(owner, node), program, qualified(owner, str(node.target)))
+        callee, name = program.callee(owner, node), qualified(owner, str(node.target))
+        # Asked of all after each edit: kinds would take longer to tell.
+        return program.analyses[_Known].of(
+            callee, lambda: _holds_of_module(callee, program, name, _leaf_writes, writes)
+        )
     if node.op not in ("call_function", "call_method") or node.target is require:
         return False
     return mutates(node) or (has_effects(node, program, owner) and not has_random_effects(node))
-
-
-def _module_writes(module: nn.Module, program: Program, name: str) -> bool:
-    known = program.analyses[_Known].writes  # asked of all after each edit: kinds would take longer to tell
-    if module not in known:
-        known[module] = _holds_of_module(module, program, name, _leaf_writes, writes)
-    return known[module]
 
 
 def _leaf_writes(module: nn.Module) -> bool:
@@ -209,9 +206,10 @@ def may_share(node: fx.Node, program: Program, owner: str) -> bool:
         is_fresh = info_of(node).fresh and not mutates(node)
         return not is_fresh or not isinstance(node.meta.get("val"), TensorMeta)  # lists can be added, too
     callee = program.callee(owner, node)
-    return _module_shares(callee, program, qualified(owner, str(node.target))) or _may_leave_its_graph(
-        node, callee, program
-    )
+    name = qualified(owner, str(node.target))
+    return program.analyses[_Known].of_kind(
+        "shares", callee, lambda: has_hooks(callee) or _kind_shares(callee, program, name)
+    ) or _may_leave_its_graph(node, callee, program)
 
 
 def _holds_tensors(described: Any) -> bool:
@@ -221,15 +219,8 @@ def _holds_tensors(described: Any) -> bool:
     return isinstance(described, (TensorMeta, Mapping, type))
 
 
-def _module_shares(module: nn.Module, program: Program, name: str) -> bool:
-    """Say whether a module may return what lies in the memory of an argument."""
-    known, kind = program.analyses[_Known].shares, program.analyses[StructuralHash].of(module)
-    if kind not in known:
-        known[kind] = has_hooks(module) or _kind_shares(module, program, name)
-    return known[kind]
-
-
 def _kind_shares(module: nn.Module, program: Program, name: str) -> bool:
+    """Say whether a module without hooks may return what lies in the memory of an argument."""
     capture = capture_of(module)
     if capture is None or not capture.specializations:
         return not _info_of_leaf(module).fresh or getattr(module, "inplace", False)

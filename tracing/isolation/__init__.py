@@ -9,8 +9,7 @@ from .copying import copied_module, plain_registries, shallow_clone, skeleton_of
 from .held import Holding, held_in, parts_of
 from .parameter_data import ParameterData
 from .preserve import AttributeState, Contents, ModelState, in_phase, memory_of, preserved, restoring
-from .redirect import patching, redirect
-from .rewrite_lock import rewrite_lock
+from .redirect import patching, redirect, rewrite_lock
 
 __all__ = [
     "AttributeState",

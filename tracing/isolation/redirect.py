@@ -1,4 +1,4 @@
-"""Let other code run in the place of a function, without touching the classes that it belongs to."""
+"""Let other code run in the place of a function, without touching the classes it belongs to; one thread at a time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["patching", "redirect"]
+__all__ = ["patching", "redirect", "rewrite_lock"]
 
 patching = threading.RLock()
 """Held by the thread that patches torch, in `capture` and `optimize` alone; a thread may take it several times."""
+_rewriting = threading.RLock()
+
+
+def rewrite_lock() -> threading.RLock:
+    """Return what a thread holds while it rewrites, checks or times: what it sets belongs to the whole process."""
+    return _rewriting
 
 
 def _entry(*args: Any, fxopt_handler: Callable[..., Any], **kwargs: Any) -> Any:

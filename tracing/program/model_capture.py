@@ -58,17 +58,10 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
     _check_initialised(names)
     with in_phase(model, training):
         state = ModelState(model)
-        recording = record(model, inputs, state=state, exact=False) if inputs else None
-        if recording is not None:
-            _record_other_mode(model, names, inputs, recording)
-        with restoring(state):
-            found = capture_modules(names, recording)
+        recording, found = _traced(model, names, inputs, state, exact=False)
         if recording is not None and found.uncertain and not recording.is_exact():
             # Where forwards work in place, the numbers recorded are what became of them.
-            recording = record(model, inputs, state=state)
-            _record_other_mode(model, names, inputs, recording)
-            with restoring(state):
-                found = capture_modules(names, recording)
+            recording, found = _traced(model, names, inputs, state, exact=True)
         found.exact_types = exact_types(names)
         found.captured = with_inactive(found.captured, names, found.exact_types)
         if recording is None:
@@ -77,6 +70,16 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
         _install_checked(model, names, found, inputs, recording, state)
         recording.forget()
     return found
+
+
+def _traced(
+    model: nn.Module, names: ModelNames, inputs: tuple[Inputs, ...], state: ModelState, *, exact: bool
+) -> tuple[Recording | None, Captures]:
+    recording = record(model, inputs, state=state, exact=exact) if inputs else None
+    if recording is not None:
+        _record_other_mode(model, names, inputs, recording)
+    with restoring(state):
+        return recording, capture_modules(names, recording)
 
 
 def _record_other_mode(model: nn.Module, names: ModelNames, inputs: tuple[Inputs, ...], recording: Recording) -> None:
