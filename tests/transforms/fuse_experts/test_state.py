@@ -94,9 +94,7 @@ def test_archives(model: nn.Module, tmp_path: Path) -> None:
 
 
 def test_what_is_undone_leaves_nothing_behind(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "fxopt.transforms.fuse_experts.write.FusedExperts.forward", lambda self, hidden, *_: hidden * 2
-    )
+    monkeypatch.setattr("fxopt.transforms.fuse_experts.write.FusedExperts.forward", lambda self, hidden, *_: hidden * 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     call = {"example_inputs": (x_of(3, 12),), "measure": False, "inplace": True, "optimizer": optimizer}
     before = {name: (id(parameter), parameter.clone()) for name, parameter in model.named_parameters()}
