@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -14,7 +14,7 @@ from ..passes.contract import Pass, check_option_types
 from ..passes.rewriting import Edit, handed_out, has_effects, written_values
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..passes.verification import found_in_graphs
-from ..runtime.graphs import ContextRegion
+from ..runtime.graphs import ContextRegion, function_of_node
 from ..runtime.values import is_meta, qualified
 from ..tracing.program import Program
 
@@ -124,10 +124,7 @@ def evaluate(node: fx.Node) -> Any:
         for step in _ancestry(node):
             args = fx.map_arg(step.args, values.__getitem__)
             kwargs = fx.map_arg(step.kwargs, values.__getitem__)
-            if step.op == "call_method":
-                values[step] = getattr(args[0], str(step.target))(*args[1:], **kwargs)
-            else:
-                values[step] = cast("Callable[..., Any]", step.target)(*args, **kwargs)
+            values[step] = function_of_node(step, nn.Module())(*args, **kwargs)  # it reads nothing of a module
     return values[node]
 
 
