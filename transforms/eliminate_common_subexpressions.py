@@ -34,7 +34,8 @@ class EliminateCommonSubexpressions(Pass):
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         for owner, specialization, graph, repeated in found_in_graphs(program, repetitions):
-            if not any(map(_computes, repeated)):
+            # Some may compute tensors, and not only read plain values such as sizes.
+            if all("val" in node.meta and is_plain_structure(node.meta["val"]) for node in repeated):
                 continue
             writer = next((node for node in graph.nodes if writes(node, program, owner)), None)
             if writer is not None:
@@ -76,11 +77,6 @@ def repetitions(graph: fx.Graph, program: Program, owner: str) -> dict[fx.Node, 
             same[node] = known
             handed.update({known} if node in handed else ())
     return same
-
-
-def _computes(node: fx.Node) -> bool:
-    """Say whether a node may compute tensors, and does not only read plain values such as sizes."""
-    return "val" not in node.meta or not is_plain_structure(node.meta["val"])
 
 
 def _key(node: fx.Node, same: dict[fx.Node, fx.Node]) -> object:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
@@ -15,7 +15,7 @@ from ..passes.rewriting import Edit, handed_out, has_effects, written_values
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..runtime.graphs import ContextRegion
 from ..runtime.values import is_meta, qualified
-from ..tracing.program import Program, found_in_graphs
+from ..tracing.program import Program, found_in_graphs, function_of_node
 
 __all__ = ["FoldConstants"]
 
@@ -123,10 +123,7 @@ def evaluate(node: fx.Node) -> Any:
         for step in _ancestry(node):
             args = fx.map_arg(step.args, values.__getitem__)
             kwargs = fx.map_arg(step.kwargs, values.__getitem__)
-            if step.op == "call_method":
-                values[step] = getattr(args[0], str(step.target))(*args[1:], **kwargs)
-            else:
-                values[step] = cast("Callable[..., Any]", step.target)(*args, **kwargs)
+            values[step] = function_of_node(step, nn.Module())(*args, **kwargs)  # it reads nothing of a module
     return values[node]
 
 

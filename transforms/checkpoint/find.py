@@ -37,7 +37,7 @@ class Stretch:
     """Nodes of one graph, next to each other, that may be a region."""
 
     region: Region  # the steps that they are
-    units: tuple[Unit, ...]  # the nodes
+    units: tuple[Unit, ...]
     saved: int  # bytes that they save for the backward as they are
     kept: int  # bytes that are kept where they are a region
 

@@ -14,15 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...compat import (
-    DispatchMode,
-    all_modules,
-    draws_randomly,
-    fake_tensors,
-    is_view_operator,
-    own_buffers,
-    storage_id,
-)
+from ...compat import DispatchMode, all_modules, draws_randomly, fake_tensors, is_view_operator, own_buffers, storage_id
 from ...compat.operators import written_arguments
 from ...operators import flops_of
 from ...runtime.graphs import Specialization, required_capture, select

@@ -92,9 +92,8 @@ class _Mover:
     def moved(self, units: Sequence[Unit]) -> list[Unit]:
         """Return the units of one call, moved, with their new places."""
         found: list[Unit] = []
-        for free, group in groupby(
-            units, lambda u: self._repeats(u) and self._writers.isdisjoint(range(u.start, u.stop))
-        ):
+        alone = {u.node for u in units if self._repeats(u) and self._writers.isdisjoint(range(u.start, u.stop))}
+        for free, group in groupby(units, lambda unit: unit.node in alone):
             for unit in _depth_first(list(group), self._random) if free else group:
                 start = len(self.order)
                 inside = self.moved(unit.inside)

@@ -49,7 +49,7 @@ class Recomputed:
 class Schedule:
     """Regions that do not overlap, in order, and what is to be expected of them."""
 
-    regions: tuple[Region, ...]  # what is run again
+    regions: tuple[Region, ...]
     operations: float  # what that costs
     live: int  # bytes of activations that are held after the forward
     peak: int  # likewise at the worst moment, with gradients that the plain step has no room for

@@ -47,10 +47,9 @@ class Recomputation:
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call the region."""
         region = cast("nn.Module", getattr(function, "__self__"))  # noqa: B009  a bound method's, untyped
-        if not (region.training and torch.is_grad_enabled()) or (
-            not torch.compiler.is_compiling() and is_transformed()
-        ):
-            return function(*args)  # for transforms torch's checkpoint has no rule; a compiler asks for none
+        transformed = not torch.compiler.is_compiling() and is_transformed()  # torch's checkpoint has no rule for that
+        if not (region.training and torch.is_grad_enabled()) or transformed:
+            return function(*args)
         return checkpoint(function, args, self._settings(region))
 
     def _settings(self, region: nn.Module) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class _Move:
     then: _Held
     added: int  # bytes that are held in addition
     needed: int  # bytes that must be free at its start
-    operations: float  # what it costs
+    operations: float
 
 
 class _Solver:

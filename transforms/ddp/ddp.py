@@ -82,8 +82,6 @@ def _unused(seen: TrialStep) -> Iterator[Refusal]:
     """Yield one refusal for each module that has parameters without a gradient, and for each call that showed none."""
     for reason in seen.failed:
         yield Refusal(f"{reason}; so all parameters count as used, and all buffers are sent", "(root)")
-    owners = dict.fromkeys(name.rpartition(".")[0] or "(root)" for name in seen.unused)
-    for owner in owners:
-        yield Refusal(
-            "no gradient reaches its parameters in the example calls, so there is none to average", owner or "(root)"
-        )
+    reason = "no gradient reaches its parameters in the example calls, so there is none to average"
+    for owner in dict.fromkeys(name.rpartition(".")[0] or "(root)" for name in seen.unused):
+        yield Refusal(reason, owner)

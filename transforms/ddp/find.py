@@ -85,17 +85,15 @@ def branching(program: Program) -> str | None:
     Of one without a graph nothing is known, save that it uses its own parameters.
     """
     for name in program.opaque:
-        if _has_trained_children(program.module(name)):
+        children = program.module(name).children()
+        if any(parameter.requires_grad for child in children for parameter in child.parameters()):
             return name or "(root)"
     for name, capture in program.captures.items():
-        training = [each for each in capture.specializations if not _is_for_evaluation(each, program.module(name))]
+        module = program.module(name)
+        training = [s for s in capture.specializations if not s.runs_in_mode(module, flipped=module.training)]
         if len(set(map(_used, training))) > 1 or any(map(_decides_at_random, training)):
             return name or "(root)"
     return None
-
-
-def _has_trained_children(module: nn.Module) -> bool:
-    return any(p.requires_grad for child in module.children() for p in child.parameters())
 
 
 def _used(specialization: Specialization) -> frozenset[str]:
@@ -118,7 +116,3 @@ def _is_drawn(decided: fx.Node) -> bool:
         pending += [source for source in node.all_input_nodes if source not in seen]
         seen.update(node.all_input_nodes)
     return False
-
-
-def _is_for_evaluation(specialization: Specialization, module: nn.Module) -> bool:
-    return specialization.runs_in_mode(module, flipped=module.training)

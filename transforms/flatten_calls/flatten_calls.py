@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +16,7 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...passes.timing import forward_seconds
-from ...runtime.graphs import Region, Specialization, required_capture
+from ...runtime.graphs import Region, required_capture
 from ...runtime.values import keep, qualified
 from ...tracing.program import Program, is_called
 from .write import Flat, flattened, is_written_out
@@ -88,7 +88,8 @@ def _found(program: Program) -> Iterator[tuple[Site | Refusal, int]]:
         elif flat:
             calls = sum(each.calls for each in flat)
             yield Site(program, owner, {}, phase=phase, detail=f"{calls} call{'s' * (calls != 1)} written out"), calls
-            yield from ((_refusal(owner, each), 0) for each in _closed(flat))
+            closed = {path: why for each in flat for path, why in each.closed.items() if why}
+            yield from ((Refusal(why, qualified(owner, path)), 0) for path, why in closed.items())
             opened |= {qualified(owner, path) for each in flat for path in each.opened}
 
 
@@ -115,7 +116,7 @@ def _flattened(program: Program, owner: str) -> list[tuple[int, Flat]]:
     found = [
         (number, flattened(program, owner, each))
         for number, each in enumerate(required_capture(module).specializations)
-        if each.runs_in_mode(module) and not _is_flat(each)
+        if each.runs_in_mode(module) and not any(map(is_written_out, each.guards))
     ]
     return [(number, flat) for number, flat in found if flat.calls]
 
@@ -124,23 +125,7 @@ def _objection(program: Program, module: nn.Module) -> str:
     """Return why a module stays as it is, whatever it calls, or ""."""
     if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
         return "it holds a module that TorchScript compiled"
-    return "" if _is_plain(program.model) else "the model holds tensors that are no plain ones"
-
-
-def _is_plain(model: nn.Module) -> bool:
-    """Say whether all tensors of a model are plain: of others no copies can be compared bit by bit."""
-    held = (vars(each)[register] for each in model.modules() for register in REGISTERS)
-    return all(type(tensor) in _PLAIN for tensors in held for tensor in dict(tensors).values())
-
-
-def _is_flat(specialization: Specialization) -> bool:
-    return any(is_written_out(guard) for guard in specialization.guards)
-
-
-def _closed(flat: Iterable[Flat]) -> Iterator[tuple[str, str]]:
-    yield from {path: why for each in flat for path, why in each.closed.items() if why}.items()
-
-
-def _refusal(owner: str, closed: tuple[str, str]) -> Refusal:
-    path, reason = closed
-    return Refusal(reason, qualified(owner, path))
+    # Of other tensors no copies can be compared bit by bit.
+    held = (vars(each)[register] for each in program.model.modules() for register in REGISTERS)
+    plain = all(type(tensor) in _PLAIN for tensors in held for tensor in dict(tensors).values())
+    return "" if plain else "the model holds tensors that are no plain ones"

@@ -52,7 +52,7 @@ def flattened(program: Program, name: str, specialization: Specialization) -> Fl
     writer.graph.output(writer.run(specialization.graph, ("", ""), inputs))
     shorten(writer.graph)
     keep_narrow(writer.graph, exactly=True)
-    writer.graph.eliminate_dead_code(is_impure_node=_stays)
+    writer.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
     writer.note_computed(specialization.guards, "")
     found = Call(UnchangedGuard(writer.opened_modules(), len(own_children(owner))), (SELF,))
     mode = Guard(Attribute(SELF, "training"), Is(key_of(owner.training)), _CHANGED)
@@ -67,10 +67,6 @@ def flattened(program: Program, name: str, specialization: Specialization) -> Fl
 def is_written_out(guard: Guard) -> bool:
     """Say whether a condition is that of a graph in which calls were written out."""
     return asks_unchanged(guard, compiled=False)
-
-
-def _stays(node: fx.Node) -> bool:
-    return node.op != "get_attr"
 
 
 class _Writer(Opener):

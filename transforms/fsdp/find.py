@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from torch import nn
 
@@ -36,7 +35,7 @@ class Unit:
 class Units:
     """The search for the units of a program."""
 
-    program: Program  # whose model is finished
+    program: Program
     most: int | None = None  # parameters of a unit; None leaves that to the blocks
     refusals: list[Refusal] = field(default_factory=list[Refusal])
     _sizes: dict[str, int] = field(default_factory=dict[str, int], init=False)
@@ -44,11 +43,11 @@ class Units:
     def find(self) -> list[Unit]:
         """Return the units, the root last: it has what no other has."""
         blocks = list(self._blocks(""))
-        largest = max(map(self._size, blocks), default=0) or self._largest_layer
+        largest = max(map(self._size, blocks), default=0) or self._largest_layer()
         # What the root has is gathered once a step; a unit is gathered for the backward again.
         is_root_large = self._rest(blocks) > self._limit
         chosen = {*blocks, *(self._layers("", blocks, largest) if is_root_large else ())}
-        ordered = [name for name in self._program_names if name in chosen]
+        ordered = [name for name in self.program.names.modules if name in chosen]
         return [*self._joined(ordered, self.most or largest), Unit(("",), self._rest(chosen))]
 
     # -- what may be a unit ----------------------------------------------------------------------------------------
@@ -81,7 +80,7 @@ class Units:
         if module not in self._callers.of:
             self._refuse_unseen(name)
             return False
-        reason = self._obstacle(name)
+        reason = self._tied_outside(name) or self._read_outside(name) or self._called_outside(name)
         if reason:
             self.refusals.append(Refusal(reason, at=name))
         return not reason
@@ -93,10 +92,6 @@ class Units:
         if names and not is_container:
             reason = "nothing shows whether it is called; give example inputs"
             self.refusals.append(Refusal(reason, at=name))
-
-    def _obstacle(self, name: str) -> str:
-        """Say why the parameters of a module are needed while it does not run."""
-        return self._tied_outside(name) or self._read_outside(name) or self._called_outside(name)
 
     def _tied_outside(self, name: str) -> str:
         owners = self.program.analyses[TensorOwners]
@@ -158,19 +153,10 @@ class Units:
     def _limit(self) -> float:
         return _MOST * self._size("") if self.most is None else self.most
 
-    @cached_property
     def _largest_layer(self) -> int:
-        own = (
-            sum(parameter.numel() for parameter in module.parameters(recurse=False))
-            for module in self.program.names.distinct
-        )
-        return max(own, default=0)
+        return max(sum(p.numel() for p in m.parameters(recurse=False)) for m in self.program.names.distinct)
 
     # -- what the program says -------------------------------------------------------------------------------------
-
-    @cached_property
-    def _program_names(self) -> list[str]:
-        return list(self.program.names.modules)
 
     @property
     def _callers(self) -> Callers:

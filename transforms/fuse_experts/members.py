@@ -64,7 +64,7 @@ class Slices:
     """The slices of a tensor along its first dimension."""
 
     stack: fx.Node  # the node that gives the tensor
-    count: int  # how many there are
+    count: int
 
     @property
     def family(self) -> str:

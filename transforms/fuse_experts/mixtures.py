@@ -36,7 +36,7 @@ class Mixture:
     loop: Loop  # what it does
     template: Template  # what each expert computes
     routed: RoutedBy  # where the routing comes from
-    count: int  # how many experts there are
+    count: int
 
     @property
     def sources(self) -> list[Source]:

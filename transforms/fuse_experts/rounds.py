@@ -33,7 +33,7 @@ class Round:
     weighting: fx.Node | None
     scale: float  # what they are multiplied by besides
     rows: fx.Node  # the node that gives its tokens' inputs
-    output: fx.Node  # the node that gives its outputs
+    output: fx.Node
     nodes: Sequence[fx.Node]  # what it computes from tensors of its own, `output` included, in order
     idle: Sequence[fx.Node] = ()  # dropouts behind it
 
@@ -45,10 +45,10 @@ class Loop:
     rounds: Sequence[Round]  # one for each time that an expert was called
     target: fx.Node  # the node of the tensor that results are added to
     result: fx.Node  # the node that stands for that tensor after the loop; in place it is `target`
-    tokens: int  # how many tokens there are
+    tokens: int
     tainted: frozenset[fx.Node]  # every node that depends on a tensor of an expert
     writes: Sequence[fx.Node]  # the nodes that add results to it
-    joined: Mapping[fx.Node, Joined]  # see `Joined`
+    joined: Mapping[fx.Node, Joined]
     called: Sequence[int]  # the expert of each round; -1 of all
 
 

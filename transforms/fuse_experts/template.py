@@ -39,7 +39,7 @@ class Template:
     """What each expert computes."""
 
     compute: fx.GraphModule  # of rows and linear layers
-    layers: Sequence[Layer]  # the linear layers
+    layers: Sequence[Layer]
     idle: Sequence[fx.Node]  # dropouts that were left out
 
 

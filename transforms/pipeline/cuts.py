@@ -164,8 +164,5 @@ def _calls_of_stateful(graph: fx.Graph, place: Mapping[fx.Node, int], model: nn.
         module: Any = model.get_submodule(str(node.target))
         if node in place and next(module.parameters(), None) is not None:
             calls.setdefault(module, []).append(place[node])
-    return [found for module, found in calls.items() if len(found) > 1 and not _is_plain_layer(module)]
-
-
-def _is_plain_layer(module: nn.Module) -> bool:
-    return not any(True for _ in module.children()) and next(module.buffers(), None) is None
+    twice = [(module, found) for module, found in calls.items() if len(found) > 1]
+    return [found for module, found in twice if any(module.children()) or next(module.buffers(), None) is not None]

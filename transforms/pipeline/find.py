@@ -24,45 +24,54 @@ __all__ = ["Found", "find_stages", "other_routes"]
 
 
 @dataclass(frozen=True)
-class Found:
+class Route:
+    """One way through a model."""
+
+    opened: Opened
+    seen: Mapping[fx.Node, NodeFacts]
+
+    def divided(self, stage_of: Mapping[fx.Node, int], count: int) -> dict[str, Any]:
+        """Return, as plain values, what every rank needs to build its part: see `Layout.of`."""
+        return {
+            "count": count,
+            "opened": dict(self.opened.chosen),
+            "unpacked": dict(self.opened.unpacked),
+            "stages": {node.name: stage for node, stage in stage_of.items()},
+            "repeated": [node.name for node, each in self.seen.items() if each.repeatable and node.op != "placeholder"],
+            "late": [node.name for node, each in self.seen.items() if each.repeatable_when_told],
+            "plain": [node.name for node, each in self.seen.items() if each.kind is Kind.PLAIN],
+        }
+
+
+@dataclass(frozen=True)
+class Found(Route):
     """Where a model is to be cut."""
 
-    opened: Opened  # its graph
-    seen: Mapping[fx.Node, NodeFacts]  # what is known of each node
     line: Line  # the nodes in order
-    stages: Stages  # the division
+    stages: Stages
 
     @property
     def stage_of(self) -> dict[fx.Node, int]:
         """Return the stage of each node that belongs to one."""
-        return {
-            node: sum(place >= start for start in self.stages.starts) - 1 for node, place in self.line.place.items()
-        }
+        starts = self.stages.starts
+        return {node: sum(place >= start for start in starts) - 1 for node, place in self.line.place.items()}
 
     def data(self) -> dict[str, Any]:
-        """Return, as plain values, what every rank needs to build its part: see `Layout.of`."""
-        return described(self.opened, self.seen, self.stage_of, len(self.stages.starts))
+        """Return the division as plain values."""
+        return self.divided(self.stage_of, len(self.stages.starts))
 
 
-def described(
-    opened: Opened, seen: Mapping[fx.Node, NodeFacts], stage_of: Mapping[fx.Node, int], count: int
-) -> dict[str, Any]:
-    """Return a division of an opened graph as plain values."""
-    return {
-        "count": count,
-        "opened": dict(opened.chosen),
-        "unpacked": dict(opened.unpacked),
-        "stages": {node.name: stage for node, stage in stage_of.items()},
-        "repeated": [node.name for node, each in seen.items() if each.repeatable and node.op != "placeholder"],
-        "late": [node.name for node, each in seen.items() if each.repeatable_when_told],
-        "plain": [node.name for node, each in seen.items() if each.kind is Kind.PLAIN],
-    }
-
-
-def unpackable(opened: Opened, seen: Mapping[fx.Node, NodeFacts]) -> dict[str, int]:
-    """Return the nodes that give tuples which are not unpacked yet, and their lengths."""
-    lengths = {node.name: each.tuple_length for node, each in seen.items() if node.name not in opened.unpacked}
-    return {name: length for name, length in lengths.items() if length}
+def _observed(
+    model: nn.Module, chosen: Mapping[str, int], unpacked: dict[str, int], call: Inputs, cost: Cost, *, training: bool
+) -> tuple[Route, dict[str, list[int]]]:
+    """Open a graph and run it, again where it gives tuples, noted in `unpacked`, whose items can cross one by one."""
+    while True:
+        opened = opened_graph(model, chosen, unpacked)
+        seen, fits = observed(opened, model, call, cost, training=training)
+        lengths = {node.name: each.tuple_length for node, each in seen.items() if node.name not in unpacked}
+        if not any(lengths.values()):
+            return Route(opened, seen), fits
+        unpacked.update({name: length for name, length in lengths.items() if length})
 
 
 def find_stages(program: Program, stages: int, cost: Cost) -> Found:
@@ -71,19 +80,16 @@ def find_stages(program: Program, stages: int, cost: Cost) -> Found:
     best: Found | None = None
     while True:
         try:
-            opened = opened_graph(model, chosen, unpacked)
+            call = program.whole_calls[0]
+            route, fits = _observed(model, chosen, unpacked, call, cost, training=program.training)
         except MatchFailure:
             if best is None:
                 raise
             return best
-        seen, fits = observed(opened, model, program.whole_calls[0], cost, training=program.training)
-        if unpackable(opened, seen):
-            unpacked |= unpackable(opened, seen)
-            continue
-        line = line_of(opened.graph, seen, model)
+        opened, line = route.opened, line_of(route.opened.graph, route.seen, model)
         division = line.cut(stages)
         if division is not None and (best is None or division.imbalance < best.stages.imbalance):
-            best = Found(opened, seen, line, division)
+            best = Found(opened, route.seen, line, division)
         inside = _to_open(opened, line, fits, stages, model)
         if (best is not None and best.stages.imbalance <= BALANCE) or not inside:
             break
@@ -115,14 +121,6 @@ _TRIES = 16
 """So many combinations of graphs are tried for a call: where a check of data decides, guards do not tell which fits."""
 
 
-@dataclass(frozen=True)
-class _Route:
-    """One way through a model."""
-
-    opened: Opened  # the graph
-    seen: Mapping[fx.Node, NodeFacts]  # what is known of its nodes
-
-
 def other_routes(program: Program, found: Found) -> Iterator[dict[str, Any] | Refusal]:
     """Yield, as `Layout.of` takes it, each other way of an example call in either mode, or why it is refused."""
     names, homes, count = set(found.opened.names.values()), _homes(found), len(found.stages.starts)
@@ -133,11 +131,10 @@ def other_routes(program: Program, found: Found) -> Iterator[dict[str, Any] | Re
                 route = _route(program.model, call, names, training)
                 if dict(route.opened.chosen) not in known:
                     known.append(dict(route.opened.chosen))
-                    yield described(route.opened, route.seen, _divided(route, homes, program.model), count)
+                    yield route.divided(_stages_on(route, homes, program.model), count)
             except (GuardError, MatchFailure) as error:
-                yield Refusal(
-                    f"example call {number} in {'training' if training else 'evaluation'}: {error}", at="(root)"
-                )
+                mode = "training" if training else "evaluation"
+                yield Refusal(f"example call {number} in {mode}: {error}", at="(root)")
 
 
 def _modes(program: Program, names: Collection[str], *, is_first: bool) -> list[bool]:
@@ -149,7 +146,7 @@ def _modes(program: Program, names: Collection[str], *, is_first: bool) -> list[
     return [*own, not program.training] if any(map(depends_on_mode, opened)) else own
 
 
-def _route(model: nn.Module, call: Inputs, names: Collection[str], training: bool) -> _Route:
+def _route(model: nn.Module, call: Inputs, names: Collection[str], training: bool) -> Route:
     """Return the way of a call through the modules that are looked into, or raise GuardError."""
     with in_phase(model, training):
         fits = fitting(model, call.args, call.kwargs)
@@ -161,20 +158,16 @@ def _route(model: nn.Module, call: Inputs, names: Collection[str], training: boo
             break
         chosen, unpacked = pending.pop()
         try:
-            opened = opened_graph(model, chosen, unpacked)
-            seen, inside = observed(opened, model, call, "flops", training=training)
+            route, inside = _observed(model, chosen, unpacked, call, "flops", training=training)
         except GuardError as error:
             failure = error
             continue
-        if unpackable(opened, seen):
-            pending.append((chosen, {**unpacked, **unpackable(opened, seen)}))
-            continue
-        nodes = [node for node in opened.graph.find_nodes(op="call_module") if str(node.target) in names]
-        paths = [opened.paths[node.name] for node in nodes if opened.paths.get(node.name) in inside]
+        nodes = [node for node in route.opened.graph.find_nodes(op="call_module") if str(node.target) in names]
+        paths = [path for node in nodes if (path := route.opened.paths.get(node.name)) in inside]
         if not paths:
-            return _Route(opened, seen)
+            return route
         every = list(itertools.product(*(inside[path] for path in paths)))
-        pending += [({**chosen, **dict(zip(paths, each, strict=True))}, unpacked) for each in reversed(every)]
+        pending += [({**chosen, **dict(zip(paths, each, strict=True))}, dict(unpacked)) for each in reversed(every)]
     raise failure
 
 
@@ -189,7 +182,7 @@ def _homes(found: Found) -> dict[str, list[int]]:
     return homes
 
 
-def _divided(route: _Route, homes: Mapping[str, Sequence[int]], model: nn.Module) -> dict[fx.Node, int]:
+def _stages_on(route: Route, homes: Mapping[str, Sequence[int]], model: nn.Module) -> dict[fx.Node, int]:
     """Return the stage of each node: its module's or its tensors' own, else that of what it is computed from.
 
     MatchFailure: the way visits the stages in another order, or what cannot cross would.
@@ -211,11 +204,6 @@ def _divided(route: _Route, homes: Mapping[str, Sequence[int]], model: nn.Module
                     raise MatchFailure(f"'{each.target}' comes after modules of a later stage")
                 stage = home
         stage_of[node] = known_by[node] = stage
-    _check_crossing(route, stage_of)
-    return stage_of
-
-
-def _check_crossing(route: _Route, stage_of: Mapping[fx.Node, int]) -> None:
     end = max(stage_of.values(), default=0)
     for node, stage in stage_of.items():
         seen = route.seen[node]
@@ -223,3 +211,4 @@ def _check_crossing(route: _Route, stage_of: Mapping[fx.Node, int]) -> None:
         is_written = seen.last_writer is not None and stage_of.get(seen.last_writer, stage) > stage
         if is_written or (seen.kind is Kind.OTHER and last > stage):
             raise MatchFailure(f"'{node.name}' would cross into another stage")
+    return stage_of

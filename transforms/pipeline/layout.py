@@ -30,8 +30,8 @@ class Part:
 class Layout:
     """A model, divided into stages."""
 
-    opened: Opened  # the model as one graph
-    parts: Sequence[Part]  # the stages
+    opened: Opened
+    parts: Sequence[Part]
     repeated: Sequence[fx.Node]  # hangs on inputs and buffers alone: computed wherever needed
     plain: frozenset[fx.Node]  # the values that are no tensors
 

@@ -33,7 +33,7 @@ Loss = Callable[[Any, Any], Tensor]
 class _Prepared:
     """What is ready for batches of one form."""
 
-    schedule: Any  # of torch
+    schedule: Any
     plain: Mapping[fx.Node, Any]  # the values from other stages that are no tensors
 
 
@@ -87,7 +87,11 @@ class PipelineModule(Part):
         with self._placement.synchronised(), torch.enable_grad():
             prepared.schedule.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
         self._feed.ways, self._feed.targets = (), ()
-        return self._told(losses)
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for each in losses:
+            total += each.detach()
+        distributed.broadcast(total, src=self._last_rank)  # every rank is told
+        return total
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients of all stages to a norm of at most `max_norm`; return on every rank what it was."""
@@ -143,7 +147,8 @@ class PipelineModule(Part):
                 seen.append(self._relay.run(number))
         self._feed.results.clear()
         forms, count, loss_form = seen[0], self._count, (torch.empty((), device="meta"),)
-        if any(not _is_equal(forms, other) for other in seen):
+        crossing = [{k: [(t.shape, t.dtype, t.requires_grad) for t in each[k]] for k in each} for each in seen]
+        if any(other != crossing[0] for other in crossing):
             raise UsageError(
                 "the microbatches of this batch take different paths through the model, and other values cross between "
                 "stages on each; put rows of one kind into a batch"
@@ -171,14 +176,6 @@ class PipelineModule(Part):
         result = self._feed.results.pop(int(number))
         return self._loss(result, self._feed.targets[int(number)]) / self._scale
 
-    def _told(self, losses: Sequence[Tensor]) -> Tensor:
-        """Return the loss on every rank."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for loss in losses:
-            total += loss.detach()
-        distributed.broadcast(total, src=self._last_rank)
-        return total
-
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,13 +201,6 @@ class PipelineModule(Part):
     @property
     def _last_rank(self) -> int:
         return (self._count - 1) % distributed.get_world_size()
-
-
-def _is_equal(one: Mapping[int, Forms], other: Mapping[int, Forms]) -> bool:
-    def described(forms: Mapping[int, Forms]) -> Any:
-        return {key: [(t.shape, t.dtype, t.requires_grad) for t in tensors] for key, tensors in forms.items()}
-
-    return described(one) == described(other)
 
 
 def _form(call: Inputs) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,17 +30,14 @@ class Holds:
 
     def forget_unreadable(self) -> None:
         """Drop the guards that read a part of the module which is on another rank: they are checked there."""
-        self.guards = tuple(guard for guard in self.guards if self._can_read(guard))
-
-    def _can_read(self, guard: Guard) -> bool:
-        read = reader({"self": self.module})
-        for source in guard.sources():
-            if not _reads_call(source):
-                try:
-                    read(source)
-                except NOT_HELD:
-                    return False
-        return True
+        read, kept = reader({"self": self.module}), list[Guard]()
+        for guard in self.guards:
+            with suppress(*NOT_HELD):
+                for source in guard.sources():
+                    if not _reads_call(source):
+                        read(source)
+                kept.append(guard)
+        self.guards = tuple(kept)
 
     def __call__(self, *call: Any) -> None:
         """Check the guards for a call: its positional and its keyword arguments, or nothing where they read neither."""

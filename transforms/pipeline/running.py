@@ -52,13 +52,13 @@ class Feed:
     plain: Mapping[fx.Node, Any] = field(default_factory=dict[fx.Node, Any])  # from other stages, no tensors
 
 
-class PartRun:
+class _PartRun:
     """Run what one stage does, on one way through the model."""
 
     def __init__(self, part: Part, model: nn.Module, plain: Collection[fx.Node], *, is_last: bool) -> None:
         self.received = [node for node in part.received if node not in plain]
         self.sent = [node for node in part.sent if node not in plain]
-        self.hears = [node for node in part.received if node in plain]
+        self.hears = [node for node in part.received if node in plain]  # no tensors: told beside them
         self.tells = [node for node in part.sent if node in plain]
         self.steps = Steps(part.nodes, model, part.result if is_last else (self.sent, self.tells))
 
@@ -70,7 +70,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.feed = feed
         self.is_last = number == len(layouts[0].parts) - 1
-        self._runs = [PartRun(each.parts[number], model, each.plain, is_last=self.is_last) for each in layouts]
+        self._runs = [_PartRun(each.parts[number], model, each.plain, is_last=self.is_last) for each in layouts]
 
     def hear(self, number: int, told: Sequence[Any]) -> None:
         """Take what the stage before told for a microbatch."""
@@ -152,7 +152,9 @@ class Relay:
 
     def _run_stage(self, key: int, received: Crossed, number: int, seen: dict[int, Forms]) -> Crossed:
         stage = self.stages[key]
-        stage.hear(number, [self._here(value) for value in received[1]])
+        # Another rank's device is not here.
+        here = [self.device if isinstance(value, torch.device) else value for value in received[1]]
+        stage.hear(number, here)
         seen[key] = tuple(map(_described, received[0]))
         result = stage.run(received[0], number)
         if stage.is_last:
@@ -183,10 +185,6 @@ class Relay:
             distributed.recv(tensor, src=source)
             tensors.append(_leaf(tensor, requires_grad))
         return tensors, plain
-
-    def _here(self, value: Any) -> Any:
-        """Return a value as it is on this rank: another one's device is not."""
-        return self.device if isinstance(value, torch.device) else value
 
 
 def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:

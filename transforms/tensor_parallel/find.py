@@ -34,7 +34,7 @@ class Blocks:
     """Follows the values of a program through its graphs, as they are where layers are split over processes."""
 
     program: Program
-    processes: int  # how many
+    processes: int
     refusals: list[Refusal] = field(default_factory=list[Refusal])  # blocks that almost are
 
     def find(self) -> list[Block]:
@@ -46,12 +46,9 @@ class Blocks:
             if not stopped:
                 return blocks
             for block in stopped:
-                self._refuse(block)
+                if block.stop is not None and block.stop.is_near:
+                    self.refusals.append(Refusal(str(block.stop), at=block.columns[0]))
                 left_out.update(block.columns)
-
-    def _refuse(self, block: Block) -> None:
-        if block.stop is not None and block.stop.is_near:
-            self.refusals.append(Refusal(str(block.stop), at=block.columns[0]))
 
     def _followed(self, left_out: set[str]) -> list[Block]:
         run = _Run(self.program, self.processes, left_out)
@@ -64,7 +61,8 @@ class Blocks:
     def _left_over(self, block: Block) -> Stop | None:
         """Say which layer cannot be split evenly."""
         for name in block.columns:
-            outputs = _outputs_of(self.program.module(name))
+            module = self.program.module(name)
+            outputs = module.get_parameter("weight").shape[1 if is_conv1d(module) else 0]
             if outputs % self.processes:
                 near = bool(block.rows)
                 return Stop(f"its {outputs} outputs do not divide by {self.processes} processes", is_near=near)
@@ -75,11 +73,11 @@ class Blocks:
 class _Run:
     """One walk through all graphs of each mode, in the order in which they run."""
 
-    program: Program  # as of `Blocks`
+    program: Program
     processes: int
     left_out: set[str]  # layers that are left whole
     flipped: bool = False  # whether the graphs are followed for the other mode than the model is in
-    blocks: list[Block] = field(default_factory=list[Block])  # what was found
+    blocks: list[Block] = field(default_factory=list[Block])
     roles: dict[str, str] = field(default_factory=dict[str, str])  # how each layer is split
 
     @cached_property
@@ -106,26 +104,31 @@ class _Run:
         """Return the value of a call of a module."""
         if user_class(type(module)) is nn.Linear or is_conv1d(module):
             return self._linear(name, module, args[0] if args else next(iter(kwargs.values()), None))
-        specialization = _of_mode(module, self.flipped)
-        if specialization is None:
+        capture, found = capture_of(module), specializations_of(module)
+        if capture is None or not found:
             return self._leaf(name, module, (args, kwargs))
-        bound = _bound(name, module, args, kwargs)
+        specialization = next((each for each in found if each.runs_in_mode(module, flipped=self.flipped)), found[0])
+        try:
+            given = capture.parameters.bind(args, kwargs)
+        except TypeError as error:
+            given = dict[str, Any]()
+            _stop_all((args, kwargs), Stop(f"'{name}' is called in a way that its forward does not take: {error}"))
         values: dict[fx.Node, Any] = {}
         for node in specialization.graph.nodes:
-            values[node] = self._node(name, module, specialization, node, values, bound)
-        output = next(iter(specialization.graph.find_nodes(op="output")))
+            values[node] = self._node(name, module, specialization, node, values, given)
+        result = values[specialization.graph.output_node()]
         if not name:
-            _stop_all(values[output], Stop("", is_near=False))  # no linear layer follows
-        return values[output]
+            _stop_all(result, Stop("", is_near=False))  # no linear layer follows
+        return result
 
     def _node(
-        self, name: str, module: nn.Module, specialization: Specialization, node: fx.Node, values: Any, bound: Any
+        self, name: str, module: nn.Module, specialization: Specialization, node: fx.Node, values: Any, given: Any
     ) -> Any:
-        def value(given: Any) -> Any:
-            return _with_values(given, values)
+        def value(argument: Any) -> Any:
+            return _with_values(argument, values)
 
         if node.op == "placeholder":
-            return _read(bound, specialization, node)
+            return _read(given, specialization, node)
         if node.op == "get_attr":
             return None
         if node.op == "output":
@@ -208,27 +211,13 @@ def _with_values(given: Any, values: Mapping[fx.Node, Any]) -> Any:
     return None
 
 
-def _of_mode(module: nn.Module, flipped: bool) -> Specialization | None:
-    found = specializations_of(module)
-    return next((each for each in found if each.runs_in_mode(module, flipped=flipped)), found[0] if found else None)
-
-
-def _bound(name: str, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    capture = capture_of(module)
-    try:
-        return {} if capture is None else dict(capture.parameters.bind(args, kwargs))
-    except TypeError as error:
-        _stop_all((args, kwargs), Stop(f"'{name}' is called in a way that its forward does not take: {error}"))
-        return {}
-
-
-def _read(bound: dict[str, Any], specialization: Specialization, node: fx.Node) -> Any:
+def _read(given: Mapping[str, Any], specialization: Specialization, node: fx.Node) -> Any:
     """Return the value of a placeholder; what is read from inside something whole is whole."""
     argument = specialization.argument(node)
     try:
-        return reader(bound)(argument)
+        return reader(given)(argument)
     except (LookupError, TypeError, AttributeError):
-        roots = [bound.get(each.name) for each in argument.all() if isinstance(each, Argument)]
+        roots = [given.get(each.name) for each in argument.all() if isinstance(each, Argument)]
         _stop_all(roots, Stop(f"'{argument}' cannot be followed into the module that reads it"))
         return None
 
@@ -240,8 +229,3 @@ def _alive(parts: list[Part | PartSize]) -> list[Part | PartSize]:
 def _stop_all(value: Any, stop: Stop) -> None:
     for part in parts_in(value):
         part.block.whole.stop = part.block.whole.stop or stop
-
-
-def _outputs_of(module: nn.Module) -> int:
-    weight = module.get_parameter("weight")
-    return weight.shape[1 if is_conv1d(module) else 0]

@@ -106,7 +106,7 @@ _SHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "expand"})
 class Call:
     """One call of an operator."""
 
-    node: fx.Node  # which
+    node: fx.Node
     value: Callable[[Any], Any]  # gives the value of an argument
     processes: int  # over how many it is split
 

@@ -491,7 +491,7 @@ def test_what_goes_wrong_on_fake_tensors_is_not_swallowed(
             raise AttributeError("a fault of the cost model")
         return 1.0
 
-    monkeypatch.setattr(forward, "_operations", once)
+    monkeypatch.setattr(forward, "flops_of", once)
     with pytest.raises(
         fxopt.PassError, match=r"pass 'checkpoint' \(find\) raised AttributeError: a fault of the cost model"
     ):

@@ -32,14 +32,14 @@ class Operation:
     """One operator, module call, attribute read, input or output of an expanded dataflow."""
 
     name: str  # unique and stable: the owner node's name, then those inside the children, joined by "/"
-    kind: str  # the fx opcode
+    kind: str
     target: Any  # the fx target; of a call_module or get_attr, qualified from the owner module
     args: tuple[Any, ...]  # like the node's, with operations in the place of nodes
     kwargs: dict[str, Any]
     operator: str | None  # canonical operator name, or None
     node: fx.Node  # the node it stands for; of an expanded child, the child's own node
     call: str  # name of the owner graph's node that it is part of
-    index: int  # position in execution order
+    index: int
     inputs: Sequence[Operation] = ()  # the operations in these, each as often as it is read
     level: int = 0  # length of the longest path from an input
     users: list[Operation] = field(default_factory=lambda: [])  # noqa: PIE807  `list[...]()` is slow

@@ -9,15 +9,7 @@ from torch import fx, nn
 
 from .... import operators
 from ....compat import submodule
-from ....passes.rewriting import (
-    Checks,
-    Opener,
-    bound,
-    obstacle_to_inlining,
-    received,
-    unmet_guards,
-    writes,
-)
+from ....passes.rewriting import Checks, Opener, bound, obstacle_to_inlining, received, unmet_guards, writes
 from ....runtime.graphs import Capture, Specialization, capture_of
 from ....runtime.guards import SELF, Attribute, Guard, Item, Source, is_outside, module_at, require
 from ....runtime.values import map_leaves

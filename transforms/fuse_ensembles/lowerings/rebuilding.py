@@ -34,7 +34,7 @@ class Unit:
 class Writer:
     """The new graph and the values written so far."""
 
-    graph: fx.Graph  # the new one
+    graph: fx.Graph
     values: dict[Any, Any] = field(default_factory=dict[Any, Any])  # key -> node
     origins: Mapping[str, Any] = field(default_factory=dict[str, Any])  # old node -> what it stood for at first
 

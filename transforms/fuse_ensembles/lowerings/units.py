@@ -94,7 +94,7 @@ def members_dims(operands: Sequence[Operand]) -> tuple[int | None, ...]:
 class Task:
     """One ensemble that is to be written into a graph, and what is at hand for that."""
 
-    ensemble: Ensemble  # what to write
+    ensemble: Ensemble
     names: Mapping[tuple[str, ...], str]  # parameters of a position -> name of their stack
     vectors: Mapping[str, int]  # name of a stacked tensor in which vectors lie behind one another -> their length
     add_module: Callable[[nn.Module], str]  # registers a module in the owner and returns its name

@@ -76,7 +76,7 @@ class Pack:
     """Isomorphic, independent operations, one for each member and in member order."""
 
     operator: str  # the canonical operator that each computes
-    members: tuple[Operation, ...]  # the operations
+    members: tuple[Operation, ...]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]  # with a `Slot` for each operand
     operands: tuple[Operand, ...]  # what fills each slot
     operand_ranks: tuple[frozenset[object], ...]  # by slot, what decides its number of dimensions

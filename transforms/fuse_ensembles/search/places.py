@@ -24,7 +24,7 @@ __all__ = ["Case", "Place", "places_of", "present_cases", "rewritten_specializat
 class Case:
     """One of a owner's graphs in one mode."""
 
-    specialization: int  # its number
+    specialization: int
     flipped: bool  # whether every module is in the other mode than now
     asks: bool  # whether the graph itself is for one mode only
 
@@ -51,8 +51,8 @@ def cases_of(program: Program, owner: str) -> list[Case]:
 class Place:
     """An ensemble in one graph of its owner, and in one mode."""
 
-    case: Case  # which graph and mode
-    inlined: InlinedGraph  # of that graph in that mode
+    case: Case
+    inlined: InlinedGraph
     ensemble: Ensemble  # the members as they are there
 
     @property
