@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fxopt.passes.verification import Tolerance, distance, scale_of
+from fxopt.passes.verification import Tolerance, distance, scale_of, tolerances
 from fxopt.passes.verification.allowances import Allowances, Measured
 
 OTHER = torch.linspace(-1, 1, 100, dtype=torch.float64)
@@ -59,3 +62,12 @@ def test_tensors_of_one_type_are_apart_by_as_much_as_in_float64(dtype: torch.dty
     assert near.problem == wide.problem == "" and near.error == pytest.approx(wide.error, rel=1e-3)
     assert "differs" in distance(expected, actual, Tolerance(0.0, 1e-5)).problem
     assert "nan" in distance(expected, beyond, tolerance).problem
+
+
+def test_every_tolerance_says_what_it_was_chosen_by() -> None:
+    body = ast.parse(inspect.getsource(tolerances)).body
+    constants = [(one, after) for one, after in pairwise(body) if isinstance(one, ast.Assign)][1:]  # after `__all__`
+    assert len(constants) > 20
+    for constant, after in constants:
+        is_said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        assert is_said or ast.unparse(constant.targets[0]) == "NOTHING"
