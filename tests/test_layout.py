@@ -226,6 +226,15 @@ def test_passes_are_entered_by_their_front_door(path: Path):
         assert not deep, f"{found.place}: import it from {'.'.join(found.source[:2])}"
 
 
+def test_a_pass_stands_in_the_file_of_its_name():
+    """A pass is `transforms/<name>.py`, or `transforms/<name>/<name>.py` beside what it finds with and writes by."""
+    from fxopt.known_passes import own_names
+
+    parts = {path.relative_to(ROOT).with_suffix("").parts for path in FILES}
+    places = {name: (("transforms", name), ("transforms", name, name)) for name in own_names()}
+    assert [name for name, possible in places.items() if parts.isdisjoint(possible)] == []
+
+
 def test_no_files_import_each_other_in_a_circle():
     graph = nx.DiGraph()
     for path in FILES:

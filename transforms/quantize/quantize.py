@@ -61,10 +61,10 @@ class Quantize(Pass, Settings):
 
     @property
     def error_budget(self) -> float:
-        return SCHEMES.get(self.scheme, Scheme).budget if self.budget is None else super().error_budget
+        return SCHEMES.get(str(self.scheme), Scheme).budget if self.budget is None else super().error_budget
 
     def __post_init__(self) -> None:
-        scheme = SCHEMES.get(self.scheme)
+        scheme = SCHEMES.get(str(self.scheme))
         object.__setattr__(self, "goal", Goal.SIZE if self.aim == "size" else Goal.SPEED)
         object.__setattr__(self, "profiles_itself", scheme is None or scheme.profiles_itself)
         if scheme is not None and scheme.folds_norms:  # and leaves the other norms as they were

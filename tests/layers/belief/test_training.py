@@ -330,7 +330,7 @@ def test_narrow_dtypes_are_trained_with_draws_of_float32(dtype):
 
 
 def test_a_generator_of_batches_is_over_after_one_epoch():
-    with pytest.raises(fxopt.InputError, match="iterated over only once"):
+    with pytest.raises(fxopt.InputError, match="runs once only"):
         RBM(6, 4).fit((batch for batch in patterns().split(10)), 2)
 
 

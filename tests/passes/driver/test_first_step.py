@@ -158,7 +158,9 @@ def test_right_ones_are_not(of_ranks: list[dict[str, Any]]) -> None:
         for passes, (finishing, report) in each["right"].items():
             assert finishing == [COMPARED], passes
             assert COMPARED in report
-            assert ("an optimizer trains them if it was given as optimizer=" in report) is (passes in SHARDED), passes
+            assert ("an optimizer trains them only if it was given as optimizer=" in report) is (passes in SHARDED), (
+                passes
+            )
 
 
 def test_it_leaves_no_trace(of_ranks: list[dict[str, Any]]) -> None:

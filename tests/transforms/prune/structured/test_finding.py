@@ -285,7 +285,7 @@ def test_groups_that_cut_one_dimension_are_one_site(residual: Any):
     assert decision.detail == "removes 4 of 8 channels of a and of 1 more layers" and decision.status == "undone"
 
 
-@pytest.mark.filterwarnings("ignore:the state dict has original shapes")
+@pytest.mark.filterwarnings("ignore:the state dict has the original shapes")
 def test_gemma_2_differs_from_zeros_in_its_norms_alone_and_says_so() -> None:
     import transformers
 
