@@ -46,6 +46,7 @@ _MEASURED = frozenset(
         Cause.JUDGED_SLOWER,
         Cause.DIFFERS,
         Cause.NO_FASTER,
+        Cause.NOT_CLEARLY_FASTER,
         Cause.MODEL_DIFFERS,
         Cause.MODEL_SLOWER,
     }

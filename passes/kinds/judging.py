@@ -102,7 +102,7 @@ def gain_judgement(figures: Mapping[str, Any], error: float = 0.0, *, surely: bo
 
 def no_gain(speed: Interval, least: float = LEAST_GAIN, *, surely: bool = False) -> str:
     """Return why layers that are so many times faster by themselves stay as they are, or ""; see `gain_judgement`."""
-    slow = f"{'not clearly' if surely else 'no'} faster by itself: {speed.mid:.3g}x"
+    slow = f"{'no' if speed.mid <= 1.0 else 'not clearly'} faster by itself: {speed.mid:.3g}x"
     gains = (speed.low if surely else speed.mid) > least
     return "" if gains else f"{slow} ({speed.low:.3g} to {speed.high:.3g})"
 

@@ -136,16 +136,16 @@ def test_what_two_calls_refuse_is_counted_once() -> None:
     assert str(fxopt.report(twice)).startswith("0 rewrites applied for training, 1 refused\n")
 
 
-def test_what_small_numbers_take_and_what_was_left_for_speed():
+@pytest.mark.parametrize(
+    ("status", "cause"), [("undone", fxopt.Cause.NO_FASTER), ("refused", fxopt.Cause.JUDGED_SLOWER)]
+)
+def test_what_small_numbers_take_and_what_was_left_for_speed(status: str, cause: fxopt.Cause) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
     fast = fxopt.optimize(model, "quantize{aim=size,budget=0.5}", example_inputs=torch.randn(4, 64))
     report = fxopt.report(fast)
     assert report.notes == ("parameters and buffers take 9 KiB, 32.5 KiB before (28%)",)
     plan = report.record.plan
-    undone = [
-        dataclasses.replace(d, status="undone", reason="no faster: 0.9x", cause=fxopt.Cause.NO_FASTER)
-        for d in plan.decisions
-    ]
+    undone = [dataclasses.replace(d, status=status, reason="no faster: 0.9x", cause=cause) for d in plan.decisions]
     fast.__dict__["_fxopt_record"] = dataclasses.replace(
         report.record, plan=dataclasses.replace(plan, decisions=(undone[0], plan.decisions[1]))
     )

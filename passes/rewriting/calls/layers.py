@@ -42,7 +42,7 @@ LAYERS = tuple(_OPERATORS)
 _FUNCTIONS: Mapping[str, Any] = {name: getattr(F, name) for name in _OPERATORS.values()}
 _MASKED = (
     "its weight is masked, and may get zeros at each reading; call fxopt.transforms.prune.remove_masks(model), "
-    "which keeps the zeros, and then pack it"
+    "which keeps the zeros, and optimize again"
 )
 _SETTINGS = ("stride", "padding", "dilation", "groups", "padding_mode")
 
