@@ -42,16 +42,8 @@ hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000
 hypothesis.settings.load_profile("fxopt")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that have tests marked `slow`; skip tests marked `gpu` where there is no CUDA device.
-
-    Of products of parameters, `make test` tries each value once; the other cases are marked `nightly`.
-    """
-    from support.shares import each_value_once
-
-    for item in each_value_once(items):
-        item.add_marker("nightly")
+    """Begin with the files that have tests marked `slow`; skip tests marked `gpu` where there is no CUDA device."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
