@@ -17,11 +17,7 @@ __all__ = ["check_named", "module_words", "names_module", "word_for"]
 
 
 def module_words(pass_name: str, option: str, given: object) -> tuple[str, ...]:
-    """Return what an option names modules by, as words: it may be one name or class, or several.
-
-    Raises:
-        UsageError: it is something else.
-    """
+    """Return the words by which an option names modules, one or several; raise UsageError if it is something else."""
     several = isinstance(given, Iterable) and not isinstance(given, (str, type))
     items: list[object] = list(cast("Iterable[object]", given)) if several else [given]
     return tuple(_word(pass_name, option, item) for item in items)
@@ -49,11 +45,7 @@ def word_for(words: Sequence[str], name: str, program: Program) -> str | None:
 
 
 def check_named(pass_name: str, option: str, words: Sequence[str], model: nn.Module) -> None:
-    """Make sure that each word of an option names a module.
-
-    Raises:
-        UsageError: one names none; the message has the nearest name.
-    """
+    """Raise UsageError, with the nearest name, where a word of an option names no module."""
     modules: dict[str, nn.Module] = modules_by_name(model)
     for word in words:
         if not any(names_module(word, name, module) for name, module in modules.items()):

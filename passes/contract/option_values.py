@@ -22,11 +22,7 @@ _COLLECTIONS: tuple[Any, ...] = (tuple, list, collections.abc.Sequence)
 
 
 def check_option_types(pass_: Pass) -> None:
-    """Refuse options whose values are not of the types of their fields; those that text leaves out are the pass's.
-
-    Raises:
-        UsageError: the first of them, by name.
-    """
+    """Raise UsageError for an option whose value is not of its field's type; the pass checks what text leaves out."""
     if not dataclasses.is_dataclass(pass_):
         return
     for name, wanted in option_types(cast("type[Any]", type(pass_))).items():
@@ -36,16 +32,9 @@ def check_option_types(pass_: Pass) -> None:
 
 
 def check_options_read(pass_name: str, options: Any, chooser: str, read_by: Mapping[str, tuple[str, ...]]) -> None:
-    """Refuse options that say something which what the user chose does not read.
+    """Raise UsageError for an option that is set, but not read with what the option `chooser` says.
 
-    Args:
-        pass_name: for the message.
-        options: an instance of a dataclass.
-        chooser: the option that chooses ("method").
-        read_by: name of an option -> the choices that read it.
-
-    Raises:
-        UsageError: the first of them, by name.
+    `read_by`: name of an option -> the choices that read it.
     """
     chosen = getattr(options, chooser)
     for name, choices in read_by.items():

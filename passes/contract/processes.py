@@ -59,10 +59,7 @@ def launch_command(processes: int) -> str:
 
 
 def device_type(model: nn.Module, name: str) -> str:
-    """Return on what kind of device several processes run a model: where it is; on the meta device, where they can.
-
-    Raises UsageError where it is on several, or the process group does not work there.
-    """
+    """Return on what kind of device processes run a model; raise UsageError for several, or one the group has not."""
     backends = distributed.get_backend_config()
     served = [pair.partition(":")[0] for pair in backends.split(",")]
     kinds = {tensor.device.type for tensor in all_tensors(all_modules(model)) if not tensor.is_meta}
@@ -86,10 +83,7 @@ def mesh_of_same_weights(model: nn.Module, name: str) -> DeviceMesh:
 
 
 def require_same_weights(model: nn.Module, name: str) -> None:
-    """Make sure that all processes have the same weights: a part of each would make another model. A collective call.
-
-    Raises UsageError on all of them, naming the first tensor that differs.
-    """
+    """Raise UsageError on all processes, naming a tensor, where their weights differ: a collective call."""
     mine = {key: _summary(value) for key, value in tensors_by_name(model).items() if not value.is_meta}
     everyone: list[dict[str, str]] = [{} for _ in range(distributed.get_world_size())]
     distributed.all_gather_object(everyone, mine)

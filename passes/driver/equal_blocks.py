@@ -23,10 +23,7 @@ __all__ = ["Block", "EqualBlocks", "Precedent", "kinds_to_time"]
 
 @dataclass(frozen=True)
 class Precedent:
-    """What was decided at the first of several equal groups: the sites `chosen`, with their lowerings, if any.
-
-    `result` is what the block was like afterwards, and what that did to tensors, by their names in the block.
-    """
+    """What was decided at the first of several equal groups, what the block was like afterwards, and its state map."""
 
     decision: Decision
     chosen: Group | None = None
@@ -35,10 +32,7 @@ class Precedent:
 
 @dataclass(frozen=True)
 class Block:
-    """A module around a group, before anything is done to it.
-
-    `key` is equal for groups that are to be decided alike, `timed_key` for those that take as long.
-    """
+    """An untouched module around a group: `key` is equal for groups decided alike, `timed_key` if they take as long."""
 
     module: nn.Module
     described: Described

@@ -1,7 +1,4 @@
-"""Sites of one graph, decided as one: what each saves alone may be too little to be seen, or need the others.
-
-And the ways of rewriting them, with what is known of each.
-"""
+"""Sites of one graph, decided as one, and the ways of rewriting them: alone, a site may save too little to be seen."""
 
 from __future__ import annotations
 
@@ -49,11 +46,7 @@ _OF_TIME = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Sites of one graph that are decided as one; most often there is a single one.
-
-    Attributes:
-        sites: each with the lowering that is chosen for it, or with none yet.
-    """
+    """Sites of one graph that are decided as one, mostly a single one; each with its lowering, or with none yet."""
 
     sites: tuple[Site, ...]
 
@@ -122,27 +115,15 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way of rewriting a group, and what is known of it.
-
-    Attributes:
-        group: the sites that it rewrites, each with its lowering; all of them where it fails.
-        failure: why it is not to be had, or "".
-        cause: the kind of that reason, where it is none of those that `why` tells by how far it came.
-        values: what led to it.
-        was_written, was_skipped: whether it could be written (then it was wrong, or did not pay); for want of time.
-        verdict: what verification said; None where nothing could be checked, or nothing has been yet.
-        edit: the rewrite, where it is in the program.
-        runner: makes the recorded calls of it, where it is to be timed.
-        figures: errors, times and ratios by name, once it is decided on.
-    """
+    """One way of rewriting a group, and what is known of it; `edit` is set while it stands in the program."""
 
     group: Group
-    failure: str = ""
-    cause: Cause | None = None
+    failure: str = ""  # why it is not to be had
+    cause: Cause | None = None  # None: `why` tells it by how far the candidate came
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     was_written: bool = True
-    was_skipped: bool = False
-    verdict: verification.Verdict | None = None
+    was_skipped: bool = False  # for want of time
+    verdict: verification.Verdict | None = None  # None: not checked
     edit: Edit | None = None
     runner: timing.Runner | None = None
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -184,10 +165,9 @@ class Race:
 def narrowed(
     program: Program, pass_: Pass, found: Iterable[Group | Refusal], budget: timing.TimeBudget
 ) -> list[Group | Refusal]:
-    """Return what a clean-up found, but for what would leave no time to the passes behind it: it saves little.
+    """Return what a clean-up found, without what would leave no time to the passes behind it: it saves little.
 
-    In a model that is in evaluation, it is then written for that alone: the gradients of most of a large model take
-    more memory and time than all else. In training, the modules run as they were.
+    In a model in evaluation it is written for that mode alone: gradients of a large model take most time and memory.
     """
     left, whole = _OF_TIME * (budget.for_sites - budget.spent), max(_size(program.model), 1)
     steps = _STEPS * budget.forward * (1.0 if program.training else _STEP)
@@ -252,8 +232,8 @@ def sharing(passes: Sequence[Pass]) -> list[int]:
 def grouped(pass_: Pass, found: Iterable[Site | Refusal]) -> list[Group | Refusal]:
     """Return what a pass found, the sites of one graph as a group in the place of the first of them.
 
-    A clean-up is decided once for all graphs of a module: checking one of them runs the others, too.
-    Sites of a pass that changes the function are left apart: what one does decides what the next one sees.
+    A clean-up is one group for all graphs of a module: checking one runs the others. Sites of a pass that changes the
+    function are left apart: what one does decides what the next one sees.
     """
     groups: dict[Hashable, list[Site]] = {}
     result: dict[Hashable, Refusal | None] = {}

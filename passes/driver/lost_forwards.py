@@ -20,10 +20,9 @@ _OTHER_FUNCTION = (Numerics.APPROXIMATE, Numerics.SEMANTIC)
 
 
 def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
-    """Let modules whose original forward would no longer do raise GuardError where no graph fits a call.
+    """Let modules whose original forward is no longer right raise GuardError where no graph fits a call.
 
-    A pass may say so itself (`Pass.own_forward`). Else these are modules that a pass made compute something else, on
-    purpose or within an error budget, or that run a region, whose wrapper would be left out.
+    Without a word from the pass (`Pass.own_forward`), these compute something else on purpose, or run a region.
     """
     changed = [(rewrite, name) for rewrite in rewrites for name in rewrite.edit.changed_owners]
     for rewrite, name in changed:

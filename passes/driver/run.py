@@ -216,10 +216,7 @@ def check_kind(model: object) -> nn.Module:
 
 
 def check_model(model: object) -> ModelNames:
-    """Return the names in a model, and refuse what cannot be optimized at all.
-
-    Raises UsageError for what is no module; InputError for TorchScript, lazy parameters, or sharded ones.
-    """
+    """Return the names in a model; raise UsageError or InputError for what cannot be optimized at all."""
     names = ModelNames(check_kind(model))
     if isinstance(model, InParts):
         raise InputError("the model is in parts on several ranks already; give optimize all passes at once")

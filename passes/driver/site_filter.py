@@ -28,10 +28,9 @@ class Supervised(Protocol):
 
 
 def found(program: Program, pass_: Pass, supervised: Supervised, snapshot: Snapshot) -> list[Site | Refusal]:
-    """Return a pass's sites and refusals, checked for being that; the snapshot knows what the modules are.
+    """Return a pass's sites and refusals, checked for being that.
 
-    Raises UsageError as `find` does, with the name of the pass; PassError where `find` raises something else, hangs,
-    changes something, or yields something else.
+    Raises UsageError as `find` does; PassError if `find` raises anything else, hangs, or changes something.
     """
 
     def find() -> list[Any]:
@@ -59,10 +58,7 @@ def _naming(pass_: Pass, error: UsageError) -> UsageError:
 
 
 def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Collection[nn.Module]) -> Site | Refusal:
-    """Return what a pass found, or a refusal in the place of a site that nothing may be done at.
-
-    Raises PassError where the site is in a module that is not there, or has a node that is not.
-    """
+    """Return what a pass found, or a refusal where nothing may be done; raise PassError where it is not there."""
     if isinstance(item, Refusal):
         return item
     for place in item.places:

@@ -28,16 +28,7 @@ _MOST_VARIATIONS = 12
 
 
 class Tuner:
-    """Rewrite groups of sites in the way that is right and pays.
-
-    Candidates are timed before any is verified, since verifying costs more: only the one to be kept has to be right.
-
-    Args:
-        context: what the run knows; its program is rewritten in place.
-
-    Attributes:
-        sharing: among how many groups the time left for timing is to be divided.
-    """
+    """Rewrite groups of sites in the way that is right and pays. Verifying takes longer: only winners are verified."""
 
     def __init__(self, context: RunContext) -> None:
         self.context, self.sharing = context, 1
@@ -83,9 +74,7 @@ class Tuner:
     def apply(self, pass_: Pass, group: Group) -> Edit:
         """Rewrite a group with the lowerings it has; what fails is undone before the error goes on.
 
-        Raises:
-            MatchFailure: if a site cannot be rewritten; it is noted on the error where it is known.
-            PassError: if the pass raises or hangs.
+        Raises MatchFailure, with the site if it is known, or PassError if the pass raises anything else or hangs.
         """
         edit = Edit(self.context.program, group.sites[0], pass_.name, self.context.snapshot)
         sites = [site.read_through(edit.own_graphs) for site in group.sites]
@@ -161,9 +150,9 @@ class Tuner:
     def stand_again(
         self, undone: Sequence[Rewrite], wanted: Iterable[Rewrite], *, verified: bool = False
     ) -> dict[Rewrite, str]:
-        """Undo rewrites, the last ones of those they touch, and write those wanted after the others.
+        """Undo rewrites, last first, write those wanted after the others, and return why some cannot be.
 
-        Returns why some cannot be written any more; those that are `verified` again may be wrong, too.
+        Those that are `verified` again may be wrong, too.
         """
         history = self.context.history
         for rewrite in reversed(undone):
@@ -189,11 +178,7 @@ class Tuner:
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def tune(self, pass_: Pass, group: Group) -> tuple[Candidate | None, Sequence[Group]]:
-        """Keep the best candidate for a group, or leave its sites as they were.
-
-        Returns the candidate, which stands or says why none does, or None where nothing is decided of all; and the
-        groups that are to be decided by themselves, after this.
-        """
+        """Keep the best candidate for a group, or none; return it (None: all is open) and groups to decide later."""
         comparison = self._comparison(pass_, group)
         was_untimed = not comparison.timed and self.context.is_timed(pass_) and self.context.asks(pass_, group)
         if was_untimed and len(group.choices) > 1 and not group.required and pass_.skippable:

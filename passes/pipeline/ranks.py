@@ -1,7 +1,6 @@
 """Optimizing under `torch.distributed`: rank 0 decides, the others follow, and what fails on one rank fails on all.
 
-The ranks talk through the store of the default process group, not by collectives: a rank that never calls `optimize` is
-told of after the group's timeout, and no collective of the user's gets mixed up with these.
+The ranks talk through the group's store, with its timeout: collectives could hang, or mix with those of the user.
 """
 
 from __future__ import annotations
@@ -148,18 +147,9 @@ def optimized_on_all(
     decide: Callable[[], Result],
     follow: Callable[[Plan], Result],
 ) -> nn.Module:
-    """Return the model, rewritten as on every other rank.
+    """Return the model, rewritten on every rank as rank 0 may `decide`; the others `follow` its plan and verify it.
 
-    Args:
-        ranks: who optimizes.
-        model: the user's.
-        passes: to be run.
-        decide: optimizes it; called on rank 0.
-        follow: repeats a plan's rewrites and verifies them here; those that fail have another status in its own plan.
-
-    Raises:
-        UsageError: another rank has another model or other passes, or does not answer.
-        PassError: a run failed on another rank; what fails on this one is raised as it is.
+    Raises UsageError where another rank has another model or other passes, or is silent; PassError where it failed.
     """
     _check_alike(ranks, model, passes)
     attempt = _Attempt.of(decide) if ranks.rank == 0 else _Attempt()

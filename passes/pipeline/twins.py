@@ -14,11 +14,9 @@ _META = "unverified: meta"
 
 
 def as_in_twin(plan: Plan, twin: Plan) -> Plan:
-    """Return the plan of a model on the meta device, as its twin bears it out.
+    """Return the plan of a model on the meta device, with what was verified or undone in its twin.
 
-    What was verified in the twin is so here. What was undone there is undone here. Sites are the same by name; for one
-    that the twin has not (a seventh layer), those stand whose names differ in numbers alone, and all of them have to be
-    right. Of what the twin has nothing like, nothing is known.
+    For a site that the twin has not (a seventh layer), all whose names differ in numbers alone have to be right.
     """
     exact: dict[tuple[int, str], list[Decision]] = {}
     alike: dict[tuple[int, str], list[Decision]] = {}

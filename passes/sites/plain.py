@@ -12,15 +12,7 @@ __all__ = ["as_plain"]
 
 
 def as_plain(value: Any, where: str) -> Any:
-    """Return a value as JSON gives it back: tuples become lists.
-
-    Args:
-        value: None, a flag, a finite number, a text, or lists, tuples and dictionaries of these.
-        where: what the value is called, for the message.
-
-    Raises:
-        UsageError: if it is or holds anything else.
-    """
+    """Return a value as JSON gives it back, tuples as lists; raise UsageError, naming `where`, for any other."""
     if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
         return value
     if isinstance(value, (list, tuple)):

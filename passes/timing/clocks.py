@@ -19,10 +19,9 @@ _ELSEWHERE = 0.5
 
 
 def race_clock(*, waits_for_gpu: bool = False) -> Clock:
-    """Return the clock by which candidates are compared.
+    """Return the clock by which candidates are compared: processor time, which other programs do not disturb.
 
-    Where torch computes in one thread, it is processor time of the calling one: other programs take nothing from it.
-    Several threads wait for each other, and for a GPU, so for these it is the clock on the wall.
+    Several threads wait for each other, and for a GPU: they need the clock on the wall.
     """
     is_coarse = time.get_clock_info("thread_time").resolution > _FINE_SECONDS
     several = waits_for_gpu or torch.get_num_threads() > 1

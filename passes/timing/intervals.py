@@ -39,20 +39,13 @@ class Interval:
 class Timings:
     """Samples of several candidates, taken in rounds: one sample of each, one right after the other.
 
-    What disturbs a machine lasts longer than a round, so candidates are compared within rounds only: by the median of
-    the ratios in each round, and the sign-test interval of that median (Conover, Practical Nonparametric Statistics,
-    section 3.2), which assumes nothing about the distribution. Fewer than six rounds give none. Of three to five it is
-    Student's of the logarithms of the ratios, with 99% confidence: sampling ends that early only where it is clear.
-
-    Attributes:
-        rounds: seconds of one call, by the candidate's name.
-        in_one_thread: the samples were taken in one thread, since those in more told of other programs.
-        cold: caches were emptied before each call.
+    Candidates are compared within rounds, which disturbances outlast: by the median of the ratios and its sign-test
+    interval (Conover, Practical Nonparametric Statistics, 3.2); of 3 to 5 rounds, Student's of the logarithms, 99%.
     """
 
-    rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-    in_one_thread: bool = False
-    cold: bool = False
+    rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])  # seconds of a call, by name
+    in_one_thread: bool = False  # samples in more told of other programs
+    cold: bool = False  # caches were emptied before each call
 
     def ratio(self, before: str, after: str) -> Interval:
         """Return how many times faster `after` is than `before`, from the rounds that timed both."""

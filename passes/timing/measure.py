@@ -89,19 +89,12 @@ def time_candidates(
     clear: float = CLEARLY_SLOWER,
     worth: float = 0.0,
 ) -> Timings:
-    """Time candidates side by side until the answer is clear, or the time is up.
-
-    Every round takes one sample of each candidate, in another order each time. A candidate that is clearly
-    slower than the fastest drops out; what it is slower by is known by then. Where calls are long, three rounds are
-    enough if they leave no doubt. Samples are in processor time where one thread does the work: other programs do not
-    disturb it.
+    """Time candidates side by side, in rounds of one sample each, until the answer is clear, or the time is up.
 
     Args:
         candidates: name -> what to call; a `Runner` is left without a trace on its module.
-        seconds: how long to sample, warm-up not counted; four times as long where it is still open whether something
-            beats the first candidate.
-        least_rounds: so many are taken whatever the time, unless three to five long ones leave no doubt; of rounds
-            that take long, no more than six.
+        seconds: of sampling; four times as many while it is open whether something beats the first candidate.
+        least_rounds: taken whatever the time, unless three to five long ones leave no doubt.
         limit: seconds of processor time after which the fewest rounds must do.
         fewest: how many that are; of less than six the interval assumes a distribution.
         cold: empty the caches before each call, as other work between two calls does.
@@ -203,10 +196,7 @@ class _Stopwatch:
 
 
 def _is_slower_in_threads(candidate: Candidate) -> bool:
-    """Say whether a call takes longer than one thread needs for it, were it alone on the machine.
-
-    Then many operations in it stall, or other programs have the cores: one thread's processor time tells more.
-    """
+    """Say whether a call takes longer than one thread alone: operations stall, or other programs have the cores."""
     sampling = _Sampling(candidate, race_clock())
     seconds = min(sampling.sample(), sampling.sample())
     if seconds < _STALL_SECONDS:
@@ -217,10 +207,7 @@ def _is_slower_in_threads(candidate: Candidate) -> bool:
 
 
 def _has_stalled(timings: Timings, samplings: Mapping[str, _Sampling]) -> bool:
-    """Say whether samples of a short call show its threads being put off and woken, which takes 8 ms or more.
-
-    Half of them are then many times what the call takes by itself. No ratio of such samples tells which code is faster.
-    """
+    """Say whether threads of a short call were put off and woken (8 ms or more): then no ratio of samples tells."""
     for name, sampling in samplings.items():
         samples = [sample[name] for sample in timings.rounds if name in sample]
         is_short = len(samples) >= SURE_ROUNDS and sampling.least < _WARM_UP_SECONDS
@@ -253,10 +240,7 @@ def _is_clear(timings: Timings, survivors: Sequence[str]) -> bool:
 
 
 def _is_in_doubt(timings: Timings, first: str, survivors: Sequence[str]) -> bool:
-    """Say whether something seems to be faster than the first candidate, but noise leaves that open.
-
-    So it does where one of the others is clearly the fastest by its median, and yet another one would be taken.
-    """
+    """Say whether noise leaves open if something beats the first candidate, or which one that is."""
     best = timings.quickest(survivors)
     interval = timings.ratio(first, best)
     if interval.low <= 1.0 and interval.mid > NOISE and interval.high > 1.1 * interval.low:
@@ -267,17 +251,13 @@ def _is_in_doubt(timings: Timings, first: str, survivors: Sequence[str]) -> bool
 
 @dataclass
 class _Sampling:
-    """How one candidate is sampled, by which clock and in how many calls a sample.
-
-    `least` are the seconds of its fastest call until now, or the processor time of it where that is less. With `evict`
-    the caches are emptied before each call; then it is called once in a sample.
-    """
+    """How one candidate is sampled: by which clock, in how many calls a sample (one, if caches are emptied)."""
 
     candidate: Candidate
     clock: Clock
     calls: int = 1
     warm_up: bool = False
-    least: float = math.inf
+    least: float = math.inf  # seconds of its fastest call, or its processor time where that is less
     works_in_this_thread: bool = True
     evict: Eviction | None = None
 

@@ -38,10 +38,9 @@ _VERIFYING = 0.8
 
 @dataclass
 class BatchVerifier:
-    """Write the groups of a pass that leave nothing to choose, and verify them in one go.
+    """Write the groups of a pass that leave nothing to choose, and verify them in one go, in float64.
 
-    In float64 a fault inside shows at the outputs of the whole model as it does around its site. What holds in training
-    too is verified site by site: gradients of all parameters of a model, many times, take longer than those of a site.
+    What holds in training too is verified site by site: gradients of the whole model, many times, take longer.
     """
 
     tuner: Tuner

@@ -82,10 +82,7 @@ class FinalCheck:
     # -- the original ----------------------------------------------------------------------------------------------
 
     def _to_be_equal_to(self, rewrites: Sequence[Rewrite]) -> nn.Module | None:
-        """Return the model that the rewritten one must be equal to, or None where nobody can say.
-
-        It is the original, in which the passes that change the function put what theirs must be equal to.
-        """
+        """Return the original with the references of passes that change the function in it; None without one."""
         changing = [rewrite for rewrite in rewrites if rewrite.pass_.numerics is Numerics.SEMANTIC]
         key = tuple(map(id, changing))
         if key not in self._models:
@@ -170,11 +167,7 @@ class FinalCheck:
                 self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, why=""))
 
     def _unproven(self, order: Sequence[Rewrite], right: int, reason: str) -> Sequence[Rewrite]:
-        """Return what goes where no time is left to find which rewrite it is: what may be left out, if that is enough.
-
-        Raises:
-            BudgetError: it is among several that the user named for more than speed.
-        """
+        """Return what goes where no time is left to find the wrong one; raise BudgetError if that is not for speed."""
         unproven = order[right:]
         skippable = [rewrite for rewrite in unproven if rewrite.pass_.skippable]
         if 0 < len(skippable) < len(unproven):

@@ -29,10 +29,9 @@ __all__ = ["ReferenceCheck"]
 
 @dataclass
 class ReferenceCheck:
-    """Write all sites of a pass that says what the rewritten model must be equal to, and compare once.
+    """Write all sites of a pass that has a reference, and compare once; what is wrong is found by halving.
 
-    What is wrong is found by halving. So a pass with many sites costs what one costs, and its sites, which were chosen
-    together, are not left out for want of time.
+    Its sites were chosen together: they take the time of one, and are not left out for want of time.
     """
 
     tuner: Tuner
@@ -62,11 +61,7 @@ class ReferenceCheck:
         return self._context.program.whole_calls
 
     def _judged(self, groups: Sequence[Group]) -> tuple[Sequence[Group], Sequence[Group]]:
-        """Compare; where no time is left, briefly, to find what is wrong, and what is left of them once in full.
-
-        Raises:
-            BudgetError: it takes longer to find what is wrong.
-        """
+        """Compare, briefly if no time is left, then the right ones in full; raise BudgetError if that takes longer."""
         if self._context.has_time(self._pass):
             return self._compared(groups)
         settled, doubtful = self._objections(groups)

@@ -29,10 +29,7 @@ _LONGEST_CALL = 1.0
 def with_other_sizes(
     context: RunContext, original: nn.Module | None, timings: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Return the whole model's timings with those on other sizes and layouts, as far as there is time for them.
-
-    `original` is a twin of the model as it was. Where nothing was timed, there is none, or no `timings`.
-    """
+    """Return the timings with those on other sizes and layouts, as far as there is time; `original` is a twin."""
     if original is None or timings is None:
         return timings
     deactivate(context.program.names.distinct)

@@ -46,7 +46,7 @@ class WholeModel:
     def never_slower(self) -> dict[str, Any] | None:
         """Return the model's timings; while it is slower, take back the rewrites that are least certain to pay.
 
-        Where it generates, neither a prompt nor a step may be: what one of them gains does not speak for the other.
+        Where it generates, neither a prompt nor a step may be slower.
         """
         rewrites = self._judged
         is_whole = len(rewrites) == 1 and not rewrites[0].owner and rewrites[0].decision.measured.speedup is not None
@@ -99,10 +99,9 @@ class WholeModel:
         ]
 
     def _doubtful(self) -> list[Rewrite]:
-        """Return the rewrites to take back next, together.
+        """Return the rewrites to take back next, together; equal blocks share one timing.
 
-        First come clean-ups, which nobody timed, in modules that only they keep from running the original forward; then
-        the speed rewrites for which there was no time; then the least certain. Equal blocks share one timing.
+        First clean-ups that alone keep modules from their original forward, then the untimed, then the least certain.
         """
         fast = [each for each in self._judged if each.pass_.goal is Goal.SPEED]
         owners = {each.owner for each in fast}
