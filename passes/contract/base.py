@@ -20,8 +20,7 @@ from .options import format_options, option_types
 __all__ = ["FunctionPass", "Pass"]
 
 
-_BUDGET = 0.05
-"""The error that an approximate pass may make, relative to the scale, if it has no option for it."""
+_BUDGET = 0.05  # the error that an approximate pass may make, relative to the scale, if it has no option for it
 
 
 class Pass:

@@ -15,16 +15,7 @@ import torch
 
 from ...errors import UsageError, did_you_mean
 
-__all__ = [
-    "WORD",
-    "Text",
-    "ValueMismatch",
-    "format_options",
-    "format_value",
-    "option_types",
-    "read_value",
-    "type_text",
-]
+__all__ = ["WORD", "Text", "ValueMismatch", "format_options", "format_value", "option_types", "read_value", "type_text"]
 
 WORD = re.compile(r"[^\s,={}\[\]\"'<>]+")
 _PLAIN_STRING = re.compile(r"(?!(?:none|true|false|inf|infinity|nan)$)[a-z_][\w.+/-]*", re.ASCII | re.IGNORECASE)

@@ -28,8 +28,7 @@ __all__ = [
 ]
 
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PART = 1 << 20
-"""So many numbers are looked at together: a copy of all would be as large as the tensor."""
+_PART = 1 << 20  # so many numbers are looked at together: a copy of all would be as large as the tensor
 
 
 def missing_process_group(name: str, processes: int = 2) -> str:

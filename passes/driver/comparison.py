@@ -29,14 +29,10 @@ __all__ = ["UNNAMED", "Comparison"]
 
 UNNAMED = "after"
 """The candidate of a pass that knows one way of rewriting a site."""
-
 _COMPARED_SMALLER_FROM = 10e-3
 """Where the forward of the model takes more seconds, exact rewrites of the whole are asked for the same bits on the
 recorded call, and in float64 on a smaller one, as rewrites are that are verified on the whole model together."""
-
-_LEAST = 1.01
-"""What seems to gain less in three long rounds is not timed further."""
-
+_LEAST = 1.01  # what seems to gain less in three long rounds is not timed further
 _COARSE = 1e-3
 """Where a pass may err by so much, float32 is exact enough to compare with; float64 takes many times as long."""
 

@@ -31,17 +31,11 @@ __all__ = [
     "with_lowering",
 ]
 
-_MOST_CLASSES = 8
-"""So many classes of alike sites are judged apart; more are taken several at a time."""
-
+_MOST_CLASSES = 8  # so many classes of alike sites are judged apart; more are taken several at a time
 _STEPS = 100.0
 """So many steps of a module, forward and backward, verify it in both modes: of a GPT-2 of three layers, 110."""
-
-_STEP = 4.0
-"""So many forwards a step takes, in float64 and in the module's own types."""
-
-_OF_TIME = 0.5
-"""Verifying one clean-up takes no more than this part of the time that is left."""
+_STEP = 4.0  # so many forwards a step takes, in float64 and in the module's own types
+_OF_TIME = 0.5  # verifying one clean-up takes no more than this part of the time that is left
 
 
 @dataclasses.dataclass(frozen=True)

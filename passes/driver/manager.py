@@ -30,7 +30,6 @@ from .whole_model import BatchVerifier, FinalCheck, WholeModel, with_other_sizes
 __all__ = ["Manager"]
 
 _LOG = logging.getLogger("fxopt")
-
 _MOST_ROUNDS = 16
 """So often a pass is asked for sites again because what it rewrote overlaps with others that it had found."""
 _GIVE_INPUTS = "; give example_inputs=, too"

@@ -31,9 +31,8 @@ from ..sites import Phase
 from ..timing import TimeBudget, collection_paused, forward_seconds
 from .context import Request, RunContext
 from .history import Rewrite
-from .lost_forwards import forbid_lost_forwards
 from .manager import Manager
-from .root import make_root
+from .root import forbid_lost_forwards, make_root
 from .whole_model import finished, measured_memory, memory_figures
 
 __all__ = ["check_kind", "copied", "run_session"]

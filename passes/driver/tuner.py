@@ -23,8 +23,7 @@ from .history import Rewrite
 
 __all__ = ["Tuner"]
 
-_MOST_VARIATIONS = 12
-"""So many changes to the best common lowering are timed beside it."""
+_MOST_VARIATIONS = 12  # so many changes to the best common lowering are timed beside it
 
 
 class Tuner:

@@ -28,7 +28,6 @@ __all__ = [
 
 LEAST_GAIN = 1.01
 """What gains less by itself stays as it is; of the rest the whole model tells."""
-
 _OWN = 4.0
 """The new way may err four times as much as the layer does, by units in the last place of the scale, and by what
 rounding adds up to in a sum one after another: the square root of the number of terms."""

@@ -18,7 +18,6 @@ from .pipeline import parse, parse_groups
 __all__ = ["PassLike", "asked_for", "chosen_passes", "refuse_unfit", "unfinished"]
 
 _OPTIONS = re.compile(r"""\{(?:[^{}"']|'[^']*'|"[^"]*")*\}""")
-
 PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
 """What one pass may be given as."""
 

@@ -1,9 +1,10 @@
-"""What passes find, and the words of their contract: sites and refusals; numerics, goals and phases."""
+"""Sites and refusals, what plans keep of them, and the words of the contract."""
 
 from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -11,11 +12,22 @@ from typing import Any, cast
 from torch import fx, nn
 
 from ...errors import CaptureError, MatchFailure, PlanError, UsageError
+from ...runtime.graphs import capture_of
 from ...tracing.program import Program
 from .causes import Cause
-from .plain import as_plain
 
-__all__ = ["Goal", "Numerics", "OwnForward", "Phase", "Refusal", "Site", "StaleSite"]
+__all__ = [
+    "VOLATILE",
+    "Goal",
+    "Numerics",
+    "OwnForward",
+    "Phase",
+    "Refusal",
+    "Site",
+    "StaleSite",
+    "as_plain",
+    "is_volatile",
+]
 
 
 class Numerics(enum.Enum):
@@ -253,3 +265,29 @@ class Site:
         except ValueError as error:
             raise PlanError(f"a site in the plan has no valid 'phase': {error}") from error
         return cls(program, phase=phase, parts=parts, **given)
+
+
+def as_plain(value: Any, where: str) -> Any:
+    """Return a value as JSON gives it back, tuples as lists; raise UsageError, naming `where`, for any other."""
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [as_plain(item, f"{where}[{number}]") for number, item in enumerate(cast("list[Any]", value))]
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        odd = next((key for key, _ in items if type(key) is not str), None)
+        if odd is not None:
+            raise UsageError(f"{where} has the key {odd!r}; a plan stores texts as keys")
+        return {key: as_plain(item, f"{where}[{key!r}]") for key, item in items}
+    advice = "; use .tolist()" if hasattr(value, "tolist") else ""
+    shown = f"{value}" if type(value) is float else f"a {type(value).__name__}"
+    raise UsageError(f"{where} is {shown}, which a plan cannot store: plain values only{advice}")
+
+
+VOLATILE = "its attributes are set while the model runs"
+
+
+def is_volatile(module: nn.Module) -> bool:
+    """Say whether one of a module's own graphs sets attributes, or was traced with some that were set before."""
+    capture = capture_of(module)
+    return capture is not None and any(specialization.volatile for specialization in capture.specializations)

@@ -16,25 +16,12 @@ _LEAST_SECONDS = 2.0
 _FORWARDS = "forwards"
 _WHOLE_MODEL_FORWARDS = 20.0
 """What timing and comparing the whole model takes: six rounds and four calls to get ready, and both in each mode."""
-
-_COMPARING_FORWARDS = 4.0
-"""Of these, what comparing takes."""
-
-_READY_FORWARDS = 4.0
-"""Of these, what making two models ready for timing takes."""
-
-_WHOLE_MODEL_SHARE = 0.5
-"""More than this part of the time is not kept back for the whole model."""
-
-_OF_TIMING = 0.75
-"""Sites are timed in this part of the time for sites; the rest is for checking what won."""
-
-_OF_ONE_RACE = 0.7
-"""No race takes more than this part of the time that is left for timing: others may follow."""
-
-_TELLING_SECONDS = 0.25
-"""A race of this time tells a small gain from none."""
-
+_COMPARING_FORWARDS = 4.0  # of these, what comparing takes
+_READY_FORWARDS = 4.0  # of these, what making two models ready for timing takes
+_WHOLE_MODEL_SHARE = 0.5  # more than this part of the time is not kept back for the whole model
+_OF_TIMING = 0.75  # sites are timed in this part of the time for sites; the rest is for checking what won
+_OF_ONE_RACE = 0.7  # no race takes more than this part of the time that is left for timing: others may follow
+_TELLING_SECONDS = 0.25  # a race of this time tells a small gain from none
 _OF_CLEAN_UPS = 0.75
 """Clean-ups save little: they take no more than this part of the time for sites, and leave the rest to other passes."""
 

@@ -11,17 +11,13 @@ __all__ = ["CLEARLY_SLOWER", "FEWEST_ROUNDS", "NOISE", "SURE_ROUNDS", "Interval"
 
 FEWEST_ROUNDS = 3
 """Fewer rounds have no interval at all."""
-
 SURE_ROUNDS = 6
 """Fewer rounds cannot give a 95% interval for a median of any distribution: 2 * 0.5**6 = 0.03."""
-
 _HOPELESS = 1.5
 """What took half as long again as the fastest in each of the fewest rounds is not tried further, if others are left."""
-
 CLEARLY_SLOWER = 1.05
 NOISE = 1.02
 """Two candidates closer than 2% count as equally fast."""
-
 _T_AT_99 = {3: 9.925, 4: 5.841, 5: 4.604}
 """Rounds -> the 99.5% quantile of Student's distribution with one degree of freedom less."""
 

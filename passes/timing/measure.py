@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 
 from ...collection import collection_paused
-from .clocks import Clock, is_work_of_this_thread, race_clock
+from .clocks import Clock, is_work_of_this_thread, one_thread, race_clock
 from .cold import Eviction
 from .intervals import CLEARLY_SLOWER, FEWEST_ROUNDS, NOISE, SURE_ROUNDS, Interval, Timings
 from .runner import Runner, runner
-from .threads import one_thread
 
 if sys.platform == "linux":
     import resource
@@ -27,38 +26,25 @@ if sys.platform == "linux":
 __all__ = ["CALLS_OF_EACH", "CALLS_OF_TWO", "Interval", "Runner", "Timings", "runner", "time_candidates"]
 
 Candidate = Callable[[], object]
-
 _SAMPLE_SECONDS = 200e-6
 """Calls are repeated until one sample takes this long, a thousand times what the clock resolves."""
-
 _WARM_UP_SECONDS = 2e-3
 """Calls shorter than this are made once more before each sample, for the candidate before has taken the caches."""
-
-_LEAST_ROUNDS = 9
-"""Fewer pairs cannot give a 99% interval for a median: 2 * 0.5**9 = 0.004."""
-
+_LEAST_ROUNDS = 9  # fewer pairs cannot give a 99% interval for a median: 2 * 0.5**9 = 0.004
 _SHORT_SECONDS = 5e-3
 """Calls shorter than this are never given up so early: more rounds cost little, and one stall is as long as a call."""
-
 _STALL_SECONDS = 8e-3
 _STALLED = 4.0
 """Where threads are put off and woken it takes this long. A call that takes four times what it can do tells of that."""
-
 _NO_GAIN = 1.25
 """Where threads take this much longer by the clock than one uses of the processor, other programs have the cores."""
-
 CALLS_OF_EACH, CALLS_OF_TWO = 2 + FEWEST_ROUNDS, 2 * (SURE_ROUNDS - FEWEST_ROUNDS)
 """So many calls are made at least of each candidate, which is run twice to get ready, and then of the two best."""
-
-_READY_FROM = 20e-3
-"""A call that takes so many seconds and has run once is ready."""
-
+_READY_FROM = 20e-3  # a call that takes so many seconds and has run once is ready
 _LONG_ROUND_SECONDS = 50e-3
 """Of rounds of this length no more than the fewest are taken in any case: a stall is a small part of each."""
-
 _SETTLING_SECONDS = 2e-3
 """One sample of such a call says what it takes. Shorter ones are sampled as often as asked: that costs little."""
-
 _MOST_ROUNDS = 400
 _TRIES = 3
 _PATIENCE = 4.0

@@ -12,12 +12,9 @@ __all__ = ["SECONDS_OF_A_KIND", "microseconds", "time_kind", "time_pair", "timin
 
 SECONDS_OF_A_KIND = 0.05
 """How long a kind of layer is timed by itself at first: calls of up to 3 ms settle in three rounds."""
-
 _IN_DOUBT = 4
 """Where that does not tell whether it gains, so many times as long: two runs on a busy machine then decide alike."""
-
-_CLOSE = 0.15
-"""What is farther from the least gain is not timed again, however few rounds of a long call there were."""
+_CLOSE = 0.15  # what is farther from the least gain is not timed again, however few rounds of a long call there were
 
 
 def time_pair(

@@ -14,24 +14,18 @@ from ...compat import version_of
 from ...runtime.values import Arguments, flatten, map_tensors, state_of
 from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
-from .threads import one_thread
+from .clocks import one_thread
 
 __all__ = ["Runner", "forward_seconds", "runner"]
 
 _WITH_BACKWARD = 3.0
 """A forward and its backward take three times as long as a forward alone: two more products for each."""
-
 _MAY_BE_COLD = 50e-3
 """A forward that is done sooner is made twice to learn what it takes: the first one waits for memory and threads."""
 
 
 def runner(
-    module: nn.Module,
-    calls: Sequence[Inputs],
-    *,
-    training: bool,
-    input_gradients: bool | None = None,
-    seed: int = 0,
+    module: nn.Module, calls: Sequence[Inputs], *, training: bool, input_gradients: bool | None = None, seed: int = 0
 ) -> Runner:
     """Return a function that makes the recorded `calls` of `module`, all of them each time, with its flags as they are.
 

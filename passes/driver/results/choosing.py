@@ -19,22 +19,15 @@ from .gate import forms_of, has_flags, has_plain_options, reset_form, set_form
 
 __all__ = ["Choice", "choose_form"]
 
-_SECONDS = 0.1
-"""How long forms are raced, if more than a few rounds of steps are made in it at all."""
-
+_SECONDS = 0.1  # how long forms are raced, if more than a few rounds of steps are made in it at all
 _ELEMENTS = 2**22
 """So many at most are stepped on: with gradients and moments more than caches hold, as of a whole model."""
-
-_OF_ONE = 2**20
-"""A tensor with more elements is as slow for each of them as one with so many."""
-
+_OF_ONE = 2**20  # a tensor with more elements is as slow for each of them as one with so many
 _OF_ONE_COMPARED = 2**12
 _STEPS = 3
 _OWN_ERRORS = 4.0
 """As of rewrites, of a form: it may err so many times as much as the one that is there, and units in the last place."""
-
 _OF_GRADIENTS = 1e-2
-
 Group = tuple[dict[str, Any], list[Tensor]]
 """The options of a group, and the tensors that stand for its parameters."""
 

@@ -17,7 +17,6 @@ __all__ = ["FLAGS", "Gate", "forms_of", "has_flags", "has_plain_options", "reset
 
 FLAGS = ("foreach", "fused")
 """Options of a group, each of which is a form of its steps; where all are None, torch chooses."""
-
 _TYPES = frozenset((Tensor, nn.Parameter))
 
 

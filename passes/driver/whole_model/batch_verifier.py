@@ -26,11 +26,8 @@ __all__ = ["BatchVerifier"]
 
 _FEWEST = 4
 """Fewer kinds of blocks are decided one by one: what is wrong is then known at once, and equal blocks follow."""
-
 _FORWARDS = 10.0
 """A check of the whole model takes about as long as so many forwards; with less time left it is not begun."""
-
-
 _BY_THE_WHOLE = "judged with the whole model"
 _VERIFYING = 0.8
 """Verifying takes this part of the time that the runs before took: nothing is tried that the model may not take."""

@@ -20,12 +20,11 @@ from ..context import RunContext
 from ..halving import longest_right
 from ..history import Rewrite
 from ..tuner import Tuner
-from .references import with_references
+from .reference_check import with_references
 
 __all__ = ["FinalCheck"]
 
-_LEAST_SECONDS = 2.0
-"""So long what is wrong is looked for, however short the time budget is."""
+_LEAST_SECONDS = 2.0  # so long what is wrong is looked for, however short the time budget is
 
 
 @dataclass

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from ....compat import own_children
 from ....errors import BudgetError
 from ....runtime.graphs import Region
 from ....runtime.state import StateMap
@@ -15,16 +16,16 @@ from ....tracing.examples import Inputs
 from ....tracing.isolation import copied_module
 from ... import verification
 from ...contract import Pass
-from ...sites import Goal, Numerics, Phase, Refusal
+from ...pipeline import switches_kept
+from ...sites import Goal, Numerics, Phase, Refusal, Site
 from ..batch import Batch
 from ..context import RunContext
 from ..groups import Candidate, Group
 from ..halving import in_halves
 from ..history import composed
 from ..tuner import Tuner
-from .references import with_references
 
-__all__ = ["ReferenceCheck"]
+__all__ = ["ReferenceCheck", "with_references"]
 
 
 @dataclass
@@ -143,3 +144,27 @@ class ReferenceCheck:
     @property
     def _phase(self) -> Phase:
         return self._pass.phase
+
+
+def with_references(model: nn.Module, sites: Iterable[tuple[Pass, Site]]) -> nn.Module | None:
+    """Change a copy of the original at sites, in order; None where a pass cannot say what it must be."""
+    for pass_, site in sites:
+        try:
+            original = model.get_submodule(site.owner)
+            with switches_kept():
+                reference = pass_.reference(site, original)
+        except Exception:  # the original may lack what an earlier rewrite made, and the site names
+            return None
+        if reference is None:
+            return None
+        if reference is not original:
+            model = _put(model, site.owner, reference)
+    return model
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    path, _, last = name.rpartition(".")
+    if not name:
+        return module
+    own_children(model.get_submodule(path)).update({last: module})  # fused members refuse items
+    return model

@@ -15,13 +15,9 @@ from ..context import RunContext
 
 __all__ = ["with_other_sizes"]
 
-_SECONDS = 0.02
-"""A race of other sizes samples for so long: it is to show clear losses, not to choose."""
-
+_SECONDS = 0.02  # a race of other sizes samples for so long: it is to show clear losses, not to choose
 _FEWEST_ROUNDS, _SURE_ROUNDS = 3, 6
-_READY_CALLS = 2
-"""So many calls make a model ready for timing."""
-
+_READY_CALLS = 2  # so many calls make a model ready for timing
 _LONGEST_CALL = 1.0
 """No call of another size is made that may take more seconds: what takes long takes much memory, too."""
 

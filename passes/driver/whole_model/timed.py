@@ -21,7 +21,6 @@ __all__ = ["WholeModel"]
 
 _RACES = 2
 """So many races must say that the model is slower: one reading of a busy machine does not undo what was gained."""
-
 _WORTH = 0.02
 """Where sites were shown to save more than this part of the model's time, one race more must speak against them."""
 
