@@ -60,13 +60,10 @@ class EqualBlocks:
         """Describe the block around a group, or return None where it can have no equal."""
         if pass_.numerics is Numerics.SEMANTIC or not group.owner:
             return None
-        likeness, timed = (
-            StructuralHash(HashLevel.REWRITTEN, self._numbers),
-            StructuralHash(HashLevel.TIMED, self._numbers),
-        )
-        wanted = ((step, _wanted(group, each)) for each in (identity, timed_identity))
-        sights = zip(wanted, (likeness, timed), strict=True)
-        key, timed_key = ((of_sites, each.whole(module, calls).key) for of_sites, each in sights)
+        likeness = StructuralHash(HashLevel.REWRITTEN, self._numbers)
+        timed = StructuralHash(HashLevel.TIMED, self._numbers)
+        key = (step, _wanted(group, identity)), likeness.whole(module, calls).key
+        timed_key = (step, _wanted(group, timed_identity)), timed.whole(module, calls).key
         return Block(module, likeness.whole(module), self._numbers, key, timed_key)
 
     def precedent(self, block: Block | None) -> Precedent | None:

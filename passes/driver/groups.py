@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -126,6 +127,13 @@ class Candidate:
     def left(cls, group: Group, reason: Reason, *, was_skipped: bool = False) -> Candidate:
         """Return a group that is left as it is, for a reason of the driver's own."""
         return cls(group, str(reason), reason.cause, reason.values, was_skipped=was_skipped)
+
+    @classmethod
+    def wrong(cls, group: Group, verdict: verification.Verdict) -> Candidate:
+        """Return a group that is left as it is, since a rewrite of it gives something else."""
+        errors = {"meaning_error": verdict.meaning_error, "precision_error": verdict.precision_error}
+        known = {name: error for name, error in errors.items() if math.isfinite(error)}
+        return cls(group, verdict.reason, Cause.DIFFERS, known)
 
     @property
     def status(self) -> str:

@@ -81,10 +81,10 @@ class History:
         """Note a rewrite that a plan has decided on."""
         self._stand(Rewrite(pass_, group, edit, decisions[0], decisions[0], list(decisions), replayed=not verified))
 
-    def note(self, planned: Iterable[Decision], reason: str) -> None:
+    def note(self, planned: Iterable[Decision], reason: str, cause: Cause = Cause.PLAN) -> None:
         """Note planned rewrites that cannot stand here."""
         self.decisions += [
-            dataclasses.replace(decision, status="undone", reason=reason, cause=Cause.PLAN) for decision in planned
+            dataclasses.replace(decision, status="undone", reason=reason, cause=cause) for decision in planned
         ]
 
     def intend(self, pass_: Pass, site: Site) -> None:

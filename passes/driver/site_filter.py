@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -21,10 +21,8 @@ from ..verification import depends_on_mode
 __all__ = ["admitted", "described", "found", "is_for_evaluation", "is_missing", "key_of"]
 
 
-class Supervised(Protocol):
-    """Runs a pass's own code within a time limit, with its name on whatever it raises."""
-
-    def __call__(self, pass_: Pass, what: Callable[[], str], action: Callable[[], list[Any]], /) -> list[Any]: ...
+Supervised = Callable[[Pass, Callable[[], str], Callable[[], list[Any]]], list[Any]]
+"""Runs a pass's own code within a time limit, with its name on whatever it raises: `Tuner.supervised`."""
 
 
 def found(program: Program, pass_: Pass, supervised: Supervised, snapshot: Snapshot) -> list[Site | Refusal]:

@@ -12,7 +12,7 @@ from torch import nn
 from ...errors import MatchFailure, PassError
 from ...tracing.isolation import copied_module
 from ..contract import Pass
-from ..pipeline import supervised
+from ..pipeline import Measured, supervised
 from ..rewriting import Edit
 from ..sites import Cause, Phase, Reason, Site
 from .comparison import UNNAMED, Comparison
@@ -126,7 +126,7 @@ class Tuner:
         if verdict is None or verdict.ok:
             return dataclasses.replace(candidate, verdict=verdict, figures=comparison.figures(verdict))
         candidate.edit.undo()
-        return dataclasses.replace(candidate, failure=verdict.reason, edit=None)
+        return Candidate.wrong(candidate.group, verdict)
 
     def repeat(
         self, pass_: Pass, group: Group, *, brief: bool = False, is_right: Callable[[Edit], bool] | None = None
@@ -190,7 +190,8 @@ class Tuner:
         if not comparison.timed:
             kept = next(iter(able.values()))
             if was_untimed:
-                kept = dataclasses.replace(kept, figures={**kept.figures, "untimed": self.context.budget.too_short})
+                untimed = Measured(untimed=self.context.budget.too_short).figures()
+                kept = dataclasses.replace(kept, figures={**kept.figures, **untimed})
             return kept, group.rest(kept.group)
         return self._settled(comparison, self._race(comparison, able), ())
 
@@ -210,7 +211,7 @@ class Tuner:
             return self._apart(comparison, self._guilty(comparison, race.candidates[race.best].group.sites))
         reasons, others = tuple(dict.fromkeys((*wrong, kept.failure))), race.without_best()
         if others is None:
-            return Candidate(group, "; ".join(reasons)), ()
+            return Candidate(group, "; ".join(reasons), kept.cause, kept.values), ()
         return self._settled(comparison, others, reasons)
 
     def _candidates(self, comparison: Comparison) -> dict[str, Candidate]:
@@ -301,8 +302,9 @@ class Tuner:
         """Say why no candidate is left; of several sites tell those apart that make every one fail."""
         group, wrong = comparison.group, [candidate for candidate in candidates if candidate.was_written]
         if group.is_single or (wrong and not comparison.checks):
-            reasons = dict.fromkeys(each.failure for each in (*wrong, *candidates))
-            return Candidate(group, "; ".join(reasons), was_written=bool(wrong)), ()
+            first, *others = (*wrong, *candidates)
+            reasons = dict.fromkeys(each.failure for each in (first, *others))
+            return dataclasses.replace(first, group=group, failure="; ".join(reasons)), ()
         if not wrong:
             return None, [Group((site,)) for site in group.sites]
         return self._apart(comparison, self._guilty(comparison, wrong[0].group.sites))

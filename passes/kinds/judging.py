@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...runtime.record import Measured
 from ..sites import Cause, Refusal
 from ..timing import Interval, time_kind, timing_figures
 from ..verification import Tolerance, distance, rounding, scale_of
@@ -41,6 +42,11 @@ class Judgement:
     figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
     objection: str = ""
     cause: Cause = Cause.JUDGED_WRONG
+
+    @property
+    def all_figures(self) -> dict[str, Any]:
+        """Return the error and what is known of the time as plans have it."""
+        return {**Measured(precision_error=self.error).figures(), **self.figures}
 
     def refusal(self, at: Any) -> Refusal | None:
         """Return it as the refusal of a place; None where nothing objects."""

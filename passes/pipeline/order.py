@@ -66,7 +66,7 @@ def beside_presets(listed: Sequence[Sequence[Pass]]) -> list[Pass]:
     earliest = 0
     for count, pass_ in enumerate(named):
         wanted = earliest if count < ahead else len(found)
-        place = next((place for place in _places(found, pass_, wanted, earliest)), None)
+        place = next(_places(found, pass_, wanted, earliest), None)
         if place is None:
             return arranged(plain)  # whose order is refused, with the reason
         found.insert(place, pass_)

@@ -37,7 +37,8 @@ def _borne_out(
     known = exact.get((decision.step, decision.key)) or alike.get((decision.step, _without_numbers(decision.key)), ())
     wrong = next((each for each in known if each.status == "undone"), None)
     if wrong is not None:
-        return dataclasses.replace(decision, status="undone", reason=f"in the twin, at {wrong.label}: {wrong.reason}")
+        reason = f"in the twin, at {wrong.label}: {wrong.reason}"
+        return dataclasses.replace(decision, status="undone", reason=reason, cause=wrong.cause, values=wrong.values)
     checked = next((each.figures.get("checked", "") for each in known), "")
     if not checked or checked.startswith("unverified"):
         return decision

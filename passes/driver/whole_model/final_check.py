@@ -224,8 +224,4 @@ def _budget(rewrites: Sequence[Rewrite]) -> float | None:
 
 def _value(rewrite: Rewrite) -> float:
     """Return what a rewrite with an error budget gains for the error that it makes; of others the order counts."""
-    if not _is_lossy(rewrite.pass_):
-        return 0.0
-    measured = rewrite.decision.measured
-    gain = 1.0 if measured.saved_us is None else measured.saved_us
-    return gain / max(measured.precision_error or 0.0, 1e-12)
+    return rewrite.decision.measured.saved_per_error if _is_lossy(rewrite.pass_) else 0.0

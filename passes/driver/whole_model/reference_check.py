@@ -17,7 +17,7 @@ from ....tracing.isolation import copied_module
 from ... import verification
 from ...contract import Pass
 from ...pipeline import switches_kept
-from ...sites import Goal, Numerics, Phase, Refusal, Site
+from ...sites import Goal, Numerics, Refusal, Site
 from ..batch import Batch
 from ..context import RunContext
 from ..groups import Candidate, Group
@@ -77,15 +77,17 @@ class ReferenceCheck:
         batch.undo()
         if verdict is None or verdict.ok:
             return (), ()
-        return ([Candidate(groups[0], verdict.reason)], ()) if len(groups) == 1 else ((), groups)
+        return ([Candidate.wrong(groups[0], verdict)], ()) if len(groups) == 1 else ((), groups)
 
     def _compared(self, groups: Sequence[Group], *, last: bool = False) -> tuple[Sequence[Group], Sequence[Group]]:
         """Write groups and compare; return those that are decided, and those of which some are wrong."""
         verdict, batch = self._tried(groups)
         if verdict is not None and verdict.ok:
-            return [*self._left(batch.refused), *self._kept(batch, verdict)], ()
+            left, kept = self._left(batch.refused), batch.keep(verdict)
+            self._context.calls.forget()
+            return [*left, *kept], ()
         batch.undo()
-        alone = [Candidate(group, verdict.reason) for group in batch.groups[:1] if verdict and len(batch.written) == 1]
+        alone = [Candidate.wrong(group, verdict) for group in batch.groups[:1] if verdict and len(batch.written) == 1]
         decided = self._left([*batch.refused, *alone])
         if verdict is None or alone:
             return decided, ()
@@ -109,23 +111,19 @@ class ReferenceCheck:
             self._context.history.leave(self._pass, candidate)
         return [candidate.group for candidate in candidates]
 
-    def _kept(self, batch: Batch, verdict: verification.Verdict) -> list[Group]:
-        groups = batch.keep(verdict)
-        self._context.calls.forget()
-        return groups
-
     def _verdict(self, original: nn.Module, batch: Batch, *, hurried: bool) -> verification.Verdict | None:
         """Return the worst verdict on the model, or None where the pass does not say what it must be equal to."""
         program = self._context.program
         expected = with_references(original, [(self._pass, group.sites[0]) for group in batch.groups])
         if expected is None:
             return None
-        modes = verification.modes_to_check(program.model, self._phase, program.training)
+        phase = self._pass.phase
+        modes = verification.modes_to_check(program.model, phase, program.training)
         simulation = verification.Simulation.taken(
             expected,
             self._calls,
             modes=modes[:1] if hurried else modes,
-            gradients=self._phase.covers_training and not hurried,
+            gradients=phase.covers_training and not hurried,
             seed=self._context.request.seed,
             sizes=verification.Sizes.SMALLER,
             widest=torch.float32 if hurried else torch.float64,
@@ -140,10 +138,6 @@ class ReferenceCheck:
         if not borrowed:
             return total.forward
         return lambda state: total.forward({n: t for n, t in state.items() if not n.startswith(borrowed)})
-
-    @property
-    def _phase(self) -> Phase:
-        return self._pass.phase
 
 
 def with_references(model: nn.Module, sites: Iterable[tuple[Pass, Site]]) -> nn.Module | None:

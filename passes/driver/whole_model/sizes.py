@@ -84,8 +84,7 @@ class _Races:
             said = (str(error).splitlines() or [""])[0]
             self.untimed[each.label] = f"{type(error).__name__}: {said}"
             return
-        figures = {"speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high}
-        self.timed[each.label] = figures
+        self.timed[each.label] = {"speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high}
 
     def _timings(self, each: Neighbour, runs: Mapping[str, timing.Runner]) -> timing.Timings:
         is_affordable = self._allows(_SURE_ROUNDS, each.scale * self.pair_seconds)
