@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .base import FunctionPass, Pass, snake_case
-from .named_modules import check_named, module_words, names_module, word_for
-from .option_values import check_option_types, check_options_read
+from .option_values import check_named, check_option_types, check_options_read, module_words, names_module, word_for
 from .options import WORD, Text, ValueMismatch, format_value, option_types, read_value, type_text
 from .processes import (
     device_type,

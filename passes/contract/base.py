@@ -20,8 +20,7 @@ from .options import format_options, option_types
 __all__ = ["FunctionPass", "Pass"]
 
 
-_BUDGET = 0.05
-"""The error that an approximate pass may make, relative to the scale, if it has no option for it."""
+_BUDGET = 0.05  # the error that an approximate pass may make, relative to the scale, if it has no option for it
 
 
 class Pass:
@@ -33,26 +32,20 @@ class Pass:
     Attributes:
         numerics: what verification demands.
         goal: what measurement demands; only `Goal.SPEED` sites are timed one by one.
-        clean_up: whether a site saves too little to be timed; where the whole model is slower, such sites go first.
+        clean_up: a site saves too little to be timed; where the whole model is slower, such sites go first.
         phase: when the result is valid.
         keeps_form: whether the results of a pass that changes the function (`Numerics.SEMANTIC`) keep shapes and types.
-        own_forward: whether the original forward of a module that the pass rewrote may run where no graph fits a call.
-            None: it is right where the pass keeps the function, unless it would leave out a region; else wrong.
-        averages: of a pass that acts on the finished model: each process trains on rows of its own, and gradients are
-            averaged over all of them.
+        own_forward: whether a rewritten module may run its original forward where no graph fits a call. None: if the
+            pass keeps the function, and no region would be left out.
+        averages: of a pass with `finalize`: each process trains on its own rows, and gradients are averaged over all.
         trainable: whether what it makes can be trained; where it cannot, no optimizer moves there.
-        profiles_itself: `find` says which sites are worth it, or leaves that to the whole model; what they compute in
-            float64 is what was there. So sites are neither timed nor, where the pass keeps the function, verified one
-            by one, but with the whole model. Those of an approximate pass are verified so where `judgement` says what
-            they err by.
-        trains_by_call: of a pass that acts on the finished model: it is still called, so that a step of training can be
-            compared with one before.
-        before: names of passes that must not run earlier than this one.
-        after: names of passes that must not run later than this one.
+        profiles_itself: `find` says which sites are worth it, or leaves that to the whole model: sites are not timed,
+            and verified with the whole model. So are those of an approximate pass whose `judgement` tells their error.
+        trains_by_call: of a pass with `finalize`: a step of training can be made by calling the result.
+        before, after: names of passes that must not run earlier, or later, than this one.
         requires: names of passes that must have run already.
         destroys: pass name -> why it can no longer run once this pass has.
-        destroys_later: that holds for a later call of `optimize` too, which is refused; otherwise they run, and find
-            nothing.
+        destroys_later: a later call of `optimize` refuses them too; otherwise they run, and find nothing.
         includes: names of passes whose work this one does on its way: listed before it they run behind it, on the rest.
     """
 
@@ -100,8 +93,7 @@ class Pass:
     def error_budget(self) -> float:
         """Return the error that an approximate pass may make, relative to the scale: its option `budget`, or 0.05.
 
-        Raises:
-            UsageError: if the option is no positive number, or more than 1: then everything would be right.
+        Raises UsageError unless that is in (0, 1].
         """
         budget: object = getattr(self, "budget", _BUDGET) if self.numerics is Numerics.APPROXIMATE else _BUDGET
         if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget <= 1:
@@ -110,10 +102,9 @@ class Pass:
 
     @property
     def skippable(self) -> bool:
-        """Say whether what the pass finds may be left as it is for want of time.
+        """Say whether what the pass finds may be left for want of time: if it is for speed and exact, or a clean-up.
 
-        So it is with what is made for speed and keeps the function, and with clean-ups. What a user names for anything
-        else (memory, size, processes, other results) is done however little time there is, and then checked briefly.
+        What a user names for anything else (memory, size, processes) is done all the same, and checked briefly.
         """
         return self.clean_up or (self.goal is Goal.SPEED and self.numerics in (Numerics.EXACT, Numerics.REASSOCIATED))
 
@@ -123,44 +114,24 @@ class Pass:
         return type(self).finalize is not Pass.finalize
 
     def check(self, model: nn.Module) -> None:
-        """Refuse, before any work, a model or a process that the pass can do nothing for at all.
-
-        Args:
-            model: the user's; only read it.
-
-        Raises:
-            UsageError: no process group, say, or a dtype that the device lacks; with what to do instead.
-        """
+        """Raise UsageError, before any work, for a model or process that the pass can do nothing for."""
 
     def find(self, program: Program) -> Iterable[Site | Refusal]:
         """Yield every place this pass could rewrite, and every near miss with its reason; change nothing."""
         raise NotImplementedError(f"{type(self).__name__}.find")
 
     def judges(self, site: Site) -> bool:
-        """Say whether `find` has judged a site, as `profiles_itself` says of all.
-
-        Args:
-            site: as `find` yielded it.
-        """
+        """Say whether `find` has judged a site, as `profiles_itself` says of all."""
         return self.profiles_itself
 
     def judgement(self, site: Site) -> Mapping[str, Any]:
-        """Return the figures of a site that `find` has judged: `precision_error`, within the budget, and `speedup`.
-
-        Args:
-            site: as `find` yielded it.
-        """
+        """Return the figures of a site that `find` has judged: `precision_error`, within the budget, and `speedup`."""
         return {}
 
     def check_memory(self, before: int, after: int) -> None:
-        """Make sure that what a pass for memory promised has come about; asked where it found sites.
+        """Raise BudgetError where a pass for memory has not kept its promise; asked where it found sites.
 
-        Args:
-            before: bytes of activations that the model, as it was given, held after a forward in training.
-            after: those that the finished model holds.
-
-        Raises:
-            BudgetError: it has not; the message says what is held.
+        `before`, `after`: bytes of activations that the given and the finished model hold after a training forward.
         """
 
     def rewrite(self, site: Site, edit: Edit) -> None:
@@ -170,43 +141,22 @@ class Pass:
     def reference(self, site: Site, original: nn.Module) -> nn.Module | None:
         """Return what the rewritten module must be equal to, where the pass changes the function by design.
 
-        A pruned module equals the original with zeros in the place of what is gone; one with integer kernels equals the
-        one that simulates them.
-
-        Args:
-            site: read only what it carries: the graph may be another one by now.
-            original: a copy of the module around the site as it was, to be changed and returned, or replaced. Its
-                tensors keep their names: they are mapped like those of a checkpoint.
-
-        Returns:
-            The reference, or None: then the rewritten module has to run, to keep the form of its results unless
-            `keeps_form` says otherwise, and to come back from checkpoints.
+        A pruned module equals the original with zeros for what is gone. Read of `site` only what it carries. `original`
+        is a copy of the module around it, to be changed and returned, or replaced; its tensors keep their names. None:
+        the rewritten module has to run, keep the form of its results (`keeps_form`), and come back from checkpoints.
         """
         return None
 
     def own_forward_of(self, sites: Sequence[Site], module: str) -> OwnForward | None:
-        """Return what `own_forward` is for one of the modules whose graphs were rewritten at some sites.
-
-        Args:
-            sites: read only what they carry.
-            module: its name.
-        """
+        """Return what `own_forward` is for the module of this name, whose graphs were rewritten at some sites."""
         return self.own_forward
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
-        """Do to the finished model what cannot be done before: shard, replicate, cut it into stages.
+        """Do to the finished model what cannot be done before (shard, replicate, cut into stages); excludes `rewrite`.
 
-        A pass that has this has no `rewrite`. Its `find` is asked when all rewrites have landed and the whole model has
-        been compared; the plan keeps its sites. Under `torch.distributed` every rank calls this, with the sites that
-        rank 0 found, and collectives are allowed. Without any site it is not called.
-
-        Args:
-            model: a copy of the user's, rewritten; to be changed.
-            sites: where, with what `find` decided on in `data`.
-
-        Returns:
-            The model that the user gets: this one, whose outputs, and gradients of a training step, are compared with
-            those before; or what stands for it.
+        `find` is asked after all rewrites have landed. Under `torch.distributed` every rank calls this, with the sites
+        that rank 0 found; collectives are allowed. Without any site it is not called. Change and return `model`, whose
+        outputs and gradients are compared with those before, or return what stands for it.
         """
         return model
 

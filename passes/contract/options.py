@@ -15,16 +15,7 @@ import torch
 
 from ...errors import UsageError, did_you_mean
 
-__all__ = [
-    "WORD",
-    "Text",
-    "ValueMismatch",
-    "format_options",
-    "format_value",
-    "option_types",
-    "read_value",
-    "type_text",
-]
+__all__ = ["WORD", "Text", "ValueMismatch", "format_options", "format_value", "option_types", "read_value", "type_text"]
 
 WORD = re.compile(r"[^\s,={}\[\]\"'<>]+")
 _PLAIN_STRING = re.compile(r"(?!(?:none|true|false|inf|infinity|nan)$)[a-z_][\w.+/-]*", re.ASCII | re.IGNORECASE)
@@ -34,13 +25,7 @@ _INTEGER = re.compile(r"[+-]?[0-9]{1,400}")
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A value as it stands in a pipeline string: a word, a quoted string, or a list of values.
-
-    Attributes:
-        text: the word, or the string as quoted; for a list, all of it.
-        start, end: where it stands.
-        items: the members if it is a list, else None.
-    """
+    """A value in a pipeline string, with its place: a word, a quoted string, or a list of values (`items`)."""
 
     text: str
     start: int
@@ -65,12 +50,9 @@ class ValueMismatch(Exception):  # a signal between two modules, turned into a P
 
 
 def option_types(pass_type: type[Any]) -> dict[str, Any]:
-    """Return the type of each option, in the order of the fields.
+    """Return the type of each option, in the order of the fields; raise UsageError where an annotation is unknown.
 
     A field left out of comparisons (`field(compare=False)`) holds what text cannot express: tensors, a loader.
-
-    Raises:
-        UsageError: an annotation names something that the pass's module does not have.
     """
     fields = [f.name for f in dataclasses.fields(pass_type) if f.init and f.compare]
     try:
@@ -102,11 +84,7 @@ def _non_default_options(pass_: Any) -> dict[str, Any]:
 
 
 def read_value(value: Text, wanted: Any) -> Any:
-    """Return `value` as an instance of the type `wanted`.
-
-    Raises:
-        ValueMismatch: it is not one.
-    """
+    """Return `value` as an instance of the type `wanted`, or raise ValueMismatch."""
     if wanted is None or wanted is type(None):
         return _word_of({"none": None}, value, "none")
     origin = typing.get_origin(wanted)

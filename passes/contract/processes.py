@@ -28,8 +28,7 @@ __all__ = [
 ]
 
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PART = 1 << 20
-"""So many numbers are looked at together: a copy of all would be as large as the tensor."""
+_PART = 1 << 20  # so many numbers are looked at together: a copy of all would be as large as the tensor
 
 
 def missing_process_group(name: str, processes: int = 2) -> str:
@@ -59,10 +58,7 @@ def launch_command(processes: int) -> str:
 
 
 def device_type(model: nn.Module, name: str) -> str:
-    """Return on what kind of device several processes run a model: where it is; on the meta device, where they can.
-
-    Raises UsageError where it is on several, or the process group does not work there.
-    """
+    """Return on what kind of device processes run a model; raise UsageError for several, or one the group has not."""
     backends = distributed.get_backend_config()
     served = [pair.partition(":")[0] for pair in backends.split(",")]
     kinds = {tensor.device.type for tensor in all_tensors(all_modules(model)) if not tensor.is_meta}
@@ -86,10 +82,7 @@ def mesh_of_same_weights(model: nn.Module, name: str) -> DeviceMesh:
 
 
 def require_same_weights(model: nn.Module, name: str) -> None:
-    """Make sure that all processes have the same weights: a part of each would make another model. A collective call.
-
-    Raises UsageError on all of them, naming the first tensor that differs.
-    """
+    """Raise UsageError on all processes, naming a tensor, where their weights differ: a collective call."""
     mine = {key: _summary(value) for key, value in tensors_by_name(model).items() if not value.is_meta}
     everyone: list[dict[str, str]] = [{} for _ in range(distributed.get_world_size())]
     distributed.all_gather_object(everyone, mine)

@@ -29,33 +29,19 @@ __all__ = ["UNNAMED", "Comparison"]
 
 UNNAMED = "after"
 """The candidate of a pass that knows one way of rewriting a site."""
-
 _COMPARED_SMALLER_FROM = 10e-3
 """Where the forward of the model takes more seconds, exact rewrites of the whole are asked for the same bits on the
 recorded call, and in float64 on a smaller one, as rewrites are that are verified on the whole model together."""
-
-_LEAST = 1.01
-"""What seems to gain less in three long rounds is not timed further."""
-
+_LEAST = 1.01  # what seems to gain less in three long rounds is not timed further
 _COARSE = 1e-3
 """Where a pass may err by so much, float32 is exact enough to compare with; float64 takes many times as long."""
 
 
 class Comparison:
-    """Verify candidates against, and time them beside, the module around a group as it was.
+    """Verify candidates against, and time them beside, the module around a group as it was before it is written.
 
-    Args:
-        context: what the run knows.
-        pass_: which found the group.
-        group: its sites; nothing is written yet.
-        timed: in how many seconds they are timed; they are not where that is too little to tell anything.
-        brief: compare on the recorded inputs only: an equal group was verified with noise.
-        hurried: no time is left: compare on one call, in the mode of the model, in float32, and gradients only of what
-            is for training alone.
-        simulated: what the rewritten module must be equal to; see `Pass.reference`.
-
-    Attributes:
-        choices: the lowerings to try.
+    `timed`: seconds for timing; too few are none. `brief` compares on the recorded inputs only: an equal group was
+    verified with noise. `hurried`: no time is left, so one call, one mode, float32. `simulated`: see `Pass.reference`.
     """
 
     def __init__(

@@ -25,12 +25,7 @@ __all__ = ["Progress", "Request", "RunContext"]
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is.
-
-    Attributes:
-        what: the name of the pass that runs, or what is done with the whole model.
-        done, total: how many of the sites that it found are decided; no total where nothing is counted.
-    """
+    """Where a run is: at which pass or check, and how many of its sites are decided, of a total if one is known."""
 
     what: str
     done: int = 0
@@ -43,57 +38,31 @@ def unheard(progress: Progress) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, checked.
+    """What the user asked for, checked."""
 
-    Attributes:
-        passes: in the order in which they run.
-        inputs: the example calls; may be none.
-        phase: TRAIN or EVAL, or None for the model's own mode.
-        verify: whether rewrites are checked.
-        measure: whether, and how, they are timed.
-        plan: decisions to repeat instead.
-        checks_plan: verify what the plan repeats, and leave out what is wrong: another rank has decided on it.
-        seed: of verification's random inputs.
-        settings: limits from the environment.
-        time_budget: how long checks and timing may take.
-        on_failure: writes a reproducer of a failed pass and returns its path.
-        on_progress: is told how far the run is.
-        twin: a small model with data, in which the rewrites of one on the meta device are verified.
-    """
-
-    passes: Sequence[Pass] = ()
+    passes: Sequence[Pass] = ()  # in the order in which they run
     inputs: tuple[Inputs, ...] = ()
-    phase: Phase | None = None
+    phase: Phase | None = None  # None: the model's own mode
     verify: bool = True
     measure: Measure = Measure.YES
-    plan: Plan | None = None
-    checks_plan: bool = False
+    plan: Plan | None = None  # decisions to repeat instead
+    checks_plan: bool = False  # verify what the plan repeats: another rank has decided on it
     seed: int = 0
     settings: Settings = field(default_factory=Settings)
     time_budget: BudgetRequest = DEFAULT_BUDGET
-    on_failure: Callable[[PassError], str | None] | None = None
+    on_failure: Callable[[PassError], str | None] | None = None  # writes a reproducer and returns its path
     on_progress: Callable[[Progress], None] = unheard
-    twin: nn.Module | None = None
+    twin: nn.Module | None = None  # small, with data: rewrites of a model on the meta device are verified in it
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every part of one run knows.
-
-    Attributes:
-        program: is rewritten in place.
-        request: what the user asked for.
-        budget: how long checks and timing may take.
-        trained: the modules that the user gave in training mode.
-        calls: how the modules around sites are called.
-        snapshot: what the modules are between rewrites.
-        history: what was decided, and what stands.
-    """
+    """What every part of one run knows; its program is rewritten in place."""
 
     program: Program
     request: Request
     budget: TimeBudget
-    trained: Collection[nn.Module]
+    trained: Collection[nn.Module]  # those that the user gave in training mode
     calls: SiteCalls
     snapshot: Snapshot = field(default_factory=Snapshot)
     history: History = field(default_factory=History)

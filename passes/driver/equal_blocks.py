@@ -23,10 +23,7 @@ __all__ = ["Block", "EqualBlocks", "Precedent", "kinds_to_time"]
 
 @dataclass(frozen=True)
 class Precedent:
-    """What was decided at the first of several equal groups: the sites `chosen`, with their lowerings, if any.
-
-    `result` is what the block was like afterwards, and what that did to tensors, by their names in the block.
-    """
+    """What was decided at the first of several equal groups, what the block was like afterwards, and its state map."""
 
     decision: Decision
     chosen: Group | None = None
@@ -35,10 +32,7 @@ class Precedent:
 
 @dataclass(frozen=True)
 class Block:
-    """A module around a group, before anything is done to it.
-
-    `key` is equal for groups that are to be decided alike, `timed_key` for those that take as long.
-    """
+    """An untouched module around a group: `key` is equal for groups decided alike, `timed_key` if they take as long."""
 
     module: nn.Module
     described: Described
@@ -66,13 +60,10 @@ class EqualBlocks:
         """Describe the block around a group, or return None where it can have no equal."""
         if pass_.numerics is Numerics.SEMANTIC or not group.owner:
             return None
-        likeness, timed = (
-            StructuralHash(HashLevel.REWRITTEN, self._numbers),
-            StructuralHash(HashLevel.TIMED, self._numbers),
-        )
-        wanted = ((step, _wanted(group, each)) for each in (identity, timed_identity))
-        sights = zip(wanted, (likeness, timed), strict=True)
-        key, timed_key = ((of_sites, each.whole(module, calls).key) for of_sites, each in sights)
+        likeness = StructuralHash(HashLevel.REWRITTEN, self._numbers)
+        timed = StructuralHash(HashLevel.TIMED, self._numbers)
+        key = (step, _wanted(group, identity)), likeness.whole(module, calls).key
+        timed_key = (step, _wanted(group, timed_identity)), timed.whole(module, calls).key
         return Block(module, likeness.whole(module), self._numbers, key, timed_key)
 
     def precedent(self, block: Block | None) -> Precedent | None:

@@ -1,11 +1,9 @@
-"""Sites of one graph, decided as one: what each saves alone may be too little to be seen, or need the others.
-
-And the ways of rewriting them, with what is known of each.
-"""
+"""Sites of one graph, decided as one, and the ways of rewriting them: alone, a site may save too little to be seen."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,26 +32,16 @@ __all__ = [
     "with_lowering",
 ]
 
-_MOST_CLASSES = 8
-"""So many classes of alike sites are judged apart; more are taken several at a time."""
-
+_MOST_CLASSES = 8  # so many classes of alike sites are judged apart; more are taken several at a time
 _STEPS = 100.0
 """So many steps of a module, forward and backward, verify it in both modes: of a GPT-2 of three layers, 110."""
-
-_STEP = 4.0
-"""So many forwards a step takes, in float64 and in the module's own types."""
-
-_OF_TIME = 0.5
-"""Verifying one clean-up takes no more than this part of the time that is left."""
+_STEP = 4.0  # so many forwards a step takes, in float64 and in the module's own types
+_OF_TIME = 0.5  # verifying one clean-up takes no more than this part of the time that is left
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Sites of one graph that are decided as one; most often there is a single one.
-
-    Attributes:
-        sites: each with the lowering that is chosen for it, or with none yet.
-    """
+    """Sites of one graph that are decided as one, mostly a single one; each with its lowering, or with none yet."""
 
     sites: tuple[Site, ...]
 
@@ -122,27 +110,15 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way of rewriting a group, and what is known of it.
-
-    Attributes:
-        group: the sites that it rewrites, each with its lowering; all of them where it fails.
-        failure: why it is not to be had, or "".
-        cause: the kind of that reason, where it is none of those that `why` tells by how far it came.
-        values: what led to it.
-        was_written, was_skipped: whether it could be written (then it was wrong, or did not pay); for want of time.
-        verdict: what verification said; None where nothing could be checked, or nothing has been yet.
-        edit: the rewrite, where it is in the program.
-        runner: makes the recorded calls of it, where it is to be timed.
-        figures: errors, times and ratios by name, once it is decided on.
-    """
+    """One way of rewriting a group, and what is known of it; `edit` is set while it stands in the program."""
 
     group: Group
-    failure: str = ""
-    cause: Cause | None = None
+    failure: str = ""  # why it is not to be had
+    cause: Cause | None = None  # None: `why` tells it by how far the candidate came
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     was_written: bool = True
-    was_skipped: bool = False
-    verdict: verification.Verdict | None = None
+    was_skipped: bool = False  # for want of time
+    verdict: verification.Verdict | None = None  # None: not checked
     edit: Edit | None = None
     runner: timing.Runner | None = None
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -151,6 +127,13 @@ class Candidate:
     def left(cls, group: Group, reason: Reason, *, was_skipped: bool = False) -> Candidate:
         """Return a group that is left as it is, for a reason of the driver's own."""
         return cls(group, str(reason), reason.cause, reason.values, was_skipped=was_skipped)
+
+    @classmethod
+    def wrong(cls, group: Group, verdict: verification.Verdict) -> Candidate:
+        """Return a group that is left as it is, since a rewrite of it gives something else."""
+        errors = {"meaning_error": verdict.meaning_error, "precision_error": verdict.precision_error}
+        known = {name: error for name, error in errors.items() if math.isfinite(error)}
+        return cls(group, verdict.reason, Cause.DIFFERS, known)
 
     @property
     def status(self) -> str:
@@ -184,10 +167,9 @@ class Race:
 def narrowed(
     program: Program, pass_: Pass, found: Iterable[Group | Refusal], budget: timing.TimeBudget
 ) -> list[Group | Refusal]:
-    """Return what a clean-up found, but for what would leave no time to the passes behind it: it saves little.
+    """Return what a clean-up found, without what would leave no time to the passes behind it: it saves little.
 
-    In a model that is in evaluation, it is then written for that alone: the gradients of most of a large model take
-    more memory and time than all else. In training, the modules run as they were.
+    In a model in evaluation it is written for that mode alone: gradients of a large model take most time and memory.
     """
     left, whole = _OF_TIME * (budget.for_sites - budget.spent), max(_size(program.model), 1)
     steps = _STEPS * budget.forward * (1.0 if program.training else _STEP)
@@ -252,8 +234,8 @@ def sharing(passes: Sequence[Pass]) -> list[int]:
 def grouped(pass_: Pass, found: Iterable[Site | Refusal]) -> list[Group | Refusal]:
     """Return what a pass found, the sites of one graph as a group in the place of the first of them.
 
-    A clean-up is decided once for all graphs of a module: checking one of them runs the others, too.
-    Sites of a pass that changes the function are left apart: what one does decides what the next one sees.
+    A clean-up is one group for all graphs of a module: checking one runs the others. Sites of a pass that changes the
+    function are left apart: what one does decides what the next one sees.
     """
     groups: dict[Hashable, list[Site]] = {}
     result: dict[Hashable, Refusal | None] = {}

@@ -16,12 +16,9 @@ def in_halves(
     judge: Callable[[Sequence[T]], tuple[Iterable[R], Sequence[T]]],
     together: Callable[[Sequence[T]], Iterable[R]] | None = None,
 ) -> list[R]:
-    """Judge each half of some items that are wrong together; what is left open of a half is halved again.
+    """Judge each half of items that are wrong together; halve what is left open. A lone item is not judged.
 
-    Args:
-        items: of one alone nothing is judged.
-        judge: returns what is settled of some items, and those of which some are wrong.
-        together: returns what to say of items of whose halves nothing is said.
+    `judge` returns what is settled and what is open; `together`, what to say where the halves say nothing.
     """
     found, half = list[R](), len(items) // 2
     for part in (items[:half], items[half:]) if half else ():
@@ -33,13 +30,7 @@ def in_halves(
 def longest_right(
     count: int, reason: str, objection: Callable[[int], str], goes_on: Callable[[], bool]
 ) -> tuple[int, str]:
-    """Return how many first items of `count` are right, and the reason against one more.
-
-    Args:
-        count: so many are wrong, for this `reason`; none are right.
-        objection: says what is wrong with so many, or "".
-        goes_on: says whether there is time to look on.
-    """
+    """Return how many first items of `count` are right, and the reason against one more, at first `reason`."""
     right, wrong = 0, count
     while wrong - right > 1 and goes_on():
         middle = (right + wrong) // 2

@@ -22,23 +22,15 @@ __all__ = ["History", "Rewrite", "composed"]
 
 @dataclass(eq=False)
 class Rewrite:
-    """A rewrite that stands, with what is needed to take it back.
-
-    Attributes:
-        pass_, group, edit: which it is.
-        decision: on the group.
-        evidence: the decision at the first of several equal groups, whose timing counts for all of them.
-        recorded: what reports and plans say of it: the decision, or of several sites one for each.
-        replayed: a plan said so; it was neither checked nor timed now.
-    """
+    """A rewrite that stands, with what is needed to take it back."""
 
     pass_: Pass
     group: Group
     edit: Edit
     decision: Decision
-    evidence: Decision
-    recorded: list[Decision]
-    replayed: bool = False
+    evidence: Decision  # at the first of several equal groups, whose timing counts for all
+    recorded: list[Decision]  # what reports say: the decision, or of several sites one for each
+    replayed: bool = False  # a plan said so; it was neither checked nor timed now
 
     @property
     def owner(self) -> str:
@@ -51,17 +43,12 @@ class Rewrite:
 
 @dataclass
 class History:
-    """The decisions of a run in their order, and the rewrites that stand.
-
-    Attributes:
-        step: the number of the pass that is running.
-        landed_at: for each pass the owners of the graphs that it has rewritten.
-    """
+    """The decisions of a run in their order, and the rewrites that stand."""
 
     decisions: list[Decision] = field(default_factory=list["Decision"])
     rewrites: list[Rewrite] = field(default_factory=list["Rewrite"])
-    step: int = 0
-    landed_at: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
+    step: int = 0  # the number of the pass that is running
+    landed_at: dict[int, set[str]] = field(default_factory=dict[int, set[str]])  # owners of graphs, by step
 
     @property
     def applied(self) -> int:
@@ -94,10 +81,10 @@ class History:
         """Note a rewrite that a plan has decided on."""
         self._stand(Rewrite(pass_, group, edit, decisions[0], decisions[0], list(decisions), replayed=not verified))
 
-    def note(self, planned: Iterable[Decision], reason: str) -> None:
+    def note(self, planned: Iterable[Decision], reason: str, cause: Cause = Cause.PLAN) -> None:
         """Note planned rewrites that cannot stand here."""
         self.decisions += [
-            dataclasses.replace(decision, status="undone", reason=reason, cause=Cause.PLAN) for decision in planned
+            dataclasses.replace(decision, status="undone", reason=reason, cause=cause) for decision in planned
         ]
 
     def intend(self, pass_: Pass, site: Site) -> None:

@@ -16,7 +16,7 @@ from ...runtime.record import PassTrace
 from ...tracing.isolation import shallow_clone
 from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
-from ..pipeline import Decision, Plan
+from ..pipeline import Decision, Measured, Plan
 from ..rewriting import Snapshot
 from ..sites import Cause, Goal, Numerics, Reason, Refusal, Site, StaleSite
 from .context import Progress, RunContext
@@ -30,7 +30,6 @@ from .whole_model import BatchVerifier, FinalCheck, WholeModel, with_other_sizes
 __all__ = ["Manager"]
 
 _LOG = logging.getLogger("fxopt")
-
 _MOST_ROUNDS = 16
 """So often a pass is asked for sites again because what it rewrote overlaps with others that it had found."""
 _GIVE_INPUTS = "; give example_inputs=, too"
@@ -242,7 +241,7 @@ class Manager:
                 self._follow_group(pass_, Group((site,)), wanted)
             return
         if candidate.edit is None:
-            self.history.note(made, candidate.failure)
+            self.history.note(made, candidate.failure, Cause.DIFFERS if candidate.was_written else Cause.PLAN)
         else:
             self.history.repeat(pass_, group, candidate.edit, made, verified=True)
             self._note_change(pass_)
@@ -334,7 +333,7 @@ class Manager:
         if precedent is None:
             return False
         first, chosen = precedent.decision, precedent.chosen
-        like = {**first.figures, "as": first.label}
+        like = {**first.figures, **Measured(follows=first.label).figures()}
         if chosen is None:
             cause = Cause(first.cause) if first.cause else None
             self.history.leave(pass_, Candidate(group, first.reason, cause, first.values, figures=like))

@@ -31,9 +31,8 @@ from ..sites import Phase
 from ..timing import TimeBudget, collection_paused, forward_seconds
 from .context import Request, RunContext
 from .history import Rewrite
-from .lost_forwards import forbid_lost_forwards
 from .manager import Manager
-from .root import make_root
+from .root import forbid_lost_forwards, make_root
 from .whole_model import finished, measured_memory, memory_figures
 
 __all__ = ["check_kind", "copied", "run_session"]
@@ -216,10 +215,7 @@ def check_kind(model: object) -> nn.Module:
 
 
 def check_model(model: object) -> ModelNames:
-    """Return the names in a model, and refuse what cannot be optimized at all.
-
-    Raises UsageError for what is no module; InputError for TorchScript, lazy parameters, or sharded ones.
-    """
+    """Return the names in a model; raise UsageError or InputError for what cannot be optimized at all."""
     names = ModelNames(check_kind(model))
     if isinstance(model, InParts):
         raise InputError("the model is in parts on several ranks already; give optimize all passes at once")

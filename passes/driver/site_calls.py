@@ -18,8 +18,7 @@ __all__ = ["SiteCalls"]
 class SiteCalls:
     """Look up the recorded calls of the owners of one pass's sites.
 
-    A rewrite that keeps the function keeps the calls, but for rounding: they stay good inputs to compare on and to time
-    with. Running the whole model anew for every site would cost the square of its length.
+    A rewrite that keeps the function keeps them good inputs; to run the whole model for every site would be quadratic.
     """
 
     def __init__(self, program: Program, budget: TimeBudget) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -21,17 +21,14 @@ from ..verification import depends_on_mode
 __all__ = ["admitted", "described", "found", "is_for_evaluation", "is_missing", "key_of"]
 
 
-class Supervised(Protocol):
-    """Runs a pass's own code within a time limit, with its name on whatever it raises."""
-
-    def __call__(self, pass_: Pass, what: Callable[[], str], action: Callable[[], list[Any]], /) -> list[Any]: ...
+Supervised = Callable[[Pass, Callable[[], str], Callable[[], list[Any]]], list[Any]]
+"""Runs a pass's own code within a time limit, with its name on whatever it raises: `Tuner.supervised`."""
 
 
 def found(program: Program, pass_: Pass, supervised: Supervised, snapshot: Snapshot) -> list[Site | Refusal]:
-    """Return a pass's sites and refusals, checked for being that; the snapshot knows what the modules are.
+    """Return a pass's sites and refusals, checked for being that.
 
-    Raises UsageError as `find` does, with the name of the pass; PassError where `find` raises something else, hangs,
-    changes something, or yields something else.
+    Raises UsageError as `find` does; PassError if `find` raises anything else, hangs, or changes something.
     """
 
     def find() -> list[Any]:
@@ -59,10 +56,7 @@ def _naming(pass_: Pass, error: UsageError) -> UsageError:
 
 
 def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Collection[nn.Module]) -> Site | Refusal:
-    """Return what a pass found, or a refusal in the place of a site that nothing may be done at.
-
-    Raises PassError where the site is in a module that is not there, or has a node that is not.
-    """
+    """Return what a pass found, or a refusal where nothing may be done; raise PassError where it is not there."""
     if isinstance(item, Refusal):
         return item
     for place in item.places:

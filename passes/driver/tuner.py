@@ -12,7 +12,7 @@ from torch import nn
 from ...errors import MatchFailure, PassError
 from ...tracing.isolation import copied_module
 from ..contract import Pass
-from ..pipeline import supervised
+from ..pipeline import Measured, supervised
 from ..rewriting import Edit
 from ..sites import Cause, Phase, Reason, Site
 from .comparison import UNNAMED, Comparison
@@ -23,21 +23,11 @@ from .history import Rewrite
 
 __all__ = ["Tuner"]
 
-_MOST_VARIATIONS = 12
-"""So many changes to the best common lowering are timed beside it."""
+_MOST_VARIATIONS = 12  # so many changes to the best common lowering are timed beside it
 
 
 class Tuner:
-    """Rewrite groups of sites in the way that is right and pays.
-
-    Candidates are timed before any is verified, since verifying costs more: only the one to be kept has to be right.
-
-    Args:
-        context: what the run knows; its program is rewritten in place.
-
-    Attributes:
-        sharing: among how many groups the time left for timing is to be divided.
-    """
+    """Rewrite groups of sites in the way that is right and pays. Verifying takes longer: only winners are verified."""
 
     def __init__(self, context: RunContext) -> None:
         self.context, self.sharing = context, 1
@@ -83,9 +73,7 @@ class Tuner:
     def apply(self, pass_: Pass, group: Group) -> Edit:
         """Rewrite a group with the lowerings it has; what fails is undone before the error goes on.
 
-        Raises:
-            MatchFailure: if a site cannot be rewritten; it is noted on the error where it is known.
-            PassError: if the pass raises or hangs.
+        Raises MatchFailure, with the site if it is known, or PassError if the pass raises anything else or hangs.
         """
         edit = Edit(self.context.program, group.sites[0], pass_.name, self.context.snapshot)
         sites = [site.read_through(edit.own_graphs) for site in group.sites]
@@ -138,7 +126,7 @@ class Tuner:
         if verdict is None or verdict.ok:
             return dataclasses.replace(candidate, verdict=verdict, figures=comparison.figures(verdict))
         candidate.edit.undo()
-        return dataclasses.replace(candidate, failure=verdict.reason, edit=None)
+        return Candidate.wrong(candidate.group, verdict)
 
     def repeat(
         self, pass_: Pass, group: Group, *, brief: bool = False, is_right: Callable[[Edit], bool] | None = None
@@ -161,9 +149,9 @@ class Tuner:
     def stand_again(
         self, undone: Sequence[Rewrite], wanted: Iterable[Rewrite], *, verified: bool = False
     ) -> dict[Rewrite, str]:
-        """Undo rewrites, the last ones of those they touch, and write those wanted after the others.
+        """Undo rewrites, last first, write those wanted after the others, and return why some cannot be.
 
-        Returns why some cannot be written any more; those that are `verified` again may be wrong, too.
+        Those that are `verified` again may be wrong, too.
         """
         history = self.context.history
         for rewrite in reversed(undone):
@@ -189,11 +177,7 @@ class Tuner:
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def tune(self, pass_: Pass, group: Group) -> tuple[Candidate | None, Sequence[Group]]:
-        """Keep the best candidate for a group, or leave its sites as they were.
-
-        Returns the candidate, which stands or says why none does, or None where nothing is decided of all; and the
-        groups that are to be decided by themselves, after this.
-        """
+        """Keep the best candidate for a group, or none; return it (None: all is open) and groups to decide later."""
         comparison = self._comparison(pass_, group)
         was_untimed = not comparison.timed and self.context.is_timed(pass_) and self.context.asks(pass_, group)
         if was_untimed and len(group.choices) > 1 and not group.required and pass_.skippable:
@@ -206,7 +190,8 @@ class Tuner:
         if not comparison.timed:
             kept = next(iter(able.values()))
             if was_untimed:
-                kept = dataclasses.replace(kept, figures={**kept.figures, "untimed": self.context.budget.too_short})
+                untimed = Measured(untimed=self.context.budget.too_short).figures()
+                kept = dataclasses.replace(kept, figures={**kept.figures, **untimed})
             return kept, group.rest(kept.group)
         return self._settled(comparison, self._race(comparison, able), ())
 
@@ -226,7 +211,7 @@ class Tuner:
             return self._apart(comparison, self._guilty(comparison, race.candidates[race.best].group.sites))
         reasons, others = tuple(dict.fromkeys((*wrong, kept.failure))), race.without_best()
         if others is None:
-            return Candidate(group, "; ".join(reasons)), ()
+            return Candidate(group, "; ".join(reasons), kept.cause, kept.values), ()
         return self._settled(comparison, others, reasons)
 
     def _candidates(self, comparison: Comparison) -> dict[str, Candidate]:
@@ -317,8 +302,9 @@ class Tuner:
         """Say why no candidate is left; of several sites tell those apart that make every one fail."""
         group, wrong = comparison.group, [candidate for candidate in candidates if candidate.was_written]
         if group.is_single or (wrong and not comparison.checks):
-            reasons = dict.fromkeys(each.failure for each in (*wrong, *candidates))
-            return Candidate(group, "; ".join(reasons), was_written=bool(wrong)), ()
+            first, *others = (*wrong, *candidates)
+            reasons = dict.fromkeys(each.failure for each in (first, *others))
+            return dataclasses.replace(first, group=group, failure="; ".join(reasons)), ()
         if not wrong:
             return None, [Group((site,)) for site in group.sites]
         return self._apart(comparison, self._guilty(comparison, wrong[0].group.sites))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...runtime.record import Measured
 from ..sites import Cause, Refusal
 from ..timing import Interval, time_kind, timing_figures
 from ..verification import Tolerance, distance, rounding, scale_of
@@ -28,7 +29,6 @@ __all__ = [
 
 LEAST_GAIN = 1.01
 """What gains less by itself stays as it is; of the rest the whole model tells."""
-
 _OWN = 4.0
 """The new way may err four times as much as the layer does, by units in the last place of the scale, and by what
 rounding adds up to in a sum one after another: the square root of the number of terms."""
@@ -36,19 +36,17 @@ rounding adds up to in a sum one after another: the square root of the number of
 
 @dataclass(frozen=True)
 class Judgement:
-    """What is known of a kind.
-
-    Attributes:
-        error: of its results in the new way, relative to their scale.
-        figures: what plans say of its time.
-        objection: why it stays as it is, or "".
-        cause: the kind of objection.
-    """
+    """What is known of a kind: the relative error of the new way, figures of its time, and what objects to it."""
 
     error: float = 0.0
     figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
     objection: str = ""
     cause: Cause = Cause.JUDGED_WRONG
+
+    @property
+    def all_figures(self) -> dict[str, Any]:
+        """Return the error and what is known of the time as plans have it."""
+        return {**Measured(precision_error=self.error).figures(), **self.figures}
 
     def refusal(self, at: Any) -> Refusal | None:
         """Return it as the refusal of a place; None where nothing objects."""
@@ -56,13 +54,9 @@ class Judgement:
 
 
 def allowed_error(error: float, own: Tensor, exact: Tensor, terms: int = 1) -> float:
-    """Return how far off results may be that are to be the same but for rounding.
+    """Return how far off results equal but for rounding may be, where the layer itself errs by `error` from `exact`.
 
-    Args:
-        error: by how much the layer itself is off.
-        own: what that gives.
-        exact: the same in float64.
-        terms: how many products each result is the sum of, where they are not added one after another in both.
+    `terms`: how many products each result is the sum of, where they are not added one after another in both ways.
     """
     summed = math.sqrt(terms) * torch.finfo(own.dtype).eps * scale_of(exact)
     return _OWN * error + rounding(own).absolute + summed
@@ -83,12 +77,7 @@ def over_budget(error: float, budget: float) -> str:
 def figures_of(
     before: Sequence[Callable[[], object]], after: Sequence[Callable[[], object]], *, cold: bool
 ) -> dict[str, Any]:
-    """Time layers of a kind, one after another, in both ways; return figures of one for plans.
-
-    Args:
-        before, after: call each layer. In use, weights do not wait in the caches either: give several.
-        cold: empty the caches before each time.
-    """
+    """Time layers of a kind in turn, in both ways, and return figures of one: in use, weights are not cached."""
     with torch.no_grad():
         timings = time_kind(lambda: _run(before), lambda: _run(after), least=LEAST_GAIN, cold=cold)
     return timing_figures(timings, count=len(before))

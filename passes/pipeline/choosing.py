@@ -18,16 +18,15 @@ from .pipeline import parse, parse_groups
 __all__ = ["PassLike", "asked_for", "chosen_passes", "refuse_unfit", "unfinished"]
 
 _OPTIONS = re.compile(r"""\{(?:[^{}"']|'[^']*'|"[^"]*")*\}""")
-
 PassLike = str | Pass | Callable[[fx.GraphModule], fx.GraphModule]
 """What one pass may be given as."""
 
 
 def chosen_passes(passes: PassLike | Iterable[PassLike] | None, plan: Plan | None = None) -> tuple[Pass, ...]:
-    """Return the passes that a user means, checked for their order: without any, the plan's, or those of `inference`.
+    """Return the passes that a user means, in an order that can be: without any, the plan's, or those of `inference`.
 
-    What is listed beside a preset runs among its passes, where the rules of all let it. Raises PlanError for an unknown
-    pass or option of the plan, UsageError for what is no pass, or an order that cannot be.
+    What is listed beside a preset runs among its passes. Raises PlanError for an unknown pass or option of the plan,
+    UsageError for what is no pass, or an order that cannot be.
     """
     if passes is None:
         passes = "inference" if plan is None else [pass_ for text in plan.pipeline for pass_ in _planned(text)]

@@ -20,11 +20,9 @@ Rule = tuple[int, int, str]
 
 
 def check_order(passes: Sequence[Pass]) -> None:
-    """Check that the passes may run together and in this order; one that rewrites may be listed more than once.
+    """Raise OrderError unless passes may run together in this order; the message names one that works if there is one.
 
-    Raises:
-        OrderError: two of them may not; the message names both, the reason, and an order that works if there is one.
-            Or one is listed twice that acts on the finished model.
+    A pass that rewrites may be listed more than once, one that acts on the finished model may not.
     """
     _check_phases(passes)
     _check_required(passes)
@@ -42,10 +40,7 @@ def check_order(passes: Sequence[Pass]) -> None:
 
 
 def arranged(passes: Sequence[Pass]) -> list[Pass]:
-    """Return the passes with those behind a pass whose work it includes; see `Pass.includes`.
-
-    One stays that would no longer run behind what stands between.
-    """
+    """Return the passes, those whose work another `includes` behind it, unless they could no longer run there."""
     found = list(passes)
     for pass_ in passes:
         place = next(number for number, each in enumerate(found) if each is pass_)
@@ -57,13 +52,10 @@ def arranged(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def beside_presets(listed: Sequence[Sequence[Pass]]) -> list[Pass]:
-    """Return all passes in an order that their rules allow, where there is one.
+    """Return all passes of the `listed` names or values in an order that their rules allow, where there is one.
 
-    What comes first stays as it is arranged, if it is allowed. Else the passes beside the longest preset move: before
-    the preset's own pass of that name, or as far from where they are listed as their rules demand.
-
-    Args:
-        listed: what each name or value stands for; of a preset several passes.
+    What comes first stays if it may. Else passes beside the longest preset move: before its own pass of that name, or
+    as far from where they are listed as their rules demand.
     """
     plain = [pass_ for group in listed for pass_ in group]
     if len(listed) < 2 or max(map(len, listed)) < 2 or _is_allowed(arranged(plain)):
@@ -74,7 +66,7 @@ def beside_presets(listed: Sequence[Sequence[Pass]]) -> list[Pass]:
     earliest = 0
     for count, pass_ in enumerate(named):
         wanted = earliest if count < ahead else len(found)
-        place = next((place for place in _places(found, pass_, wanted, earliest)), None)
+        place = next(_places(found, pass_, wanted, earliest), None)
         if place is None:
             return arranged(plain)  # whose order is refused, with the reason
         found.insert(place, pass_)

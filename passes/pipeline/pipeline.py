@@ -30,14 +30,9 @@ _TOKEN = re.compile(rf"\s*(?:(?P<mark>[,={{}}\[\]])|(?P<string>{_STRING})|(?P<wo
 
 
 def parse(text: str, find: Callable[[str], type[Pass]] = find_pass) -> tuple[Pass, ...]:
-    """Return the passes that a pipeline string names, each with its options.
+    """Return the passes that a pipeline string such as ``"fuse_ensembles{lowering=bmm}, inference"`` names.
 
-    Args:
-        text: for example ``"eliminate_dead_code, fuse_ensembles{lowering=bmm}"``; a preset's name means its passes.
-        find: gives the class for a name, raising `UsageError` where there is none.
-
-    Raises:
-        PipelineError: the text, a name, an option or a value is wrong; the message shows where.
+    `find` gives the class for a name, or raises UsageError. Raises PipelineError, whose message shows the place.
     """
     return tuple(pass_ for group in parse_groups(text, find) for pass_ in group)
 

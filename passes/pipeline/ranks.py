@@ -1,7 +1,6 @@
 """Optimizing under `torch.distributed`: rank 0 decides, the others follow, and what fails on one rank fails on all.
 
-The ranks talk through the store of the default process group, not by collectives: a rank that never calls `optimize` is
-told of after the group's timeout, and no collective of the user's gets mixed up with these.
+The ranks talk through the group's store, with its timeout: collectives could hang, or mix with those of the user.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import distributed, nn
 
@@ -31,15 +30,11 @@ Failures = dict[str, str]
 
 
 class Store(Protocol):
-    """What is asked of a store of `torch.distributed`."""
+    """What is asked of a store of `torch.distributed`; `get` waits for a value until the store's timeout."""
 
-    def set(self, key: str, value: str, /) -> None:
-        """Set a value."""
-        ...
+    def set(self, key: str, value: str, /) -> None: ...
 
-    def get(self, key: str, /) -> bytes:
-        """Return a value, waiting for it until the store's timeout."""
-        ...
+    def get(self, key: str, /) -> bytes: ...
 
 
 @dataclass
@@ -88,18 +83,13 @@ def on_all_ranks(ranks: Ranks | None, run: Callable[[], T]) -> T:
     """
     if ranks is None:
         return run()
-    result: list[T] = []
-    error: BaseException | None = None
-    try:
-        result.append(run())
-    except BaseException as raised:  # the other ranks wait to hear of it, whatever it is
-        error = raised
-    failed = ranks.exchange("" if error is None else _told_of(error), _first_failure)
-    if error is not None:
-        raise error
+    attempt = _attempted(run)
+    failed = ranks.exchange(attempt.message, _first_failure)
+    if attempt.error is not None:
+        raise attempt.error
     if failed is not None:
         raise _failed(*failed)
-    return result[0]
+    return cast("T", attempt.result)
 
 
 def heard_of_any(ranks: Ranks | None, mine: str) -> str:
@@ -108,10 +98,6 @@ def heard_of_any(ranks: Ranks | None, mine: str) -> str:
         return mine
     said = ranks.exchange(mine, _first_failure)
     return "" if said is None else mine or f"on rank {said[0]}: {said[1]}"
-
-
-def _told_of(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _first_failure(everyone: Sequence[str]) -> tuple[int, str] | None:
@@ -123,22 +109,22 @@ Result = tuple[nn.Module, Plan]
 
 
 @dataclass(frozen=True)
-class _Attempt:
-    """What came of a run on this rank: a model and its plan, or an error."""
+class _Attempt(Generic[T]):
+    """What came of a run on this rank: a result, or an error."""
 
-    result: Result | None = None
+    result: T | None = None
     error: BaseException | None = None
-
-    @classmethod
-    def of(cls, run: Callable[[], Result]) -> _Attempt:
-        try:
-            return cls(run())
-        except BaseException as error:  # the other ranks wait to hear of it, whatever it is
-            return cls(error=error)
 
     @property
     def message(self) -> str:
-        return "" if self.error is None else _told_of(self.error)
+        return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+
+
+def _attempted(run: Callable[[], T]) -> _Attempt[T]:
+    try:
+        return _Attempt(run())
+    except BaseException as error:  # the other ranks wait to hear of it, whatever it is
+        return _Attempt(error=error)
 
 
 def optimized_on_all(
@@ -148,30 +134,21 @@ def optimized_on_all(
     decide: Callable[[], Result],
     follow: Callable[[Plan], Result],
 ) -> nn.Module:
-    """Return the model, rewritten as on every other rank.
+    """Return the model, rewritten on every rank as rank 0 may `decide`; the others `follow` its plan and verify it.
 
-    Args:
-        ranks: who optimizes.
-        model: the user's.
-        passes: to be run.
-        decide: optimizes it; called on rank 0.
-        follow: repeats a plan's rewrites and verifies them here; those that fail have another status in its own plan.
-
-    Raises:
-        UsageError: another rank has another model or other passes, or does not answer.
-        PassError: a run failed on another rank; what fails on this one is raised as it is.
+    Raises UsageError where another rank has another model or other passes, or is silent; PassError where it failed.
     """
     _check_alike(ranks, model, passes)
-    attempt = _Attempt.of(decide) if ranks.rank == 0 else _Attempt()
+    attempt = _attempted(decide) if ranks.rank == 0 else _Attempt[Result]()
     plan = _told(ranks, attempt)
     if ranks.rank != 0:
-        attempt = _Attempt.of(partial(follow, plan))
+        attempt = _attempted(partial(follow, plan))
     while True:
         result, failures = _judged(ranks, attempt, plan)
         if not failures:
             return result
         plan = _without(plan, failures)
-        attempt = _Attempt.of(partial(follow, plan))
+        attempt = _attempted(partial(follow, plan))
 
 
 def _check_alike(ranks: Ranks, model: nn.Module, passes: Sequence[Pass]) -> None:
@@ -195,7 +172,7 @@ def _check_alike(ranks: Ranks, model: nn.Module, passes: Sequence[Pass]) -> None
         )
 
 
-def _told(ranks: Ranks, attempt: _Attempt) -> Plan:
+def _told(ranks: Ranks, attempt: _Attempt[Result]) -> Plan:
     """Return rank 0's plan; PassError if it has none, on rank 0 what went wrong there."""
     mine = None if attempt.result is None else attempt.result[1].to_json()
     plan, message = ranks.exchange((mine, attempt.message), lambda everyone: everyone[0])
@@ -204,7 +181,7 @@ def _told(ranks: Ranks, attempt: _Attempt) -> Plan:
     return Plan.from_json(plan, "the plan of rank 0")
 
 
-def _judged(ranks: Ranks, attempt: _Attempt, plan: Plan) -> tuple[nn.Module, Failures]:
+def _judged(ranks: Ranks, attempt: _Attempt[Result], plan: Plan) -> tuple[nn.Module, Failures]:
     """Return this rank's model, and what failed on any rank; PassError if a run failed altogether."""
     mine = {} if attempt.result is None else _differences(plan, attempt.result[1])
     raised, failed = ranks.exchange((attempt.message, mine), _first_of_each)

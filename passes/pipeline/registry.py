@@ -41,11 +41,7 @@ class PassInfo:
 
 
 def find_pass(name: str) -> type[Pass]:
-    """Return the class of the pass called `name`.
-
-    Raises:
-        UsageError: there is none, several distributions have one, or it cannot be imported.
-    """
+    """Return the class of a pass; raise UsageError if none or several distributions have it, or its import fails."""
     if name in own_names():
         return getattr(importlib.import_module(f"{TRANSFORMS}.{name}"), class_name(name))
     entries = [entry for entry in entry_points() if entry.name == name]

@@ -25,15 +25,10 @@ class _Overdue(BaseException):
 
 
 def supervised(action: Callable[[], T], *, what: str | Callable[[], str], seconds: float) -> T:
-    """Return `action()`, or raise PassError saying `what` failed and how; a function is asked for it then.
+    """Return `action()`; raise PassError, saying `what` failed, if it raises or takes more than `seconds` (0: forever).
 
-    A limit of 0 is none. It is enforced in the main thread, by an interval timer; in other threads, where Python has no
-    timer that interrupts, an action that hangs is not stopped.
-
-    Raises:
-        PassError: if the action raises or takes longer than `seconds`; what it raised is chained.
-        MatchFailure: as raised by the action: a late refusal, not a failure.
-        BudgetError, CalibrationError: as raised by the action: the request is at fault, not the pass.
+    A timer interrupts the main thread only: elsewhere, what hangs is not stopped. MatchFailure, BudgetError and
+    CalibrationError go on as they are: the pass is not at fault.
     """
     try:
         with _time_limit(seconds), collection_paused(), switches_kept():

@@ -14,11 +14,9 @@ _META = "unverified: meta"
 
 
 def as_in_twin(plan: Plan, twin: Plan) -> Plan:
-    """Return the plan of a model on the meta device, as its twin bears it out.
+    """Return the plan of a model on the meta device, with what was verified or undone in its twin.
 
-    What was verified in the twin is so here. What was undone there is undone here. Sites are the same by name; for one
-    that the twin has not (a seventh layer), those stand whose names differ in numbers alone, and all of them have to be
-    right. Of what the twin has nothing like, nothing is known.
+    For a site that the twin has not (a seventh layer), all whose names differ in numbers alone have to be right.
     """
     exact: dict[tuple[int, str], list[Decision]] = {}
     alike: dict[tuple[int, str], list[Decision]] = {}
@@ -39,7 +37,8 @@ def _borne_out(
     known = exact.get((decision.step, decision.key)) or alike.get((decision.step, _without_numbers(decision.key)), ())
     wrong = next((each for each in known if each.status == "undone"), None)
     if wrong is not None:
-        return dataclasses.replace(decision, status="undone", reason=f"in the twin, at {wrong.label}: {wrong.reason}")
+        reason = f"in the twin, at {wrong.label}: {wrong.reason}"
+        return dataclasses.replace(decision, status="undone", reason=reason, cause=wrong.cause, values=wrong.values)
     checked = next((each.figures.get("checked", "") for each in known), "")
     if not checked or checked.startswith("unverified"):
         return decision

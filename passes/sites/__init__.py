@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from .causes import Cause, Reason
-from .plain import as_plain
-from .sites import Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite
-from .volatile import VOLATILE, is_volatile
+from .sites import VOLATILE, Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite, as_plain, is_volatile
 
 __all__ = [
     "VOLATILE",

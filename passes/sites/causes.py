@@ -63,12 +63,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Reason:
-    """A cause with the values that led to it; as text it is what reports and plans say.
-
-    Attributes:
-        cause: who decided, and what for.
-        values: plain ones, by name; plans keep them.
-    """
+    """A cause with the plain values that led to it, which plans keep; as text it is what reports and plans say."""
 
     cause: Cause
     values: Mapping[str, Any]

@@ -1,9 +1,10 @@
-"""What passes find, and the words of their contract: sites and refusals; numerics, goals and phases."""
+"""Sites and refusals, what plans keep of them, and the words of the contract."""
 
 from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -11,11 +12,22 @@ from typing import Any, cast
 from torch import fx, nn
 
 from ...errors import CaptureError, MatchFailure, PlanError, UsageError
+from ...runtime.graphs import capture_of
 from ...tracing.program import Program
 from .causes import Cause
-from .plain import as_plain
 
-__all__ = ["Goal", "Numerics", "OwnForward", "Phase", "Refusal", "Site", "StaleSite"]
+__all__ = [
+    "VOLATILE",
+    "Goal",
+    "Numerics",
+    "OwnForward",
+    "Phase",
+    "Refusal",
+    "Site",
+    "StaleSite",
+    "as_plain",
+    "is_volatile",
+]
 
 
 class Numerics(enum.Enum):
@@ -49,11 +61,7 @@ class Phase(enum.Enum):
 
     @classmethod
     def meant(cls, phase: str | Phase | None) -> Phase | None:
-        """Return what a user means by a phase; None is the model's own mode.
-
-        Raises:
-            UsageError: by anything but a phase or its name.
-        """
+        """Return what a user means by a phase or its name, or raise UsageError; None is the model's own mode."""
         if phase is None:
             return None
         words = {"train": cls.TRAIN, "training": cls.TRAIN, "eval": cls.EVAL, "inference": cls.EVAL}
@@ -87,13 +95,7 @@ class OwnForward(enum.Enum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Say why a place that looks right is left as it is.
-
-    Attributes:
-        reason: one clause, without a full stop.
-        at: the name of the node or module at fault, qualified from the root.
-        cause: the kind of reason.
-    """
+    """Why a place that looks right is left: one clause without a full stop; and the node or module at fault."""
 
     reason: str
     at: str | fx.Node
@@ -106,14 +108,11 @@ class StaleSite(MatchFailure):
 
 @dataclass(frozen=True)
 class Site:
-    """One place that a pass wants to rewrite.
-
-    Nodes are kept by name, so that a site survives copies of its graph, and a plan can name it.
+    """One place that a pass wants to rewrite. Nodes are kept by name: it survives copies of its graph.
 
     Attributes:
-        program: where the site is.
-        owner: qualified name of the module whose graph holds the nodes ("" is the root); of a module without a graph,
-            which is rewritten whole; of a site with parts, of the module around all of them.
+        owner: qualified name of the module whose graph holds the nodes ("" is the root), or which is rewritten whole;
+            of a site with parts, of the module around all of them.
         nodes: label -> name of a node in that graph; "call/node" is one in the graph of the child that `call` calls.
         specialization: which of the owner's graphs (0 unless training and evaluation differ).
         choices: the lowerings that `rewrite` can produce, in order of preference; empty if there is one only.
@@ -122,11 +121,10 @@ class Site:
         required: the user asked for this choice by name: it is timed and reported, but kept where it is slower.
         detail: one clause for the report ("128 members, 4 parameters each").
         label: what the report calls the site; the owner's name by default.
-        kind: equal for sites of one owner, or at one place in several, that are alike: what is measured of one holds
-            for all, though their data differ. None is like no other.
+        kind: equal for alike sites of one owner, or at one place in several: what is measured of one holds for all,
+            though their data differ. None is like no other.
         parts: the places in several modules that are rewritten as one; see `Site.over`.
-        data: plain values that `find` decided on (kept channels, scales). A plan saves them, and replaying it uses
-            them: nothing is decided anew.
+        data: plain values that `find` decided on (kept channels, scales); plans save them, and replaying uses them.
         found: what `find` learned there, for `rewrite` or for the figures; None where a plan is replayed.
         is_there: says whether what was found at the site is still there, once other sites have been rewritten.
         on_read: called before a node is looked up, while the site is rewritten: copies of graphs are handed out then.
@@ -158,14 +156,9 @@ class Site:
 
     @classmethod
     def over(cls, program: Program, *parts: Site, **options: Any) -> Site:
-        """Return one site over places in several modules: it lands whole or not at all.
+        """Return one site over places in several modules, with different labels of nodes: it lands whole or not at all.
 
-        It is verified at the nearest module around all of them that runs itself.
-
-        Args:
-            program: where the parts are.
-            parts: each in its own module; labels of nodes are different ones.
-            options: other fields of the site.
+        It is verified at the nearest module around all of them that runs itself. `options`: other fields.
         """
         if not parts:
             raise UsageError("a site over several modules needs at least one part")
@@ -233,11 +226,7 @@ class Site:
         return any((place.owner, name) in nodes for place in places for name in place.nodes.values())
 
     def check_there(self) -> None:
-        """Make sure that the site is what was found, after others have been rewritten.
-
-        Raises:
-            StaleSite: if it is not.
-        """
+        """Raise StaleSite where the site is no longer what was found, after others have been rewritten."""
         for label, name in ((label, name) for place in self.places for label, name in place.nodes.items()):
             try:
                 node = self[label]
@@ -260,11 +249,7 @@ class Site:
 
     @classmethod
     def from_json(cls, program: Program, data: object) -> Site:
-        """Return the site that `to_json` described.
-
-        Raises:
-            PlanError: if the description is malformed.
-        """
+        """Return the site that `to_json` described, or raise PlanError."""
         wanted = {
             "owner": str, "nodes": dict, "specialization": int, "phase": (str, type(None)), "required": bool,
             "parts": list, "data": dict,
@@ -280,3 +265,29 @@ class Site:
         except ValueError as error:
             raise PlanError(f"a site in the plan has no valid 'phase': {error}") from error
         return cls(program, phase=phase, parts=parts, **given)
+
+
+def as_plain(value: Any, where: str) -> Any:
+    """Return a value as JSON gives it back, tuples as lists; raise UsageError, naming `where`, for any other."""
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [as_plain(item, f"{where}[{number}]") for number, item in enumerate(cast("list[Any]", value))]
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        odd = next((key for key, _ in items if type(key) is not str), None)
+        if odd is not None:
+            raise UsageError(f"{where} has the key {odd!r}; a plan stores texts as keys")
+        return {key: as_plain(item, f"{where}[{key!r}]") for key, item in items}
+    advice = "; use .tolist()" if hasattr(value, "tolist") else ""
+    shown = f"{value}" if type(value) is float else f"a {type(value).__name__}"
+    raise UsageError(f"{where} is {shown}, which a plan cannot store: plain values only{advice}")
+
+
+VOLATILE = "its attributes are set while the model runs"
+
+
+def is_volatile(module: nn.Module) -> bool:
+    """Say whether one of a module's own graphs sets attributes, or was traced with some that were set before."""
+    capture = capture_of(module)
+    return capture is not None and any(specialization.volatile for specialization in capture.specializations)

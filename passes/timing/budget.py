@@ -16,25 +16,12 @@ _LEAST_SECONDS = 2.0
 _FORWARDS = "forwards"
 _WHOLE_MODEL_FORWARDS = 20.0
 """What timing and comparing the whole model takes: six rounds and four calls to get ready, and both in each mode."""
-
-_COMPARING_FORWARDS = 4.0
-"""Of these, what comparing takes."""
-
-_READY_FORWARDS = 4.0
-"""Of these, what making two models ready for timing takes."""
-
-_WHOLE_MODEL_SHARE = 0.5
-"""More than this part of the time is not kept back for the whole model."""
-
-_OF_TIMING = 0.75
-"""Sites are timed in this part of the time for sites; the rest is for checking what won."""
-
-_OF_ONE_RACE = 0.7
-"""No race takes more than this part of the time that is left for timing: others may follow."""
-
-_TELLING_SECONDS = 0.25
-"""A race of this time tells a small gain from none."""
-
+_COMPARING_FORWARDS = 4.0  # of these, what comparing takes
+_READY_FORWARDS = 4.0  # of these, what making two models ready for timing takes
+_WHOLE_MODEL_SHARE = 0.5  # more than this part of the time is not kept back for the whole model
+_OF_TIMING = 0.75  # sites are timed in this part of the time for sites; the rest is for checking what won
+_OF_ONE_RACE = 0.7  # no race takes more than this part of the time that is left for timing: others may follow
+_TELLING_SECONDS = 0.25  # a race of this time tells a small gain from none
 _OF_CLEAN_UPS = 0.75
 """Clean-ups save little: they take no more than this part of the time for sites, and leave the rest to other passes."""
 
@@ -71,21 +58,14 @@ DEFAULT_BUDGET = BudgetRequest(_LEAST_SECONDS, 40.0)
 class TimeBudget:
     """Count the time that checks and timing take, and say when documented rules must do; decision 017.
 
-    Attributes:
-        seconds: that may be spent in all.
-        forward: seconds of one forward of the model, with its backward in training; 0 where none was made.
-        spent: seconds until now.
-        timing: of these, what timing sites took.
-        finding: what passes took to find their sites, besides: it takes nothing from the others.
-        clock: tells seconds. Processor time of this thread is what a CPU spends on the model; waiting for a busy
-            machine is not. Whoever waits for a GPU needs another clock.
+    The clock is processor time: waiting for a busy machine is not spent. Whoever waits for a GPU needs another one.
     """
 
     seconds: float = math.inf
-    forward: float = 0.0
+    forward: float = 0.0  # seconds of one call of the model, with its backward in training
     spent: float = 0.0
-    timing: float = 0.0
-    finding: float = 0.0
+    timing: float = 0.0  # of those spent, for timing sites
+    finding: float = 0.0  # by passes that look for sites, not among those spent
     clock: Callable[[], float] = time.thread_time
     _depth: int = 0
     _is_timing: bool = False
@@ -102,10 +82,7 @@ class TimeBudget:
 
     @contextmanager
     def spending(self, *, timing: bool = False) -> Generator[None]:
-        """Count what runs meanwhile, on sites being timed or on anything else; nested uses count once.
-
-        What has run is counted whenever one begins or ends: who asks in between, inside of another one, is told.
-        """
+        """Count what runs meanwhile, on timing sites or on anything else; of nested uses each second counts once."""
         self._count()
         self._depth += 1
         self._is_timing = timing if self._depth == 1 else self._is_timing
@@ -133,11 +110,7 @@ class TimeBudget:
         self._counted_until = now
 
     def begin(self, sharing: int = 1) -> None:
-        """Give the next pass its part of the time for sites, where so many share what is left, this one counted.
-
-        What it leaves over is for those behind it. What it takes beyond its part, since a check that has begun is
-        finished, is not taken from them.
-        """
+        """Give the next pass its share of the time for sites that is left; the rest is for those behind it."""
         if math.isfinite(self._until):
             self._beyond += max(0.0, self.spent - self._until)
         self._until = math.inf
@@ -167,10 +140,9 @@ class TimeBudget:
         return self.spent < self.for_sites * (_OF_CLEAN_UPS if clean_up else 1.0)
 
     def for_a_race(self, *, whole: bool = False, among: int = 1, has_choice: bool = True) -> float:
-        """Return the seconds that the next race may take, `among` so many that are still to come.
+        """Return the seconds that the next race may take, `among` so many to come; the `whole` model has no second one.
 
-        The `whole` model is then not raced again. Where there is no choice to make, a race that is too short to tell a
-        small gain is none: the whole model tells.
+        Without a choice to make, a race too short to tell a small gain is none: the whole model tells.
         """
         kept_back = min(_COMPARING_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
         is_all = whole and math.isfinite(self.seconds)

@@ -11,9 +11,7 @@ import torch
 __all__ = ["Eviction", "last_level_bytes"]
 
 _LAST_LEVEL = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-_LARGE_CACHE = 64 * 2**20
-"""Bytes of a last-level cache that is not told."""
-
+_LARGE_CACHE = 64 * 2**20  # bytes of a last-level cache that is not told
 _BEYOND = 1.5
 """So many times as much is written: what a cache drops to make room is chosen by rules that are only near to age."""
 

@@ -11,17 +11,13 @@ __all__ = ["CLEARLY_SLOWER", "FEWEST_ROUNDS", "NOISE", "SURE_ROUNDS", "Interval"
 
 FEWEST_ROUNDS = 3
 """Fewer rounds have no interval at all."""
-
 SURE_ROUNDS = 6
 """Fewer rounds cannot give a 95% interval for a median of any distribution: 2 * 0.5**6 = 0.03."""
-
 _HOPELESS = 1.5
 """What took half as long again as the fastest in each of the fewest rounds is not tried further, if others are left."""
-
 CLEARLY_SLOWER = 1.05
 NOISE = 1.02
 """Two candidates closer than 2% count as equally fast."""
-
 _T_AT_99 = {3: 9.925, 4: 5.841, 5: 4.604}
 """Rounds -> the 99.5% quantile of Student's distribution with one degree of freedom less."""
 
@@ -39,20 +35,13 @@ class Interval:
 class Timings:
     """Samples of several candidates, taken in rounds: one sample of each, one right after the other.
 
-    What disturbs a machine lasts longer than a round, so candidates are compared within rounds only: by the median of
-    the ratios in each round, and the sign-test interval of that median (Conover, Practical Nonparametric Statistics,
-    section 3.2), which assumes nothing about the distribution. Fewer than six rounds give none. Of three to five it is
-    Student's of the logarithms of the ratios, with 99% confidence: sampling ends that early only where it is clear.
-
-    Attributes:
-        rounds: seconds of one call, by the candidate's name.
-        in_one_thread: the samples were taken in one thread, since those in more told of other programs.
-        cold: caches were emptied before each call.
+    Candidates are compared within rounds, which disturbances outlast: by the median of the ratios and its sign-test
+    interval (Conover, Practical Nonparametric Statistics, 3.2); of 3 to 5 rounds, Student's of the logarithms, 99%.
     """
 
-    rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
-    in_one_thread: bool = False
-    cold: bool = False
+    rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])  # seconds of a call, by name
+    in_one_thread: bool = False  # samples in more told of other programs
+    cold: bool = False  # caches were emptied before each call
 
     def ratio(self, before: str, after: str) -> Interval:
         """Return how many times faster `after` is than `before`, from the rounds that timed both."""

@@ -19,10 +19,7 @@ __all__ = ["LiveBytes", "MemoryUse", "memory_use"]
 
 
 class LiveBytes(DispatchMode):
-    """Count the bytes that operators allocate while this is on, until they are freed: alive `now`, and at the `peak`.
-
-    What torch frees within an operator is not seen.
-    """
+    """Count bytes of tensors alive `now` and at the `peak` while this is on; operators' own scratch is not seen."""
 
     def __init__(self) -> None:
         super().__init__()

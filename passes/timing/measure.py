@@ -15,11 +15,10 @@ from typing import NamedTuple
 import torch
 
 from ...collection import collection_paused
-from .clocks import Clock, is_work_of_this_thread, race_clock
+from .clocks import Clock, is_work_of_this_thread, one_thread, race_clock
 from .cold import Eviction
 from .intervals import CLEARLY_SLOWER, FEWEST_ROUNDS, NOISE, SURE_ROUNDS, Interval, Timings
 from .runner import Runner, runner
-from .threads import one_thread
 
 if sys.platform == "linux":
     import resource
@@ -27,38 +26,25 @@ if sys.platform == "linux":
 __all__ = ["CALLS_OF_EACH", "CALLS_OF_TWO", "Interval", "Runner", "Timings", "runner", "time_candidates"]
 
 Candidate = Callable[[], object]
-
 _SAMPLE_SECONDS = 200e-6
 """Calls are repeated until one sample takes this long, a thousand times what the clock resolves."""
-
 _WARM_UP_SECONDS = 2e-3
 """Calls shorter than this are made once more before each sample, for the candidate before has taken the caches."""
-
-_LEAST_ROUNDS = 9
-"""Fewer pairs cannot give a 99% interval for a median: 2 * 0.5**9 = 0.004."""
-
+_LEAST_ROUNDS = 9  # fewer pairs cannot give a 99% interval for a median: 2 * 0.5**9 = 0.004
 _SHORT_SECONDS = 5e-3
 """Calls shorter than this are never given up so early: more rounds cost little, and one stall is as long as a call."""
-
 _STALL_SECONDS = 8e-3
 _STALLED = 4.0
 """Where threads are put off and woken it takes this long. A call that takes four times what it can do tells of that."""
-
 _NO_GAIN = 1.25
 """Where threads take this much longer by the clock than one uses of the processor, other programs have the cores."""
-
 CALLS_OF_EACH, CALLS_OF_TWO = 2 + FEWEST_ROUNDS, 2 * (SURE_ROUNDS - FEWEST_ROUNDS)
 """So many calls are made at least of each candidate, which is run twice to get ready, and then of the two best."""
-
-_READY_FROM = 20e-3
-"""A call that takes so many seconds and has run once is ready."""
-
+_READY_FROM = 20e-3  # a call that takes so many seconds and has run once is ready
 _LONG_ROUND_SECONDS = 50e-3
 """Of rounds of this length no more than the fewest are taken in any case: a stall is a small part of each."""
-
 _SETTLING_SECONDS = 2e-3
 """One sample of such a call says what it takes. Shorter ones are sampled as often as asked: that costs little."""
-
 _MOST_ROUNDS = 400
 _TRIES = 3
 _PATIENCE = 4.0
@@ -89,19 +75,12 @@ def time_candidates(
     clear: float = CLEARLY_SLOWER,
     worth: float = 0.0,
 ) -> Timings:
-    """Time candidates side by side until the answer is clear, or the time is up.
-
-    Every round takes one sample of each candidate, in another order each time. A candidate that is clearly
-    slower than the fastest drops out; what it is slower by is known by then. Where calls are long, three rounds are
-    enough if they leave no doubt. Samples are in processor time where one thread does the work: other programs do not
-    disturb it.
+    """Time candidates side by side, in rounds of one sample each, until the answer is clear, or the time is up.
 
     Args:
         candidates: name -> what to call; a `Runner` is left without a trace on its module.
-        seconds: how long to sample, warm-up not counted; four times as long where it is still open whether something
-            beats the first candidate.
-        least_rounds: so many are taken whatever the time, unless three to five long ones leave no doubt; of rounds
-            that take long, no more than six.
+        seconds: of sampling; four times as many while it is open whether something beats the first candidate.
+        least_rounds: taken whatever the time, unless three to five long ones leave no doubt.
         limit: seconds of processor time after which the fewest rounds must do.
         fewest: how many that are; of less than six the interval assumes a distribution.
         cold: empty the caches before each call, as other work between two calls does.
@@ -203,10 +182,7 @@ class _Stopwatch:
 
 
 def _is_slower_in_threads(candidate: Candidate) -> bool:
-    """Say whether a call takes longer than one thread needs for it, were it alone on the machine.
-
-    Then many operations in it stall, or other programs have the cores: one thread's processor time tells more.
-    """
+    """Say whether a call takes longer than one thread alone: operations stall, or other programs have the cores."""
     sampling = _Sampling(candidate, race_clock())
     seconds = min(sampling.sample(), sampling.sample())
     if seconds < _STALL_SECONDS:
@@ -217,10 +193,7 @@ def _is_slower_in_threads(candidate: Candidate) -> bool:
 
 
 def _has_stalled(timings: Timings, samplings: Mapping[str, _Sampling]) -> bool:
-    """Say whether samples of a short call show its threads being put off and woken, which takes 8 ms or more.
-
-    Half of them are then many times what the call takes by itself. No ratio of such samples tells which code is faster.
-    """
+    """Say whether threads of a short call were put off and woken (8 ms or more): then no ratio of samples tells."""
     for name, sampling in samplings.items():
         samples = [sample[name] for sample in timings.rounds if name in sample]
         is_short = len(samples) >= SURE_ROUNDS and sampling.least < _WARM_UP_SECONDS
@@ -253,10 +226,7 @@ def _is_clear(timings: Timings, survivors: Sequence[str]) -> bool:
 
 
 def _is_in_doubt(timings: Timings, first: str, survivors: Sequence[str]) -> bool:
-    """Say whether something seems to be faster than the first candidate, but noise leaves that open.
-
-    So it does where one of the others is clearly the fastest by its median, and yet another one would be taken.
-    """
+    """Say whether noise leaves open if something beats the first candidate, or which one that is."""
     best = timings.quickest(survivors)
     interval = timings.ratio(first, best)
     if interval.low <= 1.0 and interval.mid > NOISE and interval.high > 1.1 * interval.low:
@@ -267,17 +237,13 @@ def _is_in_doubt(timings: Timings, first: str, survivors: Sequence[str]) -> bool
 
 @dataclass
 class _Sampling:
-    """How one candidate is sampled, by which clock and in how many calls a sample.
-
-    `least` are the seconds of its fastest call until now, or the processor time of it where that is less. With `evict`
-    the caches are emptied before each call; then it is called once in a sample.
-    """
+    """How one candidate is sampled: by which clock, in how many calls a sample (one, if caches are emptied)."""
 
     candidate: Candidate
     clock: Clock
     calls: int = 1
     warm_up: bool = False
-    least: float = math.inf
+    least: float = math.inf  # seconds of its fastest call, or its processor time where that is less
     works_in_this_thread: bool = True
     evict: Eviction | None = None
 

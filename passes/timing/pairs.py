@@ -12,12 +12,9 @@ __all__ = ["SECONDS_OF_A_KIND", "microseconds", "time_kind", "time_pair", "timin
 
 SECONDS_OF_A_KIND = 0.05
 """How long a kind of layer is timed by itself at first: calls of up to 3 ms settle in three rounds."""
-
 _IN_DOUBT = 4
 """Where that does not tell whether it gains, so many times as long: two runs on a busy machine then decide alike."""
-
-_CLOSE = 0.15
-"""What is farther from the least gain is not timed again, however few rounds of a long call there were."""
+_CLOSE = 0.15  # what is farther from the least gain is not timed again, however few rounds of a long call there were
 
 
 def time_pair(
@@ -30,8 +27,7 @@ def time_pair(
 ) -> Timings:
     """Time what is there `before` and `after` a rewrite by itself, in about so many seconds, at most twice that.
 
-    So many rounds are taken while there is time; fewer than six assume a distribution. Of long calls three must do: the
-    whole model, which is timed in the end, tells the rest.
+    So many rounds are taken while there is time; of long calls three must do: the whole model tells the rest.
     """
     runs = {"before": before, "after": after}
     return time_candidates(
@@ -47,10 +43,7 @@ def time_kind(
     cold: bool = False,
     seconds: float = SECONDS_OF_A_KIND,
 ) -> Timings:
-    """Time layers of a kind by themselves; once more, and longer, where it is open whether they gain.
-
-    `least` is how many times faster `after` must be to be taken; `seconds`, how long to sample at first.
-    """
+    """Time layers of a kind by themselves; again, longer, where it is open if `after` is `least` times faster."""
     timings = time_pair(before, after, seconds=seconds, cold=cold)
     speed = timings.ratio("before", "after")
     if not speed.low <= least <= speed.high or abs(speed.mid - least) >= _CLOSE:
@@ -60,13 +53,7 @@ def time_kind(
 
 
 def timing_figures(timings: Timings, after: str = "after", count: int = 1) -> dict[str, Any]:
-    """Return the timings of a candidate and of what was before as figures for a plan, their ratio with its interval.
-
-    Args:
-        timings: with samples of `before`, and of the candidate.
-        after: the name of the candidate.
-        count: how many layers were called one after another; times are those of one.
-    """
+    """Return a candidate's times and ratio to `before` as a plan's figures, of one of `count` layers in a call."""
     speed = timings.ratio("before", after)
     return {
         "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,

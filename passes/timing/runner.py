@@ -14,29 +14,23 @@ from ...compat import version_of
 from ...runtime.values import Arguments, flatten, map_tensors, state_of
 from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
-from .threads import one_thread
+from .clocks import one_thread
 
 __all__ = ["Runner", "forward_seconds", "runner"]
 
 _WITH_BACKWARD = 3.0
 """A forward and its backward take three times as long as a forward alone: two more products for each."""
-
 _MAY_BE_COLD = 50e-3
 """A forward that is done sooner is made twice to learn what it takes: the first one waits for memory and threads."""
 
 
 def runner(
-    module: nn.Module,
-    calls: Sequence[Inputs],
-    *,
-    training: bool,
-    input_gradients: bool | None = None,
-    seed: int = 0,
+    module: nn.Module, calls: Sequence[Inputs], *, training: bool, input_gradients: bool | None = None, seed: int = 0
 ) -> Runner:
     """Return a function that makes the recorded `calls` of `module`, all of them each time, with its flags as they are.
 
-    In `training` it takes gradients too, of the sum of the outputs times fixed random numbers. Those of float arguments
-    it takes if `input_gradients`; None takes them where the argument requires them.
+    In `training` it takes gradients of the outputs times fixed random numbers; those of float arguments if
+    `input_gradients`, or, for None, where the argument requires them.
     """
     return Runner(module, [(call.args, call.kwargs) for call in calls], training, input_gradients, seed)
 
@@ -122,10 +116,7 @@ class _Call:
         return flatten(self.module(*args, **kwargs))
 
     def _run_first(self, training: bool, seed: int) -> None:
-        """Learn what a run takes, which outputs gradients come from, and whether each run must be given copies.
-
-        It must where the module changes its arguments, caches among them.
-        """
+        """Learn what a run takes, which outputs give gradients, and whether it needs copies of what it changes."""
         args, kwargs = map_tensors(torch.clone, self.arguments)
         given = [leaf for leaf in flatten([args, kwargs]).values() if isinstance(leaf, Tensor)]
         before = [version_of(tensor) for tensor in given]

@@ -48,13 +48,28 @@ class Measured:
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> Measured:
         """Read figures as plans have them."""
-        names = {field.name: "as" if field.name == "follows" else field.name for field in fields(cls)}
-        return cls(**{name: figures[key] for name, key in names.items() if key in figures})
+        return cls(**{name: figures[key] for name, key in _measured_keys().items() if key in figures})
+
+    def figures(self) -> dict[str, Any]:
+        """Return what is there as plans have it."""
+        known = {key: getattr(self, name) for name, key in _measured_keys().items()}
+        return {key: value for key, value in known.items() if value is not None and value != ""}
 
     @property
     def saved_us(self) -> float | None:
         """Return the microseconds that a call takes less; None where that was not timed."""
         return None if self.before_us is None or self.after_us is None else self.before_us - self.after_us
+
+    @property
+    def saved_per_error(self) -> float:
+        """Return what is saved for the error that is made; where nothing was timed, only the error counts."""
+        saved = 1.0 if self.saved_us is None else self.saved_us
+        return saved / max(self.precision_error or 0.0, 1e-12)
+
+
+def _measured_keys() -> dict[str, str]:
+    """Return what figures are called in plans."""
+    return {field.name: "as" if field.name == "follows" else field.name for field in fields(Measured)}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from ...errors import MatchFailure
 from ...passes.contract import word_for
 from ...passes.kinds import Judgement, error_of, figures_of, gain_judgement, over_budget
 from ...passes.sites import Refusal, Site
+from ...runtime.record import Measured
 from ...runtime.values import user_class
 from ...settings import Measure
 from ...tracing.program import Program, is_on_meta
@@ -65,18 +66,11 @@ def found(settings: Settings, program: Program, layers: Sequence[Candidate], mak
     judged = _judged(program, able, make, settings.error_budget, measuring=measuring)
     fine = {layer.module: new for layer, new, judgement in judged if new is not None and not judgement.objection}
     costly = left_in_floats(program, fine, settings.error_budget)
-    for layer, _, judgement in sorted(judged, key=lambda each: -_saved(each[2])):
+    for layer, _, judgement in sorted(judged, key=lambda each: -Measured.of(each[2].all_figures).saved_per_error):
         cost = costly.get(layer.module)
         reason = None if cost is None else Refusal(_COSTLY.format(cost), layer.name)
         site = Site(program, layer.name, {}, detail=layer.detail, found=judgement)
         yield judgement.refusal(layer.name) or reason or site
-
-
-def _saved(judgement: Judgement) -> float:
-    """Return the seconds that a layer saves for its error; where nothing was timed, only the error counts."""
-    figures = judgement.figures
-    saved = figures["before_us"] - figures["after_us"] if "after_us" in figures else 1.0
-    return saved / max(judgement.error, 1e-12)
 
 
 def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None:

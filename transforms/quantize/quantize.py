@@ -93,7 +93,7 @@ class Quantize(Pass, Settings):
 
     def judgement(self, site: Site) -> Mapping[str, Any]:
         found = site.found
-        return {"precision_error": found.error, **found.figures} if isinstance(found, Judgement) else {}
+        return found.all_figures if isinstance(found, Judgement) else {}
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         SCHEMES[self.scheme].rewrite(self, site, edit)

@@ -21,15 +21,10 @@ State = dict[str, Any]
 
 
 def adopt_added(optimizer: SomeOptimizer, model: nn.Module, states: Mapping[str, State] | None = None) -> SomeOptimizer:
-    """Let an optimizer, in place, train the parameters that passes added; those of other optimizers stay theirs.
+    """Let an optimizer, in place, train the parameters that passes added, unless another optimizer does.
 
-    Each goes into the group that holds the parameters nearest to it: of the same module, or as deep inside one as can
-    be, and of the same name (`weight`, `bias`) among those; of equally near groups it is the first.
-
-    Args:
-        optimizer: over parameters of `model`.
-        model: the model with the added parameters.
-        states: name of a parameter -> what the optimizer knew of it before.
+    Each joins the group of the nearest parameters: deepest common module, then same last name, then the first group.
+    `states`: what the optimizer knew of a parameter before.
     """
     added = _added(model)
     others = [each for each in live_optimizers() if each is not optimizer] if added else []

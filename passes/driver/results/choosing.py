@@ -19,45 +19,29 @@ from .gate import forms_of, has_flags, has_plain_options, reset_form, set_form
 
 __all__ = ["Choice", "choose_form"]
 
-_SECONDS = 0.1
-"""How long forms are raced, if more than a few rounds of steps are made in it at all."""
-
+_SECONDS = 0.1  # how long forms are raced, if more than a few rounds of steps are made in it at all
 _ELEMENTS = 2**22
 """So many at most are stepped on: with gradients and moments more than caches hold, as of a whole model."""
-
-_OF_ONE = 2**20
-"""A tensor with more elements is as slow for each of them as one with so many."""
-
+_OF_ONE = 2**20  # a tensor with more elements is as slow for each of them as one with so many
 _OF_ONE_COMPARED = 2**12
 _STEPS = 3
 _OWN_ERRORS = 4.0
 """As of rewrites, of a form: it may err so many times as much as the one that is there, and units in the last place."""
-
 _OF_GRADIENTS = 1e-2
-
 Group = tuple[dict[str, Any], list[Tensor]]
 """The options of a group, and the tensors that stand for its parameters."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What became of an optimizer.
-
-    Attributes:
-        kind: its class.
-        form: of its steps from now on, `fused` or `foreach`; "" if it is what it was.
-        reason: one clause, why it stayed what it was.
-        error: the largest one of steps beside float64, relative to the scale of each tensor; None: not compared.
-        speedup: of a step.
-        forms: how many times faster each form was than what was there.
-    """
+    """What became of an optimizer's steps."""
 
     kind: str
-    form: str = ""
-    reason: str = ""
-    error: float | None = None
+    form: str = ""  # of its steps from now on, `fused` or `foreach`; "": what it was
+    reason: str = ""  # why it stayed what it was
+    error: float | None = None  # beside float64, relative to the scale of each tensor; None: not compared
     speedup: float | None = None
-    forms: Mapping[str, float] = field(default_factory=dict[str, float])
+    forms: Mapping[str, float] = field(default_factory=dict[str, float])  # how many times faster each was
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain JSON values."""
@@ -73,10 +57,9 @@ def choose_form(
     decided: str | None = None,
     ranks: Ranks | None = None,
 ) -> Choice:
-    """Let an optimizer, in place, take its steps in the form that is fastest; `reset_form` undoes it.
+    """Let an optimizer, in place, take its steps in its fastest form; `reset_form` undoes it. What its user set stays.
 
-    What its user has set stays. Where several processes train, all take the form that rank 0 has chosen: replicas
-    are to stay equal to the last bit. Where a plan has `decided`, or without `measure`, none is chosen by time.
+    On several ranks all take the form of rank 0, to stay equal to the last bit; one `decided` by a plan is not timed.
     """
     reset_form(optimizer)
     choice = _refused(optimizer, model)
@@ -180,10 +163,7 @@ def _judged(everyone: Any) -> tuple[str, str]:
 
 
 def stepping(optimizer: Optimizer, form: str) -> Callable[[], object]:
-    """Return a function that makes one step on copies of a part of the parameters: of every second, third, ...
-
-    The sizes of all of them are there in the same mixture. A gradient has random numbers.
-    """
+    """Return a function that makes one step, with random gradients, on copies of every nth parameter of any size."""
     groups = _groups(optimizer, _OF_ONE)
     sizes = sorted((tensor.numel(), at, n) for at, (_, each) in enumerate(groups) for n, tensor in enumerate(each))
     every = 1
@@ -200,9 +180,9 @@ def stepping(optimizer: Optimizer, form: str) -> Callable[[], object]:
 
 
 def deviation(optimizer: Optimizer, form: str) -> tuple[float, str]:
-    """Return the largest error of steps in a form, relative to the scale of each tensor, and what is wrong, or "".
+    """Return the largest relative error of steps in a form beside float64, and what is wrong, or "".
 
-    They are compared with steps in float64 of the form that is there, and may err four times as much as it does.
+    A form may err four times as much as the one that is there.
     """
     groups = _groups(optimizer, _OF_ONE_COMPARED)
     wide = [(options, [tensor.double() for tensor in tensors]) for options, tensors in groups]

@@ -17,15 +17,13 @@ __all__ = ["FLAGS", "Gate", "forms_of", "has_flags", "has_plain_options", "reset
 
 FLAGS = ("foreach", "fused")
 """Options of a group, each of which is a form of its steps; where all are None, torch chooses."""
-
 _TYPES = frozenset((Tensor, nn.Parameter))
 
 
 class Gate:
     """Sets the flag of a form for the step of a group whose tensors are all alike, and takes it back.
 
-    Fused kernels of a CPU read the memory of parameters, gradients and moments in one order, and do not look whether it
-    is the same for all (torch 2.13). Where one differs, or has no moments yet, torch takes the step as without a form.
+    Fused CPU kernels read parameters, gradients and moments in one memory order, unchecked (torch 2.13); else no form.
     """
 
     def __init__(self, optimizer: Optimizer, form: str) -> None:
@@ -124,10 +122,7 @@ def forms_of(optimizer: Optimizer) -> list[str]:
 
 
 def set_form(optimizer: Optimizer, form: str) -> None:
-    """Let an optimizer take its steps in another form, in place, where it can; `reset_form` undoes it.
-
-    Flags of its groups are set in a step alone: saved states and copies are what they would be without a form.
-    """
+    """Let an optimizer, in place, take its steps in another form where it can; its saved states do not show it."""
     reset_form(optimizer)
     if form:
         gate = Gate(optimizer, form)

@@ -39,7 +39,7 @@ __all__ = ["hand_over", "restored"]
 def restored(model: nn.Module, record: Record, optimizer: Optimizer | None = None) -> nn.Module:
     """Return the original structure with the current weights, buffers, modes, hooks, attributes and optimizers.
 
-    Raises UsageError where what goes along is no optimizer, StateError where one cannot move; nothing is changed then.
+    Raises UsageError for what is no optimizer, StateError where one cannot move; nothing is changed then.
     """
     if optimizer is not None:
         check_optimizer(optimizer, model)
@@ -124,10 +124,9 @@ class _Held:
 def hand_over(
     model: nn.Module, fast: nn.Module, request: Request, optimizer: Optimizer | None, *, inplace: bool
 ) -> nn.Module:
-    """Return what the user gets of an optimized copy: it, or `model` turned into it; its optimizers go with it.
+    """Return an optimized copy, or `model` turned into it; its optimizers go with it, in a faster form if there is one.
 
-    The steps of the given one take another form then, where that is faster. Raises StateError, with nothing changed,
-    where an optimizer cannot move, or what the model holds of its parameters.
+    Raises StateError, with nothing changed, where an optimizer or what the model holds of its parameters cannot move.
     """
     record = cast("Record", record_of(fast))
     refuse_averages(model, fast)

@@ -36,10 +36,7 @@ SomeOptimizer = TypeVar("SomeOptimizer", bound=Optimizer)
 
 
 def check_optimizer(optimizer: object, model: nn.Module) -> None:
-    """Refuse, before anything is done, what cannot move with a model.
-
-    Raises UsageError for no optimizer, StateError for one that is not element-wise, or trains nothing of the model.
-    """
+    """Raise UsageError for no optimizer, StateError for one that is not element-wise or trains nothing of the model."""
     if not isinstance(optimizer, Optimizer):
         given = type(optimizer).__name__
         raise UsageError(

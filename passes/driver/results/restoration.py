@@ -64,10 +64,7 @@ def _real(skeleton: Tensor, value: Tensor, requires_grad: bool) -> Tensor:
 
 
 def _carry_over(sources: Mapping[str, nn.Module], targets: Mapping[str, nn.Module], changed: Collection[str]) -> None:
-    """Give modules the transient buffers, hooks and attributes that those of the same names have now, but `changed`.
-
-    Of what a pass put in the place of another module nothing is taken.
-    """
+    """Copy transient buffers, hooks and attributes between modules of one name, but for those that a pass `changed`."""
     alike = {name: t for name, t in targets.items() if name in sources and same_kind(sources[name], t)}
     kept = _attributes_of(alike, changed)
     pairs = [(sources[name], target) for name, target in alike.items()]

@@ -26,23 +26,14 @@ Translation = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Successors:
-    """What has become of parameters.
+    """What has become of the parameters of a given model in the other one."""
 
-    Attributes:
-        names: id of a parameter of the given model -> its name there.
-        originals: id of such a parameter -> the names of the unoptimized model that it is made of.
-        shapes: name of a parameter of the given model -> its shape, in order.
-        named: the other model's parameters by name.
-        whole: name of such a parameter -> the names of the unoptimized model that it is made of.
-        translate: tensors by name in the given model -> by name in the other one.
-    """
-
-    names: Mapping[int, str]
-    originals: Mapping[int, Names]
+    names: Mapping[int, str]  # id of a parameter of the given model -> its name there
+    originals: Mapping[int, Names]  # id of such a parameter -> names in the unoptimized model
     shapes: Mapping[str, tuple[int, ...]]
-    named: Mapping[str, nn.Parameter]
-    whole: Mapping[str, Names]
-    translate: Translation
+    named: Mapping[str, nn.Parameter]  # the other model's
+    whole: Mapping[str, Names]  # name of such a parameter -> names in the unoptimized model
+    translate: Translation  # tensors by name in the given model -> in the other one
     _by_original: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -93,11 +84,7 @@ def _originals(name: str, state_map: StateMap | None, aliases: Mapping[str, str]
 
 
 def refuse_averages(model: nn.Module, fast: nn.Module) -> None:
-    """Refuse a model with a child that averages another one (`AveragedModel`), of which one has other parameters now.
-
-    Raises:
-        StateError: it would average by places what does not stand in the same places any more.
-    """
+    """Raise StateError for a child that averages a model by places (`AveragedModel`) where parameters changed."""
     modules, rewritten = modules_by_name(model), modules_by_name(fast)
     averages = {path: module.module for path, module in modules.items() if isinstance(module, AveragedModel)}
     for path, average in averages.items():
@@ -121,10 +108,9 @@ Change = Callable[[Callable[[nn.Parameter], nn.Parameter]], None]
 
 
 def moved_holdings(holdings: Iterable[Holding], successors: Successors) -> list[Change]:
-    """Return what is to be done so that containers and objects hold the successors of the parameters that they hold.
+    """Return the changes that let containers and objects hold the successors of the parameters that they hold.
 
-    Raises:
-        StateError: one holds a part of what is one tensor now, or what it holds goes by places or keys.
+    Raises StateError where one holds a part of what is one tensor now, or goes by places or keys.
     """
     changes: list[Change] = []
     for holding in holdings:

@@ -16,17 +16,9 @@ _Hooks = list[tuple[str, Callable[..., Any]]]
 
 
 def carry_tensor_hooks(source: nn.Module, target: nn.Module, originals: Iterable[str] = ()) -> list[str]:
-    """Register the hooks on a model's parameters on those of another one, of the same original names.
+    """Register the hooks on a model's parameters on those of another with the same `originals`; return names left out.
 
     A member of fused ones has a live view there, whose hooks act on its slice. Torch's copies have no such hooks.
-
-    Args:
-        source: the model that has them.
-        target: the model that is to have them.
-        originals: original names of what `source` holds, if it was optimized: of fused members, too.
-
-    Returns:
-        The names of parameters whose hooks nothing of their shape can take.
     """
     lost: list[str] = []
     for names, tensor, hooks in _hooked(source, originals):

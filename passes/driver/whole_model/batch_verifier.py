@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ....runtime.graphs import capture_of
 from ... import verification
 from ...contract import Pass
-from ...pipeline import Decision
+from ...pipeline import Decision, Measured
 from ...rewriting import Edit
 from ...sites import Goal, Numerics, Phase, Refusal
 from ..batch import Batch
@@ -26,22 +26,18 @@ __all__ = ["BatchVerifier"]
 
 _FEWEST = 4
 """Fewer kinds of blocks are decided one by one: what is wrong is then known at once, and equal blocks follow."""
-
 _FORWARDS = 10.0
 """A check of the whole model takes about as long as so many forwards; with less time left it is not begun."""
-
-
-_BY_THE_WHOLE = "judged with the whole model"
+_BY_THE_WHOLE = Measured(untimed="judged with the whole model").figures()
 _VERIFYING = 0.8
 """Verifying takes this part of the time that the runs before took: nothing is tried that the model may not take."""
 
 
 @dataclass
 class BatchVerifier:
-    """Write the groups of a pass that leave nothing to choose, and verify them in one go.
+    """Write the groups of a pass that leave nothing to choose, and verify them in one go, in float64.
 
-    In float64 a fault inside shows at the outputs of the whole model as it does around its site. What holds in training
-    too is verified site by site: gradients of all parameters of a model, many times, take longer than those of a site.
+    What holds in training too is verified site by site: gradients of the whole model, many times, take longer.
     """
 
     tuner: Tuner
@@ -78,10 +74,10 @@ class BatchVerifier:
         batch, firsts = Batch.of(self.tuner, pass_, groups), dict[Hashable, Decision]()
         for group, edit in batch.written:
             figures = {"checked": "with the whole model", **pass_.judgement(group.sites[0])}
-            if self._is_for_speed and "speedup" not in figures:
-                figures["untimed"] = _BY_THE_WHOLE
-            kind = group.sites[0].kind
-            evidence = firsts.get(kind) if "speedup" in figures and kind is not None else None
+            is_timed, kind = Measured.of(figures).speedup is not None, group.sites[0].kind
+            if self._is_for_speed and not is_timed:
+                figures |= _BY_THE_WHOLE
+            evidence = firsts.get(kind) if is_timed and kind is not None else None
             decision = self._context.history.keep(pass_, Candidate(group, edit=edit, figures=figures), edit, evidence)
             firsts.setdefault(kind, decision)
         known = set(map(id, batch.groups))
@@ -157,7 +153,7 @@ class BatchVerifier:
             verdict = self._verdict(batch)
             if verdict.ok and not verdict.is_rounded:
                 self._standing += batch.edits
-                return batch.keep(verdict, **({"untimed": _BY_THE_WHOLE} if self._is_for_speed else {})), ()
+                return batch.keep(verdict, **(_BY_THE_WHOLE if self._is_for_speed else {})), ()
         batch.undo()
         is_open = len(batch.written) >= _FEWEST and self._has_time(self._seconds)
         return (), batch.groups if is_open else ()
@@ -183,5 +179,5 @@ def _errs_little(pass_: Pass, group: Group) -> bool:
     return (
         group.is_single
         and pass_.numerics is Numerics.APPROXIMATE
-        and "precision_error" in pass_.judgement(group.sites[0])
+        and Measured.of(pass_.judgement(group.sites[0])).precision_error is not None
     )

@@ -20,12 +20,11 @@ from ..context import RunContext
 from ..halving import longest_right
 from ..history import Rewrite
 from ..tuner import Tuner
-from .references import with_references
+from .reference_check import with_references
 
 __all__ = ["FinalCheck"]
 
-_LEAST_SECONDS = 2.0
-"""So long what is wrong is looked for, however short the time budget is."""
+_LEAST_SECONDS = 2.0  # so long what is wrong is looked for, however short the time budget is
 
 
 @dataclass
@@ -82,10 +81,7 @@ class FinalCheck:
     # -- the original ----------------------------------------------------------------------------------------------
 
     def _to_be_equal_to(self, rewrites: Sequence[Rewrite]) -> nn.Module | None:
-        """Return the model that the rewritten one must be equal to, or None where nobody can say.
-
-        It is the original, in which the passes that change the function put what theirs must be equal to.
-        """
+        """Return the original with the references of passes that change the function in it; None without one."""
         changing = [rewrite for rewrite in rewrites if rewrite.pass_.numerics is Numerics.SEMANTIC]
         key = tuple(map(id, changing))
         if key not in self._models:
@@ -170,11 +166,7 @@ class FinalCheck:
                 self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, why=""))
 
     def _unproven(self, order: Sequence[Rewrite], right: int, reason: str) -> Sequence[Rewrite]:
-        """Return what goes where no time is left to find which rewrite it is: what may be left out, if that is enough.
-
-        Raises:
-            BudgetError: it is among several that the user named for more than speed.
-        """
+        """Return what goes where no time is left to find the wrong one; raise BudgetError if that is not for speed."""
         unproven = order[right:]
         skippable = [rewrite for rewrite in unproven if rewrite.pass_.skippable]
         if 0 < len(skippable) < len(unproven):
@@ -232,8 +224,4 @@ def _budget(rewrites: Sequence[Rewrite]) -> float | None:
 
 def _value(rewrite: Rewrite) -> float:
     """Return what a rewrite with an error budget gains for the error that it makes; of others the order counts."""
-    if not _is_lossy(rewrite.pass_):
-        return 0.0
-    measured = rewrite.decision.measured
-    gain = 1.0 if measured.saved_us is None else measured.saved_us
-    return gain / max(measured.precision_error or 0.0, 1e-12)
+    return rewrite.decision.measured.saved_per_error if _is_lossy(rewrite.pass_) else 0.0

@@ -33,8 +33,7 @@ def finished(
 ) -> nn.Module:
     """Return the optimized model, which is changed, after the last passes of the run have finished it, on all ranks.
 
-    The outputs on the first of `inputs` are compared and, of a model for training, the gradients of a step. Raises
-    PassError where a pass raises on any rank, or changes these.
+    Outputs on the first of `inputs` and gradients of a step are compared. Raises PassError where a pass raises or errs.
     """
     plan = record.plan.last(len(passes))
     for step, pass_ in enumerate(passes):

@@ -35,8 +35,8 @@ _SEED = 0
 class FirstStep:
     """One training step, made before a pass finishes the model, to be compared with one after.
 
-    Ranks take their own example calls and the same random numbers before and after. Where gradients are averaged, each
-    rank weights its loss otherwise: then what is left out of the average differs, though all have the same rows.
+    Ranks take their own calls and the same random numbers. Where gradients are averaged, each rank weights its loss
+    otherwise: a gradient left out of the average then differs, though all ranks have the same rows.
     """
 
     pass_: Pass

@@ -18,10 +18,7 @@ __all__ = ["measured_memory", "memory_figures"]
 
 
 def measured_memory(program: Program, passes: Sequence[Pass]) -> MemoryUse | None:
-    """Return what a training step takes now; None if no pass is for memory, or nothing can be run.
-
-    The program keeps what the model held before any pass.
-    """
+    """Return what a training step takes now; None if no pass is for memory, or nothing can be run."""
     is_wanted = program.training and any(pass_.goal is Goal.MEMORY for pass_ in passes)
     if not is_wanted or not program.whole_calls or is_on_meta(program.model):
         return None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from ....compat import own_children
 from ....errors import BudgetError
 from ....runtime.graphs import Region
 from ....runtime.state import StateMap
@@ -15,24 +16,23 @@ from ....tracing.examples import Inputs
 from ....tracing.isolation import copied_module
 from ... import verification
 from ...contract import Pass
-from ...sites import Goal, Numerics, Phase, Refusal
+from ...pipeline import switches_kept
+from ...sites import Goal, Numerics, Refusal, Site
 from ..batch import Batch
 from ..context import RunContext
 from ..groups import Candidate, Group
 from ..halving import in_halves
 from ..history import composed
 from ..tuner import Tuner
-from .references import with_references
 
-__all__ = ["ReferenceCheck"]
+__all__ = ["ReferenceCheck", "with_references"]
 
 
 @dataclass
 class ReferenceCheck:
-    """Write all sites of a pass that says what the rewritten model must be equal to, and compare once.
+    """Write all sites of a pass that has a reference, and compare once; what is wrong is found by halving.
 
-    What is wrong is found by halving. So a pass with many sites costs what one costs, and its sites, which were chosen
-    together, are not left out for want of time.
+    Its sites were chosen together: they take the time of one, and are not left out for want of time.
     """
 
     tuner: Tuner
@@ -62,11 +62,7 @@ class ReferenceCheck:
         return self._context.program.whole_calls
 
     def _judged(self, groups: Sequence[Group]) -> tuple[Sequence[Group], Sequence[Group]]:
-        """Compare; where no time is left, briefly, to find what is wrong, and what is left of them once in full.
-
-        Raises:
-            BudgetError: it takes longer to find what is wrong.
-        """
+        """Compare, briefly if no time is left, then the right ones in full; raise BudgetError if that takes longer."""
         if self._context.has_time(self._pass):
             return self._compared(groups)
         settled, doubtful = self._objections(groups)
@@ -81,15 +77,17 @@ class ReferenceCheck:
         batch.undo()
         if verdict is None or verdict.ok:
             return (), ()
-        return ([Candidate(groups[0], verdict.reason)], ()) if len(groups) == 1 else ((), groups)
+        return ([Candidate.wrong(groups[0], verdict)], ()) if len(groups) == 1 else ((), groups)
 
     def _compared(self, groups: Sequence[Group], *, last: bool = False) -> tuple[Sequence[Group], Sequence[Group]]:
         """Write groups and compare; return those that are decided, and those of which some are wrong."""
         verdict, batch = self._tried(groups)
         if verdict is not None and verdict.ok:
-            return [*self._left(batch.refused), *self._kept(batch, verdict)], ()
+            left, kept = self._left(batch.refused), batch.keep(verdict)
+            self._context.calls.forget()
+            return [*left, *kept], ()
         batch.undo()
-        alone = [Candidate(group, verdict.reason) for group in batch.groups[:1] if verdict and len(batch.written) == 1]
+        alone = [Candidate.wrong(group, verdict) for group in batch.groups[:1] if verdict and len(batch.written) == 1]
         decided = self._left([*batch.refused, *alone])
         if verdict is None or alone:
             return decided, ()
@@ -113,23 +111,19 @@ class ReferenceCheck:
             self._context.history.leave(self._pass, candidate)
         return [candidate.group for candidate in candidates]
 
-    def _kept(self, batch: Batch, verdict: verification.Verdict) -> list[Group]:
-        groups = batch.keep(verdict)
-        self._context.calls.forget()
-        return groups
-
     def _verdict(self, original: nn.Module, batch: Batch, *, hurried: bool) -> verification.Verdict | None:
         """Return the worst verdict on the model, or None where the pass does not say what it must be equal to."""
         program = self._context.program
         expected = with_references(original, [(self._pass, group.sites[0]) for group in batch.groups])
         if expected is None:
             return None
-        modes = verification.modes_to_check(program.model, self._phase, program.training)
+        phase = self._pass.phase
+        modes = verification.modes_to_check(program.model, phase, program.training)
         simulation = verification.Simulation.taken(
             expected,
             self._calls,
             modes=modes[:1] if hurried else modes,
-            gradients=self._phase.covers_training and not hurried,
+            gradients=phase.covers_training and not hurried,
             seed=self._context.request.seed,
             sizes=verification.Sizes.SMALLER,
             widest=torch.float32 if hurried else torch.float64,
@@ -145,6 +139,26 @@ class ReferenceCheck:
             return total.forward
         return lambda state: total.forward({n: t for n, t in state.items() if not n.startswith(borrowed)})
 
-    @property
-    def _phase(self) -> Phase:
-        return self._pass.phase
+
+def with_references(model: nn.Module, sites: Iterable[tuple[Pass, Site]]) -> nn.Module | None:
+    """Change a copy of the original at sites, in order; None where a pass cannot say what it must be."""
+    for pass_, site in sites:
+        try:
+            original = model.get_submodule(site.owner)
+            with switches_kept():
+                reference = pass_.reference(site, original)
+        except Exception:  # the original may lack what an earlier rewrite made, and the site names
+            return None
+        if reference is None:
+            return None
+        if reference is not original:
+            model = _put(model, site.owner, reference)
+    return model
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
+    path, _, last = name.rpartition(".")
+    if not name:
+        return module
+    own_children(model.get_submodule(path)).update({last: module})  # fused members refuse items
+    return model

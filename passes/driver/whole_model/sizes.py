@@ -15,13 +15,9 @@ from ..context import RunContext
 
 __all__ = ["with_other_sizes"]
 
-_SECONDS = 0.02
-"""A race of other sizes samples for so long: it is to show clear losses, not to choose."""
-
+_SECONDS = 0.02  # a race of other sizes samples for so long: it is to show clear losses, not to choose
 _FEWEST_ROUNDS, _SURE_ROUNDS = 3, 6
-_READY_CALLS = 2
-"""So many calls make a model ready for timing."""
-
+_READY_CALLS = 2  # so many calls make a model ready for timing
 _LONGEST_CALL = 1.0
 """No call of another size is made that may take more seconds: what takes long takes much memory, too."""
 
@@ -29,10 +25,7 @@ _LONGEST_CALL = 1.0
 def with_other_sizes(
     context: RunContext, original: nn.Module | None, timings: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Return the whole model's timings with those on other sizes and layouts, as far as there is time for them.
-
-    `original` is a twin of the model as it was. Where nothing was timed, there is none, or no `timings`.
-    """
+    """Return the timings with those on other sizes and layouts, as far as there is time; `original` is a twin."""
     if original is None or timings is None:
         return timings
     deactivate(context.program.names.distinct)
@@ -91,8 +84,7 @@ class _Races:
             said = (str(error).splitlines() or [""])[0]
             self.untimed[each.label] = f"{type(error).__name__}: {said}"
             return
-        figures = {"speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high}
-        self.timed[each.label] = figures
+        self.timed[each.label] = {"speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high}
 
     def _timings(self, each: Neighbour, runs: Mapping[str, timing.Runner]) -> timing.Timings:
         is_affordable = self._allows(_SURE_ROUNDS, each.scale * self.pair_seconds)

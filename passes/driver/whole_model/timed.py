@@ -21,7 +21,6 @@ __all__ = ["WholeModel"]
 
 _RACES = 2
 """So many races must say that the model is slower: one reading of a busy machine does not undo what was gained."""
-
 _WORTH = 0.02
 """Where sites were shown to save more than this part of the model's time, one race more must speak against them."""
 
@@ -46,7 +45,7 @@ class WholeModel:
     def never_slower(self) -> dict[str, Any] | None:
         """Return the model's timings; while it is slower, take back the rewrites that are least certain to pay.
 
-        Where it generates, neither a prompt nor a step may be: what one of them gains does not speak for the other.
+        Where it generates, neither a prompt nor a step may be slower.
         """
         rewrites = self._judged
         is_whole = len(rewrites) == 1 and not rewrites[0].owner and rewrites[0].decision.measured.speedup is not None
@@ -99,10 +98,9 @@ class WholeModel:
         ]
 
     def _doubtful(self) -> list[Rewrite]:
-        """Return the rewrites to take back next, together.
+        """Return the rewrites to take back next, together; equal blocks share one timing.
 
-        First come clean-ups, which nobody timed, in modules that only they keep from running the original forward; then
-        the speed rewrites for which there was no time; then the least certain. Equal blocks share one timing.
+        First clean-ups that alone keep modules from their original forward, then the untimed, then the least certain.
         """
         fast = [each for each in self._judged if each.pass_.goal is Goal.SPEED]
         owners = {each.owner for each in fast}
