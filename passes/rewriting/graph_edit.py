@@ -33,11 +33,10 @@ from ...runtime.state import Holder, holder_of
 from ...tracing.examples import Meta, meta_of
 from ...tracing.program import Program
 from ..sites import Site
+from .changes import Journal
 from .effects import has_effects
-from .journal import Journal
-from .order import check_order_of_writes, has_write_between
+from .order import check_order_of_writes, check_well_formed, has_write_between, is_same_graph
 from .snapshot import Snapshot
-from .well_formed import check_well_formed, is_same_graph
 
 __all__ = ["GraphEdit"]
 

@@ -34,17 +34,9 @@ from ...runtime.values import map_leaves, user_class
 from ..sites import VOLATILE, is_volatile
 
 __all__ = [
-    "Checks",
-    "Opener",
-    "bound",
-    "lasting_guards",
-    "obstacle_at",
-    "obstacle_to_inlining",
-    "received",
-    "substituted",
-    "unmet_guard",
-    "unmet_guards",
-]
+    "Checks", "Opener", "bound", "lasting_guards", "obstacle_at", "obstacle_to_inlining", "received", "substituted",
+    "unmet_guard", "unmet_guards",
+]  # fmt: skip
 
 
 def obstacle_to_inlining(module: nn.Module) -> str | None:

@@ -29,15 +29,7 @@ from .tolerances import (
     Tolerance,
 )
 
-__all__ = [
-    "Allowances",
-    "Measured",
-    "beside_neighbours",
-    "gradients_within",
-    "is_drowned",
-    "learn_response",
-    "within",
-]
+__all__ = ["Allowances", "Measured", "beside_neighbours", "gradients_within", "is_drowned", "learn_response", "within"]
 
 
 @dataclass(frozen=True)

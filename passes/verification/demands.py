@@ -17,25 +17,10 @@ from .tolerances import DRIFT, DRIFT_UNITS, ENOUGH, LOUD, NATIVE_FACTOR, NOTHING
 from .translation import Objection
 
 __all__ = [
-    "TooFar",
-    "Verdict",
-    "check_attachment",
-    "check_bits",
-    "check_drift",
-    "check_finite",
-    "check_form",
-    "check_memory",
-    "check_not_finite",
-    "check_same_quantities",
-    "check_structure",
-    "drifts",
-    "gaps_and_jumps",
-    "judged",
-    "judged_within",
-    "largest_gap",
-    "overflowing_alike",
-    "results_in",
-]
+    "TooFar", "Verdict", "check_attachment", "check_bits", "check_drift", "check_finite", "check_form", "check_memory",
+    "check_not_finite", "check_same_quantities", "check_structure", "drifts", "gaps_and_jumps", "judged",
+    "judged_within", "largest_gap", "overflowing_alike", "results_in",
+]  # fmt: skip
 
 _LEARNED = object()
 """There is nothing more to learn."""

@@ -18,15 +18,7 @@ from ...runtime.graphs import FOUND, context_regions
 from ...runtime.values import INTERNAL, RandomState, change_count, plain_tensors, put_members_back, same_members
 from .parameter_data import ParameterData, data_of, storage_of
 
-__all__ = [
-    "AttributeState",
-    "Contents",
-    "ModelState",
-    "in_phase",
-    "memory_of",
-    "preserved",
-    "restoring",
-]
+__all__ = ["AttributeState", "Contents", "ModelState", "in_phase", "memory_of", "preserved", "restoring"]
 
 _REGISTRIES = (
     "_parameters", "_buffers", "_modules",

@@ -137,10 +137,7 @@ def _names_of(rest: Source) -> Source:
 def _relaxed(guards: Iterable[Guard], rest: Argument) -> tuple[Guard, ...]:
     """Return guards that hold with the argument, too."""
     key = key_of(VARYING)
-    instead = {
-        length_of(rest): CallOf(count_besides, (rest, key)),
-        _names_of(rest): CallOf(names_besides, (rest, key)),
-    }
+    instead = {length_of(rest): CallOf(count_besides, (rest, key)), _names_of(rest): CallOf(names_besides, (rest, key))}
     return tuple(
         dataclasses.replace(guard, source=instead[guard.source]) if guard.source in instead else guard
         for guard in guards

@@ -19,9 +19,8 @@ from ...compat import torch_functions_off
 from ...runtime.values import Absent, is_whole
 from ..isolation import redirect
 from ..reads import Observers
-from .class_proxies import class_proxy
 from .memos import call_memo, is_memoised
-from .proxy import ValueProxy
+from .proxy import ValueProxy, class_proxy
 from .recorder import Recorder
 
 __all__ = ["Session"]

@@ -37,11 +37,7 @@ class Expectation:
 
 
 def expectations(
-    model: nn.Module,
-    captured: Mapping[str, Capture],
-    inputs: Sequence[Inputs],
-    recording: Recording,
-    state: ModelState,
+    model: nn.Module, captured: Mapping[str, Capture], inputs: Sequence[Inputs], recording: Recording, state: ModelState
 ) -> list[Expectation]:
     """Return what was recorded and, where a graph may depend on it, what the model gives in the other mode."""
     pairs = zip(inputs, recording.outputs, strict=True)

@@ -18,8 +18,7 @@ from ..isolation import patching
 from ..proxies import proxies_in
 from ..recording import calls_intercepted
 from ..trace import ModuleTracer, TracingSession
-from .functions import patch_checks, patch_functions, patch_leaf_functions
-from .switches import patch_contexts
+from .functions import patch_checks, patch_contexts, patch_functions, patch_leaf_functions
 
 __all__ = ["tracing_session"]
 

@@ -16,8 +16,8 @@ from ...runtime.values import INTERNAL, copied, has_attributes, qualified
 from ..proxies import ValueProxy
 from ..reads import NestedReads, items_of
 from .assignments import Assignments
-from .child_reads import ChildReads
-from .open_contexts import OpenContexts
+from .children import ChildReads
+from .contexts import OpenContexts
 from .protocol import Tracer
 
 __all__ = ["Attributes"]

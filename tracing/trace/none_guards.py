@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from ...compat import operator_format
 from ...runtime.guards import require
 from ..reads import source_of, user_frame
-from .cleanup import only_reads
+from .checks import only_reads
 from .decisions import Decisions
 from .protocol import Tracer
 

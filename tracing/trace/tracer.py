@@ -23,14 +23,12 @@ from ..recording import Call
 from .arguments import Arguments
 from .assignments import Assignments, State
 from .attributes import Attributes
-from .checks import order_checks
-from .child_reads import ChildReads
-from .children import Children
-from .cleanup import drop_unused
+from .checks import drop_unused, order_checks
+from .children import ChildReads, Children
+from .contexts import OpenContexts
 from .decisions import Decisions
 from .node_arguments import NodeArguments
 from .none_guards import NoneGuards, is_statement
-from .open_contexts import OpenContexts
 
 __all__ = ["ModuleTracer", "TracingSession"]
 

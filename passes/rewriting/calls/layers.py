@@ -21,15 +21,8 @@ from ....tracing.program import Program
 from ..inlining import obstacle_to_inlining
 
 __all__ = [
-    "LAYERS",
-    "Layer",
-    "LayerCall",
-    "call_of_layer",
-    "layer_of",
-    "objection_to_module",
-    "shape_of",
-    "tensor_read",
-]
+    "LAYERS", "Layer", "LayerCall", "call_of_layer", "layer_of", "objection_to_module", "shape_of", "tensor_read",
+]  # fmt: skip
 
 _OPERATORS: Mapping[type[nn.Module], str] = {
     nn.Linear: "linear",

@@ -1,4 +1,4 @@
-"""What is switched on around a call: autocast, which a graph has none of by itself, and inference mode."""
+"""What is on around a call: autocast, which a graph has none of by itself, inference mode, and `torch.compile`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-__all__ = ["AutocastState", "autocast_state_now", "outside_inference_mode"]
+from ...compat import all_modules
+
+__all__ = ["AutocastState", "autocast_state_now", "compiles", "eagerly", "is_in_compiled", "outside_inference_mode"]
+
 
 _DEVICES = ("cpu", "cuda")
 
@@ -42,4 +46,28 @@ def outside_inference_mode() -> Generator[None]:
         yield
         return
     with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+_ORIGINAL = "_orig_mod"
+"""Where the module that `torch.compile` returns keeps the one that it compiles."""
+
+
+def compiles(module: nn.Module) -> bool:
+    """Tell whether a module is what `torch.compile` returned for another one."""
+    return isinstance(getattr(module, _ORIGINAL, None), nn.Module)
+
+
+def is_in_compiled(name: str) -> bool:
+    """Tell by its name whether a module is, or is inside, one that `torch.compile` compiles."""
+    return _ORIGINAL in name.split(".")
+
+
+@contextmanager
+def eagerly(model: object) -> Generator[None]:
+    """Run what is compiled in a model eagerly for a while: compiling a recorded run would compile the recorder, too."""
+    if not isinstance(model, nn.Module) or not any(map(compiles, all_modules(model))):
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
         yield
