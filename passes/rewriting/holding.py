@@ -21,9 +21,8 @@ _REASON = "a module that the graph computes itself was replaced, or given anothe
 def hold_written_out(
     edit: Edit, paths: Sequence[str], free: Callable[[nn.Module], Collection[str]] = lambda _: ()
 ) -> None:
-    """Seal modules whose calls are written out, and let the site's graph hold only while they are what they are.
-
-    A seal refuses what goes through attributes, and says why. What goes past them (`_modules[...]`, `__class__`,
+    """Seal modules whose calls are written out, and let the site's graph hold only while they are what they are. A seal
+    refuses what goes through attributes, and says why. What goes past them (`_modules[...]`, `__class__`,
     `__dict__["forward"]`, hooks on all modules) is seen at the next call, which runs the module's original forward.
     `free` gives the settings of a module that may change: where they count, the graph does not hold.
     """

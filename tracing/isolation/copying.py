@@ -29,9 +29,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
-    """Return `copy.deepcopy(module, memo)`.
-
-    Tensors that a forward left in attributes or buffers are copied without their history, where `deepcopy` raises.
+    """Return `copy.deepcopy(module, memo)`. Tensors that a forward left in attributes or buffers are copied without
+    their history, where `deepcopy` raises.
     """
     memo = {} if memo is None else memo
     for tensor in _left_behind(module):
@@ -56,9 +55,8 @@ def _left_behind(module: nn.Module) -> Iterator[Tensor]:
 
 
 def shallow_clone(module: M) -> M:
-    """Return a copy of the module tree as it runs now, on the same parameters and buffers.
-
-    Later rewrites of `module` do not reach the copy; writes into its parameters do.
+    """Return a copy of the module tree as it runs now, on the same parameters and buffers. Later rewrites of `module`
+    do not reach the copy; writes into its parameters do.
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in all_tensors(all_modules(module))}
     memo |= {id(optimizer): optimizer for optimizer in _held_optimizers(module)}

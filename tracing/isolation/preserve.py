@@ -41,9 +41,8 @@ def memory_of(tensor: Tensor) -> int:
 
 
 class AttributeState:
-    """Hold a module's attributes, registries and plain containers, to put back or to compare.
-
-    What `install` keeps on a module (`_fxopt_capture`, and regions) is left alone, and children that a region borrows.
+    """Hold a module's attributes, registries and plain containers, to put back or to compare. What `install` keeps on a
+    module (`_fxopt_capture`, and regions) is left alone, and children that a region borrows.
     """
 
     __slots__ = ("_kept", "copy", "namespace", "registered")
@@ -158,11 +157,10 @@ class Contents:
 
 
 class ModelState:
-    """Hold what running a model may change, to put it back, any number of times.
-
-    These are: buffers (in place), attributes of every module with the plain containers and tensors in them, registries,
-    training flags, `.grad`, and the random state of torch (CPU, CUDA), Python and numpy. Parameters are not copied, but
-    for those whose `data` is reached for while it is watched.
+    """Hold what running a model may change, to put it back, any number of times. These are: buffers (in place),
+    attributes of every module with the plain containers and tensors in them, registries, training flags, `.grad`, and
+    the random state of torch (CPU, CUDA), Python and numpy. Parameters are not copied, but for those whose `data` is
+    reached for while it is watched.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -234,9 +232,8 @@ def preserved(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def restoring(state: ModelState, assigned: dict[nn.Module, frozenset[str]] | None = None) -> Generator[None]:
-    """Put `state` back on leaving, and fill in which attributes were `assigned`, by module.
-
-    On the meta device, what is made without a device is made there meanwhile.
+    """Put `state` back on leaving, and fill in which attributes were `assigned`, by module. On the meta device, what is
+    made without a device is made there meanwhile.
     """
     try:
         with torch.device("meta") if state.is_meta else nullcontext(), state.data.watched():

@@ -25,9 +25,8 @@ def _entry(*args: Any, fxopt_handler: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def redirect(function: types.FunctionType, handler: Callable[..., Any]) -> Callable[[], None]:
-    """Let calls of `function`, whoever holds it, run `handler(original, ...)`; return what ends it.
-
-    The function is lent other code: to set `nn.Module.__getattr__` updates hundreds of subclasses, 0.25 ms each time.
+    """Let calls of `function`, whoever holds it, run `handler(original, ...)`; return what ends it. The function is
+    lent other code: to set `nn.Module.__getattr__` updates hundreds of subclasses, 0.25 ms each time.
     """
     code, named = function.__code__, function.__kwdefaults__
     original = types.FunctionType(

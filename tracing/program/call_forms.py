@@ -27,7 +27,6 @@ class _NoForm(Exception):
 
 def call_forms(calls: Sequence[Inputs]) -> list[dict[str, Any]]:
     """Return what calls look like, or nothing where one has other arguments than tensors, numbers, text and containers.
-
     Of a tensor these are shape, dtype, smallest and largest number, and whether the numbers of a vector ascend.
     """
     try:

@@ -55,10 +55,9 @@ class Opaque:
 
 @dataclass
 class Captures:
-    """What capturing a model gave, by the modules' names; `leaves` are never looked into.
-
-    It is `uncertain` whether other numbers might have given more: a forward failed, or decided by data. `names` are
-    those of the model's modules, if still all once the captures are installed; see `Program` for the rest.
+    """What capturing a model gave, by the modules' names; `leaves` are never looked into. It is `uncertain` whether
+    other numbers might have given more: a forward failed, or decided by data. `names` are those of the model's modules,
+    if still all once the captures are installed; see `Program` for the rest.
     """
 
     captured: dict[str, Capture]

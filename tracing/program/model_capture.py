@@ -51,7 +51,6 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
 
 def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) -> Captures:
     """Install a graph on every module of `model` that can be captured, and check the whole against the original.
-
     Without inputs, forwards are traced without values. If anything raises, the model is as before.
     """
     names = ModelNames(model)

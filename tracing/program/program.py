@@ -261,7 +261,6 @@ def is_called(program: Program, name: str) -> bool:
 @dataclass(frozen=True)
 class Coverage:
     """Count a model's modules by how they run: from a graph, as one operation each, or their original forward, and why.
-
     `missed` are the guards that turned calls away since the model was handed over, by module.
     """
 

@@ -66,9 +66,8 @@ class GraphRunner(fx.Interpreter):
 
 
 def changed_metas(owner: nn.Module, changed: Sequence[object]) -> Mapping[nn.Module, Mapping[fx.Node, Meta]]:
-    """Return what nodes give that gave something of another form before, by the module in whose graphs they are.
-
-    Only what reads one of the `changed` tensors and modules in `owner` runs. Code without a graph counts as before.
+    """Return what nodes give that gave something of another form before, by the module in whose graphs they are. Only
+    what reads one of the `changed` tensors and modules in `owner` runs. Code without a graph counts as before.
     """
     run, capture = _Run(changed), capture_of(owner)
     if capture is not None:

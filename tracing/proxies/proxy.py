@@ -29,9 +29,8 @@ UNKNOWN = _Unknown()
 
 
 class ValueProxy(fx.Proxy):
-    """Record operations as nodes, and answer questions from an example value.
-
-    Where the answer steers Python (`if`, `range`, `len`), the tracer makes a guard of it, or gives up if data decide.
+    """Record operations as nodes, and answer questions from an example value. Where the answer steers Python (`if`,
+    `range`, `len`), the tracer makes a guard of it, or gives up if data decide.
     """
 
     node: fx.Node

@@ -75,9 +75,8 @@ class _Patch(NamedTuple):
 
 
 class Session(Generic[TracerT]):
-    """Know which tracer, if any, the code that runs now belongs to.
-
-    What is patched is worked out once; a session that is closed may be opened again.
+    """Know which tracer, if any, the code that runs now belongs to. What is patched is worked out once; a session that
+    is closed may be opened again.
     """
 
     def __init__(self) -> None:
@@ -136,9 +135,8 @@ class Session(Generic[TracerT]):
                 self.tracer = None
 
     def is_instance(self, value: Any, kinds: Any) -> bool:
-        """Answer `isinstance`: for proxies from what they stand for, for modules as something that may decide.
-
-        The `__class__` of proxies must not say so: torch's C++ asks it too, and would take one for a tensor's memory.
+        """Answer `isinstance`: for proxies from what they stand for, for modules as something that may decide. The
+        `__class__` of proxies must not say so: torch's C++ asks it too, and would take one for a tensor's memory.
         """
         if type(value) is ValueProxy:
             return value.tracer.is_instance(value, kinds)

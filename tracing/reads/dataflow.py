@@ -28,9 +28,8 @@ _DESCRIPTIONS: Any = (
 
 
 class DataFlow:
-    """Follow, node by node, what the values of a graph depend on, given their example values.
-
-    The shapes of `shaped` ones hang on data; `later` ones on what was read of objects after objects had been changed.
+    """Follow, node by node, what the values of a graph depend on, given their example values. The shapes of `shaped`
+    ones hang on data; `later` ones on what was read of objects after objects had been changed.
     """
 
     def __init__(self, examples: Mapping[fx.Node, Any]) -> None:

@@ -35,9 +35,8 @@ class Reached(NamedTuple):
 
 
 def reached_functions(modules: Sequence[nn.Module], *, hooks: bool = True) -> Iterator[Reached]:
-    """Yield each function that calling `modules` may run, but for the forwards of those inside, nearest first.
-
-    These are their forwards, `hooks` (and a `__call__` of their own), what they name, and methods that they name of the
+    """Yield each function that calling `modules` may run, but for the forwards of those inside, nearest first. These
+    are their forwards, `hooks` (and a `__call__` of their own), what they name, and methods that they name of the
     modules inside. What is called in other ways is not found.
     """
     methods: Mapping[str, list[Any]] | None = None

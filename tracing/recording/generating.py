@@ -49,7 +49,6 @@ def generated_calls(model: nn.Module, call: Generating) -> list[Inputs]:
 
 def calls_of_generate(model: nn.Module, calls: Sequence[Inputs]) -> tuple[list[Inputs], str]:
     """Return the calls that a model makes of itself where it generates from the first of some, which have no cache.
-
     They are a prompt, a step and calls of parts, or none; the text is what the user should know.
     """
     if not calls or not _generates(model) or _has_cache(calls):

@@ -196,9 +196,8 @@ class _AttributeWatch:
 
 
 class _Recorder:
-    """Record calls: of some modules, with copies of tensors or tensors lent, and what `watched` attributes are.
-
-    Lent tensors that are `spare` may be worked on in place, so they are aliases, and those of the model are copied.
+    """Record calls: of some modules, with copies of tensors or tensors lent, and what `watched` attributes are. Lent
+    tensors that are `spare` may be worked on in place, so they are aliases, and those of the model are copied.
     """
 
     def __init__(

@@ -24,7 +24,6 @@ _Lasting = Callable[[fx.Node], Change | None]
 
 def order_checks(graph: fx.Graph, module: nn.Module, decisions: Decisions, lasting: _Lasting, *, marks: bool) -> None:
     """Move checks to before what cannot be done twice, or let the graph note what is to be taken back; else give up.
-
     `lasting` tells what running a node changes that outlives the call; with `marks`, the graph announces that.
     """
     _Order(graph, module, decisions, lasting).run(marks=marks)
@@ -166,7 +165,6 @@ def late_checks(
     later: Collection[fx.Node] = (),
 ) -> list[fx.Node]:
     """Return the checks behind the first node that is `lasting`: it must not be done twice, so they cannot start over.
-
     Those that need nothing of what is done there are moved to before it, but for `fixed` ones, and what reads `later`.
     """
     checks = graph.find_nodes(op="call_function", target=require)

@@ -17,10 +17,8 @@ __all__ = ["Tracer"]
 
 
 class Tracer(Recorder, Protocol):
-    """A tracer, as its parts know it.
-
-    `places` says where a placeholder's value is in the arguments; questions are `liftable` to before the graph runs
-    while no tensor was reshaped in place; `failure` is why the module was given up.
+    """A tracer, as its parts know it. `places` says where a placeholder's value is in the arguments; questions are
+    `liftable` to before the graph runs while no tensor was reshaped in place; `failure` is why the module was given up.
     """
 
     graph: fx.Graph

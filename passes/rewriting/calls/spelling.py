@@ -131,9 +131,8 @@ def _as_if_outside(call: fx.Node, operator: str, path: Any, given: Mapping[str, 
 
 
 def _inside(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Node, CallArguments]:
-    """Return what a module of one operator calls, as if the graph called that itself.
-
-    Tensors of the module are no nodes of the graph; only a pattern that says nothing of them fits.
+    """Return what a module of one operator calls, as if the graph called that itself. Tensors of the module are no
+    nodes of the graph; only a pattern that says nothing of them fits.
     """
     outside = node, CallArguments(node.args, node.kwargs, len(node.args) + len(node.kwargs))
     graph = leaf_graph(module)
