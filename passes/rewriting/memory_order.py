@@ -12,9 +12,9 @@ from ...operators import canonical_name, operator_info, operator_of_module
 from ...runtime.graphs import capture_of
 from ...runtime.values import user_class
 from ...tracing.program import Program
-from .calls import call_of_layer, shape_of
 from .edit import Edit
 from .inlining import obstacle_to_inlining
+from .layers import call_of_layer, shape_of
 
 __all__ = ["lay_out_readers", "readers_in"]
 

@@ -244,15 +244,15 @@ def restoring(state: ModelState, assigned: dict[nn.Module, frozenset[str]] | Non
 
 @contextmanager
 def in_phase(model: nn.Module, training: bool) -> Generator[None]:
-    """Put the whole model in training or evaluation mode, and every flag back afterwards; none if it is in it."""
-    if model.training == training:
-        yield
-        return
-    flags = [(module, module.training) for module in all_modules(model)]
-    try:
-        for module, _ in flags:
+    """Put the model in training or evaluation mode for a while; if the root is in it, mixed flags stay as they are."""
+    flags = {module: module.training for module in all_modules(model)}
+    if model.training != training:
+        for module in flags:
             module.training = training
+    try:
         yield
     finally:
-        for module, flag in flags:
-            module.training = flag
+        for module in dict.fromkeys((*flags, *all_modules(model))):
+            flag = flags.get(module, flags[model])  # what came meanwhile follows the root
+            if module.training != flag:
+                module.training = flag

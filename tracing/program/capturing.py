@@ -23,8 +23,7 @@ from ..reads import raised_at
 from ..recording import Call, Recording
 from ..rules import SequentialCaptures, tracing_session
 from ..trace import ModuleTracer, TracingSession, with_regions
-from .extra_arguments import ExtraArguments
-from .single_sizes import Traced, told_apart
+from .further_guards import ExtraArguments, Traced, told_apart
 
 __all__ = ["Captures", "Opaque", "capture_modules"]
 

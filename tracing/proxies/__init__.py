@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from .checked import Messages
 from .memos import asks_memo
+from .protocol import Tracer
 from .proxy import PLAIN, UNKNOWN, MethodProxy, ValueProxy, examples_of, is_tensor_method, proxies_in
-from .recorder import Recorder
 from .session import Session
 
 __all__ = [
-    "PLAIN", "UNKNOWN", "Messages", "MethodProxy", "Recorder", "Session", "ValueProxy", "asks_memo", "examples_of",
-    "is_tensor_method", "proxies_in",
+    "PLAIN",
+    "UNKNOWN",
+    "Messages",
+    "MethodProxy",
+    "Session",
+    "Tracer",
+    "ValueProxy",
+    "asks_memo",
+    "examples_of",
+    "is_tensor_method",
+    "proxies_in",
 ]  # fmt: skip

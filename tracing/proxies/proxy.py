@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor, fx
 
 from ...runtime.values import PLAIN_TYPES, map_leaves
-from .recorder import Recorder
+from .protocol import Tracer
 
 __all__ = [
     "PLAIN", "UNKNOWN", "MethodProxy", "ValueProxy", "class_proxy", "examples_of", "is_tensor_method", "proxies_in",
@@ -34,10 +34,10 @@ class ValueProxy(fx.Proxy):
     """
 
     node: fx.Node
-    tracer: Recorder
+    tracer: Tracer
     fxopt_value: Any
 
-    def __init__(self, node: fx.Node, tracer: Recorder, value: Any) -> None:
+    def __init__(self, node: fx.Node, tracer: Tracer, value: Any) -> None:
         attributes = self.__dict__
         attributes["node"], attributes["tracer"], attributes["fxopt_value"] = node, tracer, value
 

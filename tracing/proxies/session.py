@@ -20,12 +20,12 @@ from ...runtime.values import Absent, is_whole
 from ..isolation import redirect
 from ..reads import Observers
 from .memos import call_memo, is_memoised
+from .protocol import Tracer
 from .proxy import ValueProxy, class_proxy
-from .recorder import Recorder
 
 __all__ = ["Session"]
 
-TracerT = TypeVar("TracerT", bound=Recorder)
+TracerT = TypeVar("TracerT", bound=Tracer)
 
 _isinstance = builtins.isinstance
 
@@ -246,7 +246,7 @@ class Session(Generic[TracerT]):
         return random.getstate(), numpy.random.get_state()[2:] if known and numpy is not None else None
 
 
-def _length(tracer: Recorder, original: Any, args: Any, kwargs: Any) -> Any:
+def _length(tracer: Tracer, original: Any, args: Any, kwargs: Any) -> Any:
     """Answer `len(x)` as `x.shape[0]` is answered: with a value, which decides nothing as long as nobody asks."""
     if len(args) == 1 and type(args[0]) is ValueProxy and isinstance(args[0].fxopt_value, Tensor):
         return tracer.create_proxy("call_function", len, args, {})

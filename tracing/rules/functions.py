@@ -21,7 +21,7 @@ from ..proxies import UNKNOWN, ValueProxy, proxies_in
 from ..reads import LEAF_LIBRARY, leaf_function_places, user_frame
 from ..trace import ModuleTracer, TracingSession
 
-__all__ = ["patch_checks", "patch_contexts", "patch_functions", "patch_leaf_functions"]
+__all__ = ["patch_checks", "patch_contexts", "patch_functions", "patch_leaf_functions", "record_if_traced"]
 
 
 def patch_functions(session: TracingSession) -> None:
@@ -59,7 +59,7 @@ def _call(tracer: ModuleTracer, function: type[Function], args: tuple[Any, ...])
 def patch_leaf_functions(session: TracingSession) -> None:
     """Send calls that traced code makes of leaf functions to its tracer, also those from inside their library."""
     for module, name, function in leaf_function_places():
-        session.patch(module, name, session.wrapper(function, _record))
+        session.patch(module, name, session.wrapper(function, record_if_traced))
     aggregations = sys.modules.get(f"{LEAF_LIBRARY}.nn.aggr.base")
     if aggregations is not None:
         session.wrap(aggregations.Aggregation, "__call__", _call_aggregation)
@@ -70,7 +70,8 @@ def _call_aggregation(tracer: ModuleTracer, original: Any, args: Any, kwargs: An
     return tracer.children.call(original, args[0], args[1:], kwargs)
 
 
-def _record(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
+def record_if_traced(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
+    """Record a call that is given a value of the trace."""
     if next(proxies_in((args, kwargs)), None) is None:
         return original(*args, **kwargs)
     return tracer.create_proxy("call_function", original, args, kwargs)

@@ -24,8 +24,7 @@ from ...runtime.guards import (
 )
 from ...runtime.values import INTERNAL, Absent, qualified
 from ..isolation import Change
-from ..proxies import ValueProxy
-from .protocol import Tracer
+from ..proxies import Tracer, ValueProxy
 
 __all__ = ["Assignments", "State", "assign"]
 

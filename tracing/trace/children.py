@@ -21,10 +21,9 @@ from ...compat import all_modules, own_children
 from ...runtime.guards import Attribute, Guard, Is, Lacks, Method, equal, key_of, module_at, of_class, type_of
 from ...runtime.values import CONTAINERS, all_tensors, graft, is_leaf, is_library, map_leaves, objects_in, user_class
 from ..isolation import Change, Changes, Watch
-from ..proxies import UNKNOWN, ValueProxy
+from ..proxies import UNKNOWN, Tracer, ValueProxy
 from ..reads import NestedReads, class_attribute, frames_of_trace, guards_on, is_users
 from ..recording import Call, Computed
-from .protocol import Tracer
 
 __all__ = ["ChildReads", "Children"]
 

@@ -19,9 +19,8 @@ from torch import fx, nn
 from ...runtime.graphs import Capture, Context, ContextRegion, RegionPlan, Specialization
 from ...runtime.guards import require
 from ...runtime.values import Signature
-from ..proxies import ValueProxy
+from ..proxies import Tracer, ValueProxy
 from ..reads import source_of
-from .protocol import Tracer
 
 __all__ = ["OpenContexts", "closed", "mark", "opened", "with_regions"]
 

@@ -27,9 +27,8 @@ from ...runtime.guards import (
     source_of_node,
     type_of,
 )
-from ..proxies import UNKNOWN, Messages, ValueProxy, proxies_in
+from ..proxies import UNKNOWN, Messages, Tracer, ValueProxy, proxies_in
 from ..reads import condition_of, source_of, user_frame
-from .protocol import Tracer
 
 __all__ = ["BY_DATA", "Decisions", "Pending"]
 

@@ -22,13 +22,11 @@ from ..reads import DataFlow, NestedReads, OutsideReads, container_lengths, sour
 from ..recording import Call
 from .arguments import Arguments
 from .assignments import Assignments, State
-from .attributes import Attributes
-from .checks import drop_unused, order_checks
+from .attributes import Attributes, NodeArguments
+from .checks import NoneGuards, drop_unused, is_statement, order_checks
 from .children import ChildReads, Children
 from .contexts import OpenContexts
 from .decisions import Decisions
-from .node_arguments import NodeArguments
-from .none_guards import NoneGuards, is_statement
 
 __all__ = ["ModuleTracer", "TracingSession"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ....errors import GuardError
 from ....runtime.values import Arguments, map_tensors
 from ....tracing.examples import Inputs
-from ..allowances import beside_neighbours, is_drowned
+from ..allowances import Jumps, are_far_off, beside_neighbours, is_drowned
 from ..demands import (
     TooFar,
     Verdict,
@@ -30,7 +30,7 @@ from ..demands import (
     largest_gap,
     results_in,
 )
-from ..execution import Conditions, Kept
+from ..execution import Conditions, Kept, leaves_tensors, own_tensors, written_parameter
 from ..inputs import few_rows, jittered, many_rows, named_tensors, smaller
 from ..module_harness import ModuleHarness
 from ..outcome import Outcome, Quantities
@@ -41,8 +41,6 @@ from ..tape import SteadyDraws
 from ..tolerances import CLOSE, ECHOES, FEW_ROWS, JUMP_UNITS, Tolerance
 from ..translation import MapState, Objection, Translation
 from ..verify import verify
-from .jumps import Jumps, are_far_off
-from .own_tensors import leaves_tensors, own_tensors, written_parameter
 
 __all__ = ["Original"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from ....compat import has_hooks
-from ....operators import (
+from ...compat import has_hooks
+from ...operators import (
     CallArguments,
     canonical_name,
     mutates,
@@ -18,13 +18,13 @@ from ....operators import (
     operator_info,
     operator_of_module,
 )
-from ....runtime.graphs import capture_of
-from ....runtime.guards import Argument
-from ....runtime.values import user_class
-from ....tracing.program import Program
-from ....tracing.rules import leaf_graph
-from ..effects import overwrites_unseen, writes
-from ..inlining import lasting_guards, obstacle_to_inlining
+from ...runtime.graphs import capture_of
+from ...runtime.guards import Argument
+from ...runtime.values import user_class
+from ...tracing.program import Program
+from ...tracing.rules import leaf_graph
+from .effects import overwrites_unseen, writes
+from .inlining import lasting_guards, obstacle_to_inlining
 
 __all__ = ["Call", "Held", "call_in", "is_undisturbed"]
 

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
-from ....compat import own_parameters, own_tensor
-from ....layers.masked import Masked
-from ....operators import Derived, canonical_name, normalized_arguments
-from ....runtime.values import qualified, user_class
-from ....tracing.examples import TensorMeta
-from ....tracing.program import Program
-from ..inlining import obstacle_to_inlining
+from ...compat import own_parameters, own_tensor
+from ...layers.masked import Masked
+from ...operators import Derived, canonical_name, normalized_arguments
+from ...runtime.values import qualified, user_class
+from ...tracing.examples import TensorMeta
+from ...tracing.program import Program
+from .inlining import obstacle_to_inlining
 
 __all__ = [
     "LAYERS", "Layer", "LayerCall", "call_of_layer", "layer_of", "objection_to_module", "shape_of", "tensor_read",
