@@ -29,10 +29,8 @@ class Edit(TreeEdit):
     @contextmanager
     def watched(self) -> Generator[None]:
         """Find what is changed otherwise than through this edit; then, and after any error, all is put back.
-
-        Raises:
-            UnnotedChange: naming the change, and the verb to use instead.
-            MatchFailure: if no step of the state map accounts for a tensor that was added, or is missing.
+        UnnotedChange names the change, and the verb to use; MatchFailure: no step of the state map accounts for a
+        tensor.
         """
         journal = self._journal
         with watching(journal.snapshot, self.program, self.site.owner) as watch:

@@ -45,16 +45,11 @@ _CALLS = ("call_function", "call_method", "call_module")
 
 @dataclass
 class _Graphs:
-    """The graphs of one module that an edit has made its own.
-
-    Attributes:
-        module: whose graphs they are.
-        before: what the module ran from.
-        made_from: for each graph the number of the one that it was made from.
-    """
+    """The graphs of one module that an edit has made its own."""
 
     module: nn.Module
-    before: Capture
+    before: Capture  # what the module ran from
+    # for each graph the number of the one that it was made from
     made_from: list[int] = field(default_factory=list[int])
 
     def sources(self) -> list[fx.Graph]:
@@ -325,11 +320,8 @@ class GraphEdit:
     # -- landing ---------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Check the new graphs and compile them; a graph that is what it was counts as not changed.
-
-        Raises:
-            CaptureError: if a graph is not well formed.
-            MatchFailure: if a read was carried over a write in place.
+        """Check the new graphs and compile them; a graph that is what it was counts as not changed. CaptureError if one
+        is not well formed, MatchFailure if a read was carried over a write in place.
         """
         for name, graphs in list(self._graphs.items()):
             owner = graphs.module

@@ -50,15 +50,10 @@ def is_undisturbed(program: Program, owner: str, computed: Collection[fx.Node]) 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator.
+    """A call of an operator."""
 
-    Attributes:
-        named: parameter -> value, defaults filled in.
-        orders: the operands by position, in each order that gives the same result.
-    """
-
-    named: Mapping[str, Any]
-    orders: Sequence[Sequence[Any]]
+    named: Mapping[str, Any]  # parameter -> value, defaults filled in
+    orders: Sequence[Sequence[Any]]  # the operands by position, in each order that gives the same result
 
 
 def call_in(program: Program, owner: str, node: fx.Node, operator: str) -> Call | None:

@@ -92,11 +92,9 @@ class Generating(Inputs):
 
 
 def normalize_inputs(example_inputs: object, model: object = None) -> tuple[Inputs, ...]:
-    """Return the calls meant by `example_inputs`, in any of the forms that `optimize` takes.
-
-    Raises:
-        UsageError: for anything else, naming the forms; for batches that the model's forward takes nothing of.
-        InputError: the DataLoader raises, or is empty.
+    """Return the calls meant by `example_inputs`, in any of the forms that `optimize` takes. UsageError for anything
+    else, naming the forms, and for batches that the model's forward takes nothing of; InputError if the DataLoader
+    raises, or is empty.
     """
     if example_inputs is None:
         return ()

@@ -135,32 +135,20 @@ _OF_RECURRENT_LAYERS = frozenset({"_flat_weights", "_flat_weight_refs"})
 
 @dataclass(frozen=True)
 class Holding:
-    """A container, or an object, that holds something; and what has the same place in the other model.
+    """A container, or an object, that holds something; and what has the same place in the other model."""
 
-    Attributes:
-        path: where it is, for messages.
-        owner: the qualified name of the module.
-        around: what it is in, in the first model: the attributes of a module, a container, an object.
-        one, other: what is there in one model and in the other.
-        put: puts something else in the place of `other`; None where that is in a tuple or a set.
-    """
-
-    path: str
-    owner: str
-    around: Any
-    one: Any
-    other: Any
+    path: str  # where it is, for messages
+    owner: str  # the qualified name of the module
+    around: Any  # what it is in, in the first model: attributes of a module, a container, an object
+    one: Any  # what is there in the first model
+    other: Any  # and in the other
+    # puts something else in the place of `other`; None where that is in a tuple or a set
     put: Callable[[Any], None] | None
 
 
 def held_in(model: nn.Module, other: nn.Module) -> list[Holding]:
-    """Return every container and object in the attributes of a model's modules, beside that in the other model.
-
-    What a rewrite has put in another's place, and what is in one of the models only, is left out. The order is from
-    outside inwards.
-
-    Raises:
-        StateError: a set holds several optimizers of one type, and so does its copy.
+    """Return every container and object in the attributes of a model's modules, beside that in the other model, from
+    outside inwards; none that only one model has. StateError: a set holds several optimizers of one type.
     """
     found: list[Holding] = []
     seen: set[int] = set()

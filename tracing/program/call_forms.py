@@ -47,9 +47,7 @@ def call_forms(calls: Sequence[Inputs]) -> list[dict[str, Any]]:
 
 def calls_of_forms(forms: object, *, draw: bool = True) -> list[Inputs]:
     """Return calls of these forms; equal forms give equal calls. Without `draw`, tensors are on the meta device.
-
-    Raises:
-        ValueError: they are none, or ask for more elements than are drawn.
+    ValueError if they are none, or ask for more elements than are drawn.
     """
     reader = _Reader(draw)
     if not isinstance(forms, list):

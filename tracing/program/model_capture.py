@@ -23,11 +23,8 @@ __all__ = ["capture_model", "deactivate", "exact_types", "inputs_for", "with_ina
 
 
 def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
-    """Return the calls meant by `example_inputs`; those of a model on the meta device are moved there.
-
-    Raises:
-        UsageError: if `example_inputs` is none of the forms it may have.
-        InputError: if `generate` raises on an `Inputs.generating`.
+    """Return the calls meant by `example_inputs`, on the meta device where the model is. UsageError if it is none of
+    the forms it may have, InputError if `generate` raises.
     """
     inputs = tuple(
         call

@@ -211,13 +211,9 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def capture_program(model: nn.Module, example_inputs: object = None, *, training: bool | None = None) -> Program:
-    """Give every module of `model` that can be captured its graph, in place, in the phase that it is in by default.
-
-    `example_inputs` as for `normalize_inputs`; without, arguments take their defaults, and all others are tensors.
-
-    Raises:
-        InputError: if the model refuses the example inputs, or has lazy parameters that were never initialised.
-        UsageError: if `example_inputs` is none of the forms it may have.
+    """Give every module that can be captured its graph, in place, in the phase that `model` is in by default. Without
+    `example_inputs`, arguments take their defaults, and all others are tensors. InputError if the model refuses them,
+    or has lazy parameters; UsageError if they are none of the forms of `normalize_inputs`.
     """
     inputs = inputs_for(model, example_inputs)
     phase = model.training if training is None else training

@@ -22,11 +22,8 @@ __all__ = ["GraphRunner", "changed_metas", "function_of_node"]
 
 
 def function_of_node(node: fx.Node, module: nn.Module) -> Callable[..., Any]:
-    """Return what computes a node's value from its arguments.
-
-    Args:
-        node: neither a placeholder nor the output.
-        module: holds the modules and tensors that the node names. Tensors are looked up at each call.
+    """Return what computes the value of a node, neither placeholder nor output, from its arguments. `module` holds the
+    modules and tensors that it names; tensors are looked up at each call.
     """
     match node.op:
         case "get_attr":

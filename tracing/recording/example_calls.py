@@ -162,11 +162,8 @@ _PASSED_OVER = ("decoder_input_ids", "decoder_attention_mask", "position_ids", "
 
 
 def generated_calls(model: nn.Module, call: Generating) -> list[Inputs]:
-    """Return the calls that a model makes of itself, one of each kind, and leave no trace on it.
-
-    Raises:
-        UsageError: the model does not generate.
-        InputError: its `generate` raises; chained.
+    """Return the calls that a model makes of itself, one of each kind, and leave no trace on it. UsageError if it does
+    not generate; InputError, chained, if its `generate` raises.
     """
     if not callable(getattr(model, "generate", None)):
         raise UsageError(f"Inputs.generating is for models with a method generate; {type(model).__name__} has none")

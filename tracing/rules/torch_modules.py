@@ -45,10 +45,8 @@ def leaf_graph(module: nn.Module) -> fx.Graph | None:
 
 
 def trace_leaf(module: nn.Module) -> fx.Graph:
-    """Return what the forward of a leaf calls, traced without values; `self.training` stays a read.
-
-    Raises:
-        CaptureError: if the forward cannot be traced.
+    """Return what the forward of a leaf calls, traced without values; `self.training` stays a read. CaptureError if
+    that cannot be traced.
     """
     names = ModelNames(module)
     try:
