@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, fx, nn
 
 from ...errors import CaptureError, MatchFailure, UsageError
 from ...runtime.graphs import Capture, Specialization, capture_of, install, uninstall
 from ...runtime.values import Absent
-from .changes import UnnotedChange, Watch, watching
+from .changes import UnnotedChange, watching
 from .regions import Opener, Wrapper, inline, outline
 from .state_map_check import added_tensors, check_mapped, lasting_shapes
 from .tree_edit import TreeEdit
 
-__all__ = ["Adopt", "Edit", "run_function"]
+__all__ = ["Edit"]
 
 
 class Edit(TreeEdit):
@@ -49,13 +48,19 @@ class Edit(TreeEdit):
     def outline(
         self, nodes: Iterable[fx.Node], *, name: str, context: Opener | None = None, wrapper: Wrapper | None = None
     ) -> fx.Node:
-        """Move nodes of the site's graph into a new child; return the call that stands for them. See `outline`.
+        """Move nodes of the site's graph into a new child; return the call that stands for them.
 
         Args:
-            nodes: operations that can run as one.
+            nodes: neither inputs nor outputs; reads of attributes stay at owner and are handed in.
             name: of the child; numbered if it is taken.
-            context: what the child runs under: a `Context`, or a function that returns a context manager.
+            context: what the child runs under: `Context("checkpoint")`, say, a function that returns a context manager,
+                or an object whose `run` calls the region; a saved model loads where these can be pickled.
             wrapper: is given the child and returns the module to call in its place.
+
+        Raises:
+            MatchFailure: if a path leaves the nodes and comes back, or a write in place would change its order: then
+                they cannot run as one. Or if the owner's forward would come across a wrapper among its children.
+            UsageError: the context cannot be opened, or the wrapper returned no module.
         """
         return outline(self, nodes, name=name, context=context, wrapper=wrapper)
 
@@ -76,55 +81,49 @@ class Edit(TreeEdit):
         self.program.touch()
 
     def inline(self, call: fx.Node) -> list[fx.Node]:
-        """Put the graph of a captured child in the place of a call of it; return the new nodes. See `inline`."""
+        """Put the graph of a captured child in the place of a call of it; return the new nodes.
+
+        The child stays where it is in the module tree, save a `Region`, which goes.
+
+        Raises:
+            MatchFailure: if the child has no graph, more than one, or is called in a way that its graph does not cover.
+        """
         return inline(self, call)
 
     def run_function(self, function: Callable[[fx.GraphModule], fx.GraphModule]) -> None:
-        """Give the site's graph to a function as a `GraphModule` and take the graph it returns; see `run_function`."""
-        self.set_graph(run_function(function, self.owner, self.graph, self.adopt, self._journal.watch))
+        """Give the site's graph to a function as a `GraphModule`, and take the graph that it returns.
 
+        The function may change the graph and add modules and tensors under new names. It cannot say what it does to
+        checkpoints, so it may neither touch the tensors that are there nor put others in their places.
 
-Adopt = Callable[[str, Any], None]
-"""Puts a value in the place of an attribute of the owner, by its qualified name."""
+        Raises:
+            UsageError: if the function returns no `GraphModule`, or changes anything else than the graph.
+            CaptureError: if the graph it returns refers to something that is not there.
+            MatchFailure: if it puts a module with tensors, or a tensor, in the place of another.
+        """
+        owner, watch = self.owner, self._journal.watch
+        returned = function(fx.GraphModule(owner, self.graph, type(owner).__name__))
+        try:
+            if watch is not None:
+                watch.check()
+        except UnnotedChange as change:
+            raise UsageError(f"it {change.what}; a pass function may change only the graph it is given") from change
+        if not isinstance(returned, fx.GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UsageError(f"returned {type(returned).__name__}; a pass function returns a torch.fx.GraphModule")
+        for target in dict.fromkeys(str(n.target) for n in returned.graph.nodes if n.op in ("call_module", "get_attr")):
+            self._take_over(target, _attribute(returned, target))
+        self.set_graph(returned.graph)
 
-
-def run_function(
-    function: Callable[[fx.GraphModule], fx.GraphModule],
-    owner: nn.Module,
-    graph: fx.Graph,
-    adopt: Adopt,
-    watch: Watch | None,
-) -> fx.Graph:
-    """Return the graph that a function makes of `graph`, which it may edit in place, having adopted what it calls.
-
-    Raises:
-        UsageError: if the function returns no `GraphModule`, or changes what `watch` watches.
-        CaptureError: if the graph it returns refers to something that is not there.
-        MatchFailure: if it puts a module with tensors, or a tensor, in the place of another.
-    """
-    returned = function(fx.GraphModule(owner, graph, type(owner).__name__))
-    try:
-        if watch is not None:
-            watch.check()
-    except UnnotedChange as change:
-        raise UsageError(f"it {change.what}; a pass function may change only the graph it is given") from change
-    if not isinstance(returned, fx.GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise UsageError(f"returned {type(returned).__name__}; a pass function returns a torch.fx.GraphModule")
-    for target in dict.fromkeys(str(n.target) for n in returned.graph.nodes if n.op in ("call_module", "get_attr")):
-        _take_over(target, returned, owner, adopt)
-    return returned.graph
-
-
-def _take_over(target: str, returned: fx.GraphModule, owner: nn.Module, adopt: Adopt) -> None:
-    """Let the owner have what the returned graph calls `target`."""
-    value, present = _attribute(returned, target), _attribute(owner, target)
-    if value is Absent:
-        raise CaptureError(f"its graph refers to '{target}', which does not exist")
-    if present is value:
-        return
-    if present is not Absent and (_has_tensors(value) or _has_tensors(present)):
-        raise MatchFailure(f"it replaces '{target}', so checkpoints would not fit; use a new name")
-    adopt(target, value)
+    def _take_over(self, target: str, value: object) -> None:
+        """Let the owner have what a returned graph calls `target`."""
+        present = _attribute(self.owner, target)
+        if value is Absent:
+            raise CaptureError(f"its graph refers to '{target}', which does not exist")
+        if present is value:
+            return
+        if present is not Absent and (_has_tensors(value) or _has_tensors(present)):
+            raise MatchFailure(f"it replaces '{target}', so checkpoints would not fit; use a new name")
+        self.adopt(target, value)
 
 
 def _attribute(module: nn.Module, name: str) -> object:

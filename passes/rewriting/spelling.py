@@ -24,7 +24,7 @@ from ...runtime.values import user_class
 from ...tracing.program import Program
 from ...tracing.rules import leaf_graph
 from .effects import overwrites_unseen, writes
-from .inlining import lasting_guards, obstacle_to_inlining
+from .inlining import bound, lasting_guards, obstacle_to_inlining
 
 __all__ = ["Call", "Held", "call_in", "is_undisturbed"]
 
@@ -97,9 +97,8 @@ def _in_capture(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Nod
     call = _only_call(specialization.graph)
     if call is None or canonical_name(call) != operator or obstacle_to_inlining(module) is not None:
         return None
-    try:
-        given = capture.parameters.bind(node.args, dict(node.kwargs))
-    except TypeError:
+    given = bound(capture, node.args, dict(node.kwargs))
+    if given is None:
         return None
     sources = {each: specialization.argument(each) for each in specialization.graph.find_nodes(op="placeholder")}
     plain = all(isinstance(source, Argument) and source.name in given for source in sources.values())
