@@ -37,7 +37,7 @@ def _ask(edit: Edit, paths: Sequence[str], free: Callable[[nn.Module], Collectio
     """Add modules to those that the graph's one guard of this kind asks for."""
     owner, known = edit.owner, dict[str, Opened]()
     guards = required_capture(owner).specializations[edit.site.specialization].guards
-    before = [guard for guard in guards if asks_unchanged(guard) and _place(guard) == SELF]
+    before = [guard for guard in guards if asks_unchanged(guard) and cast("Call", guard.source).args[0] == SELF]
     for guard in before:
         known |= {each.path: each for each in opened_by(guard)}
     for path in paths:
@@ -69,10 +69,6 @@ def asks_unchanged(guard: Guard, *, compiled: bool = True) -> bool:
 def opened_by(guard: Guard) -> Sequence[Opened]:
     """Return the modules that such a condition asks for."""
     return cast("UnchangedGuard", cast("Call", guard.source).function).opened
-
-
-def _place(guard: Guard) -> object:
-    return cast("Call", guard.source).args[0]
 
 
 def _ways(path: str) -> list[str]:

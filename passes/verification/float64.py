@@ -117,17 +117,16 @@ class Float64Mode(DispatchMode):
 
     def _widen(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._promote(value) if narrow(value.dtype, self.wide) else value
+            if not narrow(value.dtype, self.wide):
+                return value
+            self.promoted = True
+            return value.to(widened(value.dtype, self.wide))
         if isinstance(value, torch.dtype):
             self.promoted = self.promoted or narrow(value, self.wide)
             return widened(value, self.wide)
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in cast("list[Any]", value)):
             return type(cast("Any", value))(self._widen(item) for item in cast("list[Any]", value))
         return cast("Any", value)
-
-    def _promote(self, tensor: Tensor) -> Tensor:
-        self.promoted = True
-        return tensor.to(widened(tensor.dtype, self.wide))
 
 
 def _counts(tensor: Tensor) -> bool:

@@ -110,7 +110,11 @@ class ModuleHarness:
 
     @contextmanager
     def playing(
-        self, stand_ins: Mapping[str, Tensor], convert: TensorFunction = _same, *, training: bool | None = None
+        self,
+        stand_ins: Mapping[str, Tensor],
+        convert: TensorFunction = _same,
+        *,
+        training: bool | None = None,
     ) -> Generator[None]:
         """Let `stand_ins` be the module's tensors, by name; the run may change them. `convert` makes those of others.
         `training` is set where the module's own flag differs; None leaves all.

@@ -186,13 +186,8 @@ def _named_tensors(held: Iterable[tuple[str, _Parts]]) -> dict[int, str | None]:
 def _holds_more(value: Any) -> bool:
     """Say whether an object holds more than its items or the fields of a dataclass, which are all that is compared."""
     attributes = getattr(value, "__dict__", None)
-    if not attributes:
-        return False
-    return not _fields(value).issuperset(attributes)
-
-
-def _fields(value: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
+    fields = dataclasses.fields(value) if attributes and dataclasses.is_dataclass(value) else ()
+    return bool(attributes) and not {field.name for field in fields}.issuperset(attributes)
 
 
 def _form(tensor: Tensor) -> Hashable:

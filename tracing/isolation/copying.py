@@ -118,11 +118,7 @@ def plain_registries(model: nn.Module) -> Generator[None]:
 def _make_registries_plain(model: nn.Module) -> None:
     """Let scripted modules inside a copy that no user gets show their tensors and children as plain dictionaries."""
     for module in filter(is_scripted, all_modules(model)):
-        vars(module).update({name: _plain_registry(vars(module)[name]) for name in _REGISTRIES})
-
-
-def _plain_registry(registry: Any) -> dict[str, Any]:
-    return dict(registry.items())
+        vars(module).update({name: dict(vars(module)[name].items()) for name in _REGISTRIES})
 
 
 _ATOMS = (

@@ -225,7 +225,9 @@ def capture_program(model: nn.Module, example_inputs: object = None, *, training
 
 def captured_on(model: nn.Module, inputs: Sequence[Inputs], *, training: bool) -> tuple[Program, str]:
     """Give a copy of the user's model its graphs, for calls of its own `generate`, too; say so where it has none."""
-    given = [call for each in inputs for call in _calls(model, each)]
+    given = [
+        call for each in inputs for call in (generated_calls(model, each) if isinstance(each, Generating) else [each])
+    ]
     added, remark = ([], "") if training or len(given) != len(inputs) else calls_of_generate(model, given)
     if added:
         try:
@@ -233,10 +235,6 @@ def captured_on(model: nn.Module, inputs: Sequence[Inputs], *, training: bool) -
         except InputError as error:
             remark = f"{NO_STEP}: {error}"
     return capture_program(model, given or None, training=training), remark
-
-
-def _calls(model: nn.Module, call: Inputs) -> list[Inputs]:
-    return generated_calls(model, call) if isinstance(call, Generating) else [call]
 
 
 def is_called(program: Program, name: str) -> bool:

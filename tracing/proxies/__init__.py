@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .checked import Messages
 from .memos import asks_memo
 from .protocol import Tracer
 from .proxy import PLAIN, UNKNOWN, MethodProxy, ValueProxy, examples_of, is_tensor_method, proxies_in
@@ -11,7 +10,7 @@ from .session import Session
 __all__ = [
     "PLAIN",
     "UNKNOWN",
-    "Messages",
+
     "MethodProxy",
     "Session",
     "Tracer",

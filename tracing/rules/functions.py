@@ -94,14 +94,10 @@ def _record_check(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -
         holds = condition.all() if isinstance(condition.fxopt_value, Tensor) else condition
         if not holds:
             tracer.fail("one of its own checks fails")
-    elif not _all(condition):
+    elif not (condition.all() if isinstance(condition, Tensor) else condition):
         return original(*args, **kwargs)
-    tracer.messages.close(user_frame())
+    tracer.decisions.messages.close(user_frame())
     return None
-
-
-def _all(condition: Any) -> bool:
-    return bool(condition.all() if isinstance(condition, Tensor) else condition)
 
 
 def patch_contexts(session: TracingSession) -> None:

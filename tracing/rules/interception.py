@@ -53,7 +53,7 @@ def _prepared() -> TracingSession:
     """Return a session that knows what it will patch."""
     session = TracingSession()
     for name in _FACTORIES:
-        session.wrap(torch, name, _record)
+        session.wrap(torch, name, ModuleTracer.torch_function)
     for name in _QUESTIONS:
         session.wrap(torch, name, _ask)
     for name, function in vars(math).items():
@@ -66,10 +66,6 @@ def _prepared() -> TracingSession:
     patch_leaf_functions(session)
     patch_checks(session)
     return session
-
-
-def _record(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
-    return tracer.torch_function(original, args, kwargs)
 
 
 def _ask(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:

@@ -157,11 +157,7 @@ def only_reads(node: fx.Node) -> bool:
     function: Any = node.target
     if function in _LOOK_UPS or function in SWITCHES:
         return True
-    return operator_format(function) is not None and not _is_tensor(node)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), TensorMeta)
+    return operator_format(function) is not None and not isinstance(node.meta.get("val"), TensorMeta)
 
 
 def late_checks(

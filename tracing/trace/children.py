@@ -77,13 +77,10 @@ class Children:
         """Return guards that called modules of several names are still one: a graph calls them by the first."""
         found: list[Guard] = []
         for module in self._called:
-            first, *others = (name.split(".") for name in self._names(module))
+            first, *others = (name.split(".") for name in self._tracer.names.all_relative(self._tracer.owner, module))
             reason = f"'{'.'.join(first)}' has other names, too"
             found += [Guard(module_at(other), Is(module_at(first)), reason) for other in others]
         return found
-
-    def _names(self, module: nn.Module) -> Iterator[str]:
-        return self._tracer.names.all_relative(self._tracer.owner, module)
 
     def has_called(self, module: nn.Module) -> bool:
         """Tell whether a module, or one that it is inside of, was called."""

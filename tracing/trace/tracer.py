@@ -17,7 +17,7 @@ from ...runtime.guards import Source
 from ...runtime.values import Absent, ModelNames, Signature, copied
 from ..examples import Untraceable, meta_of
 from ..isolation import AttributeState, AutocastState, Change, Changes, Watch, is_repeatable
-from ..proxies import UNKNOWN, Messages, MethodProxy, Session, ValueProxy, asks_memo, examples_of, is_tensor_method
+from ..proxies import UNKNOWN, MethodProxy, Session, ValueProxy, asks_memo, examples_of, is_tensor_method
 from ..reads import DataFlow, NestedReads, OutsideReads, container_lengths, source_of
 from ..recording import Call
 from .arguments import Arguments
@@ -65,7 +65,6 @@ class ModuleTracer:
         self.failure: Untraceable | None = None
         self.examples: dict[fx.Node, Any] = {}
         self.data = DataFlow(self.examples)
-        self.messages = Messages()
         self.decisions = self._decisions()
         self.changes = Changes()
         self.contexts = OpenContexts(self)
@@ -125,7 +124,7 @@ class ModuleTracer:
         return False
 
     def _decisions(self) -> Decisions:
-        return Decisions(self, self.messages)
+        return Decisions(self)
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
         """Give the module up: raise Untraceable; code that catches it cannot save the graph."""

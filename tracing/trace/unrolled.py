@@ -59,7 +59,7 @@ class UnrollingTracer(ModuleTracer):
     def _decisions(self) -> Decisions:
         self.seen: dict[fx.Node, Any] = {}
         self.decided: list[Decided] = []
-        return _Answers(self, self.messages)
+        return _Answers(self)
 
     def _proxy(self, node: fx.Node, value: Any) -> ValueProxy:
         value = self.overwritten.get(node.name, value)
