@@ -6,8 +6,17 @@ from .changes import Change, Changes, Watch, is_repeatable
 from .copying import Holding, copied_module, held_in, parts_of, plain_registries, shallow_clone, skeleton_of
 from .parameter_data import ParameterData
 from .preserve import AttributeState, Contents, ModelState, in_phase, memory_of, preserved, restoring
-from .redirect import patching, redirect, rewrite_lock
-from .surroundings import AutocastState, autocast_state_now, compiles, eagerly, is_in_compiled, outside_inference_mode
+from .surroundings import (
+    AutocastState,
+    autocast_state_now,
+    compiles,
+    eagerly,
+    is_in_compiled,
+    outside_inference_mode,
+    patching,
+    redirect,
+    rewrite_lock,
+)
 
 __all__ = [
     "AttributeState", "AutocastState", "Change", "Changes", "Contents", "Holding", "ModelState", "ParameterData",

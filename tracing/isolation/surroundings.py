@@ -1,17 +1,24 @@
-"""What is on around a call: autocast, which a graph has none of by itself, inference mode, and `torch.compile`."""
+"""What is on around a call: autocast, inference mode, `torch.compile`, and other code in the place of a function."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import functools
+import threading
+import types
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...compat import all_modules
 
-__all__ = ["AutocastState", "autocast_state_now", "compiles", "eagerly", "is_in_compiled", "outside_inference_mode"]
+__all__ = [
+    "AutocastState", "autocast_state_now", "compiles", "eagerly", "is_in_compiled", "outside_inference_mode",
+    "patching", "redirect", "rewrite_lock",
+]  # fmt: skip
 
 
 _DEVICES = ("cpu", "cuda")
@@ -71,3 +78,37 @@ def eagerly(model: object) -> Generator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+patching = threading.RLock()
+"""Held by the thread that patches torch, in `capture` and `optimize` alone; a thread may take it several times."""
+_rewriting = threading.RLock()
+
+
+def rewrite_lock() -> threading.RLock:
+    """Return what a thread holds while it rewrites, checks or times: what it sets belongs to the whole process."""
+    return _rewriting
+
+
+def _entry(*args: Any, fxopt_handler: Callable[..., Any], **kwargs: Any) -> Any:
+    return fxopt_handler(*args, **kwargs)
+
+
+def redirect(function: types.FunctionType, handler: Callable[..., Any]) -> Callable[[], None]:
+    """Let calls of `function`, whoever holds it, run `handler(original, ...)`; return what ends it. The function is
+    lent other code: to set `nn.Module.__getattr__` updates hundreds of subclasses, 0.25 ms each time.
+    """
+    code, named = function.__code__, function.__kwdefaults__
+    original = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    original.__kwdefaults__ = named
+
+    def end() -> None:
+        function.__code__ = code
+        function.__kwdefaults__ = named
+
+    # In this order, and back: what other threads call in between is whole at every moment.
+    function.__kwdefaults__ = {**(named or {}), "fxopt_handler": functools.partial(handler, original)}
+    function.__code__ = _entry.__code__.replace(co_freevars=code.co_freevars)
+    return end

@@ -225,9 +225,8 @@ def capture_program(model: nn.Module, example_inputs: object = None, *, training
 
 def captured_on(model: nn.Module, inputs: Sequence[Inputs], *, training: bool) -> tuple[Program, str]:
     """Give a copy of the user's model its graphs, for calls of its own `generate`, too; say so where it has none."""
-    given = [
-        call for each in inputs for call in (generated_calls(model, each) if isinstance(each, Generating) else [each])
-    ]
+    made = (generated_calls(model, each) if isinstance(each, Generating) else [each] for each in inputs)
+    given = [call for calls in made for call in calls]
     added, remark = ([], "") if training or len(given) != len(inputs) else calls_of_generate(model, given)
     if added:
         try:

@@ -8,15 +8,6 @@ from .proxy import PLAIN, UNKNOWN, MethodProxy, ValueProxy, examples_of, is_tens
 from .session import Session
 
 __all__ = [
-    "PLAIN",
-    "UNKNOWN",
-
-    "MethodProxy",
-    "Session",
-    "Tracer",
-    "ValueProxy",
-    "asks_memo",
-    "examples_of",
-    "is_tensor_method",
-    "proxies_in",
+    "PLAIN", "UNKNOWN", "MethodProxy", "Session", "Tracer", "ValueProxy", "asks_memo", "examples_of",
+    "is_tensor_method", "proxies_in",
 ]  # fmt: skip
