@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,7 @@ from ...settings import Measure
 from ...tracing.isolation import (
     copied_module,
     eagerly,
+    in_phase,
     outside_inference_mode,
     plain_registries,
     rewrite_lock,
@@ -144,7 +145,7 @@ def _rewritten(
         program, remark = captured_on(fast, request.inputs, training=training)
         program.measuring, program.replaying = request.measure, request.plan is not None
     trained = {module for module in program.names.distinct if module.training}
-    with _in_mode(program):
+    with in_phase(program.model, program.training):
         manager = Manager(RunContext.of(program, request, _budget(program, request), trained))
         runs = request.plan is None and (request.verify or bool(request.measure))
         measured = measured_memory(program, request.passes) if runs else None
@@ -236,23 +237,6 @@ def copied(model: nn.Module) -> nn.Module:
         raise InputError(
             f"the model cannot be copied ({type(error).__name__}: {error}); make it copyable by copy.deepcopy"
         ) from error
-
-
-@contextlib.contextmanager
-def _in_mode(program: Program) -> Generator[None]:
-    """Put the model into the program's mode for a while; if the root is in it, mixed flags inside stay as they are."""
-    model = program.model
-    flags = {module: module.training for module in program.names.distinct}
-    if model.training != program.training:
-        for module in flags:
-            module.training = program.training
-    try:
-        yield
-    finally:
-        for module in program.names.distinct:
-            flag = flags.get(module, model.training)
-            if module.training != flag:
-                module.training = flag
 
 
 def _budget(program: Program, request: Request) -> TimeBudget:

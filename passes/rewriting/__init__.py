@@ -2,25 +2,6 @@
 
 from __future__ import annotations
 
-from .calls import (
-    LAYERS,
-    Held,
-    Layer,
-    LayerCall,
-    Match,
-    Pattern,
-    anything,
-    call_in,
-    call_of_layer,
-    either,
-    is_undisturbed,
-    layer_of,
-    module,
-    objection_to_module,
-    operation,
-    shape_of,
-    tensor_read,
-)  # fmt: skip
 from .changes import UnnotedChange, only_reading
 from .edit import Edit
 from .effects import handed_out, has_effects, writes, written_values
@@ -36,47 +17,16 @@ from .inlining import (
     substituted,
     unmet_guards,
 )
+from .layers import LAYERS, Layer, LayerCall, call_of_layer, layer_of, objection_to_module, shape_of, tensor_read
 from .memory_order import lay_out_readers, readers_in
+from .patterns import Match, Pattern, anything, either, module, operation
 from .snapshot import Snapshot
+from .spelling import Held, call_in, is_undisturbed
 
 __all__ = [
-    "LAYERS",
-    "Checks",
-    "Edit",
-    "Held",
-    "Layer",
-    "LayerCall",
-    "Match",
-    "Opener",
-    "Pattern",
-    "Snapshot",
-    "UnnotedChange",
-    "anything",
-    "asks_unchanged",
-    "bound",
-    "call_in",
-    "call_of_layer",
-    "either",
-    "handed_out",
-    "has_effects",
-    "hold_written_out",
-    "is_undisturbed",
-    "lasting_guards",
-    "lay_out_readers",
-    "layer_of",
-    "module",
-    "objection_to_module",
-    "obstacle_at",
-    "obstacle_to_inlining",
-    "only_reading",
-    "opened_by",
-    "operation",
-    "readers_in",
-    "received",
-    "shape_of",
-    "substituted",
-    "tensor_read",
-    "unmet_guards",
-    "writes",
-    "written_values",
-]
+    "LAYERS", "Checks", "Edit", "Held", "Layer", "LayerCall", "Match", "Opener", "Pattern", "Snapshot", "UnnotedChange",
+    "anything", "asks_unchanged", "bound", "call_in", "call_of_layer", "either", "handed_out", "has_effects",
+    "hold_written_out", "is_undisturbed", "lasting_guards", "lay_out_readers", "layer_of", "module",
+    "objection_to_module", "obstacle_at", "obstacle_to_inlining", "only_reading", "opened_by", "operation",
+    "readers_in", "received", "shape_of", "substituted", "tensor_read", "unmet_guards", "writes", "written_values",
+]  # fmt: skip

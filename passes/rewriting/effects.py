@@ -24,7 +24,7 @@ from ...runtime.values import qualified, user_class
 from ...tracing.analyses import StructuralHash
 from ...tracing.examples import TensorMeta
 from ...tracing.program import Program
-from .inlining import unmet_guard
+from .inlining import bound, unmet_guard
 
 __all__ = ["handed_out", "has_effects", "may_share", "overwrites_unseen", "writes", "written_values"]
 
@@ -104,11 +104,8 @@ def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> 
 
 
 def _is_unlike_its_graph(node: fx.Node, module: nn.Module, capture: Capture) -> bool:
-    try:
-        given = capture.parameters.bind(node.args, dict(node.kwargs))
-    except TypeError:
-        return True
-    return len(capture.specializations) != 1 or unmet_guard(module, capture, given) is not None
+    given = bound(capture, node.args, dict(node.kwargs))
+    return given is None or len(capture.specializations) != 1 or unmet_guard(module, capture, given) is not None
 
 
 def _holds_of_module(

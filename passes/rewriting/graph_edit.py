@@ -33,11 +33,10 @@ from ...runtime.state import Holder, holder_of
 from ...tracing.examples import Meta, meta_of
 from ...tracing.program import Program
 from ..sites import Site
+from .changes import Journal
 from .effects import has_effects
-from .journal import Journal
-from .order import check_order_of_writes, has_write_between
+from .order import check_order_of_writes, check_well_formed, has_write_between, is_same_graph
 from .snapshot import Snapshot
-from .well_formed import check_well_formed, is_same_graph
 
 __all__ = ["GraphEdit"]
 
@@ -46,16 +45,11 @@ _CALLS = ("call_function", "call_method", "call_module")
 
 @dataclass
 class _Graphs:
-    """The graphs of one module that an edit has made its own.
-
-    Attributes:
-        module: whose graphs they are.
-        before: what the module ran from.
-        made_from: for each graph the number of the one that it was made from.
-    """
+    """The graphs of one module that an edit has made its own."""
 
     module: nn.Module
-    before: Capture
+    before: Capture  # what the module ran from
+    # for each graph the number of the one that it was made from
     made_from: list[int] = field(default_factory=list[int])
 
     def sources(self) -> list[fx.Graph]:
@@ -326,11 +320,8 @@ class GraphEdit:
     # -- landing ---------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Check the new graphs and compile them; a graph that is what it was counts as not changed.
-
-        Raises:
-            CaptureError: if a graph is not well formed.
-            MatchFailure: if a read was carried over a write in place.
+        """Check the new graphs and compile them; a graph that is what it was counts as not changed. CaptureError if one
+        is not well formed, MatchFailure if a read was carried over a write in place.
         """
         for name, graphs in list(self._graphs.items()):
             owner = graphs.module

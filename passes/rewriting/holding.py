@@ -21,9 +21,8 @@ _REASON = "a module that the graph computes itself was replaced, or given anothe
 def hold_written_out(
     edit: Edit, paths: Sequence[str], free: Callable[[nn.Module], Collection[str]] = lambda _: ()
 ) -> None:
-    """Seal modules whose calls are written out, and let the site's graph hold only while they are what they are.
-
-    A seal refuses what goes through attributes, and says why. What goes past them (`_modules[...]`, `__class__`,
+    """Seal modules whose calls are written out, and let the site's graph hold only while they are what they are. A seal
+    refuses what goes through attributes, and says why. What goes past them (`_modules[...]`, `__class__`,
     `__dict__["forward"]`, hooks on all modules) is seen at the next call, which runs the module's original forward.
     `free` gives the settings of a module that may change: where they count, the graph does not hold.
     """
@@ -38,7 +37,7 @@ def _ask(edit: Edit, paths: Sequence[str], free: Callable[[nn.Module], Collectio
     """Add modules to those that the graph's one guard of this kind asks for."""
     owner, known = edit.owner, dict[str, Opened]()
     guards = required_capture(owner).specializations[edit.site.specialization].guards
-    before = [guard for guard in guards if asks_unchanged(guard) and _place(guard) == SELF]
+    before = [guard for guard in guards if asks_unchanged(guard) and cast("Call", guard.source).args[0] == SELF]
     for guard in before:
         known |= {each.path: each for each in opened_by(guard)}
     for path in paths:
@@ -70,10 +69,6 @@ def asks_unchanged(guard: Guard, *, compiled: bool = True) -> bool:
 def opened_by(guard: Guard) -> Sequence[Opened]:
     """Return the modules that such a condition asks for."""
     return cast("UnchangedGuard", cast("Call", guard.source).function).opened
-
-
-def _place(guard: Guard) -> object:
-    return cast("Call", guard.source).args[0]
 
 
 def _ways(path: str) -> list[str]:

@@ -34,17 +34,9 @@ from ...runtime.values import map_leaves, user_class
 from ..sites import VOLATILE, is_volatile
 
 __all__ = [
-    "Checks",
-    "Opener",
-    "bound",
-    "lasting_guards",
-    "obstacle_at",
-    "obstacle_to_inlining",
-    "received",
-    "substituted",
-    "unmet_guard",
-    "unmet_guards",
-]
+    "Checks", "Opener", "bound", "lasting_guards", "obstacle_at", "obstacle_to_inlining", "received", "substituted",
+    "unmet_guard", "unmet_guards",
+]  # fmt: skip
 
 
 def obstacle_to_inlining(module: nn.Module) -> str | None:
@@ -68,9 +60,8 @@ def obstacle_at(module: nn.Module) -> str | None:
 
 
 def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -> Guard | None:
-    """Return a condition of a captured module's graph that one call of it does not always meet, or None.
-
-    What is `given` and no constant stands for a value that may be any tensor.
+    """Return a condition of a captured module's graph that one call of it does not always meet, or None. What is
+    `given` and no constant stands for a value that may be any tensor.
     """
     return next(iter(unmet_guards(module, capture.specializations[0], given)), None)
 
@@ -82,9 +73,8 @@ def unmet_guards(module: nn.Module, specialization: Specialization, given: Mappi
 
 
 def lasting_guards(module: nn.Module, specialization: Specialization, given: Mapping[str, Any]) -> list[Guard]:
-    """Return the conditions that whoever writes a module's graph out has to go on asking there.
-
-    All but those that constants among the arguments meet for ever.
+    """Return the conditions that whoever writes a module's graph out has to go on asking there. All but those that
+    constants among the arguments meet for ever.
     """
     unmet = unmet_guards(module, specialization, given)
     return [guard for guard in specialization.guards if guard in unmet or not _is_on_arguments_alone(guard)]
@@ -116,7 +106,6 @@ def _looks_inside(source: Source, module: nn.Module) -> bool:
 
 class Opener:
     """Go through a graph and those of what it calls; a subclass says which are opened, and what becomes of other nodes.
-
     What it makes of nodes are their values: nodes of a new graph, say. Items of structures of values are known.
     """
 

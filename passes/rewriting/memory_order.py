@@ -12,9 +12,9 @@ from ...operators import canonical_name, operator_info, operator_of_module
 from ...runtime.graphs import capture_of
 from ...runtime.values import user_class
 from ...tracing.program import Program
-from .calls import call_of_layer, shape_of
 from .edit import Edit
 from .inlining import obstacle_to_inlining
+from .layers import call_of_layer, shape_of
 
 __all__ = ["lay_out_readers", "readers_in"]
 
@@ -25,10 +25,9 @@ _LEAST = 3
 def readers_in(
     program: Program, packed: Mapping[tuple[str, int], Collection[fx.Node]]
 ) -> dict[tuple[str, int], dict[str, str]]:
-    """Return, by graph, who reads images or parts of them and may need them in order, and what they read.
-
-    `packed` are, by graph, the nodes whose results will lie otherwise. Nodes are named by labels: `reader.N` reads
-    `value.N`, and the graph returns `output.N`.
+    """Return, by graph, who reads images or parts of them and may need them in order, and what they read. `packed` are,
+    by graph, the nodes whose results will lie otherwise. Nodes are named by labels: `reader.N` reads `value.N`, and the
+    graph returns `output.N`.
     """
     found: dict[tuple[str, int], dict[str, str]] = {}
     for owner, capture in program.captures.items():
@@ -52,9 +51,8 @@ def lay_out_readers(edit: Edit, labels: Iterable[str]) -> None:
 
 
 def _lay_out(edit: Edit, reader: fx.Node, x: fx.Node) -> None:
-    """Give who reads a tensor, and all after it, one that lies in memory in the order of its dimensions.
-
-    What reads it may write into it, which those that come later are to see.
+    """Give who reads a tensor, and all after it, one that lies in memory in the order of its dimensions. What reads it
+    may write into it, which those that come later are to see.
     """
     if x not in reader.all_input_nodes:
         return

@@ -47,21 +47,7 @@ def outline(
     context: Opener | None = None,
     wrapper: Wrapper | None = None,
 ) -> fx.Node:
-    """Move nodes of the site's graph into a new child `name`; return the call that stands for them.
-
-    Args:
-        edit: of the site whose graph holds the nodes.
-        nodes: neither inputs nor outputs; reads of attributes stay at owner and are handed in.
-        name: of the child; numbered if it is taken.
-        context: what the child runs under: `Context("checkpoint")`, say, a function that returns a context manager, or
-            an object whose `run` calls the region; a saved model loads where these can be pickled.
-        wrapper: is given the child and returns the module to call in its place.
-
-    Raises:
-        MatchFailure: if a path leaves the nodes and comes back, or a write in place would change its order: then they
-            cannot run as one. Or if the owner's forward goes through all its children, and would come across a wrapper.
-        UsageError: the context cannot be opened, or the wrapper returned no module.
-    """
+    """Move nodes of the site's graph into a new child; see `Edit.outline`."""
     if not callable(context):
         expect(context, (Surrounding, type(None)), "context", "a Context, or a function that returns a context manager")
     wanted = set(nodes)
@@ -168,13 +154,7 @@ def _first_place(chosen: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.Nod
 
 
 def inline(edit: TreeEdit, call: fx.Node) -> list[fx.Node]:
-    """Put the graph of a captured child in the place of a call of it; return the new nodes.
-
-    The child stays where it is in the module tree, save a `Region`, which goes.
-
-    Raises:
-        MatchFailure: if the child has no graph, more than one, or is called in a way that its graph does not cover.
-    """
+    """Put the graph of a captured child in the place of a call of it; see `Edit.inline`."""
     module = edit.program.callee(edit.site.owner, call)
     capture = capture_of(module)
     if capture is None or len(capture.specializations) != 1:

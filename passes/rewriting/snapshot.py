@@ -119,7 +119,6 @@ class ModuleStates:
 
 class Snapshot:
     """Hold what modules were when they were last asked for, until a rewrite changes them with its edit's knowledge.
-
     Whatever else differs was changed behind an edit's back.
     """
 

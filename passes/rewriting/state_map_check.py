@@ -44,10 +44,7 @@ def _modules(holder: Holder) -> Iterator[tuple[str, nn.Module]]:
 
 
 def check_mapped(
-    before: Mapping[str, torch.Size],
-    after: Mapping[str, torch.Size],
-    state_map: StateMap,
-    added: Collection[str] = (),
+    before: Mapping[str, torch.Size], after: Mapping[str, torch.Size], state_map: StateMap, added: Collection[str] = ()
 ) -> None:
     """Raise MatchFailure if the steps of a rewrite do not account for the tensors that it left."""
     _check_added(after.keys() - before.keys(), state_map, added)

@@ -329,12 +329,7 @@ class TreeEdit(GraphEdit):
 
     def finish(self) -> None:
         """Check the new graphs and compile them; graphs that were made for attributes that were set follow or go.
-
         Nodes behind tensors and children that are others say what they give now (`node.meta["val"]`).
-
-        Raises:
-            CaptureError: if a graph is not well formed.
-            MatchFailure: if a read was carried over a write in place.
         """
         super().finish()
         for module, name in self._attributes:

@@ -12,16 +12,9 @@ from torch import Tensor, nn
 from .tolerances import NATIVE_UNITS, NOTHING, STANDS_FOR_INFINITY, Tolerance
 
 __all__ = [
-    "Distance",
-    "bitwise_problem",
-    "deviation",
-    "distance",
-    "drift",
-    "form_problem",
-    "half_the_digits",
-    "rounding",
+    "Distance", "bitwise_problem", "deviation", "distance", "drift", "form_problem", "half_the_digits", "rounding",
     "scale_of",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -17,25 +17,10 @@ from .tolerances import DRIFT, DRIFT_UNITS, ENOUGH, LOUD, NATIVE_FACTOR, NOTHING
 from .translation import Objection
 
 __all__ = [
-    "TooFar",
-    "Verdict",
-    "check_attachment",
-    "check_bits",
-    "check_drift",
-    "check_finite",
-    "check_form",
-    "check_memory",
-    "check_not_finite",
-    "check_same_quantities",
-    "check_structure",
-    "drifts",
-    "gaps_and_jumps",
-    "judged",
-    "judged_within",
-    "largest_gap",
-    "overflowing_alike",
-    "results_in",
-]
+    "TooFar", "Verdict", "check_attachment", "check_bits", "check_drift", "check_finite", "check_form", "check_memory",
+    "check_not_finite", "check_same_quantities", "check_structure", "drifts", "gaps_and_jumps", "judged",
+    "judged_within", "largest_gap", "overflowing_alike", "results_in",
+]  # fmt: skip
 
 _LEARNED = object()
 """There is nothing more to learn."""
@@ -51,26 +36,16 @@ class TooFar(Objection):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What verification found.
+    """What verification found."""
 
-    Attributes:
-        ok: whether the rewrite keeps its promise.
-        reason: a sentence that says what is wrong, or "".
-        meaning_error: the largest difference between the exact runs, relative to the scale of what differs.
-        precision_error: the largest error of the rewritten module in its own types, likewise.
-        checked_in: "float64", or the narrower type that had to do.
-        is_rounded: whether the rewritten module holds new tensors, computed in its own types: then the exact runs are
-            no better than that.
-        jump: the largest error of gradients beyond the budget, as those of the original move, too.
-    """
-
-    ok: bool
-    reason: str
-    meaning_error: float = 0.0
-    precision_error: float = 0.0
-    checked_in: str = "float64"
+    ok: bool  # whether the rewrite keeps its promise
+    reason: str  # a sentence that says what is wrong, or ""
+    meaning_error: float = 0.0  # the largest difference between the exact runs, relative to the scale of what differs
+    precision_error: float = 0.0  # the largest error of the rewritten module in its own types, likewise
+    checked_in: str = "float64"  # or the narrower type that had to do
+    # whether there are new tensors, computed in its own types: exact runs are no better than that
     is_rounded: bool = False
-    jump: float = 0.0
+    jump: float = 0.0  # the largest error of gradients beyond the budget, as those of the original move, too
 
 
 def check_structure(before: Outcome, after: Outcome) -> None:

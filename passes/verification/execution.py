@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,8 @@ from .module_harness import ModuleHarness, random_state_kept
 from .outcome import Outcome, differentiable, is_expanded, shared_memory
 from .tape import Tape
 
-__all__ = ["Conditions", "Execution", "Kept"]
+__all__ = ["Conditions", "Execution", "Kept", "leaves_tensors", "own_tensors", "written_parameter"]
+
 
 Kept = dict[tuple[int, torch.dtype], tuple[Tensor, int]]
 """Stand-ins, and how often each was written to, by the id of a module's tensor and the type."""
@@ -295,3 +296,38 @@ def _taken(value: Any) -> Any:
 
 def _requires_grad(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def leaves_tensors(harness: ModuleHarness, kept: Kept, after: Iterable[Mapping[str, Tensor]]) -> bool:
+    """Say whether runs of a model on stand-ins left its parameters and buffers as they were; unknown of sparse ones."""
+    if any(version_of(made) != version for made, version in kept.values() if isinstance(made, nn.Parameter)):
+        return False
+    pairs = [(buffer, run.get(name)) for run in after for name, buffer in harness.buffers.items()]
+    return all(
+        left is not None and buffer.layout is torch.strided and torch.equal(buffer, left) for buffer, left in pairs
+    )
+
+
+@contextmanager
+def own_tensors(harness: ModuleHarness) -> Generator[Kept]:
+    """Yield a model's own tensors as stand-ins, for runs without gradients that write to none; buffers are put back."""
+    tensors = {id(tensor): tensor for tensor in harness.state.values() if not tensor.is_inference()}
+    kept = {(number, tensor.dtype): (tensor, version_of(tensor)) for number, tensor in tensors.items()}
+    buffers = [each for each in harness.buffers.values() if id(each) in tensors]
+    before = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in buffers]
+    try:
+        yield kept
+    finally:
+        with torch.no_grad():
+            for buffer, version, copy in before:
+                if version_of(buffer) != version:
+                    buffer.copy_(copy)
+
+
+def written_parameter(harness: ModuleHarness, kept: Kept) -> str:
+    """Return the name of a parameter that runs on a model's own tensors wrote to, or ""."""
+    for name, tensor in harness.parameters.items():
+        known = kept.get((id(tensor), tensor.dtype))
+        if known is not None and known[0] is tensor and version_of(tensor) != known[1]:
+            return name
+    return ""

@@ -56,9 +56,8 @@ def double_defaults(wide: torch.dtype = torch.float64) -> Generator[None]:
 
 
 class Float64Mode(DispatchMode):
-    """Promote inner casts, factories and stray narrow tensors to `wide`, and note what the code is made of.
-
-    Autocast needs no treatment: it never casts a float64 tensor down.
+    """Promote inner casts, factories and stray narrow tensors to `wide`, and note what the code is made of. Autocast
+    needs no treatment: it never casts a float64 tensor down.
     """
 
     def __init__(self, wide: torch.dtype = torch.float64) -> None:
@@ -71,9 +70,8 @@ class Float64Mode(DispatchMode):
         """Where integers lie that others were cast to, and those; held, so that their memory goes to nobody else."""
 
     def tables_of(self, arguments: Mapping[str, Tensor]) -> dict[str, Table]:
-        """Return the arguments that were used to pick from tables, each with the length of the shortest table:
-        0 for those whose range is not known, as they were only compared, sorted, counted, or said where to
-        write.
+        """Return the arguments that were used to pick from tables, each with the length of the shortest table: 0 for
+        those whose range is not known, as they were only compared, sorted, counted, or said where to write.
         """
         places = {name: _place(tensor) for name, tensor in arguments.items() if _counts(tensor)}
         return {name: self._tables[place] for name, place in places.items() if place in self._tables}
@@ -119,17 +117,16 @@ class Float64Mode(DispatchMode):
 
     def _widen(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._promote(value) if narrow(value.dtype, self.wide) else value
+            if not narrow(value.dtype, self.wide):
+                return value
+            self.promoted = True
+            return value.to(widened(value.dtype, self.wide))
         if isinstance(value, torch.dtype):
             self.promoted = self.promoted or narrow(value, self.wide)
             return widened(value, self.wide)
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in cast("list[Any]", value)):
             return type(cast("Any", value))(self._widen(item) for item in cast("list[Any]", value))
         return cast("Any", value)
-
-    def _promote(self, tensor: Tensor) -> Tensor:
-        self.promoted = True
-        return tensor.to(widened(tensor.dtype, self.wide))
 
 
 def _counts(tensor: Tensor) -> bool:

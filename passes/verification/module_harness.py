@@ -30,9 +30,8 @@ def _same(tensor: Tensor) -> Tensor:
 
 @dataclass
 class ModuleHarness:
-    """Hold where a module and its children keep their tensors, so that stand-ins can take their places: in
-    microseconds where copying takes milliseconds, and tied tensors stay tied, and views of a fused tensor follow
-    it.
+    """Hold where a module and its children keep their tensors, so that stand-ins can take their places: in microseconds
+    where copying takes milliseconds, and tied tensors stay tied, and views of a fused tensor follow it.
     """
 
     module: nn.Module  # the module to run
@@ -111,11 +110,14 @@ class ModuleHarness:
 
     @contextmanager
     def playing(
-        self, stand_ins: Mapping[str, Tensor], convert: TensorFunction = _same, *, training: bool | None = None
+        self,
+        stand_ins: Mapping[str, Tensor],
+        convert: TensorFunction = _same,
+        *,
+        training: bool | None = None,
     ) -> Generator[None]:
-        """Let `stand_ins` be the module's tensors, by name; the run may change them.
-
-        `convert` makes those of others. `training` is set where the module's own flag differs; None leaves all.
+        """Let `stand_ins` be the module's tensors, by name; the run may change them. `convert` makes those of others.
+        `training` is set where the module's own flag differs; None leaves all.
         """
         cast = {id(tensor): stand_ins[name] for name, tensor in self.state.items() if name in stand_ins}
         elsewhere = [(buffer, buffer.detach().clone()) for buffer in self._elsewhere]

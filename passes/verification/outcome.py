@@ -13,15 +13,8 @@ from torch import Tensor
 from .float64 import Table
 
 __all__ = [
-    "GRADIENT",
-    "Gradients",
-    "Outcome",
-    "Quantities",
-    "differentiable",
-    "is_expanded",
-    "is_gradient",
-    "shared_memory",
-]
+    "GRADIENT", "Gradients", "Outcome", "Quantities", "differentiable", "is_expanded", "is_gradient", "shared_memory",
+]  # fmt: skip
 
 Gradients = dict[str, Tensor | None]
 

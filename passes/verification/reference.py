@@ -55,27 +55,16 @@ def reference(
     training: bool | None = None,
     gradients: bool = True,
     seed: int = 0,
-    keyed: bool | None = None,
-    brief: bool = False,
-    whole: bool = False,
+    keyed: bool | None = None,  # by default where it has a graph; False is for a rewritten module that has none
+    brief: bool = False,  # take no samples with noise
+    whole: bool = False,  # run the module as it is handed over, and not its graph
     sizes: Sizes = Sizes.RECORDED,
     inner: Sequence[str] = (),
-    lasting: bool = False,
-    widest: torch.dtype = torch.float64,
+    lasting: bool = False,  # it stays as it is, so that it can be run again
+    widest: torch.dtype = torch.float64,  # of exact runs; float32 is much faster, for errors above a thousandth
 ) -> Reference:
-    """Run `module` on its recorded calls, before it is rewritten, and keep what verification compares with.
-
-    The module is left exactly as it was. What is not said here is said of `Conditions`.
-
-    Args:
-        keyed: by default where the module has a graph; False is for a rewritten module that has none.
-        brief: take no samples with noise.
-        whole: run the module as it is handed over, and not its graph.
-        lasting: `module` stays as it is, so that it can be run again.
-        widest: the type of exact runs; float32 is enough, and much faster, for what errs by more than a thousandth.
-
-    Raises:
-        InputError: if the module does not run on its recorded calls.
+    """Run `module`, which is left as it was, on its recorded calls, and keep what verification compares with. For what
+    is not said here see `Conditions`. InputError if it does not run on them.
     """
     by_node = capture_of(module) is not None
     keyed = by_node if keyed is None else by_node and keyed

@@ -24,11 +24,10 @@ _FIRST_PLACE = 2**62
 
 
 class Tape(DispatchMode):
-    """Serve every random operator from draws named (seed, key, count), computed in float64.
-
-    Whoever runs a graph says `at(key)` before each node; one that is not keyed counts all draws in their order. A tuple
-    of keys stands for members, whose draws are stacked on the dimension that they fit along. Where the tape stands is
-    known by the seed of the CPU generator: a checkpoint that puts that back is served the same draws again.
+    """Serve every random operator from draws named (seed, key, count), computed in float64. Whoever runs a graph says
+    `at(key)` before each node; one that is not keyed counts all draws in their order. A tuple of keys stands for
+    members, whose draws are stacked on the dimension that they fit along. Where the tape stands is known by the seed of
+    the CPU generator: a checkpoint that puts that back is served the same draws again.
     """
 
     def __init__(self, seed: int, *, keyed: bool = True) -> None:
@@ -99,7 +98,6 @@ class Tape(DispatchMode):
 
 class SteadyDraws(DispatchMode):
     """Serve every random operator one and the same number: members that run as one still draw what they drew alone.
-
     `has_drawn` says whether any ran, `is_sure` whether only such ran that draw the same in any order.
     """
 

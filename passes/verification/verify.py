@@ -71,8 +71,7 @@ def verify(
     agree to 1e-10. *Precision*: in its own types the rewritten module errs 4 times as much as the original at most.
 
     Args:
-        reference: of the module before.
-        module: the module now; it is left exactly as it is.
+        module: as it is now, and is left.
         map_state: from all old parameters and buffers by name to the new ones.
         numerics: what the rewrite promises. `EXACT` outputs and buffers must be bitwise the same, and so must the
             random stream; `APPROXIMATE` answers to `budget` alone; `SEMANTIC` need only run. Of both the state makes

@@ -11,11 +11,6 @@ from .random_effects import (
 from .structural_hash import Described, HashLevel, StructuralHash
 
 __all__ = [
-    "Described",
-    "HashLevel",
-    "StructuralHash",
-    "function_uses_host_random",
-    "has_random_effects",
-    "module_has_random_effects",
-    "tree_uses_host_random",
-]
+    "Described", "HashLevel", "StructuralHash", "function_uses_host_random", "has_random_effects",
+    "module_has_random_effects", "tree_uses_host_random",
+]  # fmt: skip

@@ -55,7 +55,6 @@ _Parts = list[tuple[str | None, "Tensor | nn.Module"]]
 @dataclasses.dataclass(frozen=True, eq=False)
 class Described:
     """A module as it is now: its `key` is equal for alike modules, down to which of their tensors and modules are one.
-
     `paths` are the names of the modules in it, `tensors` those of its tensors by id; None if they are not registered.
     """
 
@@ -66,11 +65,10 @@ class Described:
 
 
 class StructuralHash:
-    """Describe modules as they are now, each once; use another one after a change.
-
-    Modules are alike that have one class (which stands for the code of their graphs), the same settings and flags, the
-    same names, shapes, types, devices, strides and `requires_grad` of their tensors, and under the same names children
-    that are alike. A module with hooks is like no other. `numbers` are shared where several objects are to be compared.
+    """Describe modules as they are now, each once; use another one after a change. Modules are alike that have one
+    class (which stands for the code of their graphs), the same settings and flags, the same names, shapes, types,
+    devices, strides and `requires_grad` of their tensors, and under the same names children that are alike. A module
+    with hooks is like no other. `numbers` are shared where several objects are to be compared.
     """
 
     def __init__(self, alike: HashLevel = HashLevel.TRACED, numbers: dict[Hashable, int] | None = None) -> None:
@@ -188,13 +186,8 @@ def _named_tensors(held: Iterable[tuple[str, _Parts]]) -> dict[int, str | None]:
 def _holds_more(value: Any) -> bool:
     """Say whether an object holds more than its items or the fields of a dataclass, which are all that is compared."""
     attributes = getattr(value, "__dict__", None)
-    if not attributes:
-        return False
-    return not _fields(value).issuperset(attributes)
-
-
-def _fields(value: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
+    fields = dataclasses.fields(value) if attributes and dataclasses.is_dataclass(value) else ()
+    return bool(attributes) and not {field.name for field in fields}.issuperset(attributes)
 
 
 def _form(tensor: Tensor) -> Hashable:

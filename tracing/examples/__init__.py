@@ -7,15 +7,6 @@ from .inputs import Generating, Inputs, call_of_batch, check_whole, is_input, no
 from .untraceable import Untraceable
 
 __all__ = [
-    "Generating",
-    "Inputs",
-    "Meta",
-    "TensorMeta",
-    "Untraceable",
-    "call_of_batch",
-    "check_whole",
-    "is_input",
-    "meta_key",
-    "meta_of",
-    "normalize_inputs",
-]
+    "Generating", "Inputs", "Meta", "TensorMeta", "Untraceable", "call_of_batch", "check_whole", "is_input", "meta_key",
+    "meta_of", "normalize_inputs",
+]  # fmt: skip

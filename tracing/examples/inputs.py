@@ -28,9 +28,8 @@ _FORMS = (
 
 
 class Inputs:
-    """Hold the positional and keyword arguments of one call of a model.
-
-    `module` names the part that is called around the model's own forward, as `generate` calls an encoder.
+    """Hold the positional and keyword arguments of one call of a model. `module` names the part that is called around
+    the model's own forward, as `generate` calls an encoder.
     """
 
     __slots__ = ("args", "kwargs", "module")
@@ -49,9 +48,8 @@ class Inputs:
 
     @staticmethod
     def generating(*args: Any, **settings: Any) -> Generating:
-        """Return, as example inputs, the calls that a model of `transformers` makes of itself while it generates.
-
-        The arguments are those of `model.generate`: token identifiers, then, by name, what is in use (`attention_mask`,
+        """Return, as example inputs, the calls that a model of `transformers` makes of itself while it generates. The
+        arguments are those of `model.generate`: token identifiers, then, by name, what is in use (`attention_mask`,
         `num_beams`, `cache_implementation`, an assistant model, ...). Without a length, two steps follow a prompt.
         """
         return Generating(*args, **settings)
@@ -94,11 +92,9 @@ class Generating(Inputs):
 
 
 def normalize_inputs(example_inputs: object, model: object = None) -> tuple[Inputs, ...]:
-    """Return the calls meant by `example_inputs`, in any of the forms that `optimize` takes.
-
-    Raises:
-        UsageError: for anything else, naming the forms; for batches that the model's forward takes nothing of.
-        InputError: the DataLoader raises, or is empty.
+    """Return the calls meant by `example_inputs`, in any of the forms that `optimize` takes. UsageError for anything
+    else, naming the forms, and for batches that the model's forward takes nothing of; InputError if the DataLoader
+    raises, or is empty.
     """
     if example_inputs is None:
         return ()

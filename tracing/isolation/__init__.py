@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-from .autocast_state import AutocastState, autocast_state_now, outside_inference_mode
 from .changes import Change, Changes, Watch, is_repeatable
-from .compiled import compiles, eagerly, is_in_compiled
-from .copying import copied_module, plain_registries, shallow_clone, skeleton_of
-from .held import Holding, held_in, parts_of
+from .copying import Holding, copied_module, held_in, parts_of, plain_registries, shallow_clone, skeleton_of
 from .parameter_data import ParameterData
 from .preserve import AttributeState, Contents, ModelState, in_phase, memory_of, preserved, restoring
-from .redirect import patching, redirect, rewrite_lock
+from .surroundings import (
+    AutocastState,
+    autocast_state_now,
+    compiles,
+    eagerly,
+    is_in_compiled,
+    outside_inference_mode,
+    patching,
+    redirect,
+    rewrite_lock,
+)
 
 __all__ = [
-    "AttributeState",
-    "AutocastState",
-    "Change",
-    "Changes",
-    "Contents",
-    "Holding",
-    "ModelState",
-    "ParameterData",
-    "Watch",
-    "autocast_state_now",
-    "compiles",
-    "copied_module",
-    "eagerly",
-    "held_in",
-    "in_phase",
-    "is_in_compiled",
-    "is_repeatable",
-    "memory_of",
-    "outside_inference_mode",
-    "parts_of",
-    "patching",
-    "plain_registries",
-    "preserved",
-    "redirect",
-    "restoring",
-    "rewrite_lock",
-    "shallow_clone",
-    "skeleton_of",
-]
+    "AttributeState", "AutocastState", "Change", "Changes", "Contents", "Holding", "ModelState", "ParameterData",
+    "Watch", "autocast_state_now", "compiles", "copied_module", "eagerly", "held_in", "in_phase", "is_in_compiled",
+    "is_repeatable", "memory_of", "outside_inference_mode", "parts_of", "patching", "plain_registries", "preserved",
+    "redirect", "restoring", "rewrite_lock", "shallow_clone", "skeleton_of",
+]  # fmt: skip

@@ -26,7 +26,6 @@ __all__ = ["Change", "Changes", "Watch", "is_repeatable"]
 @dataclass
 class Change:
     """What an operation changed that outlives the call: by argument the `paths` in it, and attributes by their setters.
-
     It is `revocable` if that is all; `objects` or containers were given other contents, and not tensors only.
     """
 

@@ -18,15 +18,7 @@ from ...runtime.graphs import FOUND, context_regions
 from ...runtime.values import INTERNAL, RandomState, change_count, plain_tensors, put_members_back, same_members
 from .parameter_data import ParameterData, data_of, storage_of
 
-__all__ = [
-    "AttributeState",
-    "Contents",
-    "ModelState",
-    "in_phase",
-    "memory_of",
-    "preserved",
-    "restoring",
-]
+__all__ = ["AttributeState", "Contents", "ModelState", "in_phase", "memory_of", "preserved", "restoring"]
 
 _REGISTRIES = (
     "_parameters", "_buffers", "_modules",
@@ -49,9 +41,8 @@ def memory_of(tensor: Tensor) -> int:
 
 
 class AttributeState:
-    """Hold a module's attributes, registries and plain containers, to put back or to compare.
-
-    What `install` keeps on a module (`_fxopt_capture`, and regions) is left alone, and children that a region borrows.
+    """Hold a module's attributes, registries and plain containers, to put back or to compare. What `install` keeps on a
+    module (`_fxopt_capture`, and regions) is left alone, and children that a region borrows.
     """
 
     __slots__ = ("_kept", "copy", "namespace", "registered")
@@ -166,11 +157,10 @@ class Contents:
 
 
 class ModelState:
-    """Hold what running a model may change, to put it back, any number of times.
-
-    These are: buffers (in place), attributes of every module with the plain containers and tensors in them, registries,
-    training flags, `.grad`, and the random state of torch (CPU, CUDA), Python and numpy. Parameters are not copied, but
-    for those whose `data` is reached for while it is watched.
+    """Hold what running a model may change, to put it back, any number of times. These are: buffers (in place),
+    attributes of every module with the plain containers and tensors in them, registries, training flags, `.grad`, and
+    the random state of torch (CPU, CUDA), Python and numpy. Parameters are not copied, but for those whose `data` is
+    reached for while it is watched.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -242,9 +232,8 @@ def preserved(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def restoring(state: ModelState, assigned: dict[nn.Module, frozenset[str]] | None = None) -> Generator[None]:
-    """Put `state` back on leaving, and fill in which attributes were `assigned`, by module.
-
-    On the meta device, what is made without a device is made there meanwhile.
+    """Put `state` back on leaving, and fill in which attributes were `assigned`, by module. On the meta device, what is
+    made without a device is made there meanwhile.
     """
     try:
         with torch.device("meta") if state.is_meta else nullcontext(), state.data.watched():
@@ -255,15 +244,15 @@ def restoring(state: ModelState, assigned: dict[nn.Module, frozenset[str]] | Non
 
 @contextmanager
 def in_phase(model: nn.Module, training: bool) -> Generator[None]:
-    """Put the whole model in training or evaluation mode, and every flag back afterwards; none if it is in it."""
-    if model.training == training:
-        yield
-        return
-    flags = [(module, module.training) for module in all_modules(model)]
-    try:
-        for module, _ in flags:
+    """Put the model in training or evaluation mode for a while; if the root is in it, mixed flags stay as they are."""
+    flags = {module: module.training for module in all_modules(model)}
+    if model.training != training:
+        for module in flags:
             module.training = training
+    try:
         yield
     finally:
-        for module, flag in flags:
-            module.training = flag
+        for module in dict.fromkeys((*flags, *all_modules(model))):
+            flag = flags.get(module, flags[model])  # what came meanwhile follows the root
+            if module.training != flag:
+                module.training = flag

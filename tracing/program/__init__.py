@@ -5,26 +5,12 @@ from __future__ import annotations
 from .analyses import CallSites, TensorOwners, TensorReads, found_in_graphs, is_on_meta
 from .call_forms import call_forms, calls_of_forms
 from .capturing import Opaque
-from .inactive_modules import deactivate
+from .model_capture import deactivate
 from .program import Program, capture_program, captured_on, is_called
-from .running import GraphRunner, function_of_node
-from .shapes import changed_metas
+from .running import GraphRunner, changed_metas, function_of_node
 
 __all__ = [
-    "CallSites",
-    "GraphRunner",
-    "Opaque",
-    "Program",
-    "TensorOwners",
-    "TensorReads",
-    "call_forms",
-    "calls_of_forms",
-    "capture_program",
-    "captured_on",
-    "changed_metas",
-    "deactivate",
-    "found_in_graphs",
-    "function_of_node",
-    "is_called",
+    "CallSites", "GraphRunner", "Opaque", "Program", "TensorOwners", "TensorReads", "call_forms", "calls_of_forms",
+    "capture_program", "captured_on", "changed_metas", "deactivate", "found_in_graphs", "function_of_node", "is_called",
     "is_on_meta",
-]
+]  # fmt: skip

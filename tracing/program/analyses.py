@@ -103,7 +103,6 @@ def found_in_graphs(
     program: Program, look: Callable[[fx.Graph, Program, str], T]
 ) -> Iterator[tuple[str, int, fx.Graph, T]]:
     """Yield the owner and the number of each graph, the graph, and what `look(graph, program, owner)` finds in it.
-
     Modules that are alike have the same graphs: what is found in those of the first is handed out for all of them.
     """
     likeness, known = program.analyses[StructuralHash], dict[tuple[int, int], T]()

@@ -27,7 +27,6 @@ class _NoForm(Exception):
 
 def call_forms(calls: Sequence[Inputs]) -> list[dict[str, Any]]:
     """Return what calls look like, or nothing where one has other arguments than tensors, numbers, text and containers.
-
     Of a tensor these are shape, dtype, smallest and largest number, and whether the numbers of a vector ascend.
     """
     try:
@@ -48,9 +47,7 @@ def call_forms(calls: Sequence[Inputs]) -> list[dict[str, Any]]:
 
 def calls_of_forms(forms: object, *, draw: bool = True) -> list[Inputs]:
     """Return calls of these forms; equal forms give equal calls. Without `draw`, tensors are on the meta device.
-
-    Raises:
-        ValueError: they are none, or ask for more elements than are drawn.
+    ValueError if they are none, or ask for more elements than are drawn.
     """
     reader = _Reader(draw)
     if not isinstance(forms, list):

@@ -23,8 +23,7 @@ from ..reads import raised_at
 from ..recording import Call, Recording
 from ..rules import SequentialCaptures, tracing_session
 from ..trace import ModuleTracer, TracingSession, with_regions
-from .extra_arguments import ExtraArguments
-from .single_sizes import Traced, told_apart
+from .further_guards import ExtraArguments, Traced, told_apart
 
 __all__ = ["Captures", "Opaque", "capture_modules"]
 
@@ -55,10 +54,9 @@ class Opaque:
 
 @dataclass
 class Captures:
-    """What capturing a model gave, by the modules' names; `leaves` are never looked into.
-
-    It is `uncertain` whether other numbers might have given more: a forward failed, or decided by data. `names` are
-    those of the model's modules, if still all once the captures are installed; see `Program` for the rest.
+    """What capturing a model gave, by the modules' names; `leaves` are never looked into. It is `uncertain` whether
+    other numbers might have given more: a forward failed, or decided by data. `names` are those of the model's modules,
+    if still all once the captures are installed; see `Program` for the rest.
     """
 
     captured: dict[str, Capture]

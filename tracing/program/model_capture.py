@@ -1,33 +1,30 @@
-"""Capture a whole model: record, trace, install and check; all of it, or nothing."""
+"""Capture a whole model: record, trace, install and check, all of it or nothing; let modules run their own forward."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from ...compat import has_lazy_parameters, submodule
+from ...compat import all_modules, has_lazy_parameters, submodule
 from ...errors import InputError, ModeError, UsageError
-from ...runtime.graphs import Capture, capture_of, install, required_capture, uninstall
+from ...runtime.graphs import Capture, Region, capture_of, context_regions, install, required_capture, uninstall
 from ...runtime.values import ModelNames, is_container, is_leaf, is_meta, map_tensors, runs_as_sequential
 from ..examples import Generating, Inputs, normalize_inputs
 from ..isolation import ModelState, in_phase, restoring
+from ..reads import checks_exact_types
 from ..recording import Recording, disagreeing, expectations, generated_calls, record
 from .capturing import Captures, Opaque, capture_modules
-from .inactive_modules import exact_types, with_inactive
 
-__all__ = ["capture_model", "inputs_for"]
+__all__ = ["capture_model", "deactivate", "exact_types", "inputs_for", "with_inactive"]
 
 
 def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
-    """Return the calls meant by `example_inputs`; those of a model on the meta device are moved there.
-
-    Raises:
-        UsageError: if `example_inputs` is none of the forms it may have.
-        InputError: if `generate` raises on an `Inputs.generating`.
+    """Return the calls meant by `example_inputs`, on the meta device where the model is. UsageError if it is none of
+    the forms it may have, InputError if `generate` raises.
     """
     inputs = tuple(
         call
@@ -51,7 +48,6 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
 
 def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) -> Captures:
     """Install a graph on every module of `model` that can be captured, and check the whole against the original.
-
     Without inputs, forwards are traced without values. If anything raises, the model is as before.
     """
     names = ModelNames(model)
@@ -157,3 +153,47 @@ def _check_initialised(names: ModelNames) -> None:
                 f"module {name!r} ({type(module).__name__}) has lazy parameters that were never initialised; "
                 "run the model once on real inputs first"
             )
+
+
+def deactivate(modules: Collection[nn.Module]) -> None:
+    """Let modules whose graphs are as captured run their original forward, in the user's class; graphs are kept."""
+    inactive: dict[int, Capture] = {}
+    for module in filter(_may_be_inactive, modules):
+        capture = required_capture(module)
+        if id(capture) not in inactive:
+            inactive[id(capture)] = capture.set_inactive(True)
+        install(module, inactive[id(capture)])
+
+
+def _may_be_inactive(module: nn.Module) -> bool:
+    capture = capture_of(module)
+    if capture is None or capture.lost or capture.inactive or isinstance(module, Region):
+        return False
+    return not (capture.rewritten or _is_rewritten_inside(module))
+
+
+def _is_rewritten_inside(module: nn.Module) -> bool:
+    """Say whether a pass changed what the module runs under a context: its original forward would not call that."""
+    regions = context_regions(vars(module)).values()
+    return any(required_capture(region).rewritten or _is_rewritten_inside(region) for region in regions)
+
+
+def exact_types(names: ModelNames) -> dict[nn.Module, str]:
+    """Return the modules whose exact class may be asked for, by code of theirs or around them, each with where."""
+    found: dict[nn.Module, str] = {}
+    if checks_exact_types(names.distinct):
+        for module in names.distinct:
+            place = checks_exact_types([module])
+            why = f"module {names.name(module) or '(root)'!r}: its code checks an exact type ({place})"
+            found = {**dict.fromkeys(all_modules(module) if place else (), why), **found}
+    return found
+
+
+def with_inactive(
+    captured: Mapping[str, Capture], names: ModelNames, modules: Collection[nn.Module]
+) -> dict[str, Capture]:
+    """Return captures by the names of their modules, inactive those of some modules; none is installed yet."""
+    inactive = {id(capture): capture.set_inactive(True) for capture in captured.values()} if modules else {}
+    return {
+        name: inactive[id(capture)] if names.modules[name] in modules else capture for name, capture in captured.items()
+    }

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 from torch import fx, nn
 
 from ...compat import submodule
 from ...errors import CaptureError, InputError
-from ...runtime.graphs import Capture, Region, capture_of, misses_in
+from ...runtime.graphs import Capture, Miss, Region, capture_of, misses_in
 from ...runtime.values import ModelNames, qualified
 from ...settings import Measure
 from ..examples import Generating, Inputs
 from ..isolation import in_phase
 from ..recording import NO_STEP, Recording, calls_of_generate, generated_calls, record
 from .capturing import Opaque
-from .coverage import Coverage
 from .model_capture import capture_model, inputs_for
 
-__all__ = ["Analyses", "Analysis", "Opaque", "Program", "capture_program", "captured_on", "is_called"]
+__all__ = ["Analyses", "Analysis", "Coverage", "Opaque", "Program", "capture_program", "captured_on", "is_called"]
+
 
 _T = TypeVar("_T")
 _T_co = TypeVar("_T_co", covariant=True)
@@ -210,13 +211,9 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def capture_program(model: nn.Module, example_inputs: object = None, *, training: bool | None = None) -> Program:
-    """Give every module of `model` that can be captured its graph, in place, in the phase that it is in by default.
-
-    `example_inputs` as for `normalize_inputs`; without, arguments take their defaults, and all others are tensors.
-
-    Raises:
-        InputError: if the model refuses the example inputs, or has lazy parameters that were never initialised.
-        UsageError: if `example_inputs` is none of the forms it may have.
+    """Give every module that can be captured its graph, in place, in the phase that `model` is in by default. Without
+    `example_inputs`, arguments take their defaults, and all others are tensors. InputError if the model refuses them,
+    or has lazy parameters; UsageError if they are none of the forms of `normalize_inputs`.
     """
     inputs = inputs_for(model, example_inputs)
     phase = model.training if training is None else training
@@ -228,7 +225,8 @@ def capture_program(model: nn.Module, example_inputs: object = None, *, training
 
 def captured_on(model: nn.Module, inputs: Sequence[Inputs], *, training: bool) -> tuple[Program, str]:
     """Give a copy of the user's model its graphs, for calls of its own `generate`, too; say so where it has none."""
-    given = [call for each in inputs for call in _calls(model, each)]
+    made = (generated_calls(model, each) if isinstance(each, Generating) else [each] for each in inputs)
+    given = [call for calls in made for call in calls]
     added, remark = ([], "") if training or len(given) != len(inputs) else calls_of_generate(model, given)
     if added:
         try:
@@ -236,10 +234,6 @@ def captured_on(model: nn.Module, inputs: Sequence[Inputs], *, training: bool) -
         except InputError as error:
             remark = f"{NO_STEP}: {error}"
     return capture_program(model, given or None, training=training), remark
-
-
-def _calls(model: nn.Module, call: Inputs) -> list[Inputs]:
-    return generated_calls(model, call) if isinstance(call, Generating) else [call]
 
 
 def is_called(program: Program, name: str) -> bool:
@@ -255,3 +249,32 @@ def is_called(program: Program, name: str) -> bool:
             if not any(".".join(path[: count + 1]) in called for count in range(len(path))):
                 return False
     return True
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Count a model's modules by how they run: from a graph, as one operation each, or their original forward, and why.
+    `missed` are the guards that turned calls away since the model was handed over, by module.
+    """
+
+    captured: Sequence[str]
+    leaves: Sequence[str]
+    opaque: Sequence[Opaque]
+    missed: Sequence[Miss] = ()
+
+    @property
+    def share(self) -> float:
+        """Return the part of the modules with a forward of the user's that runs from a graph, from 0 to 1."""
+        total = len(self.captured) + len(self.opaque)
+        return len(self.captured) / total if total else 1.0
+
+    @property
+    def text(self) -> str:
+        """Return the figures and every reason, a line each."""
+        total = len(self.captured) + len(self.opaque)
+        head = f"{len(self.captured)} of {total} modules captured ({self.share:.0%}), {len(self.leaves)} leaves"
+        missed = (f"  missed: {miss.module or '(root)'}: {miss}" for miss in self.missed)
+        return "\n".join([head, *(f"  opaque: {opaque}" for opaque in self.opaque), *missed])
+
+    def __str__(self) -> str:
+        return self.text

@@ -1,22 +1,29 @@
-"""Run the graph of a module node by node."""
+"""Run the graph of a module node by node, for real or on tensors that hold no data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import operator
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 
-__all__ = ["GraphRunner", "function_of_node"]
+from ...compat import all_modules, fake_tensors, own_buffers, own_parameters
+from ...runtime.graphs import capture_of, select
+from ...runtime.values import is_leaf
+from ..examples import Meta, TensorMeta, meta_of
+from ..isolation import preserved
+
+__all__ = ["GraphRunner", "changed_metas", "function_of_node"]
 
 
 def function_of_node(node: fx.Node, module: nn.Module) -> Callable[..., Any]:
-    """Return what computes a node's value from its arguments.
-
-    Args:
-        node: neither a placeholder nor the output.
-        module: holds the modules and tensors that the node names. Tensors are looked up at each call.
+    """Return what computes the value of a node, neither placeholder nor output, from its arguments. `module` holds the
+    modules and tensors that it names; tensors are looked up at each call.
     """
     match node.op:
         case "get_attr":
@@ -53,3 +60,109 @@ class GraphRunner(fx.Interpreter):
             for spent in self.user_to_last_uses.get(node, ()):
                 del self.env[spent]
         return None
+
+
+def changed_metas(owner: nn.Module, changed: Sequence[object]) -> Mapping[nn.Module, Mapping[fx.Node, Meta]]:
+    """Return what nodes give that gave something of another form before, by the module in whose graphs they are. Only
+    what reads one of the `changed` tensors and modules in `owner` runs. Code without a graph counts as before.
+    """
+    run, capture = _Run(changed), capture_of(owner)
+    if capture is not None:
+        with preserved(owner), torch.no_grad(), fake_tensors():
+            for specialization in capture.specializations:
+                run.graph(owner, specialization.graph, {})
+    return run.metas
+
+
+class _Run:
+    """Run those nodes that read a changed value."""
+
+    def __init__(self, changed: Sequence[object]) -> None:
+        self.metas: dict[nn.Module, dict[fx.Node, Meta]] = {}
+        self._changed = {id(item) for item in changed}
+
+    def graph(self, owner: nn.Module, graph: fx.Graph, values: dict[fx.Node, Any]) -> None:
+        """Run a module's graph, given some values; others are added."""
+        for node, value in list(values.items()):
+            self._note(owner, node, value)
+        for node in graph.nodes:
+            if node.op not in ("placeholder", "output") and self._reads_changed(owner, node):
+                with contextlib.suppress(Exception):
+                    values[node] = self._result(owner, node, values)
+                    self._note(owner, node, values[node])
+
+    def _note(self, owner: nn.Module, node: fx.Node, value: Any) -> None:
+        meta = meta_of(value)
+        if "val" in node.meta and meta != node.meta["val"]:
+            self.metas.setdefault(owner, {})[node] = meta
+
+    def _reads_changed(self, owner: nn.Module, node: fx.Node) -> bool:
+        if node.op == "get_attr":
+            return id(operator.attrgetter(str(node.target))(owner)) in self._changed
+        if node.op == "call_module" and self._holds_changed(owner.get_submodule(str(node.target))):
+            return True
+        return any(operand in self.metas.get(owner, ()) for operand in node.all_input_nodes)
+
+    def _holds_changed(self, module: nn.Module) -> bool:
+        inside = all_modules(module)
+        tensors = (t for m in inside for t in (*own_parameters(m).values(), *own_buffers(m).values()))
+        return any(id(item) in self._changed for item in (*inside, *tensors))
+
+    def _result(self, owner: nn.Module, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), lambda operand: _value(operand, values))
+        function = function_of_node(node, owner)
+        return self._call(function, args, kwargs) if isinstance(function, nn.Module) else function(*args, **kwargs)
+
+    def _call(self, module: nn.Module, args: Collection[Any], kwargs: Mapping[str, Any]) -> Any:
+        if is_leaf(module):
+            with _buffers_spared(module):
+                return module.forward(*args, **kwargs)
+        selected = select(module, tuple(args), kwargs)
+        if selected is None:
+            return self._only_graph(module)
+        graph, given = selected[0].graph, selected[1]
+        values = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+        self.graph(module, graph, values)
+        return map_arg(graph.output_node().args[0], lambda node: _value(node, values))
+
+    def _only_graph(self, module: nn.Module) -> Any:
+        """Run a module's one graph on inputs of the form that it was recorded with: its guards may read data."""
+        capture = capture_of(module)
+        if capture is None or len(capture.specializations) != 1:
+            raise LookupError("its own forward runs")
+        graph, values = capture.specializations[0].graph, dict[fx.Node, Any]()
+        self.graph(module, graph, values)
+        return map_arg(graph.output_node().args[0], lambda node: _value(node, values))
+
+
+@contextlib.contextmanager
+def _buffers_spared(module: nn.Module) -> Generator[None]:
+    """Let a module in training write its statistics elsewhere: a write is seen even where the value is put back."""
+    registries = [own_buffers(inner) for inner in all_modules(module)]
+    before = [dict(registry) for registry in registries]
+    try:
+        for registry in registries:
+            registry.update({name: buffer if buffer is None else buffer.clone() for name, buffer in registry.items()})
+        yield
+    finally:
+        for registry, buffers in zip(registries, before, strict=True):
+            registry.update(buffers)
+
+
+def _value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Return what a node gives; of what did not run, something of the form that it is known to have."""
+    return values[node] if node in values else _of_form(node.meta.get("val"))
+
+
+def _of_form(meta: Meta) -> Any:
+    match meta:
+        case TensorMeta():
+            return torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+        case tuple():
+            return tuple(map(_of_form, meta))
+        case list():
+            return list(map(_of_form, meta))
+        case dict():
+            return {key: _of_form(item) for key, item in meta.items()}
+        case _:
+            return meta

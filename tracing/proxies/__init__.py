@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from .checked import Messages
-from .examples import PLAIN, examples_of, is_tensor_method
 from .memos import asks_memo
-from .proxy import UNKNOWN, MethodProxy, ValueProxy, proxies_in
-from .recorder import Recorder
+from .protocol import Tracer
+from .proxy import PLAIN, UNKNOWN, MethodProxy, ValueProxy, examples_of, is_tensor_method, proxies_in
 from .session import Session
 
 __all__ = [
-    "PLAIN",
-    "UNKNOWN",
-    "Messages",
-    "MethodProxy",
-    "Recorder",
-    "Session",
-    "ValueProxy",
-    "asks_memo",
-    "examples_of",
-    "is_tensor_method",
-    "proxies_in",
-]
+    "PLAIN", "UNKNOWN", "MethodProxy", "Session", "Tracer", "ValueProxy", "asks_memo", "examples_of",
+    "is_tensor_method", "proxies_in",
+]  # fmt: skip

@@ -13,8 +13,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ...runtime.values import copied, map_leaves
+from .protocol import Tracer
 from .proxy import UNKNOWN
-from .recorder import Recorder
 
 __all__ = ["asks_memo", "call_memo", "is_memoised"]
 
@@ -37,7 +37,7 @@ def _closed_over(function: FunctionType) -> Iterator[Any]:
             continue
 
 
-def call_memo(tracer: Recorder, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_memo(tracer: Tracer, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a call of a memoised function, which asks the memo whenever the graph runs."""
     if not _has_name(function):
         tracer.fail(
@@ -55,7 +55,7 @@ def call_memo(tracer: Recorder, function: Callable[..., Any], args: tuple[Any, .
     return tracer.add("call_function", function, args, kwargs, held, optional=True)
 
 
-def _check(tracer: Recorder, function: Callable[..., Any], value: object) -> None:
+def _check(tracer: Tracer, function: Callable[..., Any], value: object) -> None:
     """Refuse what a memo knows by identity: to ask it for an example would leave that in the user's memo."""
     if isinstance(value, (Tensor, nn.Module)):
         tracer.fail(f"it calls the memoised function {function.__name__} with a {type(value).__name__}")

@@ -10,9 +10,12 @@ from typing import Any, cast
 
 from torch import Tensor, fx
 
-from .recorder import Recorder
+from ...runtime.values import PLAIN_TYPES, map_leaves
+from .protocol import Tracer
 
-__all__ = ["UNKNOWN", "MethodProxy", "ValueProxy", "proxies_in"]
+__all__ = [
+    "PLAIN", "UNKNOWN", "MethodProxy", "ValueProxy", "class_proxy", "examples_of", "is_tensor_method", "proxies_in",
+]  # fmt: skip
 
 
 class _Unknown:
@@ -26,16 +29,15 @@ UNKNOWN = _Unknown()
 
 
 class ValueProxy(fx.Proxy):
-    """Record operations as nodes, and answer questions from an example value.
-
-    Where the answer steers Python (`if`, `range`, `len`), the tracer makes a guard of it, or gives up if data decide.
+    """Record operations as nodes, and answer questions from an example value. Where the answer steers Python (`if`,
+    `range`, `len`), the tracer makes a guard of it, or gives up if data decide.
     """
 
     node: fx.Node
-    tracer: Recorder
+    tracer: Tracer
     fxopt_value: Any
 
-    def __init__(self, node: fx.Node, tracer: Recorder, value: Any) -> None:
+    def __init__(self, node: fx.Node, tracer: Tracer, value: Any) -> None:
         attributes = self.__dict__
         attributes["node"], attributes["tracer"], attributes["fxopt_value"] = node, tracer, value
 
@@ -184,3 +186,74 @@ class MethodProxy:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._owner.tracer.create_proxy("call_method", self.__name__, (self._owner, *args), kwargs)
+
+
+PLAIN = frozenset((*PLAIN_TYPES, type(...)))
+"""Types of values that stand in graphs as they are."""
+
+
+def is_tensor_method(function: Callable[..., Any], name: str) -> bool:
+    """Answer as `torch.overrides.is_tensor_method_or_property`, which first lists all of torch: 40 ms."""
+    return getattr(Tensor, name, None) is function or getattr(function, "__qualname__", "").startswith("TensorBase.")
+
+
+class _NoExampleError(Exception):
+    """A value is known to no example."""
+
+
+def examples_of(arguments: Any) -> Any:
+    """Return arguments with example values in place of proxies, or UNKNOWN where one has none."""
+    try:
+        return _example_of(arguments)
+    except _NoExampleError:
+        return UNKNOWN
+
+
+def _example_of(value: Any) -> Any:
+    kind = cast("type[object]", type(value))
+    if kind is ValueProxy:
+        if value.fxopt_value is UNKNOWN:
+            raise _NoExampleError
+        return value.fxopt_value
+    if kind in PLAIN:
+        return value
+    if kind is tuple:
+        return tuple([_example_of(item) for item in value])
+    if kind is list:
+        return [_example_of(item) for item in value]
+    if kind is dict:
+        return {key: _example_of(item) for key, item in value.items()}
+    if any(proxy.fxopt_value is UNKNOWN for proxy in proxies_in(value)):
+        raise _NoExampleError
+    return map_leaves(_value, value, ValueProxy)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.fxopt_value if issubclass(type(leaf), ValueProxy) else leaf
+
+
+_Make = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Standing(type):
+    """The class of class proxies."""
+
+    fxopt_class: Any
+    fxopt_make: _Make
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.fxopt_make(cls.fxopt_class, args, kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.fxopt_class)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.fxopt_class)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.fxopt_class, name)
+
+
+def class_proxy(cls: type, make: _Make) -> type:
+    """Return a class whose calls are `make(cls, args, kwargs)`, and that answers like `cls` otherwise."""
+    return _Standing(cls.__name__, (), {"fxopt_class": cls, "fxopt_make": staticmethod(make), "__slots__": ()})

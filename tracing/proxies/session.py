@@ -19,14 +19,13 @@ from ...compat import torch_functions_off
 from ...runtime.values import Absent, is_whole
 from ..isolation import redirect
 from ..reads import Observers
-from .class_proxies import class_proxy
 from .memos import call_memo, is_memoised
-from .proxy import ValueProxy
-from .recorder import Recorder
+from .protocol import Tracer
+from .proxy import ValueProxy, class_proxy
 
 __all__ = ["Session"]
 
-TracerT = TypeVar("TracerT", bound=Recorder)
+TracerT = TypeVar("TracerT", bound=Tracer)
 
 _isinstance = builtins.isinstance
 
@@ -76,9 +75,8 @@ class _Patch(NamedTuple):
 
 
 class Session(Generic[TracerT]):
-    """Know which tracer, if any, the code that runs now belongs to.
-
-    What is patched is worked out once; a session that is closed may be opened again.
+    """Know which tracer, if any, the code that runs now belongs to. What is patched is worked out once; a session that
+    is closed may be opened again.
     """
 
     def __init__(self) -> None:
@@ -137,9 +135,8 @@ class Session(Generic[TracerT]):
                 self.tracer = None
 
     def is_instance(self, value: Any, kinds: Any) -> bool:
-        """Answer `isinstance`: for proxies from what they stand for, for modules as something that may decide.
-
-        The `__class__` of proxies must not say so: torch's C++ asks it too, and would take one for a tensor's memory.
+        """Answer `isinstance`: for proxies from what they stand for, for modules as something that may decide. The
+        `__class__` of proxies must not say so: torch's C++ asks it too, and would take one for a tensor's memory.
         """
         if type(value) is ValueProxy:
             return value.tracer.is_instance(value, kinds)
@@ -249,7 +246,7 @@ class Session(Generic[TracerT]):
         return random.getstate(), numpy.random.get_state()[2:] if known and numpy is not None else None
 
 
-def _length(tracer: Recorder, original: Any, args: Any, kwargs: Any) -> Any:
+def _length(tracer: Tracer, original: Any, args: Any, kwargs: Any) -> Any:
     """Answer `len(x)` as `x.shape[0]` is answered: with a value, which decides nothing as long as nobody asks."""
     if len(args) == 1 and type(args[0]) is ValueProxy and isinstance(args[0].fxopt_value, Tensor):
         return tracer.create_proxy("call_function", len, args, {})

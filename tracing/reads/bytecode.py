@@ -10,19 +10,9 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 __all__ = [
-    "TYPE",
-    "Asked",
-    "Display",
-    "Plain",
-    "Read",
-    "Use",
-    "Value",
-    "Variable",
-    "is_class",
-    "named_in",
-    "root_of",
+    "TYPE", "Asked", "Display", "Plain", "Read", "Use", "Value", "Variable", "is_class", "named_in", "root_of",
     "uses_in",
-]
+]  # fmt: skip
 
 
 class Variable(NamedTuple):

@@ -1,19 +1,22 @@
-"""See which plain attributes of a module its forward reads: their values become part of the graph."""
+"""See which plain attributes of a module its forward reads, and how many modules its containers hold."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Generator, Mapping, Set
+from collections.abc import Collection, Generator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from ...compat import own_children
 from ...runtime.graphs import FOUND
-from ...runtime.values import INTERNAL, Quiet, subclass
+from ...runtime.guards import SELF, Equals, Guard, Source, children_of, key_of, length_of, module_at
+from ...runtime.values import CONTAINERS, INTERNAL, Quiet, counts_items, subclass
 
-__all__ = ["FOUND", "INTERNAL", "Observers", "Quiet", "Seen"]
+__all__ = ["FOUND", "INTERNAL", "OWN_CHILDREN", "Observers", "Quiet", "Seen", "container_lengths", "listing_of"]
+
 
 _INHERITED = frozenset(vars(nn.Module))
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -95,3 +98,41 @@ def _is_plain(module: nn.Module, name: str) -> bool:
             value: object = cls.__dict__[name]
             return not callable(value) and not hasattr(type(value), "__get__")
     return all(module.__dict__[registry].get(name) is None for registry in _REGISTRIES)
+
+
+_WHOLE = frozenset("_modules children modules named_children named_modules parameters named_parameters".split())
+"""Attributes through which a forward may loop over all of its children."""
+
+OWN_CHILDREN = length_of(children_of(SELF))
+"""The number of a module's children."""
+
+
+def listing_of(module: nn.Module, source: Source = SELF) -> Source:
+    """Return what has the items that a loop over a module's children comes across, where `source` is the module."""
+    return source if counts_items(type(module)) else children_of(source)
+
+
+def container_lengths(module: nn.Module, graph: fx.Graph, read: Collection[str]) -> list[Guard]:
+    """Return guards on the number of items in each container that a forward went through: loops are unrolled."""
+    guards: dict[str, Guard] = {}
+    seen: set[str] = set()
+    if not _WHOLE.isdisjoint(read):
+        count = len(own_children(module))
+        guards[""] = Guard(length_of(listing_of(module)), Equals(key_of(count)), f"it has {count} items")
+    for node in graph.nodes:
+        if node.op not in ("call_module", "get_attr"):
+            continue
+        parts = str(node.target).split(".")
+        for depth in range(1, len(parts)):
+            path = ".".join(parts[:depth])
+            if path in seen:
+                continue
+            seen.add(path)
+            container = module.get_submodule(path)
+            if isinstance(container, (*CONTAINERS, nn.Sequential)):
+                items = module_at(parts[:depth])
+                if not isinstance(container, (nn.ParameterList, nn.ParameterDict)):
+                    items = listing_of(container, items)
+                count = key_of(len(container))
+                guards[path] = Guard(length_of(items), Equals(count), f"{path} has {count} items")
+    return list(guards.values())

@@ -1,4 +1,8 @@
-"""Find, without running it, the functions that a module's forward may run: those it names, and those they name."""
+"""Find, without running it, the functions that a module's forward may run, and whether they may ask for exact classes.
+
+A module that a pass rewrote has a class of its own, derived from the user's and named like it. What asks `isinstance`,
+or for the name of a class, cannot tell the difference; what compares classes, or looks things up by them, can.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ import functools
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
 
@@ -14,9 +20,13 @@ from torch import nn
 
 from ...compat import has_hooks, hooks_of
 from ...runtime.values import all_inside, user_class
-from .bytecode import Plain, Read, Value, Variable, named_in, root_of
+from .bytecode import TYPE, Asked, Display, Plain, Read, Use, Value, Variable, named_in, root_of, uses_in
 
-__all__ = ["MISSING", "Reached", "class_attribute", "held", "is_foreign", "is_outside", "reached_functions", "value_of"]
+__all__ = [
+    "MISSING", "Reached", "checks_exact_types", "class_attribute", "held", "is_foreign", "is_outside",
+    "reached_functions", "value_of",
+]  # fmt: skip
+
 
 MISSING: Any = object()
 """Stands for what there is not."""
@@ -35,9 +45,8 @@ class Reached(NamedTuple):
 
 
 def reached_functions(modules: Sequence[nn.Module], *, hooks: bool = True) -> Iterator[Reached]:
-    """Yield each function that calling `modules` may run, but for the forwards of those inside, nearest first.
-
-    These are their forwards, `hooks` (and a `__call__` of their own), what they name, and methods that they name of the
+    """Yield each function that calling `modules` may run, but for the forwards of those inside, nearest first. These
+    are their forwards, `hooks` (and a `__call__` of their own), what they name, and methods that they name of the
     modules inside. What is called in other ways is not found.
     """
     methods: Mapping[str, list[Any]] | None = None
@@ -150,3 +159,74 @@ def held(owner: Any, name: str) -> Any:
 def class_attribute(cls: type[Any], name: str) -> Any:
     """Return what a class, or a base of it, has as an attribute; `MISSING` where it has none."""
     return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), MISSING)
+
+
+_BY_TEXT = (repr, print, issubclass)
+"""What may be called with a class, besides `str` and errors: a subclass of the same name makes no difference to it."""
+_TOLD = frozenset(("__name__", "__qualname__", "__module__", "__doc__"))
+"""What a class that was made on the fly has in common with the user's."""
+
+
+def checks_exact_types(modules: Sequence[nn.Module]) -> str:
+    """Return where the code that calling `modules` runs, but for the forwards of those inside, may ask for a class."""
+    return next((place for reached in reached_functions(modules) if (place := _place(reached))), "")
+
+
+def _place(reached: Reached) -> str:
+    """Return the first line of a function that may ask a module for its class, or nothing."""
+    function, names = reached
+    code, types = function.__code__, frozenset((TYPE, *(name for name, value in names if value is type)))
+    asking = (use for use, place in _questions(code, types) if not _is_harmless(function, use, place))
+    return next((f"{Path(code.co_filename).name}:{use.line}" for use in asking), "")
+
+
+@lru_cache(maxsize=4096)
+def _questions(code: CodeType, types: frozenset[Value]) -> list[tuple[Use, int]]:
+    """Return the steps that take the class of something, or `type` itself, which has these names, and where."""
+    taken = ((use, place, value) for use in uses_in(code) for place, value in enumerate(use.taken))
+    return [
+        (use, place) for use, place, value in taken if (value.function if isinstance(value, Asked) else value) in types
+    ]
+
+
+def _is_harmless(function: FunctionType, use: Use, place: int) -> bool:
+    """Say whether what a step makes of an answer cannot depend on whether a class was made on the fly."""
+    if _is_of_constant(use.taken[place]):
+        return True
+    if use.operation in ("LOAD_ATTR", "LOAD_METHOD"):
+        return use.argument in _TOLD or not use.argument.startswith("__")
+    is_answer = isinstance(use.taken[place], Asked)
+    if use.operation == "CALL":
+        called = use.taken[0] or use.taken[1]
+        return called is use.taken[place] or _ignores_classes(value_of(function, called), is_answer)
+    if use.operation in ("IS_OP", "COMPARE_OP", "CONTAINS_OP", "BINARY_SUBSCR"):
+        return _is_of_others(function, use.taken[1 - place])
+    return use.operation.startswith("FORMAT_") or (use.operation == "BUILD_TUPLE" and not is_answer)
+
+
+def _ignores_classes(called: Any, is_answer: bool) -> bool:
+    if isinstance(called, type) and issubclass(called, (str, BaseException)):
+        return True
+    return called in _BY_TEXT or (called is isinstance and not is_answer)
+
+
+def _is_of_others(function: FunctionType, value: Value) -> bool:
+    """Say whether what a class is compared with, or looked up in, has to do with no class of modules."""
+    if isinstance(value, Display):
+        return all(_is_of_others(function, item) for item in value.items)
+    return _is_of_constant(value) or _is_no_module(value_of(function, value))
+
+
+def _is_of_constant(value: Value) -> bool:
+    """Say whether a value is `type("")` or the like."""
+    return isinstance(value, Asked) and isinstance(value.argument, Plain)
+
+
+def _is_no_module(value: Any) -> bool:
+    if value is MISSING:
+        return False
+    if isinstance(value, (tuple, list, set, frozenset, dict)):
+        return all(map(_is_no_module, cast("Any", value)))
+    if isinstance(value, type):
+        return not issubclass(value, nn.Module)
+    return value is None or isinstance(value, (bool, int, float, str))

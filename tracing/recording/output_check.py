@@ -25,7 +25,6 @@ __all__ = ["Expectation", "disagreeing", "expectations"]
 @dataclass(frozen=True)
 class Expectation:
     """What the model's original forward gives on one of its inputs, in one mode, and the seconds that the graphs took.
-
     If calls keep something on the model, `twice` says that a backward pass after each of two calls in a row works.
     """
 
@@ -37,11 +36,7 @@ class Expectation:
 
 
 def expectations(
-    model: nn.Module,
-    captured: Mapping[str, Capture],
-    inputs: Sequence[Inputs],
-    recording: Recording,
-    state: ModelState,
+    model: nn.Module, captured: Mapping[str, Capture], inputs: Sequence[Inputs], recording: Recording, state: ModelState
 ) -> list[Expectation]:
     """Return what was recorded and, where a graph may depend on it, what the model gives in the other mode."""
     pairs = zip(inputs, recording.outputs, strict=True)
@@ -71,9 +66,8 @@ def expectations(
 def disagreeing(
     model: nn.Module, captured: Mapping[str, Capture], expected: Sequence[Expectation], state: ModelState, *, grad: bool
 ) -> list[str]:
-    """Return the names of the captured modules without which the model gives what its original forward gives.
-
-    The graphs, which are installed, are taken out, and come back in groups, innermost first; one that does not agree is
+    """Return the names of the captured modules without which the model gives what its original forward gives. The
+    graphs, which are installed, are taken out, and come back in groups, innermost first; one that does not agree is
     halved, and those found stay out.
     """
     if _agrees(model, expected, state, grad):

@@ -39,26 +39,20 @@ class Computed:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of a module: what it was given and what it gave back.
-
-    Attributes:
-        args, kwargs, output: as the caller saw them, hooks included.
-        received: the arguments of `forward` itself, where forward pre-hooks may have changed them.
-        autocast_state: the autocast that it ran under, if any.
-        children: the modules that it called directly, in order.
-        after: the objects among its arguments, as it left them.
-        spare: nobody needs the numbers in its tensors: they may be worked on in place.
-        attributes: of the module and those inside it, what the model had set otherwise than before it ran.
-    """
+    """One call of a module: what it was given and what it gave back, as the caller saw it, hooks included."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
+    # the arguments of `forward` itself, where forward pre-hooks may have changed them
     received: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    autocast_state: AutocastState | None = None
+    autocast_state: AutocastState | None = None  # the autocast that it ran under, if any
+    # the modules that it called directly, in order
     children: list[tuple[nn.Module, Call]] = field(default_factory=lambda: [])  # noqa: PIE807  `list[...]()` is slow
+    # the objects among its arguments, as it left them
     after: list[Any] = field(default_factory=lambda: [])  # noqa: PIE807  `list[...]()` is slow
-    spare: bool = False
+    spare: bool = False  # nobody needs the numbers in its tensors: they may be worked on in place
+    # of the module and those inside it, what the model had set otherwise than before it ran
     attributes: dict[tuple[nn.Module, str], Any] = field(default_factory=lambda: {})  # noqa: PIE807
 
     def example(self, value: Any) -> Any:
@@ -96,22 +90,16 @@ def _wrapped(marks: Any, values: Any) -> Any:
 
 @dataclass(eq=False)
 class Recording:
-    """Hold every call of every module, keyed by the module object.
-
-    Attributes:
-        calls: module -> its calls, in order.
-        changed: the modules whose own buffers, or parameters past the count of changes, were changed by a call.
-        assigning: the modules whose own attributes were set by a call, or what is in them changed, and which.
-        outputs: what the model gave for each of the inputs.
-        grad: whether it was run with gradients.
-        lent: the tensors that were recorded without a copy, and how often each had been changed by then.
-    """
+    """Hold every call of every module, keyed by the module object."""
 
     calls: dict[nn.Module, list[Call]] = field(default_factory=dict[nn.Module, list[Call]])
+    # those whose buffers, or parameters past the count of changes, a call changed
     changed: set[nn.Module] = field(default_factory=set[nn.Module])
+    # those whose own attributes a call set, or what is in them changed, and which
     assigning: dict[nn.Module, frozenset[str]] = field(default_factory=dict[nn.Module, frozenset[str]])
-    outputs: list[Any] = field(default_factory=list[Any])
-    grad: bool = False
+    outputs: list[Any] = field(default_factory=list[Any])  # what the model gave for each of the inputs
+    grad: bool = False  # whether it was run with gradients
+    # the tensors that were recorded without a copy, and how often each had been changed by then
     lent: list[tuple[Tensor, int | None]] = field(default_factory=list[tuple[Tensor, "int | None"]])
 
     def forget(self) -> None:
@@ -135,14 +123,9 @@ def record(
     state: ModelState | None = None,
     exact: bool = True,
 ) -> Recording:
-    """Run `model` once for each of `inputs`, as it is, and return how its modules (None: all) were called.
-
-    What that changes is put back to `state`, by default the present one. Tensors are those at the time of the call; if
-    not `exact`, those changed in place afterwards have later numbers, and the model is run only once. With `grad`, or
-    where the model needs gradients to run at all, outputs are attached to parameters and inputs.
-
-    Raises:
-        InputError: where the model itself raises; chained, naming the innermost module.
+    """Run `model` once for each of `inputs`, return how its modules (None: all) were called, and put back `state`. If
+    not `exact`, tensors changed in place have later numbers, and the model runs once. With `grad`, or where it needs
+    gradients to run, outputs are attached. InputError, chained, names the innermost module that raises.
     """
     state = state or ModelState(model)
     try:
@@ -196,9 +179,8 @@ class _AttributeWatch:
 
 
 class _Recorder:
-    """Record calls: of some modules, with copies of tensors or tensors lent, and what `watched` attributes are.
-
-    Lent tensors that are `spare` may be worked on in place, so they are aliases, and those of the model are copied.
+    """Record calls: of some modules, with copies of tensors or tensors lent, and what `watched` attributes are. Lent
+    tensors that are `spare` may be worked on in place, so they are aliases, and those of the model are copied.
     """
 
     def __init__(

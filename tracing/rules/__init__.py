@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .interception import tracing_session
-from .leaf_graphs import leaf_graph, trace_leaf
-from .sequential import SequentialCaptures
+from .torch_modules import SequentialCaptures, leaf_graph, trace_leaf
 
 __all__ = ["SequentialCaptures", "leaf_graph", "trace_leaf", "tracing_session"]

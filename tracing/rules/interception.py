@@ -15,11 +15,9 @@ from torch import nn
 
 from ...compat.interception import untraceable_entries
 from ..isolation import patching
-from ..proxies import proxies_in
 from ..recording import calls_intercepted
 from ..trace import ModuleTracer, TracingSession
-from .functions import patch_checks, patch_functions, patch_leaf_functions
-from .switches import patch_contexts
+from .functions import patch_checks, patch_contexts, patch_functions, patch_leaf_functions, record_if_traced
 
 __all__ = ["tracing_session"]
 
@@ -55,12 +53,12 @@ def _prepared() -> TracingSession:
     """Return a session that knows what it will patch."""
     session = TracingSession()
     for name in _FACTORIES:
-        session.wrap(torch, name, _record)
+        session.wrap(torch, name, ModuleTracer.torch_function)
     for name in _QUESTIONS:
         session.wrap(torch, name, _ask)
     for name, function in vars(math).items():
         if isinstance(function, types.BuiltinFunctionType):
-            session.wrap(math, name, _record_if_traced)
+            session.wrap(math, name, record_if_traced)
     _patch_training(session)
     _patch_refused(session)
     patch_contexts(session)
@@ -68,16 +66,6 @@ def _prepared() -> TracingSession:
     patch_leaf_functions(session)
     patch_checks(session)
     return session
-
-
-def _record(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
-    return tracer.torch_function(original, args, kwargs)
-
-
-def _record_if_traced(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:
-    if next(proxies_in((args, kwargs)), None) is None:
-        return original(*args, **kwargs)
-    return tracer.create_proxy("call_function", original, args, kwargs)
 
 
 def _ask(tracer: ModuleTracer, original: Any, args: Any, kwargs: Any) -> Any:

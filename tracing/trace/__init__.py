@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .arguments import VARYING
+from .contexts import with_regions
 from .decisions import BY_DATA
-from .spans import with_regions
 from .tracer import ModuleTracer, TracingSession
 from .unrolled import Decided, UnrollingTracer
 

@@ -24,8 +24,7 @@ from ...runtime.guards import (
 )
 from ...runtime.values import INTERNAL, Absent, qualified
 from ..isolation import Change
-from ..proxies import ValueProxy
-from .protocol import Tracer
+from ..proxies import Tracer, ValueProxy
 
 __all__ = ["Assignments", "State", "assign"]
 
@@ -45,9 +44,8 @@ def assign(setter: Callable[[str, Any], None], name: str, value: Any) -> None:
 
 class Assignments:
     """Record the attributes that a traced forward sets: they are there for the rest of the trace, as proxies.
-
-    `by_calls` are the modules' own attributes that calls set, if that is `recorded`; `state` is what attributes are
-    to be; `left` is what the call leaves where the next one may need another graph.
+    `by_calls` are the modules' own attributes that calls set, if that is `recorded`; `state` is what attributes are to
+    be; `left` is what the call leaves where the next one may need another graph.
     """
 
     def __init__(

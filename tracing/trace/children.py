@@ -1,24 +1,31 @@
-"""Calls of children while their parent is traced: nodes, with the recorded results for values."""
+"""Calls of children while their parent is traced, and what else a forward asks of them: their classes may decide.
+
+A child of the module itself that is replaced by one of another class is noticed when that happens; what is further
+inside, and what was asked for its class, is guarded.
+"""
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...compat import all_modules
-from ...runtime.guards import Guard, Is, module_at
-from ...runtime.values import all_tensors, graft, is_leaf, is_library, map_leaves, objects_in, user_class
+from ...compat import all_modules, own_children
+from ...runtime.guards import Attribute, Guard, Is, Lacks, Method, equal, key_of, module_at, of_class, type_of
+from ...runtime.values import CONTAINERS, all_tensors, graft, is_leaf, is_library, map_leaves, objects_in, user_class
 from ..isolation import Change, Changes, Watch
-from ..proxies import UNKNOWN, ValueProxy
+from ..proxies import UNKNOWN, Tracer, ValueProxy
+from ..reads import NestedReads, class_attribute, frames_of_trace, guards_on, is_users
 from ..recording import Call, Computed
-from .child_reads import ChildReads
-from .protocol import Tracer
 
-__all__ = ["Children"]
+__all__ = ["ChildReads", "Children"]
 
 
 class Children:
@@ -70,13 +77,10 @@ class Children:
         """Return guards that called modules of several names are still one: a graph calls them by the first."""
         found: list[Guard] = []
         for module in self._called:
-            first, *others = (name.split(".") for name in self._names(module))
+            first, *others = (name.split(".") for name in self._tracer.names.all_relative(self._tracer.owner, module))
             reason = f"'{'.'.join(first)}' has other names, too"
             found += [Guard(module_at(other), Is(module_at(first)), reason) for other in others]
         return found
-
-    def _names(self, module: nn.Module) -> Iterator[str]:
-        return self._tracer.names.all_relative(self._tracer.owner, module)
 
     def has_called(self, module: nn.Module) -> bool:
         """Tell whether a module, or one that it is inside of, was called."""
@@ -110,3 +114,121 @@ def _mark(leaf: Any) -> Any:
         return None
     value = leaf.fxopt_value
     return Computed(value) if type(value) in (int, torch.Size) else None
+
+
+_INHERITED = frozenset(vars(nn.Module)) - {"forward"}
+"""What every module has: to read it says nothing of a class."""
+_REGISTRIES = ("__dict__", "_parameters", "_buffers", "_modules")
+
+
+class ChildReads:
+    """Note what is asked of the modules inside the traced one; `read` are own children, if not only to be called."""
+
+    def __init__(self, tracer: Tracer, nested: NestedReads) -> None:
+        self.read: set[str] = set()
+        self._tracer = tracer
+        self._nested = nested
+
+    def note_read(self, module: nn.Module, name: str, value: nn.Module | None, frame: FrameType) -> None:
+        """Note that a child, or None in the place of one, is read from `module` by the code in `frame`."""
+        if frame.f_lasti in _method_reads(frame.f_code):
+            return
+        if module is self._tracer.module:
+            self.read.add(name)
+        elif value is not None:
+            self.note_class(value)
+        else:
+            self._note_none(module, name)
+
+    def _note_none(self, module: nn.Module, name: str) -> None:
+        registry = next(registry for registry in _REGISTRIES if name in getattr(module, registry))
+        for path in self._paths(module):
+            found = Method(Attribute(module_at(path), registry), "get", (key_of(name),))
+            self._nested.keep(equal(found, None, f"{'.'.join(path)}.{name} is None"))
+
+    def note_class(self, module: nn.Module) -> None:
+        """Note that the class of a module may decide something."""
+        cls = user_class(type(module))
+        for path in self._paths(module):
+            source, reason = module_at(path), f"{'.'.join(path)} is a {cls.__name__}"
+            self._nested.keep(of_class(source, cls, reason))
+            self._nested.keep(equal(Attribute(type_of(source), "__module__"), cls.__module__, reason))
+
+    def note_class_read(self, module: nn.Module, name: str, frame: FrameType) -> None:
+        """Note that something is read that a module has from its class: a method, say, that is traced through."""
+        if (name not in _INHERITED or name == "__class__") and is_users(frame.f_code):
+            self.note_class(module)
+            self._note_value(module, name)
+
+    def _note_value(self, module: nn.Module, name: str) -> None:
+        """Note the value of a plain attribute that a module has from its class."""
+        value = class_attribute(user_class(type(module)), name)
+        for path in self._paths(module):
+            told = f"{name} of the class of {'.'.join(path)}"
+            for guard in guards_on(Attribute(type_of(module_at(path)), name), value, told):
+                self._nested.keep(guard)
+
+    def note_missing(self, module: nn.Module, name: str) -> None:
+        """Note that an attribute is looked for in vain."""
+        if name.startswith("__"):
+            return
+        self.note_class(module)
+        for path in self._paths(module):
+            for registry in _REGISTRIES:
+                source = Attribute(module_at(path), registry)
+                self._nested.keep(Guard(source, Lacks(key_of(name)), f"{'.'.join(path)} has no {name}"))
+
+    def note_called(self, module: nn.Module) -> None:
+        """Note that a module is called, by code that may have asked for its type."""
+        caller = next((frame for frame in frames_of_trace() if not _is_method_of(module, frame)), None)
+        if caller is not None and _mentions_type(caller.f_code):
+            self.note_class(module)
+
+    def settle(self, forward: Callable[..., Any]) -> None:
+        """Note the classes of what is in the containers that were read, where the forward's code asks for types."""
+        code = getattr(inspect.unwrap(forward), "__code__", None)
+        if code is not None and _mentions_type(code):
+            for name in self.read:
+                for module in _items(own_children(self._tracer.module).get(name)):
+                    self.note_class(module)
+
+    def _paths(self, module: nn.Module) -> list[list[str]]:
+        """Return the names that lead from the traced module to one inside it."""
+        with self._tracer.session.aside():
+            return [path.split(".") for path in self._tracer.names.all_relative(self._tracer.owner, module) if path]
+
+
+def _items(module: nn.Module | None) -> Iterator[nn.Module]:
+    if isinstance(module, (*CONTAINERS, nn.Sequential)):
+        for item in own_children(module).values():
+            if item is not None:
+                yield item
+                yield from _items(item)
+
+
+def _is_method_of(module: nn.Module, frame: FrameType) -> bool:
+    """Say whether a frame runs a method of the module itself, such as a `__call__` of its own."""
+    names = frame.f_code.co_varnames[:1]
+    return frame.f_code.co_name == "__call__" and bool(names) and frame.f_locals.get(names[0]) is module
+
+
+@lru_cache(maxsize=4096)
+def _method_reads(code: CodeType) -> frozenset[int]:
+    """Return where code reads what it calls at once (`self.child(x)`), so that nothing else becomes of it."""
+    return frozenset(
+        instruction.offset
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "LOAD_METHOD"
+        or (instruction.opname == "LOAD_ATTR" and "LOAD_METHOD" not in dis.opmap and (instruction.arg or 0) & 1)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _mentions_type(code: CodeType) -> bool:
+    """Say whether code, or a function made in it, uses the builtin `type`."""
+    if "type" in code.co_names and any(
+        instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval == "type"
+        for instruction in dis.get_instructions(code)
+    ):
+        return True
+    return any(_mentions_type(inner) for inner in code.co_consts if isinstance(inner, CodeType))

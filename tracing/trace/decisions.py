@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dis
+import itertools
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 from torch import Tensor, fx
 
@@ -27,15 +28,43 @@ from ...runtime.guards import (
     source_of_node,
     type_of,
 )
-from ..proxies import UNKNOWN, Messages, ValueProxy, proxies_in
+from ..proxies import UNKNOWN, Tracer, ValueProxy, proxies_in
 from ..reads import condition_of, source_of, user_frame
-from .protocol import Tracer
 
-__all__ = ["BY_DATA", "Decisions", "Pending"]
+__all__ = ["BY_DATA", "Decisions", "Messages", "Pending"]
+
 
 BY_DATA = "its control flow depends on the data in a tensor"
 _MOST_BY_DATA = 8
 """A forward that decides more often (it loops, say) is not unrolled."""
+
+
+class _Text(NamedTuple):
+    proxy: ValueProxy
+    frame: FrameType
+    line: int
+    source: str
+
+
+class Messages:
+    """Know which texts of values were asked for: those in the message of a check decide nothing."""
+
+    def __init__(self) -> None:
+        self._unread: list[_Text] = []
+
+    def note(self, proxy: ValueProxy, frame: FrameType, source: str) -> None:
+        """Note that the text of a value was asked for by `frame`, which stands in the line `source`."""
+        self._unread.append(_Text(proxy, frame, frame.f_lineno, source))
+
+    def close(self, frame: FrameType | None) -> None:
+        """Note that `frame` calls a check: the texts that the arguments in this call are made of are nobody else's."""
+        if frame is not None:
+            self._unread = [text for text in self._unread if text.frame is not frame or not _is_in_call(text, frame)]
+
+    def take_read(self) -> list[tuple[ValueProxy, str]]:
+        """Return, once, the values whose texts were asked for by something else than a check, with the lines."""
+        read, self._unread = self._unread, []
+        return [(text.proxy, text.source) for text in read]
 
 
 @dataclass
@@ -49,14 +78,13 @@ class Pending:
 
 
 class Decisions:
-    """Answer the questions that decide something, and keep each answer as a guard.
-
-    `flags` are switches (`self.training`) with the answers given; of the `require` nodes, `structural` ones only check
-    how a value is built, and those `by_data` ask what the data in a tensor decide.
+    """Answer the questions that decide something, and keep each answer as a guard. `flags` are switches
+    (`self.training`) with the answers given; of the `require` nodes, `structural` ones only check how a value is built,
+    and those `by_data` ask what the data in a tensor decide.
     """
 
-    def __init__(self, tracer: Tracer, messages: Messages) -> None:
-        self._messages = messages
+    def __init__(self, tracer: Tracer) -> None:
+        self.messages = Messages()
         self.guards: dict[Guard, None] = {}
         self.flags: dict[Source, bool] = {}
         self.structural: set[fx.Node] = set()
@@ -89,7 +117,7 @@ class Decisions:
         frame, value = user_frame(), self._known(proxy)
         if frame is None:
             return format(self.plain(proxy), spec)
-        self._messages.note(proxy, frame, source_of())
+        self.messages.note(proxy, frame, source_of())
         with self._tracer.session.aside():
             return format(value, spec)
 
@@ -111,7 +139,7 @@ class Decisions:
 
     def settle(self) -> None:
         """Turn the integers that Python itself asked for, and the texts that are no mere messages, into guards."""
-        for proxy, source in self._messages.take_read():
+        for proxy, source in self.messages.take_read():
             if self._hangs_on_data(proxy):
                 self._tracer.fail(BY_DATA, source)
             self.plain(proxy, source)
@@ -297,3 +325,9 @@ def _unpacked(frame: FrameType) -> int | None:
         if instruction.offset == frame.f_lasti:
             return instruction.argval if instruction.opname == "UNPACK_SEQUENCE" else None
     return None
+
+
+def _is_in_call(text: _Text, frame: FrameType) -> bool:
+    """Tell whether a text was asked for in the lines of the call that `frame` is making."""
+    line, end_line, *_ = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    return line is not None and end_line is not None and line <= text.line <= end_line

@@ -17,20 +17,16 @@ from ...runtime.guards import Source
 from ...runtime.values import Absent, ModelNames, Signature, copied
 from ..examples import Untraceable, meta_of
 from ..isolation import AttributeState, AutocastState, Change, Changes, Watch, is_repeatable
-from ..proxies import UNKNOWN, Messages, MethodProxy, Session, ValueProxy, asks_memo, examples_of, is_tensor_method
+from ..proxies import UNKNOWN, MethodProxy, Session, ValueProxy, asks_memo, examples_of, is_tensor_method
 from ..reads import DataFlow, NestedReads, OutsideReads, container_lengths, source_of
 from ..recording import Call
 from .arguments import Arguments
 from .assignments import Assignments, State
-from .attributes import Attributes
-from .checks import order_checks
-from .child_reads import ChildReads
-from .children import Children
-from .cleanup import drop_unused
+from .attributes import Attributes, NodeArguments
+from .checks import NoneGuards, drop_unused, is_statement, order_checks
+from .children import ChildReads, Children
+from .contexts import OpenContexts
 from .decisions import Decisions
-from .node_arguments import NodeArguments
-from .none_guards import NoneGuards, is_statement
-from .open_contexts import OpenContexts
 
 __all__ = ["ModuleTracer", "TracingSession"]
 
@@ -42,11 +38,10 @@ _ACCESSOR = property_access()
 
 
 class ModuleTracer:
-    """Run a module's forward once on proxies, and keep what it did as a graph.
-
-    `call` is the one to trace; None traces without example values. `stateful` tells whether calling a module changes
-    what outlives the call, `assigned` which own attributes of modules calls set. `answers` of switches and `state`
-    of attributes are to be found in the place of what they are now.
+    """Run a module's forward once on proxies, and keep what it did as a graph. `call` is the one to trace; None traces
+    without example values. `stateful` tells whether calling a module changes what outlives the call, `assigned` which
+    own attributes of modules calls set. `answers` of switches and `state` of attributes are to be found in the place of
+    what they are now.
     """
 
     def __init__(
@@ -70,7 +65,6 @@ class ModuleTracer:
         self.failure: Untraceable | None = None
         self.examples: dict[fx.Node, Any] = {}
         self.data = DataFlow(self.examples)
-        self.messages = Messages()
         self.decisions = self._decisions()
         self.changes = Changes()
         self.contexts = OpenContexts(self)
@@ -130,7 +124,7 @@ class ModuleTracer:
         return False
 
     def _decisions(self) -> Decisions:
-        return Decisions(self, self.messages)
+        return Decisions(self)
 
     def fail(self, reason: str, location: str | None = None) -> NoReturn:
         """Give the module up: raise Untraceable; code that catches it cannot save the graph."""
@@ -241,10 +235,9 @@ class ModuleTracer:
         fixed: bool = False,
         lasting: Change | None = None,
     ) -> Any:
-        """Add a node with an example value, and return what the traced code sees of it.
-
-        The value may be None in another call if it is `optional`; its structure never changes if it is `fixed`;
-        `lasting` is what the node changes that outlives the call.
+        """Add a node with an example value, and return what the traced code sees of it. The value may be None in
+        another call if it is `optional`; its structure never changes if it is `fixed`; `lasting` is what the node
+        changes that outlives the call.
         """
         with self.session.aside():
             node = self.graph.create_node(kind, target, *self._arguments.arguments(args, kwargs))

@@ -29,10 +29,9 @@ _COUNTS = ("numel", "len", "size", "shape", "sum", "count_nonzero", "bincount", 
 
 @dataclass(frozen=True)
 class Decided:
-    """What a forward decided by data, where, and the nodes that the answer was computed from.
-
-    It asked whether there is anything (`numel() == 0`, `any()`, of floats that were `compared`), which number something
-    has, how many there are, or for other values.
+    """What a forward decided by data, where, and the nodes that the answer was computed from. It asked whether there is
+    anything (`numel() == 0`, `any()`, of floats that were `compared`), which number something has, how many there are,
+    or for other values.
     """
 
     kind: Literal["emptiness", "number", "size", "value"]
@@ -42,9 +41,8 @@ class Decided:
 
 
 class UnrollingTracer(ModuleTracer):
-    """Trace a call as it went, through calls of `opened` children; the graph holds for the numbers in it only.
-
-    `seen` has the value of each node in that call, but for nodes, by name, whose values are `overwritten`.
+    """Trace a call as it went, through calls of `opened` children; the graph holds for the numbers in it only. `seen`
+    has the value of each node in that call, but for nodes, by name, whose values are `overwritten`.
     """
 
     opened: frozenset[nn.Module] = frozenset()
@@ -61,7 +59,7 @@ class UnrollingTracer(ModuleTracer):
     def _decisions(self) -> Decisions:
         self.seen: dict[fx.Node, Any] = {}
         self.decided: list[Decided] = []
-        return _Answers(self, self.messages)
+        return _Answers(self)
 
     def _proxy(self, node: fx.Node, value: Any) -> ValueProxy:
         value = self.overwritten.get(node.name, value)

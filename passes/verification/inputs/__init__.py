@@ -10,29 +10,7 @@ from .served import Asked, ServedCall, served_calls
 from .sizes import few_rows, larger, many_rows, named_tensors, smaller, uneven
 
 __all__ = [
-    "Asked",
-    "Neighbour",
-    "ServedCall",
-    "alike",
-    "are_same",
-    "depends_on_mode",
-    "few_rows",
-    "jittered",
-    "larger",
-    "many_rows",
-    "modes_to_check",
-    "named_tensors",
-    "neighbours",
-    "nothing",
-    "one_row",
-    "other_rows",
-    "other_strides",
-    "permuted",
-    "perturbed_inputs",
-    "perturbed_state",
-    "picks_by_data",
-    "served_calls",
-    "smaller",
-    "uneven",
-    "zeros",
-]
+    "Asked", "Neighbour", "ServedCall", "alike", "are_same", "depends_on_mode", "few_rows", "jittered", "larger",
+    "many_rows", "modes_to_check", "named_tensors", "neighbours", "nothing", "one_row", "other_rows", "other_strides",
+    "permuted", "perturbed_inputs", "perturbed_state", "picks_by_data", "served_calls", "smaller", "uneven", "zeros",
+]  # fmt: skip

@@ -94,9 +94,8 @@ class _Drawn:
         self._seed, self._masks = seed, masks
 
     def over(self, arguments: Arguments, change: TensorFunction | None = None, *, exchanged: bool = False) -> Arguments:
-        """Return a call with identifiers and masks drawn (numbers that are all zeros and ones are a mask beside
-        others) and all other tensors changed. Identifiers of which only some values are known are exchanged, or
-        stay.
+        """Return a call with identifiers and masks drawn (numbers that are all zeros and ones are a mask beside others)
+        and all other tensors changed. Identifiers of which only some values are known are exchanged, or stay.
         """
         tables, alone = iter(self._tables), all(_is_binary(tensor) for tensor in leaves_of(arguments))
         generator = torch.Generator().manual_seed(self._seed)

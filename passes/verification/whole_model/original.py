@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ....errors import GuardError
 from ....runtime.values import Arguments, map_tensors
 from ....tracing.examples import Inputs
-from ..allowances import beside_neighbours, is_drowned
+from ..allowances import Jumps, are_far_off, beside_neighbours, is_drowned
 from ..demands import (
     TooFar,
     Verdict,
@@ -30,7 +30,7 @@ from ..demands import (
     largest_gap,
     results_in,
 )
-from ..execution import Conditions, Kept
+from ..execution import Conditions, Kept, leaves_tensors, own_tensors, written_parameter
 from ..inputs import few_rows, jittered, many_rows, named_tensors, smaller
 from ..module_harness import ModuleHarness
 from ..outcome import Outcome, Quantities
@@ -41,8 +41,6 @@ from ..tape import SteadyDraws
 from ..tolerances import CLOSE, ECHOES, FEW_ROWS, JUMP_UNITS, Tolerance
 from ..translation import MapState, Objection, Translation
 from ..verify import verify
-from .jumps import Jumps, are_far_off
-from .own_tensors import leaves_tensors, own_tensors, written_parameter
 
 __all__ = ["Original"]
 
@@ -68,9 +66,8 @@ class _Rewritten:
 
 @dataclass
 class Original:
-    """The original model's runs on its example calls, to compare rewritten ones with. Each random draw is served
-    the same number: only the distribution is promised. Exact runs are made where those in its own types differ too
-    much.
+    """The original model's runs on its example calls, to compare rewritten ones with. Each random draw is served the
+    same number: only the distribution is promised. Exact runs are made where those in its own types differ too much.
     """
 
     model: nn.Module  # the original; it is left exactly as it is
@@ -162,9 +159,8 @@ class Original:
         self, model: nn.Module, *, map_state: MapState = dict, budget: float | None = None, only_runs: bool = False,
         keeps_form: bool = True,
     ) -> Verdict:  # fmt: skip
-        """Return what a rewritten model is worth as it stands, in the flags, classes and hooks that it has.
-
-        The rewrites may make an error of `budget` together, relative to the scale, where they do not keep the function
+        """Return what a rewritten model is worth as it stands, in the flags, classes and hooks that it has. The
+        rewrites may make an error of `budget` together, relative to the scale, where they do not keep the function
         (None). Where it changes by design, the model `only_runs`, and its results keep their form, unless told not to.
         """
         harness = ModuleHarness(model)
@@ -323,9 +319,8 @@ class Original:
         return SteadyDraws() if self._is_random else nullcontext()
 
     def _looked_at_closely(self, sample: _Sample, after: _Rewritten, close: Mapping[str, Tolerance]) -> float | None:
-        """Compare in float64, and in the own types what is not `close`; None where a derived call drowns in
-        rounding, as gradients of a norm over few values may: then only float64 tells, and the examples how
-        exact the model is.
+        """Compare in float64, and in the own types what is not `close`; None where a derived call drowns in rounding,
+        as gradients of a norm over few values may: then only float64 tells, and the examples how exact the model is.
         """
         known = self._exactly(sample)
         drowns = not sample.is_given and _drowns(known)

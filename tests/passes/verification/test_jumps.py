@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fxopt.passes.verification import Tolerance
-from fxopt.passes.verification.whole_model.jumps import Jumps, are_far_off
+from fxopt.passes.verification.allowances import Jumps, are_far_off
 
 LABEL = "gradient of 'weight'"
 CLOSE = {LABEL: Tolerance(0.0, 1e-5, 1.0)}

@@ -16,10 +16,10 @@ from typing import Any, cast
 
 from torch import fx, nn
 
-from ....errors import CaptureError, expect
-from ....runtime.values import user_class
-from ....tracing.program import Program
-from ...sites import Site
+from ...errors import CaptureError, expect
+from ...runtime.values import user_class
+from ...tracing.program import Program
+from ..sites import Site
 from .spelling import call_in, is_undisturbed
 
 __all__ = ["Match", "Pattern", "anything", "either", "module", "operation"]

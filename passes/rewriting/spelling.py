@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from ....compat import has_hooks
-from ....operators import (
+from ...compat import has_hooks
+from ...operators import (
     CallArguments,
     canonical_name,
     mutates,
@@ -18,13 +18,13 @@ from ....operators import (
     operator_info,
     operator_of_module,
 )
-from ....runtime.graphs import capture_of
-from ....runtime.guards import Argument
-from ....runtime.values import user_class
-from ....tracing.program import Program
-from ....tracing.rules import leaf_graph
-from ..effects import overwrites_unseen, writes
-from ..inlining import lasting_guards, obstacle_to_inlining
+from ...runtime.graphs import capture_of
+from ...runtime.guards import Argument
+from ...runtime.values import user_class
+from ...tracing.program import Program
+from ...tracing.rules import leaf_graph
+from .effects import overwrites_unseen, writes
+from .inlining import bound, lasting_guards, obstacle_to_inlining
 
 __all__ = ["Call", "Held", "call_in", "is_undisturbed"]
 
@@ -50,15 +50,10 @@ def is_undisturbed(program: Program, owner: str, computed: Collection[fx.Node]) 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator.
+    """A call of an operator."""
 
-    Attributes:
-        named: parameter -> value, defaults filled in.
-        orders: the operands by position, in each order that gives the same result.
-    """
-
-    named: Mapping[str, Any]
-    orders: Sequence[Sequence[Any]]
+    named: Mapping[str, Any]  # parameter -> value, defaults filled in
+    orders: Sequence[Sequence[Any]]  # the operands by position, in each order that gives the same result
 
 
 def call_in(program: Program, owner: str, node: fx.Node, operator: str) -> Call | None:
@@ -102,9 +97,8 @@ def _in_capture(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Nod
     call = _only_call(specialization.graph)
     if call is None or canonical_name(call) != operator or obstacle_to_inlining(module) is not None:
         return None
-    try:
-        given = capture.parameters.bind(node.args, dict(node.kwargs))
-    except TypeError:
+    given = bound(capture, node.args, dict(node.kwargs))
+    if given is None:
         return None
     sources = {each: specialization.argument(each) for each in specialization.graph.find_nodes(op="placeholder")}
     plain = all(isinstance(source, Argument) and source.name in given for source in sources.values())
@@ -131,9 +125,8 @@ def _as_if_outside(call: fx.Node, operator: str, path: Any, given: Mapping[str, 
 
 
 def _inside(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Node, CallArguments]:
-    """Return what a module of one operator calls, as if the graph called that itself.
-
-    Tensors of the module are no nodes of the graph; only a pattern that says nothing of them fits.
+    """Return what a module of one operator calls, as if the graph called that itself. Tensors of the module are no
+    nodes of the graph; only a pattern that says nothing of them fits.
     """
     outside = node, CallArguments(node.args, node.kwargs, len(node.args) + len(node.kwargs))
     graph = leaf_graph(module)

@@ -1,27 +1,26 @@
-"""Arguments that training loops add to every call: a graph holds with them, too, where the forward never reads them.
-
-transformers' `Trainer` gives `num_items_in_batch` to each model that takes `**kwargs`, for the sake of those that scale
-their own loss by it. Whether a forward reads it is found by tracing it once more, with it.
-"""
+"""Guards that one trace alone does not give: for arguments that training loops add, and for sizes of one."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ...runtime.graphs import Capture, Specialization
-from ...runtime.guards import Argument, Guard, Has, Source, item_of, key_of, length_of
+from ...runtime.guards import Argument, Attribute, Guard, Has, Source, Truth, equal, item_of, key_of, length_of, require
 from ...runtime.guards import Call as CallOf
+from ...runtime.guards import Call as Computed
 from ...runtime.values import ModelNames, Signature
 from ..recording import Call
 from ..trace import VARYING
 
-__all__ = ["ExtraArguments"]
+__all__ = ["ExtraArguments", "Traced", "told_apart"]
 
 
 class ExtraArguments:
@@ -137,10 +136,7 @@ def _names_of(rest: Source) -> Source:
 def _relaxed(guards: Iterable[Guard], rest: Argument) -> tuple[Guard, ...]:
     """Return guards that hold with the argument, too."""
     key = key_of(VARYING)
-    instead = {
-        length_of(rest): CallOf(count_besides, (rest, key)),
-        _names_of(rest): CallOf(names_besides, (rest, key)),
-    }
+    instead = {length_of(rest): CallOf(count_besides, (rest, key)), _names_of(rest): CallOf(names_besides, (rest, key))}
     return tuple(
         dataclasses.replace(guard, source=instead[guard.source]) if guard.source in instead else guard
         for guard in guards
@@ -155,3 +151,49 @@ def count_besides(arguments: Mapping[str, Any], name: str) -> int:
 def names_besides(arguments: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Return the names of arguments in their order, one of them left out."""
     return tuple(each for each in arguments if each != name)
+
+
+Traced = list[tuple[Call | None, Specialization]]
+"""Graphs, each with the call that it was traced for."""
+
+
+def told_apart(traced: Traced, signature: Signature) -> list[Specialization]:
+    """Return graphs that no call enters in vain where one argument has a size of one for some of them only."""
+    return [_asking(call, each, traced, signature) for call, each in traced]
+
+
+def _asking(call: Call | None, mine: Specialization, traced: Traced, signature: Signature) -> Specialization:
+    rivals = [other for other, each in traced if other is not call and _only_checks_differ(mine, each)]
+    asked = [guard for other in rivals for guard in [_distinction(call, other, signature)] if guard is not None]
+    return replace(mine, guards=tuple(dict.fromkeys((*mine.guards, *asked)))) if asked else mine
+
+
+def _only_checks_differ(one: Specialization, other: Specialization) -> bool:
+    return frozenset(one.guards) == frozenset(other.guards) and _has_checks(one) and _has_checks(other)
+
+
+def _has_checks(specialization: Specialization) -> bool:
+    return bool(specialization.graph.find_nodes(op="call_function", target=require))
+
+
+def _distinction(call: Call | None, other: Call | None, signature: Signature) -> Guard | None:
+    """Return what holds of the sizes in one call and not in another: the first that is one in either."""
+    if call is None or other is None:
+        return None
+    mine, theirs = dict(_sizes(call, signature)), dict(_sizes(other, signature))
+    for source, size in mine.items():
+        beside = theirs.get(source, size)
+        if (size == 1) != (beside == 1) and size and beside:
+            if size == 1:
+                return equal(source, 1)
+            several = Computed(operator.ne, (source, key_of(1)))
+            return Guard(several, Truth(expected=True), f"{source} is not 1")
+    return None
+
+
+def _sizes(call: Call, signature: Signature) -> Iterator[tuple[Source, int]]:
+    args, kwargs = call.plain_arguments
+    for name, value in signature.bind(args, dict(kwargs)).items():
+        if isinstance(value, Tensor):
+            shape = Attribute(Argument(name), "shape")
+            yield from ((item_of(shape, dim), size) for dim, size in enumerate(value.shape))

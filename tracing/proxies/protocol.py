@@ -1,4 +1,4 @@
-"""What proxies and the session may ask of a tracer: to record what is done to values, and to answer questions."""
+"""What proxies, the session and the parts of a trace may ask of a tracer."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
-from torch import nn
+from torch import fx, nn
 
+from ...runtime.guards import Source
+from ...runtime.values import ModelNames
+from ..examples import Untraceable
 from ..isolation import Change, Changes
+from ..reads import DataFlow
 
-__all__ = ["Interception", "Questions", "Recorder"]
+__all__ = ["Interception", "Questions", "Tracer"]
 
 
 class Questions(Protocol):
     """Questions to a proxy whose answers steer the Python around it."""
 
     def plain(self, proxy: Any) -> Any: ...
-
     def text(self, proxy: Any, spec: str) -> str: ...
-
     def truth(self, proxy: Any) -> bool: ...
-
     def index(self, proxy: Any, frame: FrameType) -> int: ...
-
     def length(self, proxy: Any) -> int: ...
-
     def contains(self, proxy: Any, item: Any) -> bool: ...
-
     def iterate(self, proxy: Any, frame: FrameType) -> Any: ...
 
 
@@ -36,23 +34,31 @@ class Interception(Protocol):
     """What traced code does is sent to the tracer, but for two ways out."""
 
     def aside(self) -> AbstractContextManager[None]: ...
-
     def suspended(self) -> AbstractContextManager[None]: ...
 
 
-class Recorder(Protocol):
-    """A tracer, as the proxies that it hands out know it; `changes` are those that outlive the call."""
+class Tracer(Protocol):
+    """A tracer, as its parts and the proxies that it hands out know it. `changes` are those that outlive the call,
+    `places` says where a placeholder's value is in the arguments; questions are `liftable` to before the graph runs
+    while no tensor was reshaped in place; `failure` is why the module was given up.
+    """
 
     changes: Changes
+    graph: fx.Graph
+    module: nn.Module
+    owner: str
+    names: ModelNames
+    examples: dict[fx.Node, Any]
+    data: DataFlow
+    places: dict[str, Source]
+    liftable: bool
+    failure: Untraceable | None
 
     @property
     def session(self) -> Interception: ...
-
     @property
     def decisions(self) -> Questions: ...
-
     def fail(self, reason: str, location: str | None = None) -> NoReturn: ...
-
     def add(
         self,
         kind: str,
@@ -65,19 +71,17 @@ class Recorder(Protocol):
         fixed: bool = False,
         lasting: Change | None = None,
     ) -> Any: ...
-
     def note_class(self, module: nn.Module) -> None: ...
-
     def create_proxy(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
     def values(self, arguments: Any) -> Any: ...
-
     def torch_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
     def attribute_of(self, proxy: Any, name: str) -> Any: ...
-
     def set_attribute(self, proxy: Any, name: str, value: Any) -> None: ...
-
     def hash_of(self, proxy: Any, frame: FrameType) -> int: ...
-
     def is_instance(self, proxy: Any, kinds: Any) -> bool: ...
+    def give_up(self, reason: str, location: str | None = None) -> Untraceable: ...
+    def opens(self, child: nn.Module) -> bool: ...
+    def note_lasting(self, node: fx.Node, change: Change) -> None: ...
+    def seen_names(self) -> set[str]: ...
+    def source_node(self, kind: str, target: Any, value: Any, args: Any = (), kwargs: Any = None) -> Any: ...
+    def constant(self, value: Any) -> Any: ...

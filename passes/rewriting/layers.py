@@ -12,24 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
-from ....compat import own_parameters, own_tensor
-from ....layers.masked import Masked
-from ....operators import Derived, canonical_name, normalized_arguments
-from ....runtime.values import qualified, user_class
-from ....tracing.examples import TensorMeta
-from ....tracing.program import Program
-from ..inlining import obstacle_to_inlining
+from ...compat import own_parameters, own_tensor
+from ...layers.masked import Masked
+from ...operators import Derived, canonical_name, normalized_arguments
+from ...runtime.values import qualified, user_class
+from ...tracing.examples import TensorMeta
+from ...tracing.program import Program
+from .inlining import obstacle_to_inlining
 
 __all__ = [
-    "LAYERS",
-    "Layer",
-    "LayerCall",
-    "call_of_layer",
-    "layer_of",
-    "objection_to_module",
-    "shape_of",
-    "tensor_read",
-]
+    "LAYERS", "Layer", "LayerCall", "call_of_layer", "layer_of", "objection_to_module", "shape_of", "tensor_read",
+]  # fmt: skip
 
 _OPERATORS: Mapping[type[nn.Module], str] = {
     nn.Linear: "linear",
@@ -49,23 +42,15 @@ _SETTINGS = ("stride", "padding", "dilation", "groups", "padding_mode")
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """A linear layer or a convolution.
+    """A linear layer or a convolution."""
 
-    Attributes:
-        operator: its name in `torch.nn.functional`.
-        settings: of a convolution, as the function and, for `padding_mode`, the module take them.
-        shape: of its weight; empty where a module has none of its own.
-        module: None for a function.
-        base: the class of torch.nn, or of transformers, that the module is, or derives from.
-        inputs_first: the weight of a linear layer is [inputs, outputs], as in the `Conv1D` of transformers.
-    """
-
-    operator: str
-    settings: Mapping[str, Any]
-    shape: tuple[int, ...]
-    module: nn.Module | None = None
+    operator: str  # its name in `torch.nn.functional`
+    settings: Mapping[str, Any]  # of a convolution, as the function and, for `padding_mode`, the module take them
+    shape: tuple[int, ...]  # of its weight; empty where a module has none of its own
+    module: nn.Module | None = None  # None for a function
+    # the class of torch.nn, or of transformers, that the module is, or derives from
     base: type[nn.Module] | None = None
-    inputs_first: bool = False
+    inputs_first: bool = False  # the weight of a linear layer is [inputs, outputs], as in the `Conv1D` of transformers
 
     @property
     def is_linear(self) -> bool:
@@ -133,17 +118,14 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class LayerCall(Layer):
-    """A call of a layer in a graph.
-
-    Attributes:
-        program, owner, node: where it is.
-        x: what it is given; None where a module is called with something else than one tensor.
-        weight, bias: paths from the graph's owner, or the nodes that read or compute them; no tensor is None.
+    """A call of a layer in a graph. Weight and bias are paths from the graph's owner, or the nodes that read or compute
+    them; no tensor is None.
     """
 
     program: Program = field(kw_only=True)
     owner: str = field(kw_only=True)
     node: fx.Node = field(kw_only=True)
+    # what it is given; None where a module is called with something else than one tensor
     x: fx.Node | None = field(kw_only=True)
     weight: str | fx.Node | None = field(kw_only=True)
     bias: str | fx.Node | None = field(kw_only=True)

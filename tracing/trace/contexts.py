@@ -1,4 +1,4 @@
-"""Cut the spans of a traced graph that stand under a context out into regions of their own.
+"""Follow the contexts that a forward opens, and cut what stands under them out into regions of their own.
 
 While a forward is traced, marks in the graph say where a context was opened and closed. What stands between two marks,
 in the order in which it was recorded, becomes the graph of a region; reads of tensors and modes stay at owner, and are
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx, nn
 
 from ...runtime.graphs import Capture, Context, ContextRegion, RegionPlan, Specialization
 from ...runtime.guards import require
 from ...runtime.values import Signature
+from ..proxies import Tracer, ValueProxy
+from ..reads import source_of
 
-__all__ = ["closed", "mark", "opened", "with_regions"]
+__all__ = ["OpenContexts", "closed", "mark", "opened", "with_regions"]
 
 
 def opened() -> None:
@@ -178,3 +182,67 @@ def _root(graph: fx.Graph) -> _Span:
         else:
             stack[-1].items.append(node)
     return stack[0]
+
+
+class _Open(NamedTuple):
+    key: object
+    context: Context
+    source: str
+    undo: Callable[[], None] | None
+
+
+class OpenContexts:
+    """Know which contexts are open at the place in a forward that is being traced, and whether any was `used`."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self.used = False
+        self._tracer = tracer
+        self._open: list[_Open] = []
+
+    def enter(self, key: object, context: Context, undo: Callable[[], None] | None = None) -> None:
+        """Note that `key`, a context manager, opens a context; `undo` closes it where the forward never does."""
+        self.used = True
+        self._open.append(_Open(key, context, source_of(), undo))
+        mark(self._tracer.graph, context)
+
+    def leave(self, key: object, error: object = None) -> None:
+        """Note that `key` closes its context, perhaps because of an error; give up if it is not the last one opened."""
+        place = next((i for i, entry in reversed(list(enumerate(self._open))) if entry.key is key), None)
+        entry = None if place is None else self._open.pop(place)
+        if self._tracer.failure is not None:
+            return
+        if entry is None or place != len(self._open):
+            self._tracer.fail("it does not close contexts in the order in which it opened them")
+        mark(self._tracer.graph, None)
+        if error is not None:
+            self._tracer.give_up(f"an exception leaves {entry.context.kind}")
+
+    def close(self) -> None:
+        """Close what the forward left open."""
+        while self._open:
+            undo = self._open.pop().undo
+            if undo is not None:
+                undo()
+
+    def check(self) -> None:
+        """Give up unless everything was closed."""
+        if self._open:
+            last = self._open[-1]
+            self._tracer.fail(f"it leaves {last.context.kind} switched on when it returns", last.source)
+
+    def knows(self, question: str, args: tuple[Any, ...]) -> bool | None:
+        """Return what torch's function named `question` answers if the open contexts decide it, or None."""
+        for entry in reversed(self._open):
+            context, settings = entry.context, entry.context.settings
+            if question == "is_grad_enabled" and context.gradients is not None:
+                return context.gradients
+            if question == "is_inference_mode_enabled" and context.kind == "inference_mode":
+                return bool(settings["mode"])
+            if question == "is_autocast_enabled" and settings.get("device_type") == (args[0] if args else "cuda"):
+                with self._tracer.session.suspended():
+                    return torch.is_autocast_enabled(settings["device_type"])
+        return None
+
+    def plain(self, value: Any) -> Any:
+        """Return what a proxy stands for, as a decision; other values as they are."""
+        return self._tracer.decisions.plain(value) if issubclass(type(value), ValueProxy) else value
