@@ -27,8 +27,7 @@ def reads_groups(kind: type[Optimizer]) -> bool:
 
 def watch_groups(optimizer: Optimizer, act: Callable[[Optimizer, dict[str, Any], Columns], None]) -> None:
     """Call a function each time that a step has read a group: after closures and hooks, before it looks at the flags.
-
-    It is set on the instance, which neither schedulers nor wrappers of `step` get past, and copies do not have it.
+    It is set on the instance: schedulers and wrappers of `step` do not get past it, and copies do not have it.
     """
     here = weakref.ref(optimizer)  # without a cycle moments go as soon as nobody needs the optimizer
 
@@ -61,10 +60,7 @@ def carry_hooks_of_steps(source: Optimizer, copied: Optimizer, instead: Mapping[
 
 
 def rebind_hooks_of_steps(optimizer: Optimizer, instead: Mapping[int, Any]) -> None:
-    """Let the hooks of an optimizer reach other objects than they did.
-
-    `instead` is by the id of a hook, an owner of a method, an argument of a partial, or what a closure holds.
-    """
+    """Let an optimizer's hooks reach other objects; `instead` is by the id of a hook or of what it holds."""
     for name in _HOOKS:
         hooks: dict[int, Any] = getattr(optimizer, name)
         for key, hook in list(hooks.items()):

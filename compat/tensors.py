@@ -98,10 +98,7 @@ def _dropout_position(operator: Any) -> int | None:
 
 @contextmanager
 def fake_tensors() -> Generator[Any]:
-    """Enter a mode in which tensors hold no data; real ones that meet them are taken as fake.
-
-    Whoever runs code on fake tensors knows that it may fail: torch does not log it meanwhile.
-    """
+    """Enter a mode in which tensors hold no data, and real ones are taken as fake; torch logs no failure meanwhile."""
     from torch._subclasses import fake_tensor  # a quarter of a second
 
     level = fake_tensor.log.level
@@ -189,10 +186,7 @@ def is_torch_wrapper(cls: type) -> bool:
 
 @cache
 def is_view_operator(operator: Any) -> bool:
-    """Say whether a dispatched operator's result always shares its argument's storage.
-
-    `lift_fresh` yields a new tensor, and `to` does where it converts one.
-    """
+    """Say whether a dispatched operator's result always shares its argument's storage; that of `to` may not."""
     return operator.is_view and operator.overloadpacket not in (torch.ops.aten.lift_fresh, torch.ops.aten.to)
 
 

@@ -1,6 +1,5 @@
-"""Operators of fxopt: a reference each, which is the truth on every device; for most a gradient and a kernel for GPUs.
-
-They are `torch.ops.fxopt.*`, and functions here. Importing this needs neither a GPU nor Triton nor a compiler.
+"""Operators of fxopt (`torch.ops.fxopt.*`): a reference each, which is the truth on every device, and kernels for GPUs.
+Importing this needs neither a GPU nor Triton nor a compiler.
 """
 
 from torch import ops

@@ -47,18 +47,15 @@ def define(
 
     Args:
         name: without the namespace.
-        reference: computes it by operations of torch: what the operator means. Its schema is read from here; its
-            results are new and contiguous.
+        reference: computes it by operations of torch, new and contiguous; its schema is read from here.
         check: takes the same arguments, and raises a `UsageError` where they do not fit.
-        fake: takes the same arguments, and gives empty results; by default the reference, if it runs on fake tensors.
+        fake: gives empty results; by default the reference, if it runs on fake tensors.
         kernel: the function that computes it on GPUs, as `"module:function"` below `cuda_ops`; imported when called.
         setup: keeps what `backward` needs, as `torch.library.register_autograd` says.
         backward: computes the gradients of the arguments; without it, asking for them is an error.
         batching: what `torch.func.vmap` does.
-        plain: computes it by operations that torch can differentiate in every way: what runs under the transforms of
-            `torch.func` and with tangents. By default the reference; one that writes into what it read will not do.
-        autocast: the dtype that floating-point operands are cast to where autocast is on; by default the widest of
-            theirs, as in the operations that it stands for.
+        plain: computes it by operations without writes in place, for transforms of `torch.func` and tangents.
+        autocast: the dtype that operands are cast to under autocast; by default the widest of theirs.
         schema: without the name, where the reference is written for any arguments.
         known: further fields of its row in the operator table, as `OpInfo` has them.
     """

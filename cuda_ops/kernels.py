@@ -17,11 +17,10 @@ class Kernel:
         name: what the option `kernels` of `swap_kernels` calls it.
         compute: calls the operator; it takes what decompositions find, by name, and decides nothing by tensors.
         decompositions: functions that compute the same in operations of torch. A parameter annotated `Tensor` stands
-            for any tensor, `float`, `int`, `str` or `tuple` for a plain value; one with a default is not looked for,
-            but handed to `compute`. Casts between floating dtypes need not be written: they are looked through.
-        into: a kernel whose operand `x` is what the decompositions compute, in the same module or around the one that
-            it is the whole of. The operator computes both: it returns the result of that kernel, and what it is
-            computed of, which others may read. It takes the other operands of that kernel, too.
+            for any tensor, other types for a plain value; one with a default is not looked for, but handed to
+            `compute`. Casts between floating dtypes are looked through.
+        into: a kernel whose operand `x` is what the decompositions compute. The operator takes its other operands, too,
+            and returns its result and what that is computed of, which others may read.
     """
 
     name: str

@@ -14,8 +14,7 @@ __all__ = ["ReturningAutocast"]
 
 
 class ReturningAutocast(Context):
-    """Autocast within float32, on the device of its arguments: they come in and results leave in float32.
-
+    """Autocast within float32, which comes in and leaves, on the device of the arguments.
     It stands aside where the user's own autocast is on, and where the model is no longer in float32.
     """
 

@@ -140,9 +140,7 @@ def _refuse_sharded(module: nn.Module) -> None:
 
 def _saved(view: View) -> Tensor:
     """Return a slice for a state dict: the memory is the model's where the slice has no gaps, the storage its own.
-
-    Checkpoint writers take tensors in one storage for tied ones and leave all but one out, or write the whole storage
-    for each. Writes in place are seen by the stacked tensor, whose version counts them.
+    Checkpoint writers take tensors in one storage for tied ones, or write the whole storage for each.
     """
     slice_ = view.of(view.stacked.detach())
     if not slice_.is_contiguous():

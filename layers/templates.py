@@ -24,7 +24,6 @@ class Slot:
 
 class Template(nn.Module):
     """Call a module that cannot be written as a graph, given its tensors and training flags as operands.
-
     `arguments` of its call have a `Slot` for each operand; `state` names what the last operands are.
     """
 

@@ -17,8 +17,7 @@ __all__ = ["VectorizedMembers", "graph_of_member", "vectorize_members"]
 
 class VectorizedMembers(nn.Module):
     """Compute all members at once over a graph of a single one, a pure function without parameters.
-
-    `in_dims` is 0 where members have a value each, None where they share it; `structured` members may return more than
+    `in_dims` is 0 where members have a value each, None where they share it; `structured` ones return more than
     tensors.
     """
 
@@ -74,7 +73,6 @@ def graph_of_member(children: dict[str, nn.Module], graph: fx.Graph) -> fx.Graph
 
 def vectorize_members(path: str, stacked: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Compute the operator at `path` for all members: [N, ...], or a tuple of such.
-
     `stacked` has the structure of (args, kwargs), and says which values are the members', along dimension 0.
     """
     own, structure = pytree.tree_flatten(stacked)

@@ -13,11 +13,9 @@ __all__ = ["Cache"]
 
 
 class Cache:
-    """Keep what functions make of tensors as long as these are the same, unchanged: `Unchanged` says what a change is.
-
-    It is in no state dict; copies and pickles begin without what is kept, and modules are alike whatever it is. Who has
-    one forgets after a backward, and where the mode is set: not all writes of fused optimizers are seen. Threads may
-    call it at the same time.
+    """Keep what functions make of tensors as long as these are `Unchanged`; several threads may call it.
+    It is in no state dict, copy or pickle. Who has one forgets after a backward, and where the mode is set: not all
+    writes of fused optimizers are seen.
     """
 
     compares_whole: ClassVar[bool] = False

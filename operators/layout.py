@@ -15,7 +15,6 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 def laid_last(x: Tensor) -> Tensor:
     """Return images [N, C, H, W] or [N, C, D, H, W] in memory channels last, anything else as it is.
-
     So is everything under transforms of `torch.func`: `vmap` has no rule for layouts.
     """
     kind = CHANNELS_LAST.get(x.dim())

@@ -20,12 +20,10 @@ __all__ = ["Unchanged", "is_dense", "sample_of", "why_unseen"]
 class Unchanged:
     """Notes how tensors are, in the order of the calls of `same`; None stays None.
 
-    A tensor counts as changed when it is another object, was written to in place, has other memory, size or strides,
-    or, on a CPU, holds other numbers at one of a few places (`sample_of`): so writes that torch does not count
-    (`.data`, numpy, fused optimizers, other processes) are seen where they reach most elements. Of tensors of inference
-    mode torch counts no writes: they are compared in full where `whole`. There are no weak references, for
-    `torch.utils.swap_tensors` takes none that have some; their memory is held, so that nothing else comes to lie in its
-    place.
+    Changed is another object, a write in place, other memory, size or strides, or, on a CPU, other numbers at a few
+    places (`sample_of`), which shows most writes that torch does not count (`.data`, numpy, fused optimizers).
+    Inference tensors are compared in full where `whole`. `torch.utils.swap_tensors` forbids weak references; the memory
+    is held.
     """
 
     __slots__ = ("_memory", "same")
@@ -81,7 +79,6 @@ _CHECKS = {
 @cache
 def _check_of(kinds: tuple[str, ...]) -> Callable[..., Callable[..., bool]]:
     """Return what makes a check of what was noted of so many tensors.
-
     It is straight-line code, for it runs at every call: a loop takes three times as long.
     """
     noted = [f"{what}{i}" for i, kind in enumerate(kinds) if kind != "none" for what in _NOTED]
@@ -105,10 +102,9 @@ _INTEGERS: Mapping[int, Literal["b", "h", "i", "q"]] = {1: "b", 2: "h", 4: "i", 
 
 
 def sample_of(tensor: Tensor) -> tuple[memoryview | None, memoryview | None]:
-    """Return a view of a few elements of a tensor, spread over its rows and columns, and what they hold now.
-
-    The view may be read while the tensor has this memory, size and strides; it goes by the address, since torch cannot
-    resize memory that it has given to numpy, as FSDP does. Both are None for other devices.
+    """Return a view of a few elements of a tensor, spread over its rows and columns, and what they hold; None off CPU.
+    The view holds with this memory, size and strides; it goes by the address, since torch cannot resize memory that
+    numpy was given, as FSDP does.
     """
     width = tensor.dtype.itemsize
     letter, place = _INTEGERS.get(width), tensor.data_ptr()

@@ -121,13 +121,11 @@ def bias_act(
     seed: int | Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """Return `dropout(activation(x + bias)) + residual`.
+    """Return `dropout(activation(x + bias)) + residual`, for x [..., features] and bias [features], floating-point.
 
     Only `x` and `bias`, or only the result, are kept for the backward, which draws what dropout kept once more.
 
     Args:
-        x: [..., features], floating-point.
-        bias: [features].
         activation: by name; `gelu_tanh` is GELU by its approximation.
         residual: like `x`.
         dropout: the probability of a zero; pass 0 outside training, which draws nothing.

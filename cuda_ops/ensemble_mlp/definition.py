@@ -121,8 +121,7 @@ def ensemble_mlp(
 
     The activation stands between layers, not behind the last one. On a GPU one launch computes all members where the
     weights of one fit into a block's memory: up to 10,240 of them, each width counted as the next power of two, 16 at
-    the least, in at most six layers. Larger ones are computed by batched products. What activations gave is not kept:
-    the backward computes it once more. Under autocast all is computed in its dtype.
+    the least, in at most six layers; larger ones are batched products. The backward computes activations once more.
 
     Args:
         x: [..., in], read by every member; floating-point.

@@ -82,11 +82,7 @@ _gated = define(
 def swiglu(gate: Tensor, value: Tensor) -> Tensor:
     """Return `silu(gate) * value` (Shazeer, GLU Variants Improve Transformer, 2020).
 
-    Args:
-        gate, value: floating-point tensors of one shape, dtype and device; only these are kept for the backward.
-
-    Raises:
-        UsageError: an argument is not of that form.
+    Both are floating-point, of one shape, dtype and device, or a UsageError is raised.
     """
     return _gated(gate, as_under_autocast(gate, value), "silu")
 
@@ -94,12 +90,7 @@ def swiglu(gate: Tensor, value: Tensor) -> Tensor:
 def geglu(gate: Tensor, value: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """Return `gelu(gate) * value` (Shazeer, GLU Variants Improve Transformer, 2020).
 
-    Args:
-        gate, value: floating-point tensors of one shape, dtype and device.
-        approximate: as of `torch.nn.functional.gelu`.
-
-    Raises:
-        UsageError: an argument is not of that form.
+    Both are floating-point, of one shape, dtype and device, or a UsageError is raised.
     """
     if approximate not in ("none", "tanh"):
         raise UsageError(f"geglu: approximate is {approximate!r}; pass 'none' or 'tanh'")

@@ -101,8 +101,7 @@ def _differentiable_backward(
     label_smoothing: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients where those of them are asked for, from all the logits at once.
-
+    """Return differentiable gradients, from all the logits at once.
     With p = softmax(logits) and the targets t, smoothed, those of the logits are grad * (p - t).
     """
     kept = (target != ignore_index)[:, None]
@@ -164,9 +163,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return `cross_entropy(linear(x, weight, bias), target)` without ever holding all logits.
 
-    The rows are taken in chunks. With `mean` and `sum`, the gradients are computed in the forward, from the logits that
-    are there. With `none`, the backward computes the logits once more, as it does where the forward needed no gradient.
-    Losses are float32 at the least. Under autocast, products are taken in its dtype.
+    With `mean` and `sum`, gradients are computed in the forward, chunk by chunk; with `none` the backward computes the
+    logits once more. Losses are float32 at the least. Under autocast, products are taken in its dtype.
 
     Args:
         x: [..., features].

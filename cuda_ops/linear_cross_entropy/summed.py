@@ -1,8 +1,5 @@
-"""The sum of the losses, whose gradients are computed in the forward.
-
-Whether they are wanted is known where autograd is reached, not where the function is called: a graph that was captured
-without gradients trains as well as one that was captured with them. So this operator decides there, by a kernel for
-autograd of its own.
+"""The sum of the losses, whose gradients are computed in the forward where autograd wants them, graph or no graph.
+Only autograd knows that when it is reached, so the operator has a kernel for autograd of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +42,6 @@ class _Step(Function):
 
 def define_sum(name: str, losses: Any, step: Any, again: Any) -> Any:
     """Register the sum of `losses`, and return what calls it.
-
     `step` gives the sum with its gradients, `again` gradients that have gradients themselves.
     """
 

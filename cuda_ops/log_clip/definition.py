@@ -93,15 +93,7 @@ _log_clip = define(
 def log_clip(x: Tensor, minimum: float = 1e-7) -> Tensor:
     """Return `log(max(x, minimum))`, of the shape and dtype of `x`.
 
-    The gradient is `1 / max(x, minimum)` everywhere: where `x` was clipped it is `1 / minimum`, not the zero that
-    `x.clamp(min=minimum).log()` gives, so that training can move a probability away from zero. Autocast computes it
-    in float32.
-
-    Args:
-        x: a floating-point tensor.
-        minimum: a positive number, which the dtype of `x` can hold.
-
-    Raises:
-        UsageError: `x` is not floating-point, or `minimum` is not such a number.
+    The gradient is `1 / max(x, minimum)` everywhere, so that training can move a clipped probability away from zero.
+    Autocast computes it in float32. Raises a UsageError where `x` is not floating-point, or `minimum` not positive.
     """
     return _log_clip(x, minimum)

@@ -62,11 +62,8 @@ def _backward(ctx: Any, grad: Tensor, of_sum: Tensor, *_: Any) -> tuple[Tensor |
 def _backward_reference(
     grad: Tensor, of_sum: _Maybe, total: Tensor, weight: _Maybe, bias: _Maybe, mean: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the sum, the weight and the bias.
-
-    Torch's own backward wants the statistics of narrow dtypes in a dtype that depends on the device, so those are done
-    here. With n = (total - mean) * factor and g = grad * weight, the gradient of the sum is
-    factor * (g - mean(g) - n * mean(g * n)).
+    """Return the gradients of the sum, the weight and the bias; for narrow dtypes without torch's backward.
+    With n = (total - mean) * factor, g = grad * weight, the first is factor * (g - mean(g) - n * mean(g * n)).
     """
     if total.dtype == factor.dtype:
         return _in_aten(grad, of_sum, total, weight, bias, mean, factor)
@@ -142,16 +139,9 @@ _layer_norm = define(
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Return the layer norm of `x` along the last dimension (Ba et al., 2016).
+    """Return the layer norm of `x` along the last dimension (Ba et al., 2016); `eps` is added to the variance.
 
-    Args:
-        x: [..., features], floating-point.
-        weight: [features].
-        bias: [features].
-        eps: what is added to the variance.
-
-    Raises:
-        UsageError: an argument is not of that form.
+    `x` is [..., features], floating-point, weight and bias [features]; else a UsageError is raised.
     """
     return _layer_norm(x, weight, bias, None, eps)[0]
 
@@ -159,17 +149,9 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """Return `layer_norm(x + residual, weight, bias, eps)` and `x + residual`.
+    """Return `layer_norm(x + residual, weight, bias, eps)` and `x + residual`, of their common shape and dtype.
 
-    Args:
-        x: [..., features], floating-point.
-        residual: what `x` can be added to; the sum has their common shape and dtype.
-        weight: [features].
-        bias: [features].
-        eps: what is added to the variance.
-
-    Raises:
-        UsageError: an argument is not of that form.
+    `x` is [..., features], floating-point, weight and bias [features]; else a UsageError is raised.
     """
     results = _layer_norm(x, weight, bias, residual, eps)
     return results[0], results[1]

@@ -64,7 +64,6 @@ def _backward_reference(
     grad: Tensor, of_sum: Tensor | None, total: Tensor, weight: Tensor | None, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the sum and of the weight.
-
     With n = total * factor and g = grad * weight, that of the sum is factor * (g - n * mean(g * n)).
     """
     normalized = total * factor
@@ -122,28 +121,16 @@ _rms_norm = define(
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Return `x / sqrt(mean(x**2) + eps) * weight`, along the last dimension (Zhang and Sennrich, 2019).
 
-    Args:
-        x: [..., features], floating-point; the mean is taken in float32 at the least.
-        weight: [features].
-        eps: what is added to the mean.
-
-    Raises:
-        UsageError: an argument is not of that form.
+    `x` is [..., features], floating-point, weight [features]; else a UsageError is raised. The mean is in float32 at
+    the least.
     """
     return _rms_norm(x, weight, None, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Return `rms_norm(x + residual, weight, eps)` and `x + residual`.
+    """Return `rms_norm(x + residual, weight, eps)` and `x + residual`, of their common shape and dtype.
 
-    Args:
-        x: [..., features], floating-point; the mean is taken in float32 at the least.
-        residual: what `x` can be added to; the sum has their common shape and dtype.
-        weight: [features].
-        eps: what is added to the mean.
-
-    Raises:
-        UsageError: an argument is not of that form.
+    `x` is [..., features], floating-point, weight [features]; else a UsageError is raised.
     """
     results = _rms_norm(x, weight, residual, eps)
     return results[0], results[1]

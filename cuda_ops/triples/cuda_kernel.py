@@ -40,10 +40,8 @@ def triple_products(
     memory_limit: int,
     wanted: list[bool],
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of the sum of p q r g over all triangles, which are never listed.
-
-    Sums are taken in float32 in any order, by atomic additions; where torch is told to be deterministic, and for other
-    triples than triangles, the reference computes.
+    """Return the gradients of the sum of p q r g over all triangles, which are never listed; sums are float32.
+    Sums go by atomic additions; where torch is to be deterministic, and for other triples, the reference computes.
     """
     tables = (p, q, r, g)
     if structure != CLOSED or torch.are_deterministic_algorithms_enabled():

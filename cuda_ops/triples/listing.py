@@ -52,9 +52,7 @@ def _unknown_number(source: Tensor, *_: object) -> Tensor:
 
 def listed_triangles(source: Tensor, target: Tensor, num_nodes: int, memory_limit: int) -> Tensor:
     """Return all triangles as [3, T] places of edges u-v, u-w and v-w, where u < v < w; in lexicographic order.
-
-    Edges [m] int64 are simple, from lower nodes to higher, and sorted, or a UsageError is raised; the reference keeps
-    to `memory_limit` bytes.
+    Edges [m] int64 are simple, from lower to higher nodes, and sorted, or a UsageError is raised.
     """
     return _triangles(source, target, num_nodes, memory_limit)
 

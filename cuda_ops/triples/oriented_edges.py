@@ -64,7 +64,6 @@ _oriented_edges = define("oriented_edges", _reference, check=_check, fake=_unkno
 
 def oriented_edges(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: int = -1) -> tuple[Tensor, Tensor]:
     """Return the simple edges [2, m], from low degree to high, and which of them each given edge is; m for self-loops.
-
     Raises a UsageError where an edge or graph is not there, joins two graphs, or has over `node_limit` nodes.
     """
     return _oriented_edges(edge_index, batch, num_graphs, node_limit)

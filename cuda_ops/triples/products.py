@@ -27,7 +27,6 @@ def sums_by_type(
     p: Tensor, q: Tensor, r: Tensor, graph: tuple[Tensor, Tensor, int], structure: str, cap: int, memory_limit: int
 ) -> Tensor:
     """Return the sums of p q r over triples, by graph and type: [graphs * types, C].
-
     These are [rows, C], rows for oriented edges with `CLOSED` and else for nodes; colours from `cap` on are one.
     """
     edges, batch, count = graph
@@ -48,10 +47,7 @@ def triple_products_reference(
     memory_limit: int,
     wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the sum of p q r g over all triples: for each of the four the products of the others.
-
-    g has a row for each graph and type. What is not wanted is zero.
-    """
+    """Return the gradients of the sum of p q r g over all triples, zero where not wanted; g is [graphs * types, C]."""
     tables = (p, q, r, g)
     sums = tuple(torch.zeros_like(table) for table in tables)
     rows = max(1, memory_limit // 2 // (8 * (_ROLES + 3) * max(1, p.shape[1])))

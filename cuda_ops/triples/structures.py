@@ -46,7 +46,6 @@ def check_sizes(batch: Tensor, limit: int) -> None:
 
 def typed_triples(edges: Tensor, batch: Tensor, structure: str, cap: int, memory_limit: int) -> Iterator[Tensor]:
     """Yield all triples of distinct nodes of one graph as [4, t]: three nodes, and graph * types + type.
-
     `memory_limit` bounds what is computed on the way, over matrices of the largest graph's nodes.
     """
     layout = _Layout.of(batch)

@@ -16,7 +16,6 @@ _BYTES_A_WEDGE = 128
 
 def closed_wedges(source: Tensor, target: Tensor, num_nodes: int, memory_limit: int) -> Iterator[Tensor]:
     """Yield triangles as [3, t] places of edges u-v, u-w and v-w, where u < v < w; in lexicographic order.
-
     Edges [m] are simple, from lower nodes to higher, and sorted; `memory_limit` is in bytes.
     """
     row_ends = torch.bincount(source, minlength=num_nodes).cumsum(0)[source]

@@ -21,10 +21,7 @@ _MOST = 32
 
 class KeptGraphs(Cache):
     """Results by the tensors that they were computed from, which are held weakly.
-
-    Attributes:
-        sights: layer, by its identity, and its mode -> what it knows of its graphs. A layer on one graph says nothing
-            of one behind it whose graphs are always new, nor evaluation on one graph of training on many.
+    `sights`: by a layer's identity and mode, what it knows of its graphs; layers and modes differ in what repeats.
     """
 
     compares_whole: ClassVar[bool] = True

@@ -30,9 +30,8 @@ _UNOBSERVED = "_fxopt_calls_unobserved"
 
 class CompressedMessages(Remade):
     """A convolution of its own class, with its own parameters, whose calls go over compressed rows of the graph.
-
-    Calls of another kind (other devices, sparse tensors, pairs of features, attention weights to be returned, dropout
-    in training), and what is compiled, exported or traced, run the layer's own forward.
+    The layer's own forward runs other calls (devices, sparse tensors, pairs, attention weights, dropout in training),
+    and what is compiled, exported or traced.
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
@@ -85,7 +84,6 @@ class CompressedMessages(Remade):
 
 def compressed(module: nn.Module, beside: nn.Module, *, trains: bool) -> nn.Module:
     """Return a module of the same class and tensors that goes over compressed rows, in training too if it `trains`.
-
     Such layers in the model `beside` it share what they keep.
     """
     new = in_class(module, type(module))

@@ -42,9 +42,8 @@ def is_small(x: Tensor, edge_index: Tensor) -> bool:
 @dataclass
 class Sights:
     """What one layer knows of the graphs that it was called with.
-
-    At sight number `wanted` of a graph its rows are made; it doubles when rows cost more than they gained, which is the
-    `debt`, in calls.
+    At sight number `wanted` of a graph its rows are made; it doubles when the `debt`, in calls, grows: rows cost more
+    than they gained.
     """
 
     wanted: int = 1

@@ -19,7 +19,6 @@ _ALONE = 3
 
 def keep_narrow(graph: fx.Graph, *, exactly: bool = False) -> None:
     """Let results of packed layers in bfloat16 stay so where only others of their kind read them.
-
     That changes no number where nothing is added to them or multiplied with them, as where it is done `exactly`.
     """
     _keep_convolutions_narrow(graph)

@@ -21,10 +21,9 @@ def _laid_by_inputs(weight: Tensor) -> Tensor:
 
 
 class TransposedLinear(PackedLinear):
-    """Compute a linear layer in float32 on its weight as [inputs, outputs] at one row, else on the packed weight.
-
-    At one row all time goes into reading the weight: the transposed one streams, and the others are read at two thirds
-    of that speed. With `inputs_first` the weight is [inputs, outputs] already.
+    """Compute a float32 linear layer on its weight as [inputs, outputs] at one row, else on the packed weight.
+    Reading the weight takes all the time at one row, and the packed one is read at two thirds of the speed.
+    With `inputs_first` the weight is [inputs, outputs] already.
     """
 
     def __init__(self, activation: Activation = NO_ACTIVATION, joins: str = "add", inputs_first: bool = False) -> None:

@@ -27,13 +27,9 @@ Pooled = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
 
 
 class SelectTriads(Select):
-    """Put disjoint triads of nodes into clusters, those with the highest scores first; other nodes stay alone.
-
-    The arguments are those of `RO3TriadPooling`.
-
-    Shape:
-        - x: [nodes, in_channels]; edge_index: [2, edges]; batch: [nodes]
-        - a `SelectOutput`: `cluster_index` of each node, and as `weight` the gate of its cluster, 1 for a node alone
+    """Put disjoint triads into clusters, those with the highest scores first; arguments as of `RO3TriadPooling`.
+    Takes x [nodes, in_channels], edge_index [2, edges], batch [nodes]; gives a `SelectOutput` with the `cluster_index`
+    of each node and the gate of its cluster, 1 for a node alone, as `weight`.
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
@@ -99,11 +95,8 @@ class SelectTriads(Select):
 
 
 class ContractEdges(Connect):
-    """Join edges that lead between the same clusters, and sum their features; edges inside a cluster go.
-
-    Shape:
-        - edge_index: [2, edges]; edge_attr: [edges, *] or None
-        - a `ConnectOutput` with edges between clusters, sorted
+    """Join edges between the same clusters, and sum their features; edges inside a cluster go.
+    Takes edge_index [2, edges] and edge_attr [edges, *] or None; gives a sorted `ConnectOutput`.
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
@@ -194,15 +187,9 @@ class RO3TriadPooling(nn.Module):
     ) -> Pooled:
         """Return x [clusters, channels], edge_index [2, edges], edge_attr, batch, perm and score [clusters].
 
-        Args:
-            x: [nodes, channels]; of `in_channels` channels where `attn` is left out.
-            edge_index: [2, edges] int64.
-            edge_attr: [edges, *], summed where edges are joined.
-            batch: [nodes] int64, the graph of each node; None for one graph.
-            attn: [nodes, in_channels], scored in the place of x.
-
-        Raises:
-            UsageError: an argument is not of that form.
+        Takes x [nodes, channels] (`in_channels` of them without attn), edge_index [2, edges] int64, edge_attr [edges,
+        *], summed where edges join, batch [nodes] int64, and attn [nodes, in_channels], scored in the place of x.
+        Raises a UsageError where an argument is not of that form.
         """
         check_edges(edge_index, len(x))
         edge_index = edge_index.contiguous()
@@ -247,10 +234,8 @@ def _check(in_channels: object, ratio: object, triads: object, min_score: object
 
 
 def _best_first(score: Tensor, batch: Tensor) -> Tensor:
-    """Return the nodes, those with the highest scores first.
-
-    Ties are broken by a scrambled place in the graph: by the place itself, neighbours in a path of equal nodes would be
-    taken one after another, in a round each.
+    """Return the nodes, those with the highest scores first; ties are broken by a scrambled place in the graph.
+    By the place itself, neighbours in a path of equal nodes would be taken in a round each.
     """
     place = _place_in_group(batch)
     mixed = place * 0x5851F42D4C957F2D
@@ -273,14 +258,8 @@ def _first_of_each(cluster: Tensor, clusters: int) -> Tensor:
 
 
 class SAGTriadPooling(RO3TriadPooling):
-    """Pool triads by the output of a graph network with one channel, in the place of the features.
-
-    Args:
-        gnn: called with features and edges; gives a number for each node.
-        options: of `RO3TriadPooling`.
-
-    Shape:
-        - as of `RO3TriadPooling`
+    """Pool triads by the output of `gnn`, one number for each node of features and edges, in the place of the features.
+    `options` and shapes are those of `RO3TriadPooling`.
     """
 
     def __init__(self, gnn: nn.Module, **options: Any) -> None:

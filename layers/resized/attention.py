@@ -13,9 +13,7 @@ __all__ = ["ResizedAttention"]
 
 class ResizedAttention(nn.MultiheadAttention):
     """Attend as `nn.MultiheadAttention`, whose width is the number of heads times `head_dim`, their own width.
-
-    All other sizes are those of the weights, whatever was cut from them; tensors have the same names. It never takes
-    torch's fast path.
+    Other sizes are those of the weights, whatever was cut from them. It never takes torch's fast path.
     """
 
     head_dim: int

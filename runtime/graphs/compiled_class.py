@@ -28,7 +28,6 @@ def dynamic_class(
     attributes: dict[str, Any],
 ) -> type[nn.Module]:
     """Return the subclass of `mixin` and `base` whose forward is `source`, named like `base`.
-
     The same base, text and objects give the same class, for as long as it is in use.
     """
     names = () if source is None else tuple(sorted((name, id(value)) for name, value in source.names.items()))

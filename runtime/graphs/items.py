@@ -1,7 +1,5 @@
 """Containers whose graphs call children that passes added: these are no items of theirs.
-
-The original forward of an `nn.Sequential` runs whatever items it has. What a graph calls besides has to be a child, for
-`train()` and `to()` to reach it, but none that a loop over the container comes across.
+`train()` and `to()` must reach what a graph calls besides; the loop of an `nn.Sequential` must not.
 """
 
 from __future__ import annotations

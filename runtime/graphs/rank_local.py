@@ -30,7 +30,6 @@ def is_rank_local() -> bool:
 @contextmanager
 def trial_step() -> Generator[None]:
     """Let replicas average gradients for a while, also in a rank-local run, and learn nothing from it for later steps.
-
     All ranks make this step. Layers stay rank-local: what they compute is the same before and after sharding.
     """
     token = _TRIAL.set(True)

@@ -26,7 +26,6 @@ __all__ = [
 
 class Region(nn.Module):
     """A part of its owner's graph, which calls what the owner has by the `borrowed` names.
-
     It is a plain attribute and no child: whoever lists modules does not come across it. Tensors come in as arguments.
     """
 

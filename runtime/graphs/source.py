@@ -56,7 +56,6 @@ def generate(
     signature: Signature, specializations: Sequence[Specialization], *, restarts: bool = True, refuse: bool = False
 ) -> Code:
     """Write the forward that runs the first of `specializations` that fits the call, and the module's own otherwise.
-
     Unless it `restarts` with that where a check fails, its caller does; `refuse` raises an error instead.
     """
     names = _Names({p.name for p in signature.parameters}, specializations)
@@ -235,7 +234,6 @@ class _Body:
 
     def _announcement(self, node: fx.Node) -> list[str]:
         """Write what says that a node may draw from generators outside torch, or change objects that nobody noted.
-
         Modules that run from graphs say so themselves.
         """
         draws, changes = node.meta.get("draws") == "host", node.meta.get("changes", False)

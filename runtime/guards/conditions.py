@@ -46,7 +46,6 @@ def _uses(guards: Sequence[Guard]) -> Counter[Source]:
 
 def fits(guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> tuple[list[str], str]:
     """Return lines that find out whether all of `guards` hold, and an expression that says so after them.
-
     `fresh` gives a name that nothing has, from a hint, and `name` one for an object.
     """
     write: Writer = _Conditions(guards, fresh, name)

@@ -59,10 +59,7 @@ _ISINSTANCE: Any = isinstance
 
 
 class Check(Term):
-    """What a guard asks of the value of its source.
-
-    A new kind of check is a class here: what it compares with, how generated code spells it, and when it holds.
-    """
+    """What a guard asks of the value of its source: what it compares with, how code spells it, and when it holds."""
 
     __slots__ = ()
 
@@ -159,17 +156,11 @@ class Lacks(Check):
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """One condition that a capture holds under; guards with one condition are equal. `str` gives it as people read it.
+    """One condition that a capture holds under; those with one condition are equal. `str` is for people."""
 
-    Attributes:
-        source: what is looked at, in terms of the forward's arguments and `self`.
-        check: what is asked of it.
-        reason: what was assumed, and where, for the report.
-    """
-
-    source: Source
+    source: Source  # in terms of the forward's arguments and `self`
     check: Check
-    reason: str = field(default="", compare=False)
+    reason: str = field(default="", compare=False)  # what was assumed, and where, for the report
 
     def holds(self, names: Mapping[str, Any]) -> bool:
         """Say whether it holds for a call whose arguments (and `self`) are `names`; an error counts as no."""
@@ -209,7 +200,6 @@ class Guard:
 
 def equal(source: Source, value: Any, reason: str = "") -> Guard | None:
     """Return a guard on a plain value, or None where that has no spelling; None and flags are known by identity.
-
     By default the reason is what the value was; no code of the user's is asked for the text of any other.
     """
     expected = constant(value)
@@ -221,7 +211,6 @@ def equal(source: Source, value: Any, reason: str = "") -> Guard | None:
 
 def exactly(source: Source, value: Any, reason: str = "") -> list[Guard]:
     """Return guards on a plain value, a short container of such, or an enumeration's member; none for any other.
-
     What `==` takes for the same is told apart, in containers too: 1, 1.0 and True, 0.0 and -0.0.
     """
     if isinstance(value, enum.Enum):
@@ -303,10 +292,9 @@ class GuardMiss(Exception):
 
 
 def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True, tally: Tally | None = None) -> None:
-    """Check, in the middle of a graph, that `value` is still what a decision was based on.
-
-    True and False are its truth. Raises a GuardMiss if the module may start over (`restart`, or a function that takes
-    back what has happened), and else a GuardError. `tally` counts the checks where the value hangs on data.
+    """Check, in the middle of a graph, that `value` is still what a decision was based on; booleans are its truth.
+    Raises a GuardMiss if the module may start over (`restart`, or a function that takes back what has happened), and
+    else a GuardError. `tally` counts the checks where the value hangs on data.
     """
     if tally is not None:
         tally.checks += 1

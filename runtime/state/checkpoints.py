@@ -54,7 +54,6 @@ def absent_from_checkpoints(module: nn.Module) -> frozenset[str]:
 
 class KeepsOriginalNames(nn.Module):
     """Mix into the class of a module whose tensors were moved, or were moved inside it.
-
     Its state dict has the original names, and `load_state_dict` takes these and the new ones. Sharded tensors are the
     exception: they are saved and loaded under their new names.
     """
@@ -173,7 +172,6 @@ def translate_on_load(
     error_msgs: list[str],
 ) -> None:
     """Replace original names by new ones in a state dict that is being loaded into the module at `prefix`.
-
     What does not fit is reported as PyTorch does: absent tensors in `missing_keys`, wrong shapes in `error_msgs`.
     """
     given = {
@@ -198,9 +196,7 @@ def translate_on_load(
 @dataclass
 class _Loading:
     """One module's part of one call of `load_state_dict`.
-
-    `used` are the original names whose tensors went into others, `settled` those that nobody needs to look for any
-    more.
+    `used` are the original names whose tensors went into others, `settled` those that need no search any more.
     """
 
     module: nn.Module

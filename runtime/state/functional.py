@@ -16,7 +16,6 @@ __all__ = ["functional_state"]
 
 def functional_state(state: Mapping[str, Tensor], state_map: StateMap, model: nn.Module) -> dict[str, Tensor]:
     """Return tensors with original names under new names; gradients flow from merged tensors to those given.
-
     The model supplies what is absent. Raises a StateError, by original name, for a wrong name or shape, or a sharded
     model.
     """

@@ -21,7 +21,6 @@ State = TypeVar("State", bound=Mapping[str, Any])
 
 def gathered(state: Mapping[str, Any], state_map: StateMap, *, whole: bool = True) -> dict[str, Any]:
     """Return the state dict of an optimized model under the original names.
-
     Every rank calls it where tensors are sharded. Unless `whole`, only tensors that are merged or cut are gathered.
     """
     wanted = (name for name, value in state.items() if is_sharded(value) and (whole or name in state_map.origins))
@@ -47,7 +46,6 @@ def sharded_like(value: Tensor, example: Tensor) -> Tensor:
 
 def sharded_state(model: nn.Module, state_map: StateMap, state: State) -> State | dict[str, Any]:
     """Return a state dict with original or new names and whole tensors as a sharded model takes it.
-
     Raises a StateError if only some tensors are given that are one sharded tensor now.
     """
     current = _stored(model)

@@ -55,7 +55,6 @@ def makes_objects(cls: Any) -> bool:
 
 def is_whole(cls: type) -> bool:
     """Tell whether objects that a forward makes of a class are handed on as they are, and never looked into.
-
     A class is known by its name, so that the libraries need not be there.
     """
     return any(f"{base.__module__}.{base.__qualname__}" in _WHOLE for base in cls.__mro__)
@@ -108,7 +107,6 @@ def copied_object(
     value: Any, change: Callable[[Tensor], Any] = lambda tensor: tensor, done: dict[int, Any] | None = None
 ) -> Any:
     """Return a copy of an object with `change` of each tensor in it, or these themselves; modules are shared.
-
     One that cannot be copied is returned itself; `done` has the copies by id.
     """
     pinned: dict[int, Any] = {} if done is None else done
@@ -144,7 +142,6 @@ def has_attributes(value: object) -> bool:
 
 def state_of(value: object, depth: int = 12) -> Any:
     """Return what can be compared to see whether an object, or a container, has changed; tensors count by identity.
-
     Below `depth` objects and containers count by their class only, and again by their identity.
     """
     return _state(value, depth, {})

@@ -21,10 +21,7 @@ TensorFunction: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any, within: Callable[[Tensor], Any] | None = None) -> Any:
-    """Return `value` rebuilt with `function` of each tensor in it (`within` objects, another one).
-
-    What is there twice stays one.
-    """
+    """Return `value` rebuilt with `function` of each tensor in it (`within` objects, another); a repeat stays one."""
     if type(value) is Tensor:  # as most values are
         return function(value)
     done: dict[int, Any] = {}
@@ -57,7 +54,6 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def aliased(value: Any) -> Any:
     """Return `value` with other tensors on the same memory: who gives one another shape leaves that in `value` alone.
-
     What `copied` alone can protect is copied: the objects in `value`, and tensors of other kinds.
     """
     return map_tensors(_alias, value, _copy)
@@ -73,7 +69,6 @@ _LEAVES = frozenset((Tensor, nn.Parameter, fx.Node, *PLAIN_TYPES))
 
 def map_leaves(function: Callable[[Any], Any], value: Any, leaf: type | None = None) -> Any:
     """Return `value` rebuilt with `function` of everything in it that is no container, or that is a `leaf`.
-
     Containers are those of Python, mappings, dataclasses and slices. Lists and dictionaries of torch.fx become plain.
     """
     kind = cast("Any", type(value))
