@@ -17,7 +17,7 @@ from .gpu import on_gpu
 
 __all__ = [
     "NAMESPACE", "BatchingRule", "Differentiated", "by_reference", "define", "defined", "describe", "elementwise",
-    "looped", "times",
+    "keep_inputs", "looped", "times",
 ]  # fmt: skip
 
 NAMESPACE = "fxopt"
@@ -26,6 +26,51 @@ BatchingRule: TypeAlias = Callable[[Function], Function]
 """From an operator to what `torch.library.register_vmap` takes."""
 
 _NAMES: list[str] = []
+
+
+def elementwise(operator: Function) -> Function:
+    """Batch an operator whose operands broadcast: the members' dimension comes first, and aligns."""
+
+    def batched(_info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+        pairs = list(zip(args, in_dims, strict=True))
+        rank = max(arg.dim() - (place is not None) for arg, place in pairs if isinstance(arg, Tensor))
+        result = operator(*(arg if place is None else _aligned(arg, place, rank) for arg, place in pairs))
+        return result, _first(result)
+
+    return batched
+
+
+def _aligned(operand: Tensor, place: int, rank: int) -> Tensor:
+    """Return an operand with its members first, and ones up to the rank that members' results have."""
+    moved = operand.movedim(place, 0)
+    return moved.reshape(moved.shape[0], *[1] * (rank - moved.dim() + 1), *moved.shape[1:])
+
+
+def looped(operator: Function) -> Function:
+    """Batch any operator: one call for each member."""
+
+    def batched(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        pairs = list(zip(args, in_dims, strict=True))
+        members = [operator(*(_member(arg, place, i) for arg, place in pairs)) for i in range(info.batch_size)]
+        if isinstance(members[0], Tensor):
+            return torch.stack(members), 0
+        results = [torch.stack(each) for each in zip(*members, strict=True)]
+        results = results if isinstance(members[0], list) else tuple(results)
+        return results, _first(results)
+
+    return batched
+
+
+def _member(arg: Any, place: Any, index: int) -> Any:
+    """Return what one member reads; of a list, `place` is one, too."""
+    if isinstance(place, list):
+        return [_member(*pair, index) for pair in zip(arg, cast("list[Any]", place), strict=True)]
+    return arg if place is None else arg.select(place, index)
+
+
+def _first(results: Any) -> Any:
+    """Return where the members' dimension of results is: it comes first."""
+    return 0 if isinstance(results, Tensor) else type(results)([0] * len(results))
 
 
 def define(
@@ -37,7 +82,7 @@ def define(
     kernel: str | None = None,
     setup: Function | None = None,
     backward: Function | None = None,
-    batching: BatchingRule | None = None,
+    batching: BatchingRule | None = looped,
     plain: Function | None = None,
     autocast: torch.dtype | None = None,
     schema: str | None = None,
@@ -78,6 +123,13 @@ def define(
             made.register_autocast(device, autocast)
     describe(name, batching, **known)
     return call
+
+
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 - torch passes it
+    """Save all inputs for the backward: tensors (or None) as such, anything else as `ctx.settings`."""
+    is_tensor = [each is None or isinstance(each, Tensor) for each in inputs]
+    ctx.save_for_backward(*(each for each, is_one in zip(inputs, is_tensor, strict=True) if is_one))
+    ctx.settings = tuple(each for each, is_one in zip(inputs, is_tensor, strict=True) if not is_one)
 
 
 class Differentiated(TypedDict):
@@ -171,48 +223,3 @@ def _checked(check: Function, compute: Function) -> Function:
         return compute(*args, **kwargs)
 
     return checked
-
-
-def elementwise(operator: Function) -> Function:
-    """Batch an operator whose operands broadcast: the members' dimension comes first, and aligns."""
-
-    def batched(_info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
-        pairs = list(zip(args, in_dims, strict=True))
-        rank = max(arg.dim() - (place is not None) for arg, place in pairs if isinstance(arg, Tensor))
-        result = operator(*(arg if place is None else _aligned(arg, place, rank) for arg, place in pairs))
-        return result, _first(result)
-
-    return batched
-
-
-def _aligned(operand: Tensor, place: int, rank: int) -> Tensor:
-    """Return an operand with its members first, and ones up to the rank that members' results have."""
-    moved = operand.movedim(place, 0)
-    return moved.reshape(moved.shape[0], *[1] * (rank - moved.dim() + 1), *moved.shape[1:])
-
-
-def looped(operator: Function) -> Function:
-    """Batch any operator: one call for each member."""
-
-    def batched(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-        pairs = list(zip(args, in_dims, strict=True))
-        members = [operator(*(_member(arg, place, i) for arg, place in pairs)) for i in range(info.batch_size)]
-        if isinstance(members[0], Tensor):
-            return torch.stack(members), 0
-        results = [torch.stack(each) for each in zip(*members, strict=True)]
-        results = results if isinstance(members[0], list) else tuple(results)
-        return results, _first(results)
-
-    return batched
-
-
-def _member(arg: Any, place: Any, index: int) -> Any:
-    """Return what one member reads; of a list, `place` is one, too."""
-    if isinstance(place, list):
-        return [_member(*pair, index) for pair in zip(arg, cast("list[Any]", place), strict=True)]
-    return arg if place is None else arg.select(place, index)
-
-
-def _first(results: Any) -> Any:
-    """Return where the members' dimension of results is: it comes first."""
-    return 0 if isinstance(results, Tensor) else type(results)([0] * len(results))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_key, check_one_device, check_one_dtype, check_vector
-from ..definition import define, looped
+from ..definition import define
 from ..philox import key_of, uniform
 
 __all__ = ["bernoulli_sigmoid"]
@@ -64,7 +64,6 @@ _bernoulli_sigmoid = define(
     kernel="bernoulli_sigmoid.triton_kernel:bernoulli_sigmoid",
     setup=_setup,
     backward=_backward,
-    batching=looped,
     plain=_plain,
     autocast=torch.float32,
 )

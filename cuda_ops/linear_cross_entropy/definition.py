@@ -10,7 +10,7 @@ from torch import Tensor
 from ...compat import autocast_dtype
 from ...errors import UsageError
 from ..checks import check_one_device, check_one_dtype
-from ..definition import by_reference, define, looped
+from ..definition import by_reference, define, keep_inputs
 from .chunks import ARGUMENTS, Head, gradients, losses, wide
 from .summed import define_sum
 
@@ -79,11 +79,6 @@ def _fake_backward(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_step(*args)[1:]
 
 
-def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.settings = inputs[4:]
-
-
 def _of_losses(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_x, of_weight, of_bias = _linear_cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.settings)
     dtype = of_x.dtype
@@ -91,24 +86,17 @@ def _of_losses(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, of_weight.to(dtype), bias, None, None, None, None
 
 
-def _differentiable_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _differentiable_backward(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return differentiable gradients, from all the logits at once.
     With p = softmax(logits) and the targets t, smoothed, those of the logits are grad * (p - t).
     """
-    kept = (target != ignore_index)[:, None]
+    head = Head(*args)
+    x, weight, bias, target = head.x, head.weight, head.bias, head.target
+    kept = (target != head.ignore_index)[:, None]
     dtype, x = wide(x.dtype), x.where(kept, 0)
     shares = torch.nn.functional.linear(x, weight, bias).to(dtype).softmax(1)
     classes = torch.nn.functional.one_hot(target.where(kept[:, 0], 0), weight.shape[0]).to(dtype)
-    wanted = (1 - label_smoothing) * classes + label_smoothing / max(1, weight.shape[0])
+    wanted = (1 - head.label_smoothing) * classes + head.label_smoothing / max(1, weight.shape[0])
     of_logits = (grad.to(dtype)[:, None] * (shares - wanted)).where(kept, 0)
     of_bias = weight.new_zeros(0, dtype=dtype) if bias is None else of_logits.sum(0)
     return (of_logits @ weight.to(dtype)).to(x.dtype), of_logits.t() @ x.to(dtype), of_bias
@@ -121,7 +109,6 @@ _linear_cross_entropy_backward = define(
     fake=_fake_backward,
     kernel=f"{_KERNELS}:linear_cross_entropy_backward",
     schema=f"(Tensor grad, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-    batching=looped,
     **by_reference(_differentiable_backward),
 )
 _linear_cross_entropy = define(
@@ -131,9 +118,8 @@ _linear_cross_entropy = define(
     fake=_fake_losses,
     kernel=f"{_KERNELS}:linear_cross_entropy",
     schema=f"({ARGUMENTS}) -> Tensor",
-    setup=_keep_arguments,
+    setup=keep_inputs,
     backward=_of_losses,
-    batching=looped,
     plain=_plain,
 )
 _linear_cross_entropy_step = define(
@@ -143,7 +129,6 @@ _linear_cross_entropy_step = define(
     fake=_fake_step,
     kernel=f"{_KERNELS}:linear_cross_entropy_step",
     schema=f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    batching=looped,
 )
 _linear_cross_entropy_sum = define_sum(
     f"{_NAME}_sum", _linear_cross_entropy, _linear_cross_entropy_step, _linear_cross_entropy_backward

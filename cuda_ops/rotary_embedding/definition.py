@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..checks import as_under_autocast, check_one_device, check_one_dtype
-from ..definition import define, looped
+from ..definition import define
 
 __all__ = ["rotary_embedding", "rotary_reference"]
 
@@ -81,7 +81,6 @@ _rotary_embedding = define(
     kernel="rotary_embedding.triton_kernel:rotary_embedding",
     setup=_setup,
     backward=_backward,
-    batching=looped,
     plain=_plain,
 )
 

@@ -64,4 +64,5 @@ _triangles = define(
     fake=_unknown_number,
     kernel="triples.cuda_kernel:triangles",
     shape="data",
+    batching=None,
 )

@@ -59,7 +59,7 @@ def _check_graphs(edge_index: Tensor, batch: Tensor, num_graphs: int) -> None:
         raise UsageError(f"edge {edge} of edge_index joins nodes {u} and {v} of two graphs, {batch[u]} and {batch[v]}")
 
 
-_oriented_edges = define("oriented_edges", _reference, check=_check, fake=_unknown_number, shape="data")
+_oriented_edges = define("oriented_edges", _reference, check=_check, fake=_unknown_number, batching=None, shape="data")
 
 
 def oriented_edges(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: int = -1) -> tuple[Tensor, Tensor]:

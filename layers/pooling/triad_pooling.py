@@ -195,15 +195,19 @@ class RO3TriadPooling(nn.Module):
         edge_index = edge_index.contiguous()
         batch = edge_index.new_zeros(len(x)) if batch is None else batch
         _check_graphs(edge_index, edge_attr, batch, len(x))
-        if attn is not None and len(attn) != len(x):
+        attn = self._scored(x if attn is None else attn, edge_index)
+        if len(attn) != len(x):
             raise UsageError(f"attn has {len(attn)} rows; give one for each of {len(x)} nodes")
-        chosen = self.select(x if attn is None else attn, edge_index, batch)
+        chosen = self.select(attn, edge_index, batch)
         perm = _first_of_each(chosen.cluster_index, chosen.num_clusters)
         score = chosen.weight[perm]
         joined = self.reduce(x, chosen.cluster_index, dim_size=chosen.num_clusters, dim=0)
         joined = joined * score.view(-1, *[1] * (x.dim() - 1)) * self.multiplier
         graphs = self.connect(chosen, edge_index, edge_attr, batch)
         return joined, graphs.edge_index, graphs.edge_attr, graphs.batch, perm, score
+
+    def _scored(self, attn: Tensor, edge_index: Tensor) -> Tensor:
+        return attn
 
     def extra_repr(self) -> str:
         limit = f"ratio={self.ratio}" if self.min_score is None else f"min_score={self.min_score}"
@@ -268,15 +272,5 @@ class SAGTriadPooling(RO3TriadPooling):
         for name in ("select", "reduce", "connect"):  # state dicts list the scorer first, as `SAGPooling` does
             self.add_module(name, self._modules.pop(name))
 
-    def forward(
-        self,
-        x: Tensor,
-        edge_index: Tensor,
-        edge_attr: Tensor | None = None,
-        batch: Tensor | None = None,
-        attn: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-        """Return what `RO3TriadPooling` does, scored by the network's numbers [nodes, 1] of attn, or else of x."""
-        attn = x if attn is None else attn
-        attn = self.gnn(attn.view(-1, 1) if attn.dim() == 1 else attn, edge_index)
-        return super().forward(x, edge_index, edge_attr, batch, attn)
+    def _scored(self, attn: Tensor, edge_index: Tensor) -> Tensor:
+        return self.gnn(attn.view(-1, 1) if attn.dim() == 1 else attn, edge_index)

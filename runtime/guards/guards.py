@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import operator
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
 
@@ -77,42 +78,39 @@ class Check(Term):
 
 
 @dataclass(frozen=True, slots=True)
-class Equals(Check):
+class _Compared(Check):
+    """It stands in a relation to something, which code spells by a sign between the two."""
+
+    expected: Source
+    sign: ClassVar[str]
+    relation: ClassVar[Callable[[Any, Any], bool]]
+
+    def text(self, value: str, write: Writer) -> str:
+        return f"{value} {self.sign} {write(self.expected)}"
+
+    def holds(self, value: Any, read: Read) -> Any:
+        return type(self).relation(value, read(self.expected))
+
+
+class Equals(_Compared):
     """It is equal to something."""
 
-    expected: Source
-
-    def text(self, value: str, write: Writer) -> str:
-        return f"{value} == {write(self.expected)}"
-
-    def holds(self, value: Any, read: Read) -> Any:
-        return value == read(self.expected)
+    __slots__ = ()
+    sign, relation = "==", operator.eq
 
 
-@dataclass(frozen=True, slots=True)
-class Is(Check):
+class Is(_Compared):
     """It is a certain object: None, a flag, a class, what is found elsewhere."""
 
-    expected: Source
-
-    def text(self, value: str, write: Writer) -> str:
-        return f"{value} is {write(self.expected)}"
-
-    def holds(self, value: Any, read: Read) -> Any:
-        return value is read(self.expected)
+    __slots__ = ()
+    sign, relation = "is", operator.is_
 
 
-@dataclass(frozen=True, slots=True)
-class IsNot(Check):
+class IsNot(_Compared):
     """It is any other object."""
 
-    other: Source
-
-    def text(self, value: str, write: Writer) -> str:
-        return f"{value} is not {write(self.other)}"
-
-    def holds(self, value: Any, read: Read) -> Any:
-        return value is not read(self.other)
+    __slots__ = ()
+    sign, relation = "is not", operator.is_not
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,25 +131,20 @@ class Has(Check):
     """A key is in it."""
 
     key: Constant
+    present: ClassVar[bool] = True
 
     def text(self, value: str, write: Writer) -> str:
-        return f"{write(self.key)} in {value}"
+        return f"{write(self.key)} {'in' if self.present else 'not in'} {value}"
 
     def holds(self, value: Any, read: Read) -> Any:
-        return self.key.value in value
+        return (self.key.value in value) is self.present
 
 
-@dataclass(frozen=True, slots=True)
-class Lacks(Check):
+class Lacks(Has):
     """A key is not in it."""
 
-    key: Constant
-
-    def text(self, value: str, write: Writer) -> str:
-        return f"{write(self.key)} not in {value}"
-
-    def holds(self, value: Any, read: Read) -> Any:
-        return self.key.value not in value
+    __slots__ = ()
+    present = False
 
 
 @dataclass(frozen=True, slots=True)
