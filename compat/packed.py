@@ -139,9 +139,7 @@ _LSTM = 2
 
 
 def lstm_packed(tensors: Sequence[Tensor], hidden: int) -> tuple[Tensor, ...]:
-    """Return weights of a one-way LSTM layer as oneDNN reads them, and its biases, zeros for none.
-    `tensors` are [4 * hidden, inputs], [4 * hidden, hidden], and perhaps two biases, [4 * hidden].
-    """
+    """Return weights of a one-way LSTM layer ([4 * hidden, inputs], ...), and its biases, as oneDNN reads them."""
     weights = [each.contiguous() for each in tensors[:2]]
     biases = [each.contiguous() for each in tensors[2:]] or [weights[0].new_zeros(4 * hidden)] * 2
     return *_OPERATORS._reorder_mkldnn_rnn_layer_weight(*weights, hidden, False, True, False), *biases

@@ -93,9 +93,7 @@ def is_simulating() -> bool:
 
 
 def runs_simulation() -> bool:
-    """Say whether quantized layers compute what their kernels stand for, in plain operators: packed objects do not go
-    into the graphs of compilers and exporters.
-    """
+    """Say whether quantized layers compute in plain operators, as graphs of compilers take no packed objects."""
     return torch.compiler.is_compiling() or cast("Any", torch.jit).is_tracing() or _simulating.on
 
 
@@ -218,9 +216,7 @@ def int8_lstm(x: Tensor, state: Sequence[Tensor], cells: Sequence[Any], like: nn
 
 
 class Observer:
-    """torchao's observer of activations in 8 bits, 0 to 255; `kind` is "histogram", "minmax" or "moving_average".
-    Raises a UsageError where torchao is not installed.
-    """
+    """torchao's observer of activations in 8 bits: "histogram", "minmax" or "moving_average"."""
 
     def __init__(self, kind: str) -> None:
         with _unheard():

@@ -30,9 +30,7 @@ _loaded: dict[str, str] = {}
 
 
 def native(name: str) -> Any:
-    """Return the operators of the source of a name, compiled for the GPU in use: `torch.ops.fxopt_NAME`.
-    Raises an OSError as `compiled` does, or where this process has them for another architecture.
-    """
+    """Return the operators of a source for the GPU in use; raises an OSError as `compiled` does."""
     major, minor = torch.cuda.get_device_capability()
     return _native(name, f"sm_{major}{minor}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict, cast
 
 import torch
@@ -16,9 +17,20 @@ from ..operators import OpInfo, register_operator
 from .gpu import on_gpu
 
 __all__ = [
-    "NAMESPACE", "BatchingRule", "Differentiated", "by_reference", "define", "defined", "describe", "elementwise",
-    "keep_inputs", "looped", "times",
-]  # fmt: skip
+    "NAMESPACE",
+    "BatchingRule",
+    "Differentiated",
+    "Kernel",
+    "by_reference",
+    "define",
+    "defined",
+    "describe",
+    "elementwise",
+    "keep_inputs",
+    "looped",
+    "times",
+]
+
 
 NAMESPACE = "fxopt"
 Function: TypeAlias = Callable[..., Any]
@@ -223,3 +235,23 @@ def _checked(check: Function, compute: Function) -> Function:
         return compute(*args, **kwargs)
 
     return checked
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An operator, and what is written in its place.
+
+    Attributes:
+        name: what the option `kernels` of `swap_kernels` calls it.
+        compute: calls the operator; it takes what decompositions find, by name, and decides nothing by tensors.
+        decompositions: functions that compute the same in operations of torch. A parameter annotated `Tensor` stands
+            for any tensor, other types for a plain value; one with a default is not looked for, but handed to
+            `compute`. Casts between floating dtypes are looked through.
+        into: a kernel whose operand `x` is what the decompositions compute. The operator takes its other operands, too,
+            and returns its result and what that is computed of, which others may read.
+    """
+
+    name: str
+    compute: Callable[..., Any]
+    decompositions: tuple[Callable[..., Any], ...]
+    into: Kernel | None = None

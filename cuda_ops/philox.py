@@ -50,9 +50,7 @@ def _at_start(key: NDArray[np.uint64]) -> np.random.Philox:
 
 
 def key_of(operator: str, seed: int | Tensor | None, offset: int, device: torch.device) -> Tensor:
-    """Return two int64, of a seed and an offset, or drawn by torch; a tensor is such a key already.
-    Raises a UsageError where an offset comes without a number.
-    """
+    """Return two int64, of a seed and an offset (alone a UsageError), or drawn by torch, or the key given."""
     if (seed is None or isinstance(seed, Tensor)) and offset:
         found = "None, which draws both" if seed is None else "a tensor, which holds both"
         raise UsageError(f"{operator}: offset is {offset}, seed is {found}; leave offset out")

@@ -34,7 +34,7 @@ __all__ = [
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply N linears to one shared input [*, in] as a single matrix product: [N, *, in] of weight [N, out, in].
+    """Apply N linears to one shared input [*, in] as a single matrix product, to [N, *, out]; weight is [N, out, in].
     Bias is [N, out] or [N * out]; of several rows the result is a view of a contiguous [N, out, *].
     """
     rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
@@ -56,7 +56,7 @@ def _wide_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply linear i to input i, [N, *, in], as one batched matrix product: [N, *, out] of weight [N, out, in].
+    """Apply linear i to input i, [N, *, in], as one batched matrix product, to [N, *, out]; weight is [N, out, in].
     Bias is [N, out] or [N * out]; the result is a view of a contiguous [N, out, *] where `x` is one.
     """
     if x.ndim == 3:

@@ -1,6 +1,4 @@
-"""Where the parameters of a fused ensemble live, and what is left in their old places: live views, sealed in.
-Members stay the same objects: `model.heads[3][0].weight` reads and writes the slice that the model computes with.
-"""
+"""Where the parameters of a fused ensemble live, and the live views, sealed in, that the members keep."""
 
 from __future__ import annotations
 

@@ -59,9 +59,7 @@ class Register(dict[str, Any]):
 
 
 class Children(dict[str, Any]):
-    """Keep the children `held` that a graph computes with, without calling them, and refuse others in their places.
-    `update` asks nothing: passes put other children there by it.
-    """
+    """Keep the children `held` that a graph computes with; only `update` may put others in their places."""
 
     def __init__(self, register: Mapping[str, Any], held: Collection[str]) -> None:
         super().__init__(register)

@@ -119,9 +119,7 @@ def _refuse_sharded(module: nn.Module) -> None:
 
 
 def _saved(view: View) -> Tensor:
-    """Return a slice for a state dict: the memory is the model's where the slice has no gaps, the storage its own.
-    Checkpoint writers take tensors in one storage for tied ones, or write the whole storage for each.
-    """
+    """Return a slice for a state dict, of the model's memory but with a storage of its own."""
     slice_ = view.of(view.stacked.detach())
     if not slice_.is_contiguous():
         return slice_.contiguous()

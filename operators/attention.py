@@ -126,9 +126,7 @@ def _with_second_gradients(
 
 
 def _differentiable(computed: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> Any:
-    """Return the kernel's gradients as operations that have gradients; None, which keeps them, if none are asked for.
-    The node says what it was called with: a function of its own for each call would keep tensors alive.
-    """
+    """Return the kernel's gradients as differentiable operations; None, which keeps them, if none ask."""
     if not torch.is_grad_enabled():
         return None
     given, mask, is_causal, scale = flash_on_cpu_arguments()

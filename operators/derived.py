@@ -15,8 +15,7 @@ from torch.autograd import Function
 
 from ..compat import is_plainly_eager, wants_gradients
 from ..errors import FusedMemberError
-from .cache import Cache
-from .unchanged import Unchanged, why_unseen
+from .cache import Cache, Unchanged, why_unseen
 
 __all__ = ["Derived", "Keeping", "derived"]
 
@@ -135,9 +134,7 @@ class _ForMembers:
 
 
 class _Attached(Function):
-    """Give what a function made of tensors before; backward computes it anew, with its gradients.
-    Then an optimizer may step, and torch does not count the writes of fused ones: nothing made before is kept.
-    """
+    """Give what a function made of tensors before; backward computes it anew, and then nothing is kept."""
 
     @staticmethod
     def forward(ctx: Any, derived: Derived, made: Sequence[Tensor], *originals: Tensor) -> Any:

@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from ...compat import autocast_dtype
+from ...compat import autocast_dtype, is_transformed
 from ...errors import UsageError
 from ..checks import check_one_device, check_one_dtype
-from ..definition import by_reference, define, keep_inputs
+from ..definition import NAMESPACE, by_reference, define, describe, keep_inputs, looped
 from .chunks import ARGUMENTS, Head, gradients, losses, wide
-from .summed import define_sum
 
-__all__ = ["linear_cross_entropy", "reduced_loss"]
+__all__ = ["define_sum", "linear_cross_entropy", "reduced_loss"]
+
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+class _Step(Function):
+    """Compute the sum and its gradients at once; the sum is one number, so its own gradient is one factor."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Any, again: Any, *args: Any) -> Tensor:
+        total, *found = step(*args)
+        ctx.save_for_backward(*found, *args[:4])
+        ctx.again, ctx.settings = again, args[4:]
+        ctx.dtypes = [each.dtype for each in found[:1]] + [args[1].dtype] * 2
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        wanted = ctx.needs_input_grad[2:5]
+        found, factor, given = ctx.saved_tensors[:3], grads[0], ctx.saved_tensors[3:]
+        if torch.is_grad_enabled():  # the gradients found are constants, so those of gradients would be wrong
+            found, factor = ctx.again(grads[0].expand(given[0].shape[0]), *given, *ctx.settings), 1
+        parts = zip(found, wanted, ctx.dtypes, strict=True)
+        return None, None, *((e * factor).to(dtype) if needed else None for e, needed, dtype in parts), *[None] * 4
+
+
+def define_sum(name: str, losses: Any, step: Any, again: Any) -> Any:
+    """Register the sum of `losses` (`again`: gradients that have gradients), and return what calls it."""
+
+    def total(*args: Any) -> Tensor:
+        return losses(*args).sum()
+
+    def differentiated(*args: Any) -> Tensor:
+        if is_transformed():
+            return total(*args)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in args[:3] if each is not None):
+            return cast("Any", _Step).apply(step, again, *args)
+        return total(*args)
+
+    _library.define(f"{name}({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, total, "CompositeExplicitAutograd")
+    _library.impl(name, differentiated, "Autograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", total, lib=_library)
+    call = getattr(getattr(torch.ops, NAMESPACE), name).default
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", looped(call), lib=_library)
+    describe(name, looped)
+    return call
+
 
 _NAME = "linear_cross_entropy"
 _KERNELS = "linear_cross_entropy.triton_kernel"
@@ -87,9 +135,7 @@ def _of_losses(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _differentiable_backward(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return differentiable gradients, from all the logits at once.
-    With p = softmax(logits) and the targets t, smoothed, those of the logits are grad * (p - t).
-    """
+    """Return differentiable gradients, from all the logits at once: those of logits are grad * (p - t)."""
     head = Head(*args)
     x, weight, bias, target = head.x, head.weight, head.bias, head.target
     kept = (target != head.ignore_index)[:, None]

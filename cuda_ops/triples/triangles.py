@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError, expect
-from .listing import listed_triangles
-from .wedges import closed_wedges
+from .listing import closed_wedges, listed_triangles
 
 __all__ = [
     "MEMORY_LIMIT",

@@ -53,9 +53,7 @@ class Options:
 
 
 def trainable(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
-    """Return the parameters of these names.
-    Raises a UsageError where one is computed from others or is one of a replica, or all are frozen.
-    """
+    """Return these parameters; a UsageError says if one is computed or replicated, or all are frozen."""
     parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     for name in names:
         if name not in parameters:

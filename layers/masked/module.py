@@ -105,9 +105,7 @@ _forwards = _Forwards()
 
 
 def masked_module(module: nn.Module, gone: Mapping[str, Tensor]) -> nn.Module:
-    """Return a module of the same class and with the same tensors as `module`, with masks.
-    `gone` says of its own parameters, by name, which elements are zero, in booleans of their shape.
-    """
+    """Return a module of the same class and tensors, with `gone`, by name, as the masks of its parameters."""
     new = in_class(module, type(module))
     uninstall(new)
     object.__setattr__(new, "__class__", _masked_class(user_class(type(module)), tuple(gone)))
@@ -129,9 +127,7 @@ def _move_masks(module: nn.Module) -> None:
 
 
 def gone_attribute(name: str) -> str:
-    """Return the attribute by which graphs read which elements of a parameter are zero; false without masks.
-    It is another tensor once the masks are others.
-    """
+    """Return the attribute that says which elements of a parameter are zero; false without masks."""
     return f"_fxopt_gone_{name}"
 
 

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from ...compat import has_hooks, wants_gradients
 from ...runtime.values import user_class
-from .kept import KeptGraphs
+from .kept import KeptGraphs, is_small
 from .products import at_edges, neighbour_sums, normalized_in_parts, normalized_sums
 from .rows import Part, Rows, rows_of
-from .sights import is_small
 
 __all__ = ["gat", "gatv2", "gcn", "gin", "sage"]
 

@@ -11,8 +11,7 @@ from torch.compiler import is_compiling
 from ...compat import has_global_hooks, has_hooks
 from ...runtime.graphs import uninstall
 from ...runtime.values import Remade, class_recipe, in_class, subclass, user_class
-from .kept import KeptGraphs
-from .sights import Sights, is_small
+from .kept import KeptGraphs, Sights, is_small
 from .supported import CONVOLUTIONS, takes
 
 __all__ = ["CompressedMessages", "compressed", "is_compressed"]
@@ -83,9 +82,7 @@ class CompressedMessages(Remade):
 
 
 def compressed(module: nn.Module, beside: nn.Module, *, trains: bool) -> nn.Module:
-    """Return a module of the same class and tensors that goes over compressed rows, in training too if it `trains`.
-    Such layers in the model `beside` it share what they keep.
-    """
+    """Return a module that goes over compressed rows, sharing what is kept with those `beside` it."""
     new = in_class(module, type(module))
     uninstall(new)
     object.__setattr__(new, "__class__", _compressed_class(user_class(type(module))))

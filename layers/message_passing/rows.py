@@ -16,9 +16,7 @@ _PART = 2**16
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The edges into some nodes that follow each other, each range from the first to behind the last.
-    `rows` are the targets from the first node on.
-    """
+    """The edges, and the nodes that they lead to, of a range from the first to behind the last."""
 
     edges: slice
     nodes: slice

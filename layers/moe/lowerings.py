@@ -152,9 +152,7 @@ def combine(outputs: Tensor, weights: Tensor, dtype: torch.dtype | None = None) 
 
 
 def _added(task: Task, rows: Tensor, weights: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the weighted sum [tokens, out] of rows [pairs, out], one for each sorted pair.
-    Each is added in its place, which saves a copy in the order of the tokens. GPUs add in any order, so they copy.
-    """
+    """Return the weighted sum [tokens, out] of rows [pairs, out]; on CPUs each is added in its place."""
     if task.x.device.type != "cpu":
         return combine(task.unsorted(rows), weights, dtype)
     own = _exact(weights).reshape(-1).index_select(0, task.pairs.order).unsqueeze(1)
@@ -310,9 +308,7 @@ def _cells(task: Task, starts: Tensor, length: int) -> Tensor:
 
 
 def _tokens(task: Task, experts: Tensor, skipped: Tensor, length: int) -> Tensor:
-    """Return which token is in each cell of blocks of a length [blocks, length].
-    Cells that are left hold the expert's last one again: a row of zeros may have no finite gradient.
-    """
+    """Return which token is in each cell [blocks, length]; cells that are left hold the expert's last one."""
     pairs = task.pairs
     last = (pairs.ends - 1).clamp(min=0).index_select(0, experts).unsqueeze(1)
     first = (pairs.ends - pairs.counts).index_select(0, experts) + skipped

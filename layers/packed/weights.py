@@ -20,9 +20,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def why_not_packed(weight: Tensor) -> str:
-    """Return why kernels do not take a weight, or a change of it would not be seen; "" where it can be packed.
-    One on the meta device may be packed when it has come to the CPU.
-    """
+    """Return why kernels do not take a weight, or miss a change of it; "" where it can be packed."""
     unseen = why_unseen(weight)
     if unseen:
         return f"its weight {unseen}"

@@ -133,7 +133,7 @@ class RO3Pooling(nn.Module):
         batch: Tensor | None = None,
         batch_size: int | None = None,
     ) -> Tensor:
-        """Return the pooled graphs; see the class for shapes. Without `batch_size`, `batch` is searched for it.
+        """Return the pooled graphs, see the class; without `batch_size`, `batch` is searched for the last one.
 
         The operators that check the edges and go through triples wait for the device in any case.
         """

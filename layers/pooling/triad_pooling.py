@@ -262,9 +262,7 @@ def _first_of_each(cluster: Tensor, clusters: int) -> Tensor:
 
 
 class SAGTriadPooling(RO3TriadPooling):
-    """Pool triads by the output of `gnn`, one number for each node of features and edges, in the place of the features.
-    `options` and shapes are those of `RO3TriadPooling`.
-    """
+    """Pool triads by the output of `gnn`, a number for each node; `options` as of `RO3TriadPooling`."""
 
     def __init__(self, gnn: nn.Module, **options: Any) -> None:
         super().__init__(1, **options)

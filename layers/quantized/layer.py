@@ -129,9 +129,7 @@ _METHODS = {getattr(Tensor, name) for name in ("dim", "is_floating_point", "nume
 
 
 class HeldWeight(Tensor):
-    """Answer for its shape, type and device at no cost; for anything else be made, anew each time, of floats.
-    Forwards ask a weight for its type (T5's does). Writing into it changes nothing.
-    """
+    """Answer for shape, type and device at no cost; for anything else be made of floats, anew each time."""
 
     make: Callable[[], Tensor]
 

@@ -40,9 +40,7 @@ class Opened:
 
     @classmethod
     def computed(cls, path: str, module: nn.Module, settings: Iterable[str]) -> Opened:
-        """Return what a layer is now that is computed by something else.
-        A layer of the same class refuses other settings itself; of another one they are asked for.
-        """
+        """Return what a layer is now that is computed by something else; its own class refuses settings."""
         kept = tuple((name, _kept(vars(module)[name])) for name in settings if name in vars(module))
         return cls(path, user_class(type(module)), kept, False, (), _without(module), None)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import operator
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, cast
 
@@ -15,6 +16,7 @@ from ...errors import GuardError
 from ..values import Kept, qualified
 from .sources import (
     TOLD,
+    Argument,
     Attribute,
     Call,
     Constant,
@@ -46,12 +48,14 @@ __all__ = [
     "Truth",
     "equal",
     "exactly",
+    "fits",
     "in_evaluation",
     "is_tensor",
     "of_class",
     "require",
     "same_type",
 ]
+
 
 NOT_HELD = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
 """What a guard that cannot be evaluated raises: it does not hold."""
@@ -192,9 +196,7 @@ class Guard:
 
 
 def equal(source: Source, value: Any, reason: str = "") -> Guard | None:
-    """Return a guard on a plain value, or None where that has no spelling; None and flags are known by identity.
-    By default the reason is what the value was; no code of the user's is asked for the text of any other.
-    """
+    """Return a guard on a plain value, None where it has no spelling; None and flags are known by identity."""
     expected = constant(value)
     if expected is None:
         return None
@@ -306,3 +308,57 @@ def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True,
     if restart:
         raise GuardMiss(reason, tally)
     raise GuardError(f"{reason}; the value is now {value!r}. Give example_inputs that cover this case too")
+
+
+class _Conditions:
+    """Write guards in their order: what is read in several places has a name from the first one on."""
+
+    def __init__(self, guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> None:
+        self._fresh = fresh
+        self.name = name
+        self._uses = _uses(guards)
+        self._names: dict[Source, str] = {}
+
+    def __call__(self, source: Source) -> str:
+        """Return an expression for a source: the name that it has already, or what reads it, and gives it one."""
+        known = self._names.get(source)
+        if known is not None:
+            return known
+        text = source.text(self)
+        if self._uses[source] < 2 or not source.parts:
+            return text
+        self._names[source] = name = self._fresh("read")
+        return f"({name} := {text})"
+
+
+def _uses(guards: Sequence[Guard]) -> Counter[Source]:
+    """Return how often each source is written; what a repeated one is made of is written once."""
+    uses: Counter[Source] = Counter()
+    pending = [source for guard in guards for source in (guard.source, *guard.check.parts)]
+    while pending:
+        source = pending.pop()
+        uses[source] += 1
+        if uses[source] == 1:
+            pending += source.parts
+    return uses
+
+
+def fits(guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> tuple[list[str], str]:
+    """Return lines that find out whether all of `guards` hold, and an expression that says so after them."""
+    write: Writer = _Conditions(guards, fresh, name)
+    text = " and ".join([guard.text(write) for guard in guards])
+    if all(map(_always_answers, guards)):
+        return [], text
+    answer = fresh("fits")
+    return [
+        "try:",
+        f"    {answer} = True if {text} else False",  # a tensor of several elements raises here
+        f"except {name(NOT_HELD)}:",
+        f"    {answer} = False",
+    ], answer
+
+
+def _always_answers(guard: Guard) -> bool:
+    """Say whether a condition can be asked of whatever the arguments are."""
+    by_identity = isinstance(guard.check, (Is, IsNot))
+    return by_identity and all(isinstance(source, (Argument, Constant, Known)) for source in guard.sources())

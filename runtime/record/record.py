@@ -33,9 +33,7 @@ _Place = tuple[int, int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Original:
-    """The parameters of a model, known without weak references to them, which torch's `swap_tensors` forbids.
-    While it lives and is not rewritten in place, the model is asked; else their places in memory tell.
-    """
+    """The parameters of a model, without weak references: asked, or known by their places in memory."""
 
     model: ReferenceType[nn.Module]
     places: Mapping[str, tuple[ReferenceType[UntypedStorage], _Place]]

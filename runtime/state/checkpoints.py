@@ -197,9 +197,7 @@ def translate_on_load(module: nn.Module, state_map: StateMap, loading: Loading) 
 
 @dataclass
 class _Translation:
-    """One module's part of one call of `load_state_dict`.
-    `used` are the original names whose tensors went into others, `settled` those that need no search any more.
-    """
+    """One module's part of one call of `load_state_dict`: which original names were `used` or `settled`."""
 
     module: nn.Module
     state_map: StateMap

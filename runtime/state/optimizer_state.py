@@ -185,9 +185,7 @@ class _Move:
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict[nn.Parameter, Tensor])
 
     def group(self, number: int) -> list[Entry]:
-        """Return what a group will hold.
-        The model's parameters come in its order, as in a new optimizer: saved states know them by position.
-        """
+        """Return what a group will hold, in the model's order: saved states know parameters by position."""
         entries: list[Entry] = []
         group = self.places.optimizer.param_groups[number]
         names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])

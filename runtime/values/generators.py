@@ -63,9 +63,7 @@ _subscription = _Subscription()
 
 
 def generators_now(*, host: bool) -> tuple[_TorchState, _HostDraws | None] | None:
-    """Return what `take_back` needs to take back later draws; None in compiled code, which draws others.
-    `host`: what announces draws from Python's or numpy's generator may come.
-    """
+    """Return what `take_back` needs to take back later draws; None in compiled code."""
     if torch.compiler.is_compiling():
         return None
     state = _cpu.get_state(), _cuda_states() if torch.cuda.is_initialized() else None

@@ -88,9 +88,7 @@ class Signature:
         return Absent if self.decorated else parameter.default
 
     def bind(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return parameter name -> value for one call, with `Absent` or the default for what was not given.
-        Raises a TypeError if the arguments do not fit.
-        """
+        """Return parameter name -> value for one call, `Absent` for what is not there, or raise a TypeError."""
         return self._binder(None, *args, **kwargs)
 
 
