@@ -26,9 +26,7 @@ def reads_groups(kind: type[Optimizer]) -> bool:
 
 
 def watch_groups(optimizer: Optimizer, act: Callable[[Optimizer, dict[str, Any], Columns], None]) -> None:
-    """Call a function each time that a step has read a group: after closures and hooks, before it looks at the flags.
-    It is set on the instance: schedulers and wrappers of `step` do not get past it, and copies do not have it.
-    """
+    """Call a function each time that a step has read a group: after closures and hooks, on this instance only."""
     here = weakref.ref(optimizer)  # without a cycle moments go as soon as nobody needs the optimizer
 
     def read(group: dict[str, Any], *columns: list[Tensor | None]) -> Any:

@@ -217,9 +217,7 @@ def _check_like(
 
 
 def _apart(value: Tensor, member: Tensor, what: str) -> Tensor:
-    """Return what to copy into a slice: a copy of what is there already, transposed, say.
-    Raises a FusedMemberError for the memory of another member, which would be shared from then on.
-    """
+    """Return what to copy into a slice, apart from it; a FusedMemberError for another member's memory."""
     if value.layout is not torch.strided or storage_id(value) != storage_id(member):
         return value
     if value.storage_offset() != member.storage_offset():

@@ -78,9 +78,7 @@ _CHECKS = {
 
 @cache
 def _check_of(kinds: tuple[str, ...]) -> Callable[..., Callable[..., bool]]:
-    """Return what makes a check of what was noted of so many tensors.
-    It is straight-line code, for it runs at every call: a loop takes three times as long.
-    """
+    """Return what makes a check of so many tensors, as straight-line code: loops take three times as long."""
     noted = [f"{what}{i}" for i, kind in enumerate(kinds) if kind != "none" for what in _NOTED]
     text = f"""
 def check_of({", ".join(noted)}):

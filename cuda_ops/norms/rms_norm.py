@@ -36,9 +36,7 @@ def _plain(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float
 def _gradients(
     grad: Tensor, of_sum: Tensor | None, total: Tensor, weight: Tensor | None, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the sum and of the weight.
-    With n = total * factor and g = grad * weight, that of the sum is factor * (g - n * mean(g * n)).
-    """
+    """Return the gradients of the sum and of the weight; of the sum factor * (g - n * mean(g * n))."""
     normalized = total * factor
     scaled = grad if weight is None else grad * weight
     along = (scaled * normalized).mean(-1, keepdim=True)

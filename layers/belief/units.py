@@ -12,9 +12,7 @@ __all__ = ["KINDS", "VisibleUnits", "drawn"]
 
 
 def drawn(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return draws of binary units, zeros and ones, compared in float32 at least: narrow numbers are 0 far too often.
-    On a CPU `bernoulli_sigmoid` takes ten times as long for the few hundred units of a small batch.
-    """
+    """Return draws of binary units, compared in float32 at least: narrow numbers are 0 far too often."""
     probability = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     uniform = torch.empty_like(probability).uniform_(generator=generator)
     return (uniform < probability).to(logits.dtype)

@@ -38,9 +38,7 @@ class Geometry:
 
     @cached_property
     def even(self) -> Geometry:
-        """Return the settings for kernels, which pad alike on both sides; `part` is what is wanted of their results.
-        A kernel that starts a number of whole strides earlier gives that many results too many.
-        """
+        """Return the settings for kernels that pad alike, and `part`, what is wanted of their results."""
         if self.padding_after is None:
             return self
         most = zip(self.padding, self.padding_after, self.stride, strict=True)

@@ -75,9 +75,7 @@ def in_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:
-    """Return the numbers, uint8, that stand for an activation; those of a NaN say nothing.
-    An activation whose gradient is wanted is returned as it is, for the layers behind it to round.
-    """
+    """Return the numbers, uint8, that stand for an activation; itself where its gradient is wanted."""
     if torch.is_grad_enabled() and x.requires_grad:
         return x
     if _has_kernel(x):

@@ -1,6 +1,4 @@
-"""Containers whose graphs call children that passes added: these are no items of theirs.
-`train()` and `to()` must reach what a graph calls besides; the loop of an `nn.Sequential` must not.
-"""
+"""Containers whose graphs call children that passes added, which `train()` reaches, but no loop over items."""
 
 from __future__ import annotations
 

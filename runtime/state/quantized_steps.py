@@ -85,9 +85,7 @@ class QuantizeWeight(StateStep):
 
 @dataclass(frozen=True)
 class QuantizeTrained(StateStep):
-    """A weight, `olds[0]`, is held as whole numbers, `new[0]`, times scales, `new[1]`; how it was trained is noted.
-    The other `olds` are the state of the observer of the layer's input: `kinds` and `values` of its tensors.
-    """
+    """A trained weight, `olds[0]`, as numbers, `new[0]`, and scales; the others are an observer's state."""
 
     olds: tuple[str, ...]
     new: tuple[str, ...]
