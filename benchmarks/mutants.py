@@ -43,7 +43,7 @@ FILES = (
     f"{ENSEMBLES}/lowerings/packwise.py", f"{ENSEMBLES}/lowerings/vmap.py", f"{ENSEMBLES}/lowerings/units.py",
     f"{ENSEMBLES}/lowerings/batching_rules.py", f"{ENSEMBLES}/lowerings/rebuilding.py",
     "layers/ensemble.py", "layers/batched_layers.py", "layers/batched_recurrent.py",
-    "layers/members.py", "layers/templates.py",
+    "layers/members.py", "layers/vectorized.py",
     "runtime/state/state_steps.py", "operators/derived.py", "layers/folded.py",
     "passes/rewriting/effects.py",
 )  # fmt: skip

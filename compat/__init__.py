@@ -1,7 +1,5 @@
 """Every private or version-dependent torch API that fxopt uses, one small function each.
-
-What modules and tensors are asked everywhere is offered here. A subject of its own has a file and is imported from it:
-`distributed`, `checkpoint` and `export` cost an import, `packed` and `quantized` name kernels that not every CPU has.
+Files that cost an import (`distributed`, `export`) or name kernels not every CPU has are imported from directly.
 """
 
 from .modules import (

@@ -18,10 +18,7 @@ def checkpoint(function: Callable[..., Any], args: tuple[Any, ...], settings: Ma
 
 
 def checkpoint_generator() -> tuple[Any, str]:
-    """Return owner and name of the function that checkpoints without reentering.
-
-    It returns a generator, which yields once, while the checkpointed function runs.
-    """
+    """Return owner and name of the function that checkpoints without reentering: a generator that yields once."""
     return torch.utils.checkpoint, "_checkpoint_without_reentrant_generator"
 
 

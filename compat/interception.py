@@ -15,8 +15,7 @@ __all__ = ["function_entries", "untraceable_entries"]
 
 def function_entries() -> tuple[tuple[Any, str], tuple[Any, str]]:
     """Return owner and name of what applies a custom autograd function, and of what treats its arguments first.
-
-    `Function.apply` itself is no place to step in: bound methods of it are kept by the users' modules.
+    `Function.apply` itself is no place to step in: users' modules keep bound methods of it.
     """
     return (_SingleLevelFunction, "apply"), (functorch_utils, "unwrap_dead_wrappers")
 

@@ -26,10 +26,7 @@ def reads_groups(kind: type[Optimizer]) -> bool:
 
 
 def watch_groups(optimizer: Optimizer, act: Callable[[Optimizer, dict[str, Any], Columns], None]) -> None:
-    """Call a function each time that a step has read a group: after closures and hooks, before it looks at the flags.
-
-    It is set on the instance, which neither schedulers nor wrappers of `step` get past, and copies do not have it.
-    """
+    """Call a function each time that a step has read a group: after closures and hooks, on this instance only."""
     here = weakref.ref(optimizer)  # without a cycle moments go as soon as nobody needs the optimizer
 
     def read(group: dict[str, Any], *columns: list[Tensor | None]) -> Any:
@@ -61,10 +58,7 @@ def carry_hooks_of_steps(source: Optimizer, copied: Optimizer, instead: Mapping[
 
 
 def rebind_hooks_of_steps(optimizer: Optimizer, instead: Mapping[int, Any]) -> None:
-    """Let the hooks of an optimizer reach other objects than they did.
-
-    `instead` is by the id of a hook, an owner of a method, an argument of a partial, or what a closure holds.
-    """
+    """Let an optimizer's hooks reach other objects; `instead` is by the id of a hook or of what it holds."""
     for name in _HOOKS:
         hooks: dict[int, Any] = getattr(optimizer, name)
         for key, hook in list(hooks.items()):

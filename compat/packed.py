@@ -95,10 +95,7 @@ def _convolutions() -> tuple[Any, Any]:
 def convolution_of(
     its: _Geometry, behind: tuple[str, list[float], str]
 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """Return what computes a convolution with an activation behind it, channels last in memory.
-
-    It takes the input, the packed weight and the bias.
-    """
+    """Return what computes a convolution and an activation, channels last, of input, packed weight and bias."""
     plain, transposed = _convolutions()
     function, padding = (plain, ()) if its.output_padding is None else (transposed, (its.output_padding,))
     settings = its.padding, *padding, its.stride, its.dilation, its.groups, *behind
@@ -142,10 +139,7 @@ _LSTM = 2
 
 
 def lstm_packed(tensors: Sequence[Tensor], hidden: int) -> tuple[Tensor, ...]:
-    """Return the weights of a layer of an LSTM in one direction as oneDNN reads them, and its biases, zeros for none.
-
-    `tensors` are [4 * hidden, inputs], [4 * hidden, hidden], and perhaps two biases, [4 * hidden].
-    """
+    """Return weights of a one-way LSTM layer ([4 * hidden, inputs], ...), and its biases, as oneDNN reads them."""
     weights = [each.contiguous() for each in tensors[:2]]
     biases = [each.contiguous() for each in tensors[2:]] or [weights[0].new_zeros(4 * hidden)] * 2
     return *_OPERATORS._reorder_mkldnn_rnn_layer_weight(*weights, hidden, False, True, False), *biases
@@ -159,10 +153,7 @@ def _lstm() -> Any:
 def lstm_layer(
     x: Tensor, packed: Sequence[Tensor], states: tuple[Tensor, Tensor], its: Recurrence, *, is_reversed: bool
 ) -> list[Tensor]:
-    """Return outputs [T, N, hidden], hidden and cell state of a layer of an LSTM in one direction.
-
-    Takes x [T, N, inputs], what `lstm_packed` gives, and states, [1, N, hidden] each.
-    """
+    """Return outputs [T, N, hidden], hidden and cell state of a one-way LSTM layer; states are [1, N, hidden] each."""
     sizes, kind = its.hidden_size, its.bidirectional
     return _lstm()(x, *packed, *states, is_reversed, [], _LSTM, sizes, its.num_layers, True, kind, False, False)[:3]
 

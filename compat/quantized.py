@@ -93,9 +93,7 @@ def is_simulating() -> bool:
 
 
 def runs_simulation() -> bool:
-    """Say whether quantized layers compute what their kernels stand for, in plain operators: packed objects do not go
-    into the graphs of compilers and exporters.
-    """
+    """Say whether quantized layers compute in plain operators, as graphs of compilers take no packed objects."""
     return torch.compiler.is_compiling() or cast("Any", torch.jit).is_tracing() or _simulating.on
 
 
@@ -139,10 +137,7 @@ def int8_packed(values: Tensor, scales: Tensor, bias: Tensor | None) -> Any:
 
 @cache
 def _warn_now() -> None:
-    """Let PyTorch say now, unheard, what it says once: that it will replace the tensors which kernels are packed by.
-
-    `fxopt` goes with versions of PyTorch that have them.
-    """
+    """Let PyTorch say now, unheard, what it says once: that it will replace these packed tensors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _TORCH._make_per_tensor_quantized_tensor(torch.zeros(1, dtype=torch.int8), 1.0, 0)
@@ -162,8 +157,7 @@ def _dynamic() -> Any:
 
 def int8_weight_packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return a weight, [outputs, inputs] of int8, and one scale for each output, as the kernel reads them.
-
-    The kernel takes inputs in blocks of 16; without the zeros behind the last one it reads past the end of a weight.
+    The kernel takes blocks of 16 inputs; without zeros behind the last one it reads past the end of a weight.
     """
     wide = F.pad(values, (0, -values.shape[1] % _INPUTS)).contiguous()
     return wide, scales.bfloat16().expand(len(values)).contiguous()
@@ -195,9 +189,8 @@ def has_float8(device: torch.device) -> bool:
 
 
 def float8_product(rows: Tensor, of_rows: Tensor, weight: Tensor, of_outputs: Tensor) -> Tensor:
-    """Return rows [rows, inputs] times weight [outputs, inputs], both of float8_e4m3fn, in bfloat16.
-
-    Sums are in float32. Scales are float32, [rows, 1] and [outputs]; both sizes of a weight are multiples of 16.
+    """Return rows [rows, inputs] times weight [outputs, inputs], both of float8_e4m3fn, in bfloat16, summed in float32.
+    Scales are float32, [rows, 1] and [outputs]; both sizes of a weight are multiples of 16.
     """
     scales = of_rows, of_outputs.view(1, -1)
     return _TORCH._scaled_mm(rows, weight.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
@@ -223,14 +216,7 @@ def int8_lstm(x: Tensor, state: Sequence[Tensor], cells: Sequence[Any], like: nn
 
 
 class Observer:
-    """torchao's observer of activations in 8 bits, 0 to 255.
-
-    Args:
-        kind: "histogram", "minmax" or "moving_average".
-
-    Raises:
-        UsageError: torchao is not installed.
-    """
+    """torchao's observer of activations in 8 bits: "histogram", "minmax" or "moving_average"."""
 
     def __init__(self, kind: str) -> None:
         with _unheard():
@@ -307,7 +293,6 @@ def int8_convolution_packed(
     values: Tensor, scales: Tensor, bias: Tensor | None, scale: float, zero_point: int, geometry: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Return a convolution's weight, [outputs, inputs / groups, ...] of int8, with its scales and bias, packed.
-
     `scale` and `zero_point` are of the activations, `geometry` stride, padding, dilation and groups.
     """
     per_output = _per_output(values, scales, bias)
@@ -330,7 +315,6 @@ def _per_output(values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Te
 
 def rounded_with_learned_scale(x: Tensor, scale: Tensor, zero_point: Tensor, largest: int) -> Tensor:
     """Return an activation rounded to numbers from 0 to the largest, with gradients for its scale and zero point.
-
     They are scaled as in Esser et al., Learned Step Size Quantization (ICLR 2020), section 2.2.
     """
     factor = (max(1, x.numel()) * largest) ** -0.5

@@ -17,12 +17,15 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "SAME_MEMORY",
+    "SAME_VERSION",
     "DispatchMode",
     "autocast_dtype",
     "autocast_settings",
     "cpu_capabilities",
     "draws_randomly",
     "fake_tensors",
+    "holders_of",
     "in_place_format",
     "is_autocast",
     "is_cast_by_autocast",
@@ -98,10 +101,7 @@ def _dropout_position(operator: Any) -> int | None:
 
 @contextmanager
 def fake_tensors() -> Generator[Any]:
-    """Enter a mode in which tensors hold no data; real ones that meet them are taken as fake.
-
-    Whoever runs code on fake tensors knows that it may fail: torch does not log it meanwhile.
-    """
+    """Enter a mode in which tensors hold no data, and real ones are taken as fake; torch logs no failure meanwhile."""
     from torch._subclasses import fake_tensor  # a quarter of a second
 
     level = fake_tensor.log.level
@@ -189,10 +189,7 @@ def is_torch_wrapper(cls: type) -> bool:
 
 @cache
 def is_view_operator(operator: Any) -> bool:
-    """Say whether a dispatched operator's result always shares its argument's storage.
-
-    `lift_fresh` yields a new tensor, and `to` does where it converts one.
-    """
+    """Say whether a dispatched operator's result always shares its argument's storage; that of `to` may not."""
     return operator.is_view and operator.overloadpacket not in (torch.ops.aten.lift_fresh, torch.ops.aten.to)
 
 
@@ -244,3 +241,16 @@ def torch_functions_off() -> AbstractContextManager[None]:
 
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 """Return how often a tensor has been changed in place; no function of Python's, which would take twice the time."""
+
+
+SAME_VERSION = "x{i}._version == version{i}"
+"""In generated code: a tensor was written to as often as before."""
+
+SAME_MEMORY = "x{i}.data_ptr() == place{i} and x{i}.numel() == number{i} and x{i}.stride() == strides{i}"
+"""In generated code: its memory is there, and is read the same way."""
+
+
+def holders_of(tensor: Tensor) -> int:
+    """Return how many tensors share a tensor's memory, itself among them."""
+    storage = tensor.untyped_storage()
+    return cast("Any", torch)._C._storage_Use_Count(storage._cdata) - 1  # pyright: ignore[reportPrivateUsage]

@@ -1,6 +1,5 @@
-"""Operators of fxopt: a reference each, which is the truth on every device; for most a gradient and a kernel for GPUs.
-
-They are `torch.ops.fxopt.*`, and functions here. Importing this needs neither a GPU nor Triton nor a compiler.
+"""Operators of fxopt (`torch.ops.fxopt.*`): a reference each, which is the truth on every device, and kernels for GPUs.
+Importing this needs neither a GPU nor Triton nor a compiler.
 """
 
 from torch import ops
@@ -11,12 +10,11 @@ from .bernoulli_sigmoid import bernoulli_sigmoid
 from .bias_act import bias_act
 from .bias_act.decompositions import KERNELS as _OF_BIAS_ACT
 from .compiled import compiled_kernels
-from .definition import defined
+from .definition import Kernel, defined
 from .ensemble_mlp import ensemble_mlp
 from .gated import geglu, swiglu
 from .gated.decompositions import KERNELS as _OF_GATED
 from .gpu import kernels_compute_on, kernels_in_use
-from .kernels import Kernel
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_cross_entropy.decompositions import KERNELS as _OF_LINEAR_CROSS_ENTROPY
 from .log_clip import log_clip

@@ -1,7 +1,4 @@
-"""Kernels in CUDA C++: compiled by nvcc when one is first called, or before by `make kernels`, and kept in a folder.
-
-They stand on LibTorch's stable interface, so one source compiles with every supported torch.
-"""
+"""Kernels in CUDA C++ on LibTorch's stable interface: compiled by nvcc when first called, or by `make`."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ _loaded: dict[str, str] = {}
 
 
 def native(name: str) -> Any:
-    """Return the operators of the source of a name, compiled for the GPU in use: `torch.ops.fxopt_NAME`.
-
-    Raises an OSError as `compiled` does, or where this process has them for another architecture.
-    """
+    """Return the operators of a source for the GPU in use; raises an OSError as `compiled` does."""
     major, minor = torch.cuda.get_device_capability()
     return _native(name, f"sm_{major}{minor}")
 
@@ -59,7 +53,6 @@ def compile_all(*architectures: str) -> list[Path]:
 
 def compiled(source: Path, architecture: str) -> Path:
     """Return where a source is kept as a library for one architecture (`"sm_90"`), after compiling it if it is new.
-
     Raises an OSError where there is no nvcc, it does not compile the source, or the folder cannot be written.
     """
     place = _place(source, architecture)

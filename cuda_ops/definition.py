@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict, cast
 
 import torch
@@ -16,9 +17,20 @@ from ..operators import OpInfo, register_operator
 from .gpu import on_gpu
 
 __all__ = [
-    "NAMESPACE", "BatchingRule", "Differentiated", "by_reference", "define", "defined", "describe", "elementwise",
-    "looped", "times",
-]  # fmt: skip
+    "NAMESPACE",
+    "BatchingRule",
+    "Differentiated",
+    "Kernel",
+    "by_reference",
+    "define",
+    "defined",
+    "describe",
+    "elementwise",
+    "keep_inputs",
+    "looped",
+    "times",
+]
+
 
 NAMESPACE = "fxopt"
 Function: TypeAlias = Callable[..., Any]
@@ -26,6 +38,51 @@ BatchingRule: TypeAlias = Callable[[Function], Function]
 """From an operator to what `torch.library.register_vmap` takes."""
 
 _NAMES: list[str] = []
+
+
+def elementwise(operator: Function) -> Function:
+    """Batch an operator whose operands broadcast: the members' dimension comes first, and aligns."""
+
+    def batched(_info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+        pairs = list(zip(args, in_dims, strict=True))
+        rank = max(arg.dim() - (place is not None) for arg, place in pairs if isinstance(arg, Tensor))
+        result = operator(*(arg if place is None else _aligned(arg, place, rank) for arg, place in pairs))
+        return result, _first(result)
+
+    return batched
+
+
+def _aligned(operand: Tensor, place: int, rank: int) -> Tensor:
+    """Return an operand with its members first, and ones up to the rank that members' results have."""
+    moved = operand.movedim(place, 0)
+    return moved.reshape(moved.shape[0], *[1] * (rank - moved.dim() + 1), *moved.shape[1:])
+
+
+def looped(operator: Function) -> Function:
+    """Batch any operator: one call for each member."""
+
+    def batched(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+        pairs = list(zip(args, in_dims, strict=True))
+        members = [operator(*(_member(arg, place, i) for arg, place in pairs)) for i in range(info.batch_size)]
+        if isinstance(members[0], Tensor):
+            return torch.stack(members), 0
+        results = [torch.stack(each) for each in zip(*members, strict=True)]
+        results = results if isinstance(members[0], list) else tuple(results)
+        return results, _first(results)
+
+    return batched
+
+
+def _member(arg: Any, place: Any, index: int) -> Any:
+    """Return what one member reads; of a list, `place` is one, too."""
+    if isinstance(place, list):
+        return [_member(*pair, index) for pair in zip(arg, cast("list[Any]", place), strict=True)]
+    return arg if place is None else arg.select(place, index)
+
+
+def _first(results: Any) -> Any:
+    """Return where the members' dimension of results is: it comes first."""
+    return 0 if isinstance(results, Tensor) else type(results)([0] * len(results))
 
 
 def define(
@@ -37,7 +94,7 @@ def define(
     kernel: str | None = None,
     setup: Function | None = None,
     backward: Function | None = None,
-    batching: BatchingRule | None = None,
+    batching: BatchingRule | None = looped,
     plain: Function | None = None,
     autocast: torch.dtype | None = None,
     schema: str | None = None,
@@ -47,18 +104,15 @@ def define(
 
     Args:
         name: without the namespace.
-        reference: computes it by operations of torch: what the operator means. Its schema is read from here; its
-            results are new and contiguous.
+        reference: computes it by operations of torch, new and contiguous; its schema is read from here.
         check: takes the same arguments, and raises a `UsageError` where they do not fit.
-        fake: takes the same arguments, and gives empty results; by default the reference, if it runs on fake tensors.
+        fake: gives empty results; by default the reference, if it runs on fake tensors.
         kernel: the function that computes it on GPUs, as `"module:function"` below `cuda_ops`; imported when called.
         setup: keeps what `backward` needs, as `torch.library.register_autograd` says.
         backward: computes the gradients of the arguments; without it, asking for them is an error.
         batching: what `torch.func.vmap` does.
-        plain: computes it by operations that torch can differentiate in every way: what runs under the transforms of
-            `torch.func` and with tangents. By default the reference; one that writes into what it read will not do.
-        autocast: the dtype that floating-point operands are cast to where autocast is on; by default the widest of
-            theirs, as in the operations that it stands for.
+        plain: computes it by operations without writes in place, for transforms of `torch.func` and tangents.
+        autocast: the dtype that operands are cast to under autocast; by default the widest of theirs.
         schema: without the name, where the reference is written for any arguments.
         known: further fields of its row in the operator table, as `OpInfo` has them.
     """
@@ -81,6 +135,13 @@ def define(
             made.register_autocast(device, autocast)
     describe(name, batching, **known)
     return call
+
+
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 - torch passes it
+    """Save all inputs for the backward: tensors (or None) as such, anything else as `ctx.settings`."""
+    is_tensor = [each is None or isinstance(each, Tensor) for each in inputs]
+    ctx.save_for_backward(*(each for each, is_one in zip(inputs, is_tensor, strict=True) if is_one))
+    ctx.settings = tuple(each for each, is_one in zip(inputs, is_tensor, strict=True) if not is_one)
 
 
 class Differentiated(TypedDict):
@@ -176,46 +237,21 @@ def _checked(check: Function, compute: Function) -> Function:
     return checked
 
 
-def elementwise(operator: Function) -> Function:
-    """Batch an operator whose operands broadcast: the members' dimension comes first, and aligns."""
+@dataclass(frozen=True)
+class Kernel:
+    """An operator, and what is written in its place.
 
-    def batched(_info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
-        pairs = list(zip(args, in_dims, strict=True))
-        rank = max(arg.dim() - (place is not None) for arg, place in pairs if isinstance(arg, Tensor))
-        result = operator(*(arg if place is None else _aligned(arg, place, rank) for arg, place in pairs))
-        return result, _first(result)
+    Attributes:
+        name: what the option `kernels` of `swap_kernels` calls it.
+        compute: calls the operator; it takes what decompositions find, by name, and decides nothing by tensors.
+        decompositions: functions that compute the same in operations of torch. A parameter annotated `Tensor` stands
+            for any tensor, other types for a plain value; one with a default is not looked for, but handed to
+            `compute`. Casts between floating dtypes are looked through.
+        into: a kernel whose operand `x` is what the decompositions compute. The operator takes its other operands, too,
+            and returns its result and what that is computed of, which others may read.
+    """
 
-    return batched
-
-
-def _aligned(operand: Tensor, place: int, rank: int) -> Tensor:
-    """Return an operand with its members first, and ones up to the rank that members' results have."""
-    moved = operand.movedim(place, 0)
-    return moved.reshape(moved.shape[0], *[1] * (rank - moved.dim() + 1), *moved.shape[1:])
-
-
-def looped(operator: Function) -> Function:
-    """Batch any operator: one call for each member."""
-
-    def batched(info: Any, in_dims: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-        pairs = list(zip(args, in_dims, strict=True))
-        members = [operator(*(_member(arg, place, i) for arg, place in pairs)) for i in range(info.batch_size)]
-        if isinstance(members[0], Tensor):
-            return torch.stack(members), 0
-        results = [torch.stack(each) for each in zip(*members, strict=True)]
-        results = results if isinstance(members[0], list) else tuple(results)
-        return results, _first(results)
-
-    return batched
-
-
-def _member(arg: Any, place: Any, index: int) -> Any:
-    """Return what one member reads; of a list, `place` is one, too."""
-    if isinstance(place, list):
-        return [_member(*pair, index) for pair in zip(arg, cast("list[Any]", place), strict=True)]
-    return arg if place is None else arg.select(place, index)
-
-
-def _first(results: Any) -> Any:
-    """Return where the members' dimension of results is: it comes first."""
-    return 0 if isinstance(results, Tensor) else type(results)([0] * len(results))
+    name: str
+    compute: Callable[..., Any]
+    decompositions: tuple[Callable[..., Any], ...]
+    into: Kernel | None = None

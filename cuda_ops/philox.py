@@ -1,8 +1,5 @@
-"""Random numbers from a counter: Philox 4x64-10, as numpy computes it.
-
-Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011). The variant for 64 bits, because numpy has it
-compiled: it is faster than torch's own generator on a CPU, where the variant for 32 bits, written in operations of
-torch, takes three times as long.
+"""Random numbers from a counter: Philox 4x64-10, as numpy has it compiled, faster on a CPU than torch's generator.
+Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ __all__ = ["key_of", "uniform"]
 
 def uniform(shape: Sequence[int], key: Tensor) -> Tensor:
     """Return float32 numbers of `shape` in [0, 1), multiples of 2**-24, for a key of two int64, on the CPU.
-
     Numpy counts blocks of four words from one; element i is the half i % 2, the lower first, of word i // 2.
     """
     count = math.prod(shape)
@@ -54,10 +50,7 @@ def _at_start(key: NDArray[np.uint64]) -> np.random.Philox:
 
 
 def key_of(operator: str, seed: int | Tensor | None, offset: int, device: torch.device) -> Tensor:
-    """Return two int64, of a seed and an offset, or drawn by torch; a tensor is such a key already.
-
-    Raises a UsageError where an offset comes without a number.
-    """
+    """Return two int64, of a seed and an offset (alone a UsageError), or drawn by torch, or the key given."""
     if (seed is None or isinstance(seed, Tensor)) and offset:
         found = "None, which draws both" if seed is None else "a tensor, which holds both"
         raise UsageError(f"{operator}: offset is {offset}, seed is {found}; leave offset out")

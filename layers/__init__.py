@@ -1,7 +1,4 @@
-"""Modules and functions that passes put into models, or that users use directly.
-
-What users use is named here, and imported when it is first used: `fxopt.layers.RBM`.
-"""
+"""Modules and functions that passes put into models; what users use directly is named here: `fxopt.layers.RBM`."""
 
 from __future__ import annotations
 

@@ -14,10 +14,7 @@ __all__ = ["ReturningAutocast"]
 
 
 class ReturningAutocast(Context):
-    """Autocast within float32, on the device of its arguments: they come in and results leave in float32.
-
-    It stands aside where the user's own autocast is on, and where the model is no longer in float32.
-    """
+    """Autocast within float32, which comes in and leaves; it stands aside for the user's own autocast."""
 
     def __init__(self, dtype: torch.dtype, device: str = "auto") -> None:
         """Compute in `dtype`, on devices of one type only or, by "auto", on any."""

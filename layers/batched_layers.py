@@ -1,7 +1,5 @@
 """Layers of N members at once, beyond the linear ones: convolutions, norms, pools, and whatever `vmap` computes.
-
-Shapes are written as in `ensemble.py`. Convolutions, batch norms and pools work on the members' channels side by side,
-[B, N*C, ...]; what they give is a view of that with the members in front, so that a chain of them copies nothing.
+Convolutions, batch norms and pools work on channels side by side, [B, N*C, ...], and give views of that.
 """
 
 from __future__ import annotations
@@ -58,10 +56,8 @@ def apart(x: Tensor, members: int, spatial: int) -> Tensor:
 def convolve_members(
     path: str, x: Tensor, weight: Tensor, bias: Tensor | None, shared: bool, groups: int, options: dict[str, Any]
 ) -> Tensor:
-    """Convolve input i with kernel i, all in one convolution, to [N, B, out, ...].
-
-    Takes x [B, C, ...] if `shared`, else [N, B, C, ...], with or without a batch; weight [N, out, C / groups, ...] and
-    bias [N, out].
+    """Convolve x [B, C, ...] if `shared`, else [N, B, C, ...], all in one convolution, to [N, B, out, ...].
+    Weight is [N, out, C / groups, ...], bias [N, out]; there may be no batch.
     """
     count, spatial = weight.shape[0], weight.ndim - 3
     if shared and groups == 1:
@@ -144,7 +140,6 @@ def batch_norm_members(
     shared: bool,
 ) -> Tensor:
     """Normalize each member's channels [N, B, C, ...]; running statistics [N, C] are updated in place in training.
-
     Takes x [B, C, ...] if `shared`; weight and bias [N, C]; batches [N], how many were seen.
     """
     known = next((t for t in (weight, running_mean) if t is not None), None)
@@ -191,7 +186,6 @@ def attend_members(query: Tensor, key: Tensor, value: Tensor, **options: Any) ->
 
 def embed_members(indices: Tensor, weight: Tensor, padding: int | None, shared: bool) -> Tensor:
     """Look indices, [*] if `shared`, else [N, *], up in each member's own table.
-
     Takes weight [N, V, D], gives [N, *, D]; the row `padding` gets no gradient.
     """
     count, rows = weight.shape[:2]

@@ -21,9 +21,7 @@ def recurrent_members(
     x: Tensor, weights: Mapping[str, Tensor], options: Mapping[str, Any], training: bool, shared: bool
 ) -> tuple[Tensor, Any]:
     """Run `nn.LSTM`, `nn.GRU` or `nn.RNN` number i on input i, from states of zero; weights are [N, ...] by name.
-
-    Takes x [T, B, in] if `shared`, else [N, T, B, in], or with `batch_first`, or without a batch; returns what the
-    layer gives, members in front.
+    Takes x [T, B, in] if `shared`, else [N, T, B, in], or with `batch_first`, or without a batch; members come first.
     """
     count = weights["weight_ih_l0"].shape[0]
     layer = x.expand(count, *x.shape) if shared else x

@@ -1,8 +1,7 @@
 """The batched operations that fused graphs call: N members at once, the members along dimension 0.
 
-They are plain functions of tensors, so a graph that calls them can be printed, pickled, exported and compiled, and each
-is the fewest torch calls that do the job: with small members the calls are what costs. Shapes are written with N
-members and `*` for any number of leading dimensions, none included; an empty batch is fine everywhere.
+Each is the fewest torch calls that do the job: with small members the calls cost most of the time. Shapes have N
+members, `*` for any number of leading dimensions, none included; an empty batch is fine everywhere.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ __all__ = [
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply N linears to one shared input [*, in] as a single matrix product.
-
-    Weight is [N, out, in], bias [N, out] or [N * out]; the result is [N, *, out], of several rows a view of a
-    contiguous [N, out, *].
+    """Apply N linears to one shared input [*, in] as a single matrix product, to [N, *, out]; weight is [N, out, in].
+    Bias is [N, out] or [N * out]; of several rows the result is a view of a contiguous [N, out, *].
     """
     rows = x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x.unsqueeze(0)
     results = _wide_product(rows, weight, bias)
@@ -59,10 +56,8 @@ def _wide_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def batched_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply linear i to input i, [N, *, in], as one batched matrix product.
-
-    Weight is [N, out, in], bias [N, out] or [N * out]; the result is [N, *, out], a view of a contiguous [N, out, *]
-    where `x` is one.
+    """Apply linear i to input i, [N, *, in], as one batched matrix product, to [N, *, out]; weight is [N, out, in].
+    Bias is [N, out] or [N * out]; the result is a view of a contiguous [N, out, *] where `x` is one.
     """
     if x.ndim == 3:
         return _batched_product(x, weight, bias)
@@ -125,7 +120,6 @@ def gather_members(*members: Tensor) -> Tensor:
 
 def select_members(x: Tensor, dim: int, count: int) -> Tensor:
     """Return the first `count` slices of `x` along `dim` as members: slice i is member i of [N, ...], a view.
-
     Raises an IndexError if `x` has fewer, as the member that reads the missing one would have.
     """
     if x.shape[dim] < count:
@@ -156,7 +150,6 @@ def stack_members(x: Tensor, dim: int = 0, copy: bool = False) -> Tensor:
 
 def concatenate_members(x: Tensor, dim: int = 0, copy: bool = False) -> Tensor:
     """Return what `torch.cat` of the members of x along `dim` gives, contiguous; a `copy` shares no memory.
-
     Raises an IndexError if a member has no such dimension.
     """
     rank = x.ndim - 1
@@ -177,10 +170,8 @@ def sum_members(x: Tensor) -> Tensor:
 
 
 def unbind_members(x: Tensor, copy: bool = False) -> tuple[Tensor, ...]:
-    """Return the members one by one, each [...] of [N, ...]; contiguous.
-
-    Each may be written in place, which autograd forbids for the views that `unbind` gives. No memory is shared between
-    members; with `copy` none is shared with `x` either, which somebody may still read, as a backward pass does.
+    """Return the members one by one, each [...] of [N, ...]; contiguous, and apart in memory from each other.
+    Each may be written in place, which autograd forbids for `unbind`; with `copy` none shares memory with `x`.
     """
     x = x.clone(memory_format=torch.contiguous_format) if copy else x.contiguous()
     if x.ndim == 1 or x.shape[1] == 0:

@@ -25,39 +25,22 @@ class _Originals(NamedTuple):
 
 @dataclass(frozen=True)
 class Fold:
-    """Compute the weight and bias of a layer that does what a layer and a batch norm in evaluation mode do.
-
-    It is computed in float64 and rounded once, to the weight's type.
-
-    Attributes:
-        eps: of the norm.
-        biased: the layer has a bias.
-        scaled, shifted: the norm has a weight, a bias.
-        transposed: the layer's weight is [in, out / groups, ...] rather than [out, ...].
-        groups: of a convolution; they matter where it is transposed, and behind the norm.
-        masked: those of the layer's tensors of which elements are zero, whatever is written there.
-        before: the norm stands before the layer, and norms what this reads: w' = w * scale, b' = b + w @ shift.
-        counted: the norm has the number of batches.
-    """
+    """Compute weight and bias of a layer that does what a layer and a batch norm in evaluation do, in float64."""
 
     eps: float
-    biased: bool
-    scaled: bool
-    shifted: bool
-    transposed: bool = False
-    groups: int = 1
-    masked: tuple[str, ...] = ()
-    before: bool = False
-    counted: bool = True
+    biased: bool  # the layer has a bias
+    scaled: bool  # the norm has a weight
+    shifted: bool  # the norm has a bias
+    transposed: bool = False  # the layer's weight is [in, out / groups, ...]
+    groups: int = 1  # of a convolution; they matter where it is transposed, and behind the norm
+    masked: tuple[str, ...] = ()  # the layer's tensors of which elements are zero, whatever is written there
+    before: bool = False  # the norm stands before the layer: w' = w * scale, b' = b + w @ shift
+    counted: bool = True  # the norm has the number of batches
 
     def __call__(self, weight: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         """Return weight and bias.
-
-        Args:
-            weight: of the layer.
-            rest: its bias, the norm's weight and bias, where there are any, its running mean and variance, each
-                [channels], and the number of batches where it counts them: torch counts that as written to in training,
-                and not the statistics; and of each that is masked, which elements are zero.
+        `rest` is the layer's bias, the norm's weight, bias, mean and variance [channels], the number of batches (torch
+        counts that as written to in training, not the statistics), and of each that is masked, which elements are zero.
         """
         wide = self._originals(self._zeroed((weight, *rest)))
         scale = _scale(wide, self.eps)

@@ -1,8 +1,4 @@
-"""Where the parameters of a fused ensemble live, and what is left in their old places: live views, sealed in.
-
-The members stay in the module tree as they were, the same objects with the same class names, so that code which reaches
-for `model.heads[3][0].weight` reads and writes the slice of the stacked parameter that the model computes with.
-"""
+"""Where the parameters of a fused ensemble live, and the live views, sealed in, that the members keep."""
 
 from __future__ import annotations
 
@@ -39,16 +35,9 @@ __all__ = [
 
 
 class FusedMembers(SavesWhatMembersDoNot):
-    """Hold the parameters of an ensemble's N members, stacked, under the names that they have in a member.
-
-    Matrices are [N, *member shape]. Vectors stay vectors, as optimizers are told by the number of dimensions what to
-    decay: they lie behind one another, [N * size]. What is `0.weight` in a member is `weight` of a child called `0`.
-    Members that read the slices save and load them; the stacked tensors are in no state dict then.
-
-    Args:
-        parameters: name -> tensor [N, ...]; it is taken over, not copied, with whatever memory layout it has.
-        requires_grad: for all, or by name.
-        buffers: the same for running statistics and the like.
+    """Hold the parameters and buffers of an ensemble's N members, stacked, under the names that they have in a member.
+    Matrices are [N, *member shape]; vectors stay vectors, [N * size], as optimizers are told by dimensions what to
+    decay. Members that read the slices save and load them. The tensors are taken over, not copied.
     """
 
     def __init__(
@@ -124,10 +113,8 @@ def stacked_weights(module: nn.Module) -> list[str]:
 def attach_member(
     module: nn.Module, views: Mapping[str, tuple[nn.Module, str, int]], sealed: Collection[str] = ()
 ) -> Callable[[], None]:
-    """Let `module` read slices of stacked tensors in the place of its own.
-
-    `views` is name -> (holder, its name, index). Returns a function that undoes it, with the old values. Raises a
-    FusedMemberError if the shapes differ.
+    """Let `module` read slices of stacked tensors in the place of its own; return a function that undoes it.
+    `views` is name -> (holder, its name, index). Raises a FusedMemberError if the shapes differ.
     """
     held = own_children(module).keys() & sealed
     if not views:
@@ -187,7 +174,6 @@ def _give_back(
 
 def seal(parent: nn.Module, names: Collection[str]) -> Callable[[], None]:
     """Let the attributes `names` of `parent` be neither replaced nor removed; a container takes in nothing either.
-
     With "forward" it refuses hooks, with "__class__" another class. Returns a function that takes the seal off.
     """
     return _change(parent, {SEALED: _with_sealed(parent, names)})

@@ -1,8 +1,6 @@
 """The class of modules inside a fused ensemble: members whose parameters live elsewhere, and the containers above them.
-
-Such a class is made on the fly from the user's own, and named like it. It reads two entries of a module's `__dict__`:
-`_fxopt_views`, parameter name -> `View`, and `_fxopt_sealed`, the names of what must stay what it is: children, and of
-a module that is not called by itself any more also its `forward` and the settings that its computation was read with.
+It is made from the user's class, and reads `_fxopt_views`, name -> `View`, and `_fxopt_sealed`, the children that must
+stay, and of a module that is not called any more its `forward` and settings, from a module's `__dict__`.
 """
 
 from __future__ import annotations
@@ -68,10 +66,9 @@ class _Whole:
 
 class FusedPart(SavesSlices):
     """Mix into the class of a module inside a fused ensemble.
-
-    A member's parameters read as slices of the stacked ones, and writing to them writes there. Asked directly, a part
-    of the ensemble lists, saves and loads its parameters as if they were its own. What would cut the module tree loose
-    from the computation raises `FusedMemberError`.
+    A member's parameters read as slices of the stacked ones, and writing to them writes there; asked directly, it
+    lists, saves and loads them as its own. What would cut the tree loose from the computation raises
+    `FusedMemberError`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -229,7 +226,6 @@ def _refusal(part: FusedPart, what: str) -> FusedMemberError:
 
 def fused_class(base: type[nn.Module], names: tuple[str, ...] = ()) -> type[nn.Module]:
     """Return the subclass of `base`, named like it, for parts of an ensemble whose parameters `names` are slices.
-
     A parameter that is a property of the class already is read through that.
     """
     mixins = () if issubclass(base, FusedPart) else (FusedPart,)

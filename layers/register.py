@@ -11,13 +11,8 @@ __all__ = ["Children", "Register"]
 
 
 class Register(dict[str, Any]):
-    """Keep the names of slices in their order, without a value, and refuse tensors under these names.
-
+    """Keep the names of slices in their order in `register`, without a value, and refuse tensors under these names.
     `torch.func.functional_call` puts its tensors here: under the name of a slice, nothing would read them.
-
-    Args:
-        register: the parameters or buffers that a module has of its own, by name.
-        slices: the names of those that are slices of stacked tensors.
     """
 
     def __init__(self, register: Mapping[str, Any], slices: Collection[str]) -> None:
@@ -64,14 +59,7 @@ class Register(dict[str, Any]):
 
 
 class Children(dict[str, Any]):
-    """Keep children that a graph computes with, without calling them, and refuse others in their places.
-
-    `update` asks nothing: passes put other children there by it.
-
-    Args:
-        register: the children of a module, by name.
-        held: the names of those that must stay.
-    """
+    """Keep the children `held` that a graph computes with; only `update` may put others in their places."""
 
     def __init__(self, register: Mapping[str, Any], held: Collection[str]) -> None:
         super().__init__(register)

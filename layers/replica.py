@@ -24,12 +24,10 @@ REPLICA = "_fxopt_replica"
 
 
 class Replica:
-    """What one process does so that its copy of a model stays like those of the others.
-
-    The first synchronized backward shows which parameters get gradients, in which order. From then on torch's reducer
-    averages these, in buckets of that order, while the backward goes on. Everything in `state` starts as in process 0,
-    and `buffers` in each training forward; with `search` the reducer finds out which parameters a forward used. A copy
-    of the model is no replica.
+    """What one process does so that its copy of a model stays like those of the others; copies of it are no replicas.
+    The first synchronized backward shows which parameters get gradients, in which order; torch's reducer averages them
+    in such buckets. `state` starts as in process 0, `buffers` in each training forward; `search` finds unused
+    parameters.
     """
 
     def __init__(
@@ -163,11 +161,8 @@ def _average(parameter: nn.Parameter) -> None:
 def no_sync(model: nn.Module) -> Generator[None]:
     """Accumulate gradients in each process by itself: nothing is sent in backward passes whose forward runs in here.
 
-    For all batches but the last one before an optimizer step. In one process, or of a model that is neither
-    replicated nor sharded, it does nothing.
-
-    Args:
-        model: what `fxopt.optimize` returned, with `ddp` or `fsdp` among the passes or not.
+    For all batches but the last before an optimizer step; of a model that is neither replicated nor sharded, it does
+    nothing.
     """
     replica: Replica | None = vars(model).get(REPLICA)
     sharded: Any = getattr(model, "set_requires_gradient_sync", None)

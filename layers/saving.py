@@ -12,7 +12,7 @@ from ..compat import modules_by_name, transient_buffers
 from ..compat.distributed import shard_again
 from ..errors import FusedMemberError
 from ..runtime.graphs import MEMBERS
-from ..runtime.state import SETTLED, KeepsOriginalNames, cut_from_sharded
+from ..runtime.state import SETTLED, KeepsOriginalNames, Loading, cut_from_sharded
 from ..runtime.values import is_sharded, qualified
 from .slices import View
 from .views import views_of
@@ -46,20 +46,11 @@ class SavesWhatMembersDoNot(nn.Module):
         for name in self._saved_elsewhere():
             destination.pop(prefix + name, None)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        missing: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
-        elsewhere = {prefix + name for name in self._saved_elsewhere()}
-        missing_keys += [name for name in missing if name not in elsewhere]
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        loading, missing = Loading(*args, **kwargs), list[str]()
+        super()._load_from_state_dict(*loading._replace(missing_keys=missing))
+        elsewhere = {loading.prefix + name for name in self._saved_elsewhere()}
+        loading.missing_keys.extend(name for name in missing if name not in elsewhere)
 
     def _saved_elsewhere(self) -> list[str]:
         tensors = {**self._parameters, **self._buffers}
@@ -86,29 +77,18 @@ class SavesSlices(KeepsOriginalNames):
             elif key in destination:
                 destination[key] = destination.pop(key)  # the order is that of the registers
 
-    def _fxopt_before_loading(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        super()._fxopt_before_loading(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+    def _fxopt_before_loading(self, *loading: Any) -> None:
+        super()._fxopt_before_loading(*loading)
+        given = Loading(*loading)
         for name, view in _sharded_again(self).items():
-            key = prefix + name
-            value = state_dict.get(key)
+            key = given.prefix + name
+            value = given.state_dict.get(key)
             if value is not None:
-                del state_dict[key]
+                del given.state_dict[key]
             elif _is_saved(self, name, view):
-                missing_keys.append(key)
+                given.missing_keys.append(key)
             if value is not None and value is not SETTLED:
-                _load(key, view, value, assign, error_msgs)
+                _load(key, view, value, given)
 
 
 def _sharded_again(module: nn.Module) -> Mapping[str, View]:
@@ -139,11 +119,7 @@ def _refuse_sharded(module: nn.Module) -> None:
 
 
 def _saved(view: View) -> Tensor:
-    """Return a slice for a state dict: the memory is the model's where the slice has no gaps, the storage its own.
-
-    Checkpoint writers take tensors in one storage for tied ones and leave all but one out, or write the whole storage
-    for each. Writes in place are seen by the stacked tensor, whose version counts them.
-    """
+    """Return a slice for a state dict, of the model's memory but with a storage of its own."""
     slice_ = view.of(view.stacked.detach())
     if not slice_.is_contiguous():
         return slice_.contiguous()
@@ -152,20 +128,20 @@ def _saved(view: View) -> Tensor:
     return slice_
 
 
-def _load(key: str, view: View, value: Any, assign: bool, error_msgs: list[str]) -> None:
+def _load(key: str, view: View, value: Any, given: Loading) -> None:
     """Write a tensor into a slice, or say in torch's words why it cannot be."""
     if is_sharded(view.stacked):
-        error_msgs.append(cut_from_sharded(key))
+        given.error_msgs.append(cut_from_sharded(key))
         return
     current = view.of(view.stacked.detach())
     if not isinstance(value, Tensor) or value.shape != current.shape:
         found = value.shape if isinstance(value, Tensor) else type(value).__name__
-        error_msgs.append(
+        given.error_msgs.append(
             f"size mismatch for {key}: copying a param with shape {found} from checkpoint, "
             f"the shape in current model is {current.shape}."
         )
-    elif assign and (value.dtype, value.device) != (current.dtype, current.device):
-        error_msgs.append(
+    elif given.assigns and (value.dtype, value.device) != (current.dtype, current.device):
+        given.error_msgs.append(
             f"'{key}' is a slice of a stacked parameter and cannot be assigned another dtype or device by itself; load "
             "the whole model, or leave assign=True out."
         )

@@ -101,10 +101,7 @@ class _MemberHook:
 
 
 class Slice(Tensor):
-    """A slice of a stacked parameter: its data, gradient and hooks are that one's.
-
-    What is computed from it is a plain tensor.
-    """
+    """A slice of a stacked parameter: data, gradient and hooks are that one's; what is computed from it is plain."""
 
     __torch_function__ = cast("Any", nn.Parameter.__torch_function__)
     _fxopt_view: View
@@ -220,10 +217,7 @@ def _check_like(
 
 
 def _apart(value: Tensor, member: Tensor, what: str) -> Tensor:
-    """Return what to copy into a slice: a copy of what is there already, transposed, say.
-
-    Raises a FusedMemberError for the memory of another member, which would be shared from then on.
-    """
+    """Return what to copy into a slice, apart from it; a FusedMemberError for another member's memory."""
     if value.layout is not torch.strided or storage_id(value) != storage_id(member):
         return value
     if value.storage_offset() != member.storage_offset():

@@ -16,7 +16,6 @@ __all__ = ["BATCH_NORMS", "SYNCHRONIZED", "SyncBatchNorm", "SyncBatchNorm1d", "S
 
 class SyncBatchNorm(BatchNorm):
     """Normalize, in training, by the statistics of the batches of all processes; they may be of different sizes.
-
     In evaluation, and where there is one process, it is the batch norm that it inherits from. On GPUs torch's own
     kernels run (`nn.SyncBatchNorm`), on CPUs what is in this file.
     """
@@ -108,10 +107,9 @@ def _own_statistics(x: Tensor) -> _Statistics:
 
 
 def _over_all_processes(own: _Statistics) -> _Statistics:
-    """Return the statistics of all batches together, from those of each.
-
-    Sums of squares would lose digits: this is the parallel form of Chan, Golub and LeVeque, "Updating formulae and a
-    pairwise algorithm for computing sample variances" (1979). Each process puts a row into a table that is summed.
+    """Return the statistics of all batches together, from those of each; a row for each process is summed.
+    Sums of squares lose digits: this is the parallel form of Chan, Golub and LeVeque, "Updating formulae and a pairwise
+    algorithm for computing sample variances" (1979).
     """
     row = torch.cat(own)
     table, channels = _table(row), len(own.mean)

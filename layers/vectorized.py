@@ -2,23 +2,71 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from ..operators import resolve
 from ..runtime.graphs import PortableGraph
+from ..runtime.values import map_leaves
 
-__all__ = ["VectorizedMembers", "graph_of_member", "vectorize_members"]
+__all__ = ["Slot", "Template", "VectorizedMembers", "graph_of_member", "vectorize_members"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a call's arguments that an operand fills."""
+
+    index: int
+
+
+class Template(nn.Module):
+    """Call a module that no graph says, its tensors and training flags (`state`) being the last operands."""
+
+    def __init__(self, module: nn.Module, arguments: Any, state: tuple[str, ...]) -> None:
+        super().__init__()
+        # Not registered: its tensors are placeholders, no part of the model's state.
+        self.__dict__["template"] = copy.deepcopy(module).to("meta")
+        self.arguments, self.state = arguments, state
+
+    def forward(self, *operands: Any) -> Any:
+        """Return what the module gives; buffers that it writes are written in the operands."""
+        inputs = len(operands) - len(self.state)
+        args, kwargs = map_leaves(
+            lambda leaf: operands[leaf.index] if isinstance(leaf, Slot) else leaf, self.arguments, Slot
+        )
+        tensors: dict[str, Tensor] = {}
+        for name, value in zip(self.state, operands[inputs:], strict=True):
+            if isinstance(value, Tensor):
+                tensors[name] = value
+            else:
+                self._part(name).training = value
+        # The fused inference kernels of attention have no batching rule.
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with sdpa_kernel(SDPBackend.MATH):
+                return torch.func.functional_call(self.__dict__["template"], tensors, args, kwargs)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast_path)
+
+    def _part(self, flag: str) -> nn.Module:
+        template: nn.Module = self.__dict__["template"]
+        return template.get_submodule(flag.rpartition(".")[0])
+
+    def extra_repr(self) -> str:
+        return type(self.__dict__["template"]).__name__
 
 
 class VectorizedMembers(nn.Module):
     """Compute all members at once over a graph of a single one, a pure function without parameters.
-
-    `in_dims` is 0 where members have a value each, None where they share it; `structured` members may return more than
+    `in_dims` is 0 where members have a value each, None where they share it; `structured` ones return more than
     tensors.
     """
 
@@ -73,10 +121,7 @@ def graph_of_member(children: dict[str, nn.Module], graph: fx.Graph) -> fx.Graph
 
 
 def vectorize_members(path: str, stacked: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Compute the operator at `path` for all members: [N, ...], or a tuple of such.
-
-    `stacked` has the structure of (args, kwargs), and says which values are the members', along dimension 0.
-    """
+    """Compute the operator at `path` for all members; `stacked` says which arguments are the members'."""
     own, structure = pytree.tree_flatten(stacked)
     leaves = structure.flatten_up_to((args, kwargs))
 

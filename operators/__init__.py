@@ -2,7 +2,7 @@
 
 from .arguments import CallArguments, normalized_arguments
 from .attention import hidden_scores, hides_later, scaled_dot_product_attention
-from .cache import Cache
+from .cache import Cache, Unchanged, is_dense, why_unseen
 from .calls import (
     canonical_name,
     function_of,
@@ -19,7 +19,6 @@ from .flops import counted_flops, flops_of
 from .info import Chance, OpInfo
 from .layout import CHANNELS_LAST, laid_last
 from .registry import Registration, operator_info, operator_of_module, register_operator
-from .unchanged import Unchanged, is_dense, why_unseen
 
 __all__ = [
     "CHANNELS_LAST",

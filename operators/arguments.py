@@ -18,21 +18,16 @@ __all__ = ["CallArguments", "normalized_arguments"]
 
 @dataclass(frozen=True)
 class CallArguments:
-    """What a call passes: `positional` values in the order of the parameters, and by name with defaults filled in.
-
-    The call itself passes `given` of them.
-    """
+    """What a call passes: `positional` values in the order of the parameters, and by name with defaults filled in."""
 
     positional: Sequence[Any]
     named: Mapping[str, Any]
-    given: int
+    given: int  # how many of them the call itself passes
 
 
 def normalized_arguments(operator: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CallArguments:
-    """Return the arguments of a call of an operator by name, whichever function or method is called.
-
-    The first operand is `input`, as in torch's documentation. A call that fits no known signature, such as
-    `x.view(2, 3)`, keeps its arguments as they are.
+    """Return the arguments of a call of an operator by name; the first operand is `input`.
+    A call that fits no known signature, such as `x.view(2, 3)`, keeps its arguments as they are.
     """
     for signature in (*_signatures_of(target), *_signatures(operator)):
         try:

@@ -32,9 +32,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Return what torch's operator of this name gives, where attention that is written out gives more, too.
 
-    Where keys are fewer than a vector, torch's kernel for CPUs (FlashAttentionKernel.cpp, torch 2.13) passes over NaN
-    and gives zeros for such rows; it has no tangents or second gradients, and misreads masks of another dtype than the
-    queries'. There attention is computed as it is written. An exported program calls the operator alone.
+    Where keys are fewer than a vector, torch's CPU kernel (FlashAttentionKernel.cpp, torch 2.13) passes over NaN, gives
+    zeros for such rows, has no tangents or second gradients, and misreads masks of another dtype than the queries'.
+    There attention is computed as it is written. An exported program calls the operator alone.
     """
     if not torch.compiler.is_compiling() and not _is_traced():
         if is_transformed() or (attn_mask is not None and _is_wider(attn_mask, query)):
@@ -55,7 +55,6 @@ def hidden_scores(hidden: Tensor, number: float, query: Tensor) -> Tensor:
 
 def hides_later(queries: int, keys: int) -> bool:
     """Say whether a causal mask that is square hides anything: of one query, it hides no keys that came before.
-
     Raises a ValueError where there are several queries, and more keys or fewer.
     """
     if queries not in (1, keys):
@@ -127,10 +126,7 @@ def _with_second_gradients(
 
 
 def _differentiable(computed: Sequence[Tensor | None], gradients: Sequence[Tensor]) -> Any:
-    """Return the kernel's gradients as operations that have gradients; None, which keeps them, if none are asked for.
-
-    The node says what it was called with: a function of its own for each call would keep tensors alive.
-    """
+    """Return the kernel's gradients as differentiable operations; None, which keeps them, if none ask."""
     if not torch.is_grad_enabled():
         return None
     given, mask, is_causal, scale = flash_on_cpu_arguments()

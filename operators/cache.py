@@ -2,22 +2,147 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar
+import ctypes
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .unchanged import Unchanged
+from ..compat import version_of
+from ..compat.tensors import SAME_MEMORY, SAME_VERSION, holders_of
 
-__all__ = ["Cache"]
+__all__ = ["Cache", "Unchanged", "is_dense", "sample_of", "why_unseen"]
+
+
+class Unchanged:
+    """Notes how tensors are, in the order of the calls of `same`; None stays None.
+
+    Changed is another object, a write in place, other memory, size or strides, or, on a CPU, other numbers at a few
+    places (`sample_of`), which shows most writes that torch does not count (`.data`, numpy, fused optimizers).
+    Inference tensors are compared in full where `whole`. `torch.utils.swap_tensors` forbids weak references; the memory
+    is held.
+    """
+
+    __slots__ = ("_memory", "same")
+
+    def __init__(self, tensors: Sequence[Tensor | None], *, whole: bool = False) -> None:
+        kinds = tuple("none" if each is None else _kind(each, whole) for each in tensors)
+        noted = [value for tensor in tensors if tensor is not None for value in _noted(tensor, whole)]
+        self._memory = [tensor.detach() for tensor in tensors if tensor is not None]
+        self.same: Callable[..., bool] = _check_of(kinds)(*noted)
+
+    @property
+    def holds_floats(self) -> bool:
+        return any(tensor.is_floating_point() for tensor in self._memory)
+
+    @property
+    def first_is_gone(self) -> bool:
+        """Say whether nobody else holds the memory of the first tensor: it is gone, or has other memory."""
+        return holders_of(self._memory[0]) <= 1
+
+
+def why_unseen(tensor: Tensor) -> str:
+    """Return why changes of a tensor may go unseen, or ""."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return f"is a {type(tensor).__name__} ({tensor.layout}), and no plain tensor"
+    return "was made in inference_mode, where torch does not count writes into it" if tensor.is_inference() else ""
+
+
+_NOTED = ("name", "version", "place", "number", "strides", "view", "sample", "copy")
+
+
+def _noted(tensor: Tensor, whole: bool) -> tuple[Any, ...]:
+    """Return what is compared at each call, in the order of `_NOTED`."""
+    version = None if tensor.is_inference() else version_of(tensor)
+    sample = sample_of(tensor) if type(tensor) in (Tensor, nn.Parameter) else (None, None)
+    copy = tensor.clone() if whole and tensor.is_inference() else None
+    return id(tensor), version, tensor.data_ptr(), tensor.numel(), tensor.stride(), *sample, copy
+
+
+def _kind(tensor: Tensor, whole: bool) -> str:
+    return "counted" if not tensor.is_inference() else "whole" if whole else "inference"
+
+
+_SAMPLE = f"id(x{{i}}) == name{{i}} and {SAME_MEMORY} and view{{i}} == sample{{i}}"
+"""The view comes last: it may be read only where the tensor still has that memory."""
+_CHECKS = {
+    "none": "x{i} is None",
+    "counted": f"id(x{{i}}) == name{{i}} and {SAME_VERSION} and {SAME_MEMORY} and view{{i}} == sample{{i}}",
+    "inference": _SAMPLE,
+    "whole": f"{_SAMPLE} and equal(x{{i}}, copy{{i}})",
+}
+
+
+@cache
+def _check_of(kinds: tuple[str, ...]) -> Callable[..., Callable[..., bool]]:
+    """Return what makes a check of so many tensors, as straight-line code: loops take three times as long."""
+    noted = [f"{what}{i}" for i, kind in enumerate(kinds) if kind != "none" for what in _NOTED]
+    text = f"""
+def check_of({", ".join(noted)}):
+    def same({", ".join(f"x{i}" for i in range(len(kinds)))}):
+        try:
+            return {" and ".join(_CHECKS[kind].format(i=i) for i, kind in enumerate(kinds))}
+        except (AttributeError, RuntimeError):  # None, or the first is gone, and what has its identity has no memory
+            return False
+    return same
+"""
+    names: dict[str, Any] = {"equal": torch.equal}
+    exec(text, names)  # noqa: S102  made of numbers and names of this file
+    return names["check_of"]
+
+
+_COUNT = 16
+_INTEGERS: Mapping[int, Literal["b", "h", "i", "q"]] = {1: "b", 2: "h", 4: "i", 8: "q"}
+"""Formats of `memoryview`, by the width of an element: NaN equals itself there."""
+
+
+def sample_of(tensor: Tensor) -> tuple[memoryview | None, memoryview | None]:
+    """Return a view of a few elements of a tensor, spread over its rows and columns, and what they hold; None off CPU.
+    The view holds with this memory, size and strides; it goes by the address, since torch cannot resize memory that
+    numpy was given, as FSDP does.
+    """
+    width = tensor.dtype.itemsize
+    letter, place = _INTEGERS.get(width), tensor.data_ptr()
+    if not tensor.is_cpu or not tensor.numel() or not place or letter is None or tensor.is_conj() or tensor.is_neg():
+        return None, None
+    count, step = _walk(tensor)
+    memory = (ctypes.c_byte * (width * ((count - 1) * step + 1))).from_address(place)
+    elements = memoryview(memory).cast("B").cast(letter)[:: max(step, 1)]
+    return elements, memoryview(elements.tobytes()).cast(letter)
+
+
+def _walk(tensor: Tensor) -> tuple[int, int]:
+    """Return how many elements are read, and how far one lies behind the other in memory."""
+    number, lengths = tensor.numel(), [length for length in tensor.shape if length > 1]
+    if number <= _COUNT and is_dense(tensor):
+        return number, 1
+    if is_dense(tensor):
+        step = (number - 1) // (_COUNT - 1)
+        while math.gcd(step, number) > 1:  # each lies in another row and in another column
+            step -= 1
+        return _COUNT, step
+    count = min(_COUNT, *lengths)  # along the diagonal
+    steps = ((length - 1) // (count - 1) for length in tensor.shape)
+    return count, sum(step * stride for step, stride in zip(steps, tensor.stride(), strict=True))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Say whether the elements fill their memory, in whatever order of the dimensions."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True
 
 
 class Cache:
-    """Keep what functions make of tensors as long as these are the same, unchanged: `Unchanged` says what a change is.
-
-    It is in no state dict; copies and pickles begin without what is kept, and modules are alike whatever it is. Who has
-    one forgets after a backward, and where the mode is set: not all writes of fused optimizers are seen. Threads may
-    call it at the same time.
+    """Keep what functions make of tensors as long as these are `Unchanged`; several threads may call it.
+    It is in no state dict, copy or pickle. Who has one forgets after a backward, and where the mode is set: not all
+    writes of fused optimizers are seen.
     """
 
     compares_whole: ClassVar[bool] = False

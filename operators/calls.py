@@ -45,7 +45,6 @@ _SETTING = ("set_", "use_", "_assert")
 
 def canonical_name(node: fx.Node) -> str | None:
     """Return the operator that a call_function or call_method node computes, or None where it is not known.
-
     Of an operator of `torch.ops` that is not one of torch's own, it is the qualified name: `"acme::swish"`.
     """
     if node.op == "call_function":
@@ -64,9 +63,8 @@ def info_of(node: fx.Node) -> OpInfo:
 
 @cache
 def function_of(name: str, *, keywords: bool = False) -> Callable[..., Any]:
-    """Return the out-of-place function that computes operator `name`; Python's own operators where they exist.
-
-    These take no `keywords`. Raises a KeyError if there is no such function.
+    """Return the out-of-place function that computes operator `name`; Python's own, where one takes no `keywords`.
+    Raises a KeyError if there is no such function.
     """
     functions = operator_info(name).functions
     if functions and not (keywords and functions[0].__module__ == "_operator"):

@@ -1,7 +1,5 @@
 """Tensors made from a model's own and kept until one of these changes: inference-only rewrites compute with them.
-
-The originals stay where they are, and the derived tensors are in no module: state dicts, `.to()`, copies, pickles and
-hooks know nothing of them. A graph reads the originals and calls a `Derived` with them.
+The originals stay; the derived tensors are in no module. A graph reads the originals and calls a `Derived` with them.
 """
 
 from __future__ import annotations
@@ -17,20 +15,15 @@ from torch.autograd import Function
 
 from ..compat import is_plainly_eager, wants_gradients
 from ..errors import FusedMemberError
-from .cache import Cache
-from .unchanged import Unchanged, why_unseen
+from .cache import Cache, Unchanged, why_unseen
 
 __all__ = ["Derived", "Keeping", "derived"]
 
 
 class Keeping:
-    """A function in graphs that keeps what it made of tensors as long as these are the same.
+    """A function in graphs that keeps what it made of tensors as long as these are the same."""
 
-    Attributes:
-        operator: what the table of operators calls it.
-    """
-
-    operator: ClassVar[str]
+    operator: ClassVar[str]  # what the table of operators calls it
 
     def forget_all(self) -> None:
         """Let everything be made anew."""
@@ -39,10 +32,8 @@ class Keeping:
 
 class Derived(Cache, Keeping):
     """Call a function of tensors, and give what it made before as long as these are the same, unchanged.
-
-    After a backward, `train()`, `eval()` and `.to()` of the module, everything is made anew. Gradients flow to the
-    originals. Compiled, exported and transformed code, and originals that are no plain tensors, compute anew each time.
-    `derived` makes these, of functions that are pure, picklable, and equal where they compute the same.
+    After a backward, `train()`, `eval()` and `.to()` all is made anew; in compiled, exported and transformed code, and
+    of unusual tensors, each time. Functions are pure, picklable, and equal where they compute the same; gradients flow.
     """
 
     operator: ClassVar[str] = "derived"
@@ -143,10 +134,7 @@ class _ForMembers:
 
 
 class _Attached(Function):
-    """Give what a function made of tensors before; backward computes it anew, with its gradients.
-
-    After that an optimizer may step, and torch does not count the writes of fused ones: nothing made before is kept.
-    """
+    """Give what a function made of tensors before; backward computes it anew, and then nothing is kept."""
 
     @staticmethod
     def forward(ctx: Any, derived: Derived, made: Sequence[Tensor], *originals: Tensor) -> Any:

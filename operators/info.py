@@ -52,8 +52,8 @@ class OpInfo:
         differentiable: gradients may flow through it.
         shape: what the shape of its result depends on: all operands' shapes, the first operand's, or data.
         reference: takes the same arguments and computes it in float64, where the operator has no kernel for that.
-        order: how its result lies in memory, which takes tensors that lie in any order: `kept`, perhaps as they do, or
-            `anew`, as it ever does; None: it may need them in the order of their dimensions, unless it is elementwise.
+        order: how its result lies in memory, whatever order operands lie in: `kept`, perhaps as they do, or `anew`;
+            None: it may need them in the order of their dimensions, unless it is elementwise.
         notes: what single passes know of it, each a value of the pass's own type.
     """
 
@@ -114,9 +114,7 @@ def registered_operator(name: str) -> Any:
 @cache
 def info_of_schema(operator: Any) -> OpInfo:
     """Return what the schema and the tags of an operator of `torch.ops`, with all its overloads, say of it.
-
-    It is pure if it writes into no argument and returns something; its result is fresh if no returned value is said to
-    alias an argument.
+    Pure is what writes into no argument and returns something, fresh what returns no alias of an argument.
     """
     every = overloads_of(operator)
     overloads = [(overload, schema) for overload, schema in every if not _takes_out(schema)] or every

@@ -14,10 +14,7 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def laid_last(x: Tensor) -> Tensor:
-    """Return images [N, C, H, W] or [N, C, D, H, W] in memory channels last, anything else as it is.
-
-    So is everything under transforms of `torch.func`: `vmap` has no rule for layouts.
-    """
+    """Return images [N, C, H, W] or [N, C, D, H, W] channels last; as they are under transforms and else."""
     kind = CHANNELS_LAST.get(x.dim())
     if kind is None or (not torch.compiler.is_compiling() and is_transformed()):
         return x

@@ -92,11 +92,7 @@ class Registration:
 def register_operator(info: OpInfo) -> Registration:
     """Add an operator to the table, for the whole process; what is left out is taken from its schema.
 
-    Register before a model is captured: graphs and plans that exist already do not change. The order of registrations
-    does not matter, because no two may describe the same operator.
-
-    Args:
-        info: what is known; the name of an operator of `torch.ops` is its qualified one (`"acme::swish"`).
+    Register before a model is captured: graphs and plans that exist already do not change.
 
     Raises:
         UsageError: if the name, a function or a class of modules is already in the table, or `torch.ops` has no such
@@ -113,10 +109,7 @@ def register_operator(info: OpInfo) -> Registration:
 
 
 def operator_info(name: str | None) -> OpInfo:
-    """Return what is known of an operator, by its canonical name; of an unknown one nothing.
-
-    An operator of `torch.ops` that nobody described is known by its schema.
-    """
+    """Return what is known of an operator, by its canonical name; of one of `torch.ops` at least by its schema."""
     if name is None:
         return UNKNOWN
     known = _table.rows.get(name)

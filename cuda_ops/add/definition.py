@@ -55,11 +55,6 @@ _add = define(
 def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:
     """Return `x + alpha * y`, of the operands' common shape and dtype.
 
-    Args:
-        x, y: floating-point tensors on one device; their shapes broadcast.
-        alpha: a plain number.
-
-    Raises:
-        UsageError: an operand is not floating-point, or they are on two devices.
+    Operands are floating-point and on one device, or a UsageError is raised; their shapes broadcast.
     """
     return _add(x, y, alpha)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_key, check_one_device, check_one_dtype, check_vector
-from ..definition import define, looped
+from ..definition import define
 from ..philox import key_of, uniform
 
 __all__ = ["bernoulli_sigmoid"]
@@ -17,10 +17,7 @@ _NAME = "bernoulli_sigmoid"
 
 
 def _reference(x: Tensor, bias: Tensor | None, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Compare in float32 at the least; a probability of a narrower dtype is rounded after that.
-
-    This draws nothing from torch's generators: the key decides, and where that is drawn stands in the graph.
-    """
+    """Compare in float32 at the least, and draw by the key alone; a narrower probability is rounded after that."""
     wide = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(wide) if bias is None else x.to(wide) + bias
     probability = torch.sigmoid(logits).contiguous()
@@ -67,7 +64,6 @@ _bernoulli_sigmoid = define(
     kernel="bernoulli_sigmoid.triton_kernel:bernoulli_sigmoid",
     setup=_setup,
     backward=_backward,
-    batching=looped,
     plain=_plain,
     autocast=torch.float32,
 )
@@ -78,15 +74,14 @@ def bernoulli_sigmoid(
 ) -> tuple[Tensor, Tensor]:
     """Return `sigmoid(x + bias)` and a sample of zeros and ones with these probabilities, both like `x`.
 
-    The numbers come from Philox 4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011): they depend
-    on the seed, the offset and the element's place alone, and are the same on a CPU and on a GPU. Gradients flow
-    through the probability, never through the sample. Members of `torch.func.vmap` that share a seed draw alike.
+    Numbers come from Philox 4x64-10 (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011): they depend on
+    the seed, the offset and the element's place alone, and are the same on a CPU and on a GPU. Gradients flow through
+    the probability only. Members of `torch.func.vmap` that share a seed draw alike.
 
     Args:
         x: [..., features], floating-point.
         bias: [features], of the dtype and on the device of `x`.
-        seed: with `offset` decides what is drawn, or is a tensor of both, two int64; None takes both from torch's
-            generator of the device, so that `torch.manual_seed` decides.
+        seed: a number, or a tensor of seed and offset, two int64; None takes both from torch's generator.
         offset: tells draws with one seed apart, which is a number then.
 
     Raises:

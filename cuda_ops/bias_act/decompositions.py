@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, ops
 
 from ..activations import ACTIVATIONS
-from ..kernels import Kernel
+from ..definition import Kernel
 
 __all__ = ["KERNELS"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...errors import UsageError
 from ..activations import BY_RESULT, activated, activated_in_place, activation_gradient, check_activation
 from ..checks import as_under_autocast, check_key, check_one_device, check_one_dtype, check_vector
-from ..definition import by_reference, define, looped
+from ..definition import by_reference, define
 from ..philox import key_of, uniform
 
 __all__ = ["bias_act"]
@@ -95,7 +95,6 @@ _bias_act_backward = define(
     check=_check_backward,
     fake=_fake,
     kernel="bias_act.triton_kernel:bias_act_backward",
-    batching=looped,
     **by_reference(_backward_reference),
 )
 _bias_act = define(
@@ -106,7 +105,6 @@ _bias_act = define(
     kernel="bias_act.triton_kernel:bias_act",
     setup=_setup,
     backward=_backward,
-    batching=looped,
     plain=_plain,
 )
 
@@ -121,13 +119,11 @@ def bias_act(
     seed: int | Tensor | None = None,
     offset: int = 0,
 ) -> Tensor:
-    """Return `dropout(activation(x + bias)) + residual`.
+    """Return `dropout(activation(x + bias)) + residual`, for x [..., features] and bias [features], floating-point.
 
     Only `x` and `bias`, or only the result, are kept for the backward, which draws what dropout kept once more.
 
     Args:
-        x: [..., features], floating-point.
-        bias: [features].
         activation: by name; `gelu_tanh` is GELU by its approximation.
         residual: like `x`.
         dropout: the probability of a zero; pass 0 outside training, which draws nothing.

@@ -11,7 +11,7 @@ from ...compat import autocast_dtype
 from ...errors import UsageError
 from ..activations import check_activation
 from ..checks import check_one_device, check_one_dtype
-from ..definition import by_reference, define, looped
+from ..definition import by_reference, define
 from .reference import gradients, plain_results, results
 
 __all__ = ["ensemble_mlp"]
@@ -93,7 +93,6 @@ _ensemble_mlp_backward = define(
     check=_check_backward,
     fake=_fake_backward,
     kernel="ensemble_mlp.triton_kernel:ensemble_mlp_backward",
-    batching=looped,
     **by_reference(gradients),
 )
 _ensemble_mlp = define(
@@ -104,7 +103,6 @@ _ensemble_mlp = define(
     kernel="ensemble_mlp.triton_kernel:ensemble_mlp",
     setup=_setup,
     backward=_backward,
-    batching=looped,
     plain=plain_results,
 )
 
@@ -121,8 +119,7 @@ def ensemble_mlp(
 
     The activation stands between layers, not behind the last one. On a GPU one launch computes all members where the
     weights of one fit into a block's memory: up to 10,240 of them, each width counted as the next power of two, 16 at
-    the least, in at most six layers. Larger ones are computed by batched products. What activations gave is not kept:
-    the backward computes it once more. Under autocast all is computed in its dtype.
+    the least, in at most six layers; larger ones are batched products. The backward computes activations once more.
 
     Args:
         x: [..., in], read by every member; floating-point.

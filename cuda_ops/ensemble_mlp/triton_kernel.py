@@ -1,6 +1,5 @@
 # ruff: noqa: RUF005 - Triton unpacks no tuple into another
 """The kernels of `ensemble_mlp`: a program holds one member's weights, and takes blocks of rows through all layers.
-
 Tuples hold one thing for each layer; loops over layers are unrolled when a kernel is compiled.
 """
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, ops
 
-from ..kernels import Kernel
+from ..definition import Kernel
 
 __all__ = ["KERNELS"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ...errors import UsageError
 from ..activations import activated, activation_gradient, check_activation
 from ..checks import as_under_autocast, check_one_device, check_one_dtype
-from ..definition import by_reference, define, looped, times
+from ..definition import by_reference, define, keep_inputs, times
 
 __all__ = ["geglu", "swiglu"]
 
@@ -35,13 +35,8 @@ def _check(gate: Tensor, value: Tensor, activation: str) -> None:
         raise UsageError(f"{name}: value has shape {tuple(value.shape)}, expected {tuple(gate.shape)}")
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
-    gate, value, ctx.activation = inputs
-    ctx.save_for_backward(gate, value)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *_gated_backward(grad, *ctx.saved_tensors, ctx.activation), None
+    return *_gated_backward(grad, *ctx.saved_tensors, *ctx.settings), None
 
 
 def _backward_reference(grad: Tensor, gate: Tensor, value: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -64,7 +59,6 @@ _gated_backward = define(
     check=_check_backward,
     fake=_fake_backward,
     kernel="gated.triton_kernel:gated_backward",
-    batching=looped,
     **by_reference(_backward_reference),
 )
 _gated = define(
@@ -72,9 +66,8 @@ _gated = define(
     _reference,
     check=_check,
     kernel="gated.triton_kernel:gated",
-    setup=_setup,
+    setup=keep_inputs,
     backward=_backward,
-    batching=looped,
     plain=_plain,
 )
 
@@ -82,11 +75,7 @@ _gated = define(
 def swiglu(gate: Tensor, value: Tensor) -> Tensor:
     """Return `silu(gate) * value` (Shazeer, GLU Variants Improve Transformer, 2020).
 
-    Args:
-        gate, value: floating-point tensors of one shape, dtype and device; only these are kept for the backward.
-
-    Raises:
-        UsageError: an argument is not of that form.
+    Both are floating-point, of one shape, dtype and device, or a UsageError is raised.
     """
     return _gated(gate, as_under_autocast(gate, value), "silu")
 
@@ -94,12 +83,7 @@ def swiglu(gate: Tensor, value: Tensor) -> Tensor:
 def geglu(gate: Tensor, value: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """Return `gelu(gate) * value` (Shazeer, GLU Variants Improve Transformer, 2020).
 
-    Args:
-        gate, value: floating-point tensors of one shape, dtype and device.
-        approximate: as of `torch.nn.functional.gelu`.
-
-    Raises:
-        UsageError: an argument is not of that form.
+    Both are floating-point, of one shape, dtype and device, or a UsageError is raised.
     """
     if approximate not in ("none", "tanh"):
         raise UsageError(f"geglu: approximate is {approximate!r}; pass 'none' or 'tanh'")

@@ -1,7 +1,5 @@
-"""The loss and its gradients a chunk of rows at a time; only the logits of one chunk are there at once.
-
-The gradients of a chunk are computed right after its losses, from the same logits, as in Liger Kernel's
-`FusedLinearCrossEntropy` (Hsu et al., Liger Kernel: Efficient Triton Kernels for LLM Training, 2024).
+"""The loss and its gradients a chunk of rows at a time: only the logits of one chunk are there at once.
+After Liger Kernel's `FusedLinearCrossEntropy` (Hsu et al., Efficient Triton Kernels for LLM Training, 2024).
 """
 
 from __future__ import annotations
@@ -110,7 +108,6 @@ def losses(head: Head, rows: Rows = rows_in_torch) -> Tensor:
 
 def gradients(head: Head, upstream: Tensor | None, rows: Rows = rows_in_torch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the sum of the losses and its gradients for x, weight and bias, the latter float32 at the least.
-
     `upstream` is a factor for the gradient of each row; the gradient of no bias is empty.
     """
     x, weight, bias = head.x, head.weight, head.bias

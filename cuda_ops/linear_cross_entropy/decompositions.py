@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import UsageError
-from ..kernels import Kernel
+from ..definition import Kernel
 from .definition import reduced_loss
 
 __all__ = ["KERNELS"]

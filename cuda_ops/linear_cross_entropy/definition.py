@@ -2,19 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
-from ...compat import autocast_dtype
+from ...compat import autocast_dtype, is_transformed
 from ...errors import UsageError
 from ..checks import check_one_device, check_one_dtype
-from ..definition import by_reference, define, looped
+from ..definition import NAMESPACE, by_reference, define, describe, keep_inputs, looped
 from .chunks import ARGUMENTS, Head, gradients, losses, wide
-from .summed import define_sum
 
-__all__ = ["linear_cross_entropy", "reduced_loss"]
+__all__ = ["define_sum", "linear_cross_entropy", "reduced_loss"]
+
+
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+
+
+class _Step(Function):
+    """Compute the sum and its gradients at once; the sum is one number, so its own gradient is one factor."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Any, again: Any, *args: Any) -> Tensor:
+        total, *found = step(*args)
+        ctx.save_for_backward(*found, *args[:4])
+        ctx.again, ctx.settings = again, args[4:]
+        ctx.dtypes = [each.dtype for each in found[:1]] + [args[1].dtype] * 2
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        wanted = ctx.needs_input_grad[2:5]
+        found, factor, given = ctx.saved_tensors[:3], grads[0], ctx.saved_tensors[3:]
+        if torch.is_grad_enabled():  # the gradients found are constants, so those of gradients would be wrong
+            found, factor = ctx.again(grads[0].expand(given[0].shape[0]), *given, *ctx.settings), 1
+        parts = zip(found, wanted, ctx.dtypes, strict=True)
+        return None, None, *((e * factor).to(dtype) if needed else None for e, needed, dtype in parts), *[None] * 4
+
+
+def define_sum(name: str, losses: Any, step: Any, again: Any) -> Any:
+    """Register the sum of `losses` (`again`: gradients that have gradients), and return what calls it."""
+
+    def total(*args: Any) -> Tensor:
+        return losses(*args).sum()
+
+    def differentiated(*args: Any) -> Tensor:
+        if is_transformed():
+            return total(*args)
+        if torch.is_grad_enabled() and any(each.requires_grad for each in args[:3] if each is not None):
+            return cast("Any", _Step).apply(step, again, *args)
+        return total(*args)
+
+    _library.define(f"{name}({ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, total, "CompositeExplicitAutograd")
+    _library.impl(name, differentiated, "Autograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", total, lib=_library)
+    call = getattr(getattr(torch.ops, NAMESPACE), name).default
+    torch.library.register_vmap(f"{NAMESPACE}::{name}", looped(call), lib=_library)
+    describe(name, looped)
+    return call
+
 
 _NAME = "linear_cross_entropy"
 _KERNELS = "linear_cross_entropy.triton_kernel"
@@ -79,11 +127,6 @@ def _fake_backward(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _fake_step(*args)[1:]
 
 
-def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.settings = inputs[4:]
-
-
 def _of_losses(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     of_x, of_weight, of_bias = _linear_cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.settings)
     dtype = of_x.dtype
@@ -91,25 +134,15 @@ def _of_losses(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, of_weight.to(dtype), bias, None, None, None, None
 
 
-def _differentiable_backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients where those of them are asked for, from all the logits at once.
-
-    With p = softmax(logits) and the targets t, smoothed, those of the logits are grad * (p - t).
-    """
-    kept = (target != ignore_index)[:, None]
+def _differentiable_backward(grad: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return differentiable gradients, from all the logits at once: those of logits are grad * (p - t)."""
+    head = Head(*args)
+    x, weight, bias, target = head.x, head.weight, head.bias, head.target
+    kept = (target != head.ignore_index)[:, None]
     dtype, x = wide(x.dtype), x.where(kept, 0)
     shares = torch.nn.functional.linear(x, weight, bias).to(dtype).softmax(1)
     classes = torch.nn.functional.one_hot(target.where(kept[:, 0], 0), weight.shape[0]).to(dtype)
-    wanted = (1 - label_smoothing) * classes + label_smoothing / max(1, weight.shape[0])
+    wanted = (1 - head.label_smoothing) * classes + head.label_smoothing / max(1, weight.shape[0])
     of_logits = (grad.to(dtype)[:, None] * (shares - wanted)).where(kept, 0)
     of_bias = weight.new_zeros(0, dtype=dtype) if bias is None else of_logits.sum(0)
     return (of_logits @ weight.to(dtype)).to(x.dtype), of_logits.t() @ x.to(dtype), of_bias
@@ -122,7 +155,6 @@ _linear_cross_entropy_backward = define(
     fake=_fake_backward,
     kernel=f"{_KERNELS}:linear_cross_entropy_backward",
     schema=f"(Tensor grad, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-    batching=looped,
     **by_reference(_differentiable_backward),
 )
 _linear_cross_entropy = define(
@@ -132,9 +164,8 @@ _linear_cross_entropy = define(
     fake=_fake_losses,
     kernel=f"{_KERNELS}:linear_cross_entropy",
     schema=f"({ARGUMENTS}) -> Tensor",
-    setup=_keep_arguments,
+    setup=keep_inputs,
     backward=_of_losses,
-    batching=looped,
     plain=_plain,
 )
 _linear_cross_entropy_step = define(
@@ -144,7 +175,6 @@ _linear_cross_entropy_step = define(
     fake=_fake_step,
     kernel=f"{_KERNELS}:linear_cross_entropy_step",
     schema=f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    batching=looped,
 )
 _linear_cross_entropy_sum = define_sum(
     f"{_NAME}_sum", _linear_cross_entropy, _linear_cross_entropy_step, _linear_cross_entropy_backward
@@ -164,9 +194,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return `cross_entropy(linear(x, weight, bias), target)` without ever holding all logits.
 
-    The rows are taken in chunks. With `mean` and `sum`, the gradients are computed in the forward, from the logits that
-    are there. With `none`, the backward computes the logits once more, as it does where the forward needed no gradient.
-    Losses are float32 at the least. Under autocast, products are taken in its dtype.
+    With `mean` and `sum`, gradients are computed in the forward, chunk by chunk; with `none` the backward computes the
+    logits once more. Losses are float32 at the least. Under autocast, products are taken in its dtype.
 
     Args:
         x: [..., features].

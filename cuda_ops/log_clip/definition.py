@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..checks import check_one_device, check_one_dtype
-from ..definition import define, elementwise
+from ..definition import define, elementwise, keep_inputs
 
 __all__ = ["log_clip"]
 
@@ -36,14 +36,8 @@ def _check_minimum(minimum: float, dtype: torch.dtype) -> None:
         )
 
 
-def _setup(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-    x, ctx.minimum = inputs
-    ctx.save_for_backward(x)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    (x,) = ctx.saved_tensors
-    return _log_clip_backward(grad, x, ctx.minimum), None
+    return _log_clip_backward(grad, *ctx.saved_tensors, *ctx.settings), None
 
 
 def _backward_reference(grad: Tensor, x: Tensor, minimum: float) -> Tensor:
@@ -55,16 +49,11 @@ def _check_backward(grad: Tensor, x: Tensor, minimum: float) -> None:
     check_one_device("log_clip_backward", grad=grad, x=x)
 
 
-def _setup_second(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
-    grad, x, ctx.minimum = inputs
-    ctx.save_for_backward(grad, x)
-
-
 def _second_backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
     """Differentiate the gradient as what it is: `grad / max(x, minimum)`, which does not depend on a clipped `x`."""
-    grad, x = ctx.saved_tensors
-    of_grad = _log_clip_backward(upstream, x, ctx.minimum)
-    of_x = torch.where(x > ctx.minimum, -of_grad * _log_clip_backward(grad, x, ctx.minimum), 0.0)
+    (grad, x), (minimum,) = ctx.saved_tensors, ctx.settings
+    of_grad = _log_clip_backward(upstream, x, minimum)
+    of_x = torch.where(x > minimum, -of_grad * _log_clip_backward(grad, x, minimum), 0.0)
     return of_grad, of_x, None
 
 
@@ -73,7 +62,7 @@ _log_clip_backward = define(
     _backward_reference,
     check=_check_backward,
     kernel="log_clip.triton_kernel:log_clip_backward",
-    setup=_setup_second,
+    setup=keep_inputs,
     backward=_second_backward,
     batching=elementwise,
 )
@@ -82,7 +71,7 @@ _log_clip = define(
     _reference,
     check=_check,
     kernel="log_clip.triton_kernel:log_clip",
-    setup=_setup,
+    setup=keep_inputs,
     backward=_backward,
     batching=elementwise,
     plain=_plain,
@@ -93,15 +82,7 @@ _log_clip = define(
 def log_clip(x: Tensor, minimum: float = 1e-7) -> Tensor:
     """Return `log(max(x, minimum))`, of the shape and dtype of `x`.
 
-    The gradient is `1 / max(x, minimum)` everywhere: where `x` was clipped it is `1 / minimum`, not the zero that
-    `x.clamp(min=minimum).log()` gives, so that training can move a probability away from zero. Autocast computes it
-    in float32.
-
-    Args:
-        x: a floating-point tensor.
-        minimum: a positive number, which the dtype of `x` can hold.
-
-    Raises:
-        UsageError: `x` is not floating-point, or `minimum` is not such a number.
+    The gradient is `1 / max(x, minimum)` everywhere, so that training can move a clipped probability away from zero.
+    Autocast computes it in float32. Raises a UsageError where `x` is not floating-point, or `minimum` not positive.
     """
     return _log_clip(x, minimum)

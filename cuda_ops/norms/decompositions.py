@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import UsageError
-from ..kernels import Kernel
+from ..definition import Kernel
 from .layer_norm import add_layer_norm, layer_norm
 from .rms_norm import add_rms_norm, rms_norm
 

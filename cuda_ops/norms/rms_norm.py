@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..definition import by_reference, define, looped, times
-from .arguments import check_norm, empty_sum, of_operand, of_scale, statistic, summed
+from ..definition import times
+from .arguments import define_norm, of_scale
 
 __all__ = ["add_rms_norm", "rms_norm"]
-
-_NAME = "rms_norm"
 
 
 def _reference(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,38 +33,10 @@ def _plain(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float
     return result.to(total.dtype), x.new_empty(0) if residual is None else total, factor
 
 
-def _check(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> None:
-    check_norm(_NAME if residual is None else f"add_{_NAME}", x, residual, weight=weight)
-
-
-def _fake(x: Tensor, weight: Tensor | None, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    total = summed(x, residual)
-    return total.new_empty(total.shape), empty_sum(x, residual), statistic(total)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, residual, _ = inputs
-    _, total, factor = output
-    ctx.save_for_backward(x if residual is None else total, weight, factor)
-    ctx.has_sum = residual is not None
-    ctx.operands = [(each.shape, each.dtype) for each in (x, residual) if each is not None]
-    ctx.mark_non_differentiable(*([factor] if ctx.has_sum else [total, factor]))
-
-
-def _backward(ctx: Any, grad: Tensor, of_sum: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    of_total, of_weight = _rms_norm_backward(grad, of_sum if ctx.has_sum else None, *ctx.saved_tensors)
-    wanted = ctx.needs_input_grad
-    of_residual = of_operand(of_total, ctx.operands[-1]) if wanted[2] else None
-    return of_operand(of_total, ctx.operands[0]), of_weight if wanted[1] else None, of_residual, None
-
-
-def _backward_reference(
+def _gradients(
     grad: Tensor, of_sum: Tensor | None, total: Tensor, weight: Tensor | None, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the sum and of the weight.
-
-    With n = total * factor and g = grad * weight, that of the sum is factor * (g - n * mean(g * n)).
-    """
+    """Return the gradients of the sum and of the weight; of the sum factor * (g - n * mean(g * n))."""
     normalized = total * factor
     scaled = grad if weight is None else grad * weight
     along = (scaled * normalized).mean(-1, keepdim=True)
@@ -83,67 +53,27 @@ def _differentiable(
     """Return the gradients where those of them are asked for: the factor, which is kept as a number, is of the sum."""
     mean = total.to(factor.dtype).square().mean(-1, keepdim=True)
     factor = (mean + (factor.detach() ** -2 - mean.detach())).rsqrt()
-    return _backward_reference(grad, of_sum, total, weight, factor)
+    return _gradients(grad, of_sum, total, weight, factor)
 
 
-def _check_backward(grad: Tensor, of_sum: Tensor | None, total: Tensor, weight: Tensor | None, factor: Tensor) -> None:
-    check_norm(f"{_NAME}_backward", total, grad, weight=weight)
-
-
-def _fake_backward(
-    grad: Tensor, of_sum: Tensor | None, total: Tensor, weight: Tensor | None, factor: Tensor
-) -> tuple[Tensor, Tensor]:
-    return total.new_empty(total.shape), total.new_empty(0 if weight is None else weight.shape)
-
-
-_rms_norm_backward = define(
-    f"{_NAME}_backward",
-    _backward_reference,
-    check=_check_backward,
-    fake=_fake_backward,
-    kernel="norms.triton_kernel:rms_norm_backward",
-    batching=looped,
-    **by_reference(_differentiable),
-)
-_rms_norm = define(
-    _NAME,
-    _reference,
-    check=_check,
-    fake=_fake,
-    kernel="norms.triton_kernel:rms_norm",
-    setup=_setup,
-    backward=_backward,
-    batching=looped,
-    plain=_plain,
-    autocast=torch.float32,
+_rms_norm = define_norm(
+    "rms_norm", _reference, _gradients, _differentiable, vectors=("weight",), statistics=1, plain=_plain
 )
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Return `x / sqrt(mean(x**2) + eps) * weight`, along the last dimension (Zhang and Sennrich, 2019).
 
-    Args:
-        x: [..., features], floating-point; the mean is taken in float32 at the least.
-        weight: [features].
-        eps: what is added to the mean.
-
-    Raises:
-        UsageError: an argument is not of that form.
+    `x` is [..., features], floating-point, weight [features]; else a UsageError is raised. The mean is in float32 at
+    the least.
     """
     return _rms_norm(x, weight, None, eps)[0]
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    """Return `rms_norm(x + residual, weight, eps)` and `x + residual`.
+    """Return `rms_norm(x + residual, weight, eps)` and `x + residual`, of their common shape and dtype.
 
-    Args:
-        x: [..., features], floating-point; the mean is taken in float32 at the least.
-        residual: what `x` can be added to; the sum has their common shape and dtype.
-        weight: [features].
-        eps: what is added to the mean.
-
-    Raises:
-        UsageError: an argument is not of that form.
+    `x` is [..., features], floating-point, weight [features]; else a UsageError is raised.
     """
     results = _rms_norm(x, weight, residual, eps)
     return results[0], results[1]

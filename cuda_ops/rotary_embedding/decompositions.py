@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, ops
 
 from ...errors import UsageError
-from ..kernels import Kernel
+from ..definition import Kernel
 
 __all__ = ["KERNELS"]
 

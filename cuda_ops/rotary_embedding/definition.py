@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import UsageError
 from ..checks import as_under_autocast, check_one_device, check_one_dtype
-from ..definition import define, looped
+from ..definition import define
 
 __all__ = ["rotary_embedding", "rotary_reference"]
 
@@ -81,20 +81,17 @@ _rotary_embedding = define(
     kernel="rotary_embedding.triton_kernel:rotary_embedding",
     setup=_setup,
     backward=_backward,
-    batching=looped,
     plain=_plain,
 )
 
 
 def rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return `x` with feature i and feature i + features / 2 turned by an angle (Su et al., RoFormer, 2021).
-
-    That is `x * cos + cat([-x2, x1], -1) * sin` with the halves x1 and x2 of the last dimension.
+    """Return `x * cos + cat([-x2, x1], -1) * sin`, x1 and x2 halves of the last dimension (Su et al., RoFormer, 2021).
 
     Args:
         x: [..., features], floating-point; of an odd number, the first half is the smaller one.
-        cos, sin: of the angles; they broadcast to the shape of `x`, and have as many features. Constants, as a rule:
-            where one requires a gradient, `x` is kept for the backward as well.
+        cos, sin: of the angles; they broadcast to the shape of `x`, and have as many features. Where one requires a
+            gradient, `x` is kept for the backward as well.
 
     Raises:
         UsageError: an argument is not of that form.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..compiled import native
 from .listing import check_order
-from .products import CLOSED, triple_products_reference
+from .products import CLOSED, Products, triple_products_reference
 from .triangles import OrientedGraph
 
 __all__ = ["triangles", "triple_products"]
@@ -28,34 +30,22 @@ def triangles(source: Tensor, target: Tensor, num_nodes: int, memory_limit: int)
     return found
 
 
-def triple_products(
-    p: Tensor,
-    q: Tensor,
-    r: Tensor,
-    g: Tensor,
-    edges: Tensor,
-    batch: Tensor,
-    structure: str,
-    cap: int,
-    memory_limit: int,
-    wanted: list[bool],
-) -> tuple[Tensor, ...]:
-    """Return the gradients of the sum of p q r g over all triangles, which are never listed.
-
-    Sums are taken in float32 in any order, by atomic additions; where torch is told to be deterministic, and for other
-    triples than triangles, the reference computes.
+def triple_products(*args: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of the sum of p q r g over all triangles, which are never listed; sums are float32.
+    Sums go by atomic additions; where torch is to be deterministic, and for other triples, the reference computes.
     """
-    tables = (p, q, r, g)
-    if structure != CLOSED or torch.are_deterministic_algorithms_enabled():
-        return triple_products_reference(*tables, edges, batch, structure, cap, memory_limit, wanted)
+    given = Products(*args)
+    tables, edges, batch, wanted = given.tables, given.edges, given.batch, given.wanted
+    if given.structure != CLOSED or torch.are_deterministic_algorithms_enabled():
+        return triple_products_reference(*args)
     compiled, graph = native(_LIBRARY), OrientedGraph(edges, len(batch))
     sums = [
-        torch.zeros(table.shape if want else 0, device=p.device) for table, want in zip(tables, wanted, strict=True)
+        torch.zeros(table.shape if want else 0, device=table.device) for table, want in zip(tables, wanted, strict=True)
     ]
     cells = batch[edges[0, graph.order]]
     starts = _starts(graph.source, len(batch))
-    given = [table.float().contiguous() for table in tables]
-    compiled.products(graph.source, graph.target, starts, graph.order, cells, *given, *sums)
+    floats = [table.float().contiguous() for table in tables]
+    compiled.products(graph.source, graph.target, starts, graph.order, cells, *floats, *sums)
     found = zip(tables, sums, wanted, strict=True)
     return tuple(total.to(table.dtype) if want else torch.zeros_like(table) for table, total, want in found)
 

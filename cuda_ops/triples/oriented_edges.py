@@ -59,12 +59,11 @@ def _check_graphs(edge_index: Tensor, batch: Tensor, num_graphs: int) -> None:
         raise UsageError(f"edge {edge} of edge_index joins nodes {u} and {v} of two graphs, {batch[u]} and {batch[v]}")
 
 
-_oriented_edges = define("oriented_edges", _reference, check=_check, fake=_unknown_number, shape="data")
+_oriented_edges = define("oriented_edges", _reference, check=_check, fake=_unknown_number, batching=None, shape="data")
 
 
 def oriented_edges(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: int = -1) -> tuple[Tensor, Tensor]:
     """Return the simple edges [2, m], from low degree to high, and which of them each given edge is; m for self-loops.
-
     Raises a UsageError where an edge or graph is not there, joins two graphs, or has over `node_limit` nodes.
     """
     return _oriented_edges(edge_index, batch, num_graphs, node_limit)

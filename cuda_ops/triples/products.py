@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...errors import UsageError
 from ..checks import check_one_device, check_one_dtype
-from ..definition import define
+from ..definition import define, keep_inputs
 from .structures import TYPES, typed_triples
 from .triangles import OrientedGraph, check_edge_index
 
-__all__ = ["CLOSED", "sums_by_type", "triple_products", "triple_products_reference"]
+__all__ = ["CLOSED", "Products", "sums_by_type", "triple_products", "triple_products_reference"]
 
 CLOSED: Final = "closed"
 """Sum over triangles; p, q and r belong to their edges u-v, u-w and v-w."""
@@ -27,7 +27,6 @@ def sums_by_type(
     p: Tensor, q: Tensor, r: Tensor, graph: tuple[Tensor, Tensor, int], structure: str, cap: int, memory_limit: int
 ) -> Tensor:
     """Return the sums of p q r over triples, by graph and type: [graphs * types, C].
-
     These are [rows, C], rows for oriented edges with `CLOSED` and else for nodes; colours from `cap` on are one.
     """
     edges, batch, count = graph
@@ -36,28 +35,35 @@ def sums_by_type(
     return sums[3]
 
 
-def triple_products_reference(
-    p: Tensor,
-    q: Tensor,
-    r: Tensor,
-    g: Tensor,
-    edges: Tensor,
-    batch: Tensor,
-    structure: str,
-    cap: int,
-    memory_limit: int,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the sum of p q r g over all triples: for each of the four the products of the others.
+class Products(NamedTuple):
+    """The arguments of `triple_products`: tables [rows, C], the graph, which triples, and whose gradients."""
 
-    g has a row for each graph and type. What is not wanted is zero.
-    """
-    tables = (p, q, r, g)
-    sums = tuple(torch.zeros_like(table) for table in tables)
-    rows = max(1, memory_limit // 2 // (8 * (_ROLES + 3) * max(1, p.shape[1])))
-    for whole in _places(edges, batch, structure, cap, memory_limit // 2):
+    p: Tensor
+    q: Tensor
+    r: Tensor
+    g: Tensor
+    edges: Tensor
+    batch: Tensor
+    structure: str
+    cap: int
+    memory_limit: int
+    wanted: list[bool]
+
+    @property
+    def tables(self) -> tuple[Tensor, ...]:
+        """The four factors."""
+        return self[:4]
+
+
+def triple_products_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the sum of p q r g over all triples, zero where not wanted; g is [graphs * types, C]."""
+    given = Products(*args)
+    sums = tuple(torch.zeros_like(table) for table in given.tables)
+    half = given.memory_limit // 2
+    rows = max(1, half // (8 * (_ROLES + 3) * max(1, given.p.shape[1])))
+    for whole in _places(given.edges, given.batch, given.structure, given.cap, half):
         for first in range(0, whole.shape[1], rows):
-            _add_products(tables, whole[:, first : first + rows], wanted, sums)
+            _add_products(given.tables, whole[:, first : first + rows], given.wanted, sums)
     return sums[0], sums[1], sums[2], sums[3]
 
 
@@ -83,42 +89,30 @@ def _places(edges: Tensor, batch: Tensor, structure: str, cap: int, memory_limit
         yield torch.cat([graph.order[found], batch[edges[0, graph.order[found[:1]]]]])
 
 
-def _check(
-    p: Tensor,
-    q: Tensor,
-    r: Tensor,
-    g: Tensor,
-    edges: Tensor,
-    batch: Tensor,
-    structure: str,
-    cap: int,
-    memory_limit: int,
-    wanted: list[bool],
-) -> None:
-    check_one_dtype(_NAME, p=p, q=q, r=r, g=g)
-    check_one_device(_NAME, p=p, q=q, r=r, g=g, edges=edges, batch=batch)
-    check_edge_index(edges)
-    if structure not in (CLOSED, *TYPES) or cap < 0 or len(wanted) != _ROLES:
-        raise UsageError(f"{_NAME}: no such triples: {structure!r} up to {cap}, for {len(wanted)} of {_ROLES} tables")
+def _check(*args: Any) -> None:
+    given = Products(*args)
+    tables = dict(zip("pqrg", given.tables, strict=True))
+    check_one_dtype(_NAME, **tables)
+    check_one_device(_NAME, **tables, edges=given.edges, batch=given.batch)
+    check_edge_index(given.edges)
+    if given.structure not in (CLOSED, *TYPES) or given.cap < 0 or len(given.wanted) != _ROLES:
+        triples = f"{given.structure!r} up to {given.cap}, for {len(given.wanted)} of {_ROLES} tables"
+        raise UsageError(f"{_NAME}: no such triples: {triples}")
 
 
 def _like_inputs(p: Tensor, q: Tensor, r: Tensor, g: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(table) for table in (p, q, r, g))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.settings, ctx.wanted = inputs[6:9], inputs[9]
-
-
 def _backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
     """Return the gradients: with one of the four exchanged for what comes from above, the operator again."""
     tables, graph = list(ctx.saved_tensors[:_ROLES]), ctx.saved_tensors[_ROLES:]
+    *settings, own = ctx.settings
     gradients: list[Tensor | None] = [None] * _ROLES
-    for role in (role for role in range(_ROLES) if ctx.wanted[role]):
+    for role in (role for role in range(_ROLES) if own[role]):
         wanted = [other != role and ctx.needs_input_grad[other] for other in range(_ROLES)]
         exchanged = [upstream[role].contiguous() if other == role else table for other, table in enumerate(tables)]
-        parts = triple_products(*exchanged, *graph, *ctx.settings, wanted)
+        parts = triple_products(*exchanged, *graph, *settings, wanted)
         for other in (other for other in range(_ROLES) if wanted[other]):
             known = gradients[other]
             gradients[other] = parts[other] if known is None else known + parts[other]
@@ -131,6 +125,9 @@ triple_products = define(
     check=_check,
     fake=_like_inputs,
     kernel="triples.cuda_kernel:triple_products",
-    setup=_keep,
+    setup=keep_inputs,
     backward=_backward,
+    batching=None,
+    schema="(Tensor p, Tensor q, Tensor r, Tensor g, Tensor edges, Tensor batch, str structure, SymInt cap, "
+    "SymInt memory_limit, bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor)",
 )

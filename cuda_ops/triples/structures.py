@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError
-from .wedges import parts
+from .listing import parts
 
 __all__ = ["NODE_LIMIT", "TYPES", "check_sizes", "typed_triples"]
 
@@ -45,10 +45,7 @@ def check_sizes(batch: Tensor, limit: int) -> None:
 
 
 def typed_triples(edges: Tensor, batch: Tensor, structure: str, cap: int, memory_limit: int) -> Iterator[Tensor]:
-    """Yield all triples of distinct nodes of one graph as [4, t]: three nodes, and graph * types + type.
-
-    `memory_limit` bounds what is computed on the way, over matrices of the largest graph's nodes.
-    """
+    """Yield all triples of distinct nodes of one graph as [4, t]: three nodes, and graph * types + type."""
     layout = _Layout.of(batch)
     adjacency = layout.dense(edges)
     typed = (_Distances if structure == "distance" else _CommonNeighbours).of(layout, edges, adjacency, cap)

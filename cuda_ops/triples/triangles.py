@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UsageError, expect
-from .listing import listed_triangles
-from .wedges import closed_wedges
+from .listing import closed_wedges, listed_triangles
 
 __all__ = [
     "MEMORY_LIMIT",
@@ -30,20 +29,16 @@ MEMORY_LIMIT = 64 * 2**20
 
 
 def triangles(edge_index: Tensor, num_nodes: int, *, memory_limit: int = MEMORY_LIMIT) -> Tensor:
-    """Return all triangles of an undirected graph.
+    """Return all triangles of an undirected graph, [3, T] int64: ascending in a column, columns in lexicographic order.
 
-    Edges are read in either direction; self-loops and repeated edges count as nothing. Several disjoint graphs are one
-    graph here. Edges are oriented from nodes of lower degree to those of higher, so that O(m^1.5) pairs of edges are
+    Edges are read in either direction; self-loops and repeated edges count as nothing. O(m^1.5) pairs of edges are
     looked at for m edges (Chiba and Nishizeki, 1985; Latapy, 2008).
 
     Args:
         edge_index: [2, E] int64, on any device.
         num_nodes: number of nodes, with those that have no edge.
-        memory_limit: bytes for what is computed on the way, over 64 bytes for each edge. The pairs of a single edge
-            are looked at together, at most sqrt(2m). The result, and its sorting, are not counted.
-
-    Returns:
-        [3, T] int64: the nodes of each triangle, ascending in a column; columns in lexicographic order.
+        memory_limit: bytes for what is computed on the way, over 64 bytes for each edge; without the result. The pairs
+            of a single edge are looked at together, at most sqrt(2m).
 
     Raises:
         UsageError: `edge_index` is no [2, E] int64, or a node of it is not in `range(num_nodes)`; or this is no number.

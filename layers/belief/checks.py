@@ -15,11 +15,7 @@ __all__ = ["check_values", "non_negative", "rows_of_width"]
 
 
 def non_negative(value: Any, name: str, below: float = math.inf) -> float:
-    """Return a number that must be at least 0, and below a bound.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Return a number that must be at least 0, and below a bound, or raise a UsageError."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < below:
         bound = "" if below == math.inf else f", below {below:g}"
         raise UsageError(f"{name} is {value!r}; give a number, at least 0{bound}")
@@ -27,11 +23,7 @@ def non_negative(value: Any, name: str, below: float = math.inf) -> float:
 
 
 def rows_of_width(v: Any, width: int, dtype: torch.dtype, what: str = "visible units") -> Tensor:
-    """Return units [..., width]; integers and booleans become floats.
-
-    Raises:
-        UsageError: it is no tensor, or of another width.
-    """
+    """Return units [..., width], integers and booleans as floats, or raise a UsageError."""
     expect(v, Tensor, f"what stands for the {what}", f"a tensor [..., {width}]")
     if v.dim() == 0 or v.shape[-1] != width:
         raise UsageError(f"{width} {what} are needed, the tensor's shape is {list(v.shape)}; give [..., {width}]")
@@ -40,11 +32,7 @@ def rows_of_width(v: Any, width: int, dtype: torch.dtype, what: str = "visible u
 
 @torch.no_grad()
 def check_values(v: Tensor, units: VisibleUnits, what: str) -> None:
-    """Make sure that there are rows, and that their values are such as visible units of this kind take.
-
-    Raises:
-        InputError: they are not.
-    """
+    """Raise an InputError unless there are rows, with values that visible units of this kind take."""
     if v.numel() == 0:
         raise InputError(f"{what} has no rows: its shape is {list(v.shape)}")
     low, high = (float(bound) for bound in torch.aminmax(v))

@@ -36,11 +36,8 @@ class Blocks(Protocol):
 
 
 def blocks_of(data: Data, batch_size: int | None, like: Tensor, units: VisibleUnits) -> Blocks:
-    """Return data in blocks; `like`, [..., width], says of which device, dtype and width they are.
-
-    Raises:
-        InputError: the data of a tensor are not such as visible units of this kind take.
-        UsageError: they are of another width, or no data at all.
+    """Return data in blocks, with the device, dtype and width of `like`, [..., width].
+    Raises an InputError for values that the visible units do not take, a UsageError for another width or no data.
     """
     if isinstance(data, Tensor):
         size = _BATCH_SIZE if batch_size is None else positive_integer(batch_size, "batch_size")

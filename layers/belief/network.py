@@ -41,11 +41,6 @@ class DeepBeliefNetwork(nn.Module):
     Args:
         sizes: units of each layer, from the visible ones up: two at least.
         kind: of the visible units of the lowest machine, `"bernoulli"` or `"gaussian"`; all others are binary.
-        device: where the parameters are.
-        dtype: of which type.
-
-    Attributes:
-        machines: the RBMs, lowest first.
 
     Raises:
         UsageError: a size is no positive integer, there are fewer than two, or the kind is unknown.
@@ -92,11 +87,7 @@ class DeepBeliefNetwork(nn.Module):
             data: rows [rows, visible], or a loader of such, as in `RBM.fit`.
             epochs: of each machine; a list gives each its own.
             learning_rate: of each machine; a list gives each its own (Gaussian visible units need a lower one).
-            options: see `RBM.fit`.
-
-        Raises:
-            InputError: rows of another width, none at all, or values that the visible units do not take.
-            UsageError: an option is out of its range, or the training diverges.
+            options: see `RBM.fit`, as for errors.
         """
         machines = self._machines()
         rates, times = _for_each(learning_rate, machines, "learning_rate"), _for_each(epochs, machines, "epochs")
@@ -136,12 +127,9 @@ class DeepBeliefNetwork(nn.Module):
         return machines[0].visible_means(h) if means else machines[0].sample_visible(h, generator)
 
     def to_feedforward(self, classes: int, activation: Callable[[], nn.Module] = nn.Sigmoid) -> nn.Sequential:
-        """Return the classifier to be fine-tuned: `Linear`, activation, ..., and a new `Linear` to the classes.
+        """Return the classifier to be fine-tuned: `Linear`, activation, ..., a new `Linear`; weights are copies.
 
-        The weights are copies.
-
-        Raises:
-            UsageError: `classes` is no positive integer.
+        Raises a UsageError where `classes` is no positive integer.
         """
         machines = self._machines()
         weight = machines[-1].weight

@@ -32,11 +32,7 @@ class RBM(nn.Module):
     contrastive divergence" (2002).
 
     Args:
-        visible: how many visible units.
-        hidden: how many hidden units.
         kind: `"bernoulli"`, values in [0, 1], or `"gaussian"`, real values.
-        device: where the parameters are.
-        dtype: of which type.
 
     Attributes:
         weight: W, [hidden, visible].
@@ -120,9 +116,7 @@ class RBM(nn.Module):
         """Return the mean free energy of data over that of samples: its gradient is that of contrastive divergence.
 
         Samples are `gibbs(v, k)` for CD-k, or the state of a chain for persistent CD; the two may differ in rows.
-
-        Raises:
-            InputError: there are no rows, or values that visible units of this kind do not take.
+        Raises an InputError where there are no rows, or values that visible units of this kind do not take.
         """
         v, samples = self._rows(v), self._rows(samples).detach()
         check_values(v, KINDS[self.kind], "the batch")
@@ -133,15 +127,12 @@ class RBM(nn.Module):
     def pseudo_log_likelihood(
         self, v: Tensor, flips: int | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Return the sum over visible units i of log p(v_i | all others), for binary units; Besag (1975).
+        """Return the sum [...] over visible units i of log p(v_i | all others), for binary units; Besag (1975).
 
         Args:
             v: zeros and ones, [..., visible].
             flips: how many units, drawn for each row, stand for all of them; None is all, and exact.
             generator: of those draws.
-
-        Returns:
-            [...], at most 0.
 
         Raises:
             UsageError: the visible units are Gaussian.

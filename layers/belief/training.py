@@ -1,8 +1,7 @@
 """Contrastive divergence, written for speed: three matrix products a step, and noise drawn for many steps at once.
 
-A bias is the weight of a unit that is always on. With one such unit on each side, weights and biases are one matrix
-[hidden + 1, visible + 1]. The corner, where the two meet, is so large that either keeps the other on. So one product
-gives what the hidden units of both phases get, and one is the whole gradient.
+A bias is the weight of a unit that is always on: with one on each side, weights and biases are one matrix
+[hidden + 1, visible + 1]. The corner, where the two meet, is so large that either keeps the other on.
 """
 
 from __future__ import annotations
@@ -54,11 +53,7 @@ class Options:
 
 
 def trainable(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
-    """Return the parameters of these names.
-
-    Raises:
-        UsageError: one is computed from others or is one of a replica, or all are frozen.
-    """
+    """Return these parameters; a UsageError says if one is computed or replicated, or all are frozen."""
     parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     for name in names:
         if name not in parameters:
@@ -95,11 +90,7 @@ class ContrastiveDivergence:
 
     @torch.inference_mode()
     def write(self, epoch: int) -> None:
-        """Put weights and biases into the parameters.
-
-        Raises:
-            UsageError: they are no finite numbers any more.
-        """
+        """Put weights and biases into the parameters, or raise a UsageError where they are not finite."""
         dtype = self._parameters[0].dtype
         if not all(bool(torch.isfinite(part.to(dtype)).all()) for part in self._parts):
             rate = f"learning_rate, which is {self._options.learning_rate:g}"

@@ -12,12 +12,7 @@ __all__ = ["KINDS", "VisibleUnits", "drawn"]
 
 
 def drawn(logits: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return draws of binary units, zeros and ones.
-
-    They are compared in float32 at least: in narrow dtypes, uniform numbers are 0 far too often.
-    `fxopt.cuda_ops.bernoulli_sigmoid` draws alike on every device, from a key; on a CPU it takes ten times as long for
-    the few hundred units of a small batch, and as long for a million.
-    """
+    """Return draws of binary units, compared in float32 at least: narrow numbers are 0 far too often."""
     probability = torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     uniform = torch.empty_like(probability).uniform_(generator=generator)
     return (uniform < probability).to(logits.dtype)

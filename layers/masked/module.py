@@ -33,10 +33,8 @@ _REPLICATED = "_fxopt_replicated"
 
 class Masked(Remade):
     """A module of its own class, whose masked parameters read as zero where their masks say so.
-
-    Reading one gives the parameter, with zeros put back where anything was written since; within the forward it is a
-    view of it, whose gradient is zero in the same places. The masks are no buffers: state dicts, `named_buffers` and
-    what processes send each other know nothing of them. What takes a masked parameter out of its place is refused.
+    Reading puts zeros back; within the forward it gives a view, whose gradient is zero there. The masks are no
+    buffers: state dicts know nothing of them. What takes a masked parameter out of its place is refused.
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
@@ -81,10 +79,7 @@ _PARTS = ("orig", "g", "v")
 
 
 def _put_back(module: nn.Module, name: str) -> None:
-    """Put a parameter that was taken out of the registry itself back into its place.
-
-    `torch.nn.utils.weight_norm` takes one out before it asks, and reads it before that: zeros were put there then.
-    """
+    """Put a parameter back that was taken out of the registry itself, as `torch.nn.utils.weight_norm` does."""
     registered = own_parameters(module)
     parameter = cast("dict[str, Cache]", vars(module)[_SETTLED])[name].last()
     if name not in registered and isinstance(parameter, nn.Parameter):
@@ -110,10 +105,7 @@ _forwards = _Forwards()
 
 
 def masked_module(module: nn.Module, gone: Mapping[str, Tensor]) -> nn.Module:
-    """Return a module of the same class and with the same tensors as `module`, with masks.
-
-    `gone` says of its own parameters, by name, which elements are zero, in booleans of their shape.
-    """
+    """Return a module of the same class and tensors, with `gone`, by name, as the masks of its parameters."""
     new = in_class(module, type(module))
     uninstall(new)
     object.__setattr__(new, "__class__", _masked_class(user_class(type(module)), tuple(gone)))
@@ -135,10 +127,7 @@ def _move_masks(module: nn.Module) -> None:
 
 
 def gone_attribute(name: str) -> str:
-    """Return the attribute by which graphs read which elements of a parameter are zero, to compute with others' help.
-
-    It is another tensor once the masks are others; without masks, where something still reads it, it is false.
-    """
+    """Return the attribute that says which elements of a parameter are zero; false without masks."""
     return f"_fxopt_gone_{name}"
 
 

@@ -1,7 +1,5 @@
-"""Linear layers with two of four weights zero, by the kernels for sparse tensor cores.
-
-`torch.sparse.to_sparse_semi_structured` packs a weight for them, on CUDA: 16-bit floats, rows in multiples of 32 and
-columns in multiples of 64.
+"""Linear layers with two of four weights zero, by the kernels for sparse tensor cores: 16-bit floats on CUDA.
+Rows come in multiples of 32 and columns in multiples of 64.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The convolutions of PyTorch Geometric, computed over compressed rows.
-
-Each function takes the layer, what is kept, x [n, in], edge_index [2, E] and what the edges have, and returns [n, out];
-or None where the layer's own forward has to say what is wrong.
+"""The convolutions of PyTorch Geometric over compressed rows: [n, out] of x [n, in] and edge_index [2, E].
+None is returned where the layer's own forward has to say what is wrong.
 """
 
 # pyright: reportMissingTypeStubs=false
@@ -17,10 +15,9 @@ from torch import Tensor, nn
 
 from ...compat import has_hooks, wants_gradients
 from ...runtime.values import user_class
-from .kept import KeptGraphs
+from .kept import KeptGraphs, is_small
 from .products import at_edges, neighbour_sums, normalized_in_parts, normalized_sums
 from .rows import Part, Rows, rows_of
-from .sights import is_small
 
 __all__ = ["gat", "gatv2", "gcn", "gin", "sage"]
 
@@ -110,10 +107,7 @@ def gat(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr: T
 
 
 def _few_columns(x: Tensor, weights: Tensor) -> Tensor:
-    """Return `x @ weights` for few columns, computed the other way round.
-
-    On one thread with AVX-512, [10000, 64] x [64, 2] takes 0.87 ms as `x @ weights` and 0.17 ms so.
-    """
+    """Return `x @ weights` for few columns, the other way round: [10000, 64] x [64, 2] in a fifth of the time."""
     return (weights.t() @ x.t()).t()
 
 

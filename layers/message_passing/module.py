@@ -11,8 +11,7 @@ from torch.compiler import is_compiling
 from ...compat import has_global_hooks, has_hooks
 from ...runtime.graphs import uninstall
 from ...runtime.values import Remade, class_recipe, in_class, subclass, user_class
-from .kept import KeptGraphs
-from .sights import Sights, is_small
+from .kept import KeptGraphs, Sights, is_small
 from .supported import CONVOLUTIONS, takes
 
 __all__ = ["CompressedMessages", "compressed", "is_compressed"]
@@ -30,9 +29,8 @@ _UNOBSERVED = "_fxopt_calls_unobserved"
 
 class CompressedMessages(Remade):
     """A convolution of its own class, with its own parameters, whose calls go over compressed rows of the graph.
-
-    Calls of another kind (other devices, sparse tensors, pairs of features, attention weights to be returned, dropout
-    in training), and what is compiled, exported or traced, run the layer's own forward.
+    The layer's own forward runs other calls (devices, sparse tensors, pairs, attention weights, dropout in training),
+    and what is compiled, exported or traced.
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
@@ -84,10 +82,7 @@ class CompressedMessages(Remade):
 
 
 def compressed(module: nn.Module, beside: nn.Module, *, trains: bool) -> nn.Module:
-    """Return a module of the same class and tensors that goes over compressed rows, in training too if it `trains`.
-
-    Such layers in the model `beside` it share what they keep.
-    """
+    """Return a module that goes over compressed rows, sharing what is kept with those `beside` it."""
     new = in_class(module, type(module))
     uninstall(new)
     object.__setattr__(new, "__class__", _compressed_class(user_class(type(module))))

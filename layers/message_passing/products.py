@@ -48,7 +48,6 @@ def normalized_sums(x: Tensor, scores: Tensor, rows: Rows) -> Tensor:
 
 def normalized_in_parts(x: Tensor, scores: Callable[[int, Part], Tensor], rows: Rows, *, largest: float) -> Tensor:
     """Return the same for several heads [targets, heads, C], some edges at a time; without a gradient.
-
     `scores` gives those of a head and a part, to be overwritten; none is further from zero than `largest`.
     """
     heads, channels = x.shape[1:]

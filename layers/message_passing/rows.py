@@ -16,10 +16,7 @@ _PART = 2**16
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The edges into some nodes that follow each other.
-
-    `edges` and `nodes` are places of the first one and behind the last; `rows` are the targets from the first node on.
-    """
+    """The edges, and the nodes that they lead to, of a range from the first to behind the last."""
 
     edges: slice
     nodes: slice
@@ -32,8 +29,7 @@ class Part:
 @dataclass(eq=False)
 class Rows:
     """Edges sorted by the node that they lead to; what is computed from them is kept.
-
-    `offsets` [targets + 1] is where the edges into each node begin, `sources` [E] where each comes from, `order` [E]
+    `offsets` [targets + 1]: where the edges into each node begin; `sources` [E]: where each comes from; `order` [E]:
     its place among those given; `uses` counts how often each layer went over them.
     """
 
@@ -91,7 +87,6 @@ class Rows:
 
     def of_heads(self, heads: int) -> Rows:
         """Return the rows of as many graphs as there are heads, one after another.
-
         Head h of source j is j * heads + h, as features are laid out; head h of target i is h * targets + i.
         """
         if heads == 1:

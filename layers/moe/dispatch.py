@@ -43,10 +43,8 @@ def mixture(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return the weighted sum [tokens, out] of what the experts give that each token of x [tokens, in] chose.
-
-    A token's experts, `indices` [tokens, k] int64, differ from each other; `weights` are [tokens, k]. The lowerings
-    differ by rounding only; without one that is possible, shapes, dtypes and the busiest expert's load decide, in
-    traced code shapes alone. The sum has `dtype`, or that of the outputs.
+    `indices` [tokens, k] int64 differ in a row; `weights` are [tokens, k]. Lowerings differ by rounding only: shapes,
+    dtypes and the busiest expert's load choose one, in traced code shapes alone. The sum has `dtype`, or the outputs'.
     """
     task = Task(x, indices, projections, compute)
     if lowering is None or not may_look(x) or lowering not in possible_lowerings(task):
@@ -67,10 +65,7 @@ def possible_lowerings(task: Task) -> list[Lowering]:
 
 
 def choose_lowering(task: Task) -> Lowering:
-    """Return the lowering to take, by rules that come from measurements (docs/layers/mixture_of_experts.md).
-
-    Where the data are not to be looked at, shapes alone decide.
-    """
+    """Return the lowering to take, by measured rules (docs/layers/mixture_of_experts.md); while tracing by shapes."""
     if not may_look(task.x):
         return "grouped" if task.x.is_cuda and _has_kernel(task) and _can_group(task) else "blocks"
     if not all(projection.is_stacked for projection in task.projections) or len(task.x) == 0:

@@ -37,11 +37,11 @@ def _rows(routing: Tensor) -> Tensor:
 class FusedExperts(nn.Module):
     """Apply experts to the tokens that chose them; it holds no tensors.
 
-    `linears` says of each linear layer whether weights are [experts, in, out], and whether it has a bias. By `routing`,
-    choices are: `chosen`, with weights [tokens, k]; `scores`, weighed by [tokens, experts]; `mask`, [tokens, experts],
-    the weights likewise; `shared`, a mask and weights [tokens, 1]; `slots`, a mask [tokens, slots, experts] and weights
-    [tokens, slots]. Numbers up to `spare` past the last expert's stand for none. Results have the inputs' dtype if it
-    `adds_to_inputs`, else the experts'. `lowering` holds for half to twice as many `tokens`, or for all.
+    `linears`: are weights of each layer [experts, in, out], and is there a bias. Choices, by `routing`: `chosen`,
+    weights [tokens, k]; `scores`, weighed by [tokens, experts]; `mask`, both [tokens, experts]; `shared`, a mask and
+    weights [tokens, 1]; `slots`, [tokens, slots, experts] and [tokens, slots]. Numbers up to `spare` past the last
+    expert are none. Results have the inputs' dtype if it `adds_to_inputs`. `lowering` holds for half to twice as many
+    `tokens`, or all.
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
@@ -59,7 +59,6 @@ class FusedExperts(nn.Module):
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, *tensors: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs [..., out] for inputs [..., in].
-
         `tensors` are weight and bias of each linear layer, stacked; weights of None weigh all alike.
         """
         projections = list(self._projections(tensors))

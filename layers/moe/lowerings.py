@@ -47,7 +47,6 @@ _Sum = Callable[["Task", Tensor, "torch.dtype | None"], Tensor]
 
 class Projection(NamedTuple):
     """One linear layer of all experts: weights [experts, out, in], or [experts, in, out] if `transposed`.
-
     They, and the biases [experts, out], may be a tensor for each expert, which the loop alone can use.
     """
 
@@ -74,7 +73,6 @@ class Projection(NamedTuple):
 
     def members(self) -> tuple[Sequence[Tensor], Sequence[Tensor] | None]:
         """Return weights and biases that can be indexed by expert.
-
         Where gradients are wanted, stacked tensors are cut once: a gradient of every cut is as large as the stack.
         """
         return _cut(self.weight), None if self.bias is None else _cut(self.bias)
@@ -154,10 +152,7 @@ def combine(outputs: Tensor, weights: Tensor, dtype: torch.dtype | None = None) 
 
 
 def _added(task: Task, rows: Tensor, weights: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the weighted sum [tokens, out] of rows [pairs, out], one for each sorted pair.
-
-    Each is added in its place, which saves a copy in the order of the tokens. GPUs add in any order, so they copy.
-    """
+    """Return the weighted sum [tokens, out] of rows [pairs, out]; on CPUs each is added in its place."""
     if task.x.device.type != "cpu":
         return combine(task.unsorted(rows), weights, dtype)
     own = _exact(weights).reshape(-1).index_select(0, task.pairs.order).unsqueeze(1)
@@ -173,7 +168,6 @@ def _exact(weights: Tensor) -> Tensor:
 
 def loop_over_experts(x: Tensor, indices: Tensor, num_experts: int, expert: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Call experts one after another, each with its own tokens, and return their outputs [tokens, k, out].
-
     `expert` gives [n, out] of an expert, by its number, for its tokens [n, in]; those that have none are not called.
     """
     tokens, k = indices.shape
@@ -277,9 +271,8 @@ def _padded(task: Task) -> Tensor:
 
 def outputs_in_blocks(task: Task) -> Tensor:
     """Give each expert as many short blocks as it needs, and copy its weights for each: [tokens, k, out].
-
-    Shapes follow from shapes, so that it can be traced. A block is as long as the average number of tokens of an
-    expert: twice as many blocks as experts are always enough.
+    Shapes follow from shapes, for tracing: with blocks of an expert's average number of tokens, twice as many as
+    experts are always enough.
     """
     x, pairs, (tokens, k), experts = task.x, task.pairs, task.indices.shape, task.num_experts
     is_symbolic = _is_symbolic(tokens)
@@ -315,10 +308,7 @@ def _cells(task: Task, starts: Tensor, length: int) -> Tensor:
 
 
 def _tokens(task: Task, experts: Tensor, skipped: Tensor, length: int) -> Tensor:
-    """Return which token is in each cell of blocks of a length [blocks, length].
-
-    Cells that are left hold the expert's last one again: a row of zeros may have no finite gradient.
-    """
+    """Return which token is in each cell [blocks, length]; cells that are left hold the expert's last one."""
     pairs = task.pairs
     last = (pairs.ends - 1).clamp(min=0).index_select(0, experts).unsqueeze(1)
     first = (pairs.ends - pairs.counts).index_select(0, experts) + skipped

@@ -123,7 +123,6 @@ class Router(nn.Module):
 
     def _limited(self, indices: Tensor, weights: Tensor) -> Tensor:
         """Return the weights, zero where an expert is full already.
-
         All first choices come before all second ones, and earlier tokens before later ones (GShard, algorithm 1).
         """
         tokens, experts = indices.shape[0], self.weight.shape[0]
@@ -168,9 +167,9 @@ def load_balancing_loss(probabilities: Tensor, indices: Tensor, num_experts: int
 
 
 def router_z_loss(logits: Tensor) -> Tensor:
-    """Return the mean over tokens of the squared log-sum-exp of their logits [tokens, experts].
+    """Return the mean over tokens of the squared log-sum-exp of logits [tokens, experts]; 0 without tokens.
 
-    It keeps logits small, where rounding hurts less (ST-MoE, Zoph et al. 2022, eq. 5). Without tokens it is 0.
+    It keeps logits small, where rounding hurts less (ST-MoE, Zoph et al. 2022, eq. 5).
     """
     return _mean(torch.logsumexp(logits, -1).square())
 

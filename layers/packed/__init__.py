@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from .activations import NO_ACTIVATION, Activation, known_activations
 from .convolution import Geometry, PackedConvolution
-from .linear import PackedLinear
+from .linear import PackedLinear, TransposedLinear
 from .narrow import keep_narrow
 from .recurrent import PackedLSTM, Recurrence
 from .released import ReleasedWeight, refuse_checkpoints, release_weight
-from .transposed import TransposedLinear
 from .weights import Packed, why_not_packed
 
 __all__ = [

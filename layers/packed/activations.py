@@ -17,17 +17,13 @@ __all__ = ["NO_ACTIVATION", "Activation", "known_activations"]
 
 @dataclass(frozen=True)
 class Activation:
-    """An element-by-element function behind a product.
-
-    `fixed` arguments are by name; `free` are names of the `numbers` that it reads. `kernel` is what oneDNN calls it; ""
-    where there is none that is right.
-    """
+    """An element-by-element function behind a product."""
 
     operator: str = ""
-    fixed: tuple[tuple[str, Any], ...] = ()
-    free: tuple[str, ...] = ()
+    fixed: tuple[tuple[str, Any], ...] = ()  # arguments by name
+    free: tuple[str, ...] = ()  # names of the `numbers` that it reads
     numbers: tuple[float, ...] = ()
-    kernel: str = ""
+    kernel: str = ""  # what oneDNN calls it; "" where there is none that is right
     kind: str = ""
 
     @property

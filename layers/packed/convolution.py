@@ -22,19 +22,15 @@ __all__ = ["Geometry", "PackedConvolution"]
 
 @dataclass(frozen=True)
 class Geometry:
-    """The settings of a convolution, one number for each dimension that it moves along.
-
-    `size` is that of the inputs that the weight is packed for, None for any; `padding_after` are zeros behind the input
-    where they differ.
-    """
+    """The settings of a convolution, one number for each dimension that it moves along."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
     output_padding: tuple[int, ...] | None = None
-    size: tuple[int, ...] | None = None
-    padding_after: tuple[int, ...] | None = None
+    size: tuple[int, ...] | None = None  # of the inputs that the weight is packed for, None for any
+    padding_after: tuple[int, ...] | None = None  # zeros behind the input where they differ
 
     @property
     def rank(self) -> int:
@@ -42,10 +38,7 @@ class Geometry:
 
     @cached_property
     def even(self) -> Geometry:
-        """Return the settings for kernels, which pad alike on both sides; `part` is what is wanted of their results.
-
-        A kernel that starts a number of whole strides earlier gives that many results too many.
-        """
+        """Return the settings for kernels that pad alike, and `part`, what is wanted of their results."""
         if self.padding_after is None:
             return self
         most = zip(self.padding, self.padding_after, self.stride, strict=True)
@@ -78,10 +71,8 @@ class _Weight:
 
 class PackedConvolution(Packed):
     """Compute a convolution, and the activation behind it, on a packed weight; or as torch does where that cannot be.
-
-    What suits one size of images may be rearranged at each call for another, which takes far longer than the
-    convolution: for all other sizes, a weight is packed a second time. `given` and `gives` are types of the input,
-    beside float32, and of the result.
+    Other sizes than the first have a weight of their own: rearranging at each call takes longer than the convolution.
+    `given` and `gives` are types of the input, beside float32, and of the result.
     """
 
     __name__ = "packed_convolution"

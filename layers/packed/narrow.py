@@ -18,10 +18,7 @@ _ALONE = 3
 
 
 def keep_narrow(graph: fx.Graph, *, exactly: bool = False) -> None:
-    """Let results of packed layers in bfloat16 stay so where only others of their kind read them.
-
-    That changes no number where nothing is added to them or multiplied with them, as where it is done `exactly`.
-    """
+    """Let bfloat16 results of packed layers stay so where only such read them; `exactly`: with equal numbers."""
     _keep_convolutions_narrow(graph)
     _keep_linears_narrow(graph, exactly=exactly)
 

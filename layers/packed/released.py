@@ -44,12 +44,8 @@ def _wanted(func: Any, what: str) -> str:
 
 
 class ReleasedWeight(nn.Parameter):
-    """Stand for a parameter that was packed and then freed: it has shape and dtype, and lies on the meta device.
-
+    """Stand for the parameter `name` that was packed and then freed: shape and dtype, on the meta device.
     Whatever wants its numbers raises StateError: `state_dict()`, `.to()`, copies, pickles, other forwards, gradients.
-
-    Attributes:
-        name: what it is called in the model.
     """
 
     name: str = ""

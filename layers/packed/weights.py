@@ -20,10 +20,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def why_not_packed(weight: Tensor) -> str:
-    """Return why kernels do not take a weight, or why a change of it would not be seen; "" where it can be packed.
-
-    One on the meta device may be packed when it has come to the CPU.
-    """
+    """Return why kernels do not take a weight, or miss a change of it; "" where it can be packed."""
     unseen = why_unseen(weight)
     if unseen:
         return f"its weight {unseen}"
@@ -48,9 +45,8 @@ def _is_row(bias: Tensor, count: int) -> bool:
 
 class Packed(Keeping):
     """Compute a layer on a weight that is packed when it is first needed, and anew where it was changed.
-
-    A rewritten graph calls it with the layer's own tensors; copies and pickles begin without what is packed. `settings`
-    tell one from another; `behind` is what the kernel computes behind the layer.
+    A graph calls it with the layer's own tensors; copies and pickles begin without what is packed. `settings` tell one
+    from another; `behind` is what the kernel computes behind the layer.
     """
 
     operator = "packed"
@@ -67,8 +63,7 @@ class Packed(Keeping):
         dtypes: tuple[torch.dtype, ...] = (torch.float32,),
     ) -> bool:  # fmt: skip
         """Say whether kernels may compute with these: nobody wants gradients, and they are plain tensors of `dtypes`.
-
-        Kernels look at no more of a bias than where it begins: it must be one number for each of the outputs, in order.
+        Kernels read a bias from where it begins: one number for each of the outputs, in order.
         """
         if wants_gradients(x, weight, bias, other):
             return False

@@ -1,8 +1,6 @@
-"""Node-disjoint triads of a graph: the best ones, found in rounds on scattered extremes.
-
-Nodes are numbered from the best to the worst here, and a triad lists them in this order. The score of a triad is the
-sum of those of its nodes; of triads with equal sums the one whose nodes come first is better. So the order of triads is
-total, and what the rounds take is what a loop over all triads, the best first, would take.
+"""Node-disjoint triads of a graph: what a loop over all triads, the best first, would take, found in rounds.
+Nodes are numbered from the best to the worst, and a triad lists them so. Its score is the sum of its nodes'; of equal
+sums the one whose nodes come first is better, so that the order is total.
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ __all__ = ["disjoint_triads", "disjoint_wedges"]
 
 def disjoint_triads(triads: Tensor, score: Tensor) -> Tensor:
     """Return those of some triads [triads, 3] that are taken where the best comes first and no node is used twice.
-
-    A triad is taken in a round when it is the best at each of its nodes, by falling scores; then all go that share a
-    node with it. That takes few rounds where scores are random, and one for each triad along a rising chain.
+    A triad is taken in a round when it is the best at each of its nodes; those that share a node with it go.
     """
     left, taken = _best_first(triads.sort(1).values, score), [triads[:0]]
     while left.numel():
@@ -30,9 +26,8 @@ def disjoint_triads(triads: Tensor, score: Tensor) -> Tensor:
 
 def disjoint_wedges(edge_index: Tensor, score: Tensor) -> Tensor:
     """Return what `disjoint_triads` takes of all connected triads, open and closed, in memory for the edges alone.
-
-    The best one with a node in the middle and an edge there joins the edge to the best other neighbour; whatever wins a
-    round is one of these. Edges [2, edges] are in both directions, without self-loops, sorted.
+    The best one at a node and an edge there joins the edge to the best other neighbour; whatever wins a round is one of
+    these. Edges [2, edges] are in both directions, without self-loops, sorted.
     """
     taken = [edge_index.new_empty((0, 3))]
     while True:

@@ -133,12 +133,9 @@ class RO3Pooling(nn.Module):
         batch: Tensor | None = None,
         batch_size: int | None = None,
     ) -> Tensor:
-        """Return the pooled graphs; see the class for shapes.
+        """Return the pooled graphs, see the class; without `batch_size`, `batch` is searched for the last one.
 
-        Args:
-            batch_size: number of graphs; without it, `batch` is searched for the last one, which waits for the device.
-                The operators that check the edges and go through triples wait in any case: how many edges and
-                triangles there are, and nodes in a graph, is in the data.
+        The operators that check the edges and go through triples wait for the device in any case.
         """
         check_edge_index(edge_index)
         self._check(x, edge_index, edge_attr, batch)
@@ -255,9 +252,8 @@ def _check_options(
 
 def sums_by_edges(x: Tensor, weights: Tensor, edges: Tensor, batch: Tensor, num_graphs: int, limit: int) -> Tensor:
     """Return the sums of x_i x_j x_k over the triples without an edge, with one, two and three: [graphs, 4, C].
-
-    A weight [m, 1] is an edge to that share: of a triple with a, b and c, the share a b (1 - c) + a c (1 - b) + b c (1
-    - a) has two. Takes x [n, C], simple oriented edges [2, m], and a limit in bytes.
+    A weight [m, 1] is an edge to that share: a triple with a, b, c has two to a b (1-c) + a c (1-b) + b c (1-a).
+    Takes x [n, C], simple oriented edges [2, m], and a limit in bytes.
     """
 
     def by_graph(values: Tensor, nodes_graph: Tensor) -> Tensor:

@@ -27,13 +27,9 @@ Pooled = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]
 
 
 class SelectTriads(Select):
-    """Put disjoint triads of nodes into clusters, those with the highest scores first; other nodes stay alone.
-
-    The arguments are those of `RO3TriadPooling`.
-
-    Shape:
-        - x: [nodes, in_channels]; edge_index: [2, edges]; batch: [nodes]
-        - a `SelectOutput`: `cluster_index` of each node, and as `weight` the gate of its cluster, 1 for a node alone
+    """Put disjoint triads into clusters, those with the highest scores first; arguments as of `RO3TriadPooling`.
+    Takes x [nodes, in_channels], edge_index [2, edges], batch [nodes]; gives a `SelectOutput` with the `cluster_index`
+    of each node and the gate of its cluster, 1 for a node alone, as `weight`.
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
@@ -99,11 +95,8 @@ class SelectTriads(Select):
 
 
 class ContractEdges(Connect):
-    """Join edges that lead between the same clusters, and sum their features; edges inside a cluster go.
-
-    Shape:
-        - edge_index: [2, edges]; edge_attr: [edges, *] or None
-        - a `ConnectOutput` with edges between clusters, sorted
+    """Join edges between the same clusters, and sum their features; edges inside a cluster go.
+    Takes edge_index [2, edges] and edge_attr [edges, *] or None; gives a sorted `ConnectOutput`.
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
@@ -194,29 +187,27 @@ class RO3TriadPooling(nn.Module):
     ) -> Pooled:
         """Return x [clusters, channels], edge_index [2, edges], edge_attr, batch, perm and score [clusters].
 
-        Args:
-            x: [nodes, channels]; of `in_channels` channels where `attn` is left out.
-            edge_index: [2, edges] int64.
-            edge_attr: [edges, *], summed where edges are joined.
-            batch: [nodes] int64, the graph of each node; None for one graph.
-            attn: [nodes, in_channels], scored in the place of x.
-
-        Raises:
-            UsageError: an argument is not of that form.
+        Takes x [nodes, channels] (`in_channels` of them without attn), edge_index [2, edges] int64, edge_attr [edges,
+        *], summed where edges join, batch [nodes] int64, and attn [nodes, in_channels], scored in the place of x.
+        Raises a UsageError where an argument is not of that form.
         """
         check_edges(edge_index, len(x))
         edge_index = edge_index.contiguous()
         batch = edge_index.new_zeros(len(x)) if batch is None else batch
         _check_graphs(edge_index, edge_attr, batch, len(x))
-        if attn is not None and len(attn) != len(x):
+        attn = self._scored(x if attn is None else attn, edge_index)
+        if len(attn) != len(x):
             raise UsageError(f"attn has {len(attn)} rows; give one for each of {len(x)} nodes")
-        chosen = self.select(x if attn is None else attn, edge_index, batch)
+        chosen = self.select(attn, edge_index, batch)
         perm = _first_of_each(chosen.cluster_index, chosen.num_clusters)
         score = chosen.weight[perm]
         joined = self.reduce(x, chosen.cluster_index, dim_size=chosen.num_clusters, dim=0)
         joined = joined * score.view(-1, *[1] * (x.dim() - 1)) * self.multiplier
         graphs = self.connect(chosen, edge_index, edge_attr, batch)
         return joined, graphs.edge_index, graphs.edge_attr, graphs.batch, perm, score
+
+    def _scored(self, attn: Tensor, edge_index: Tensor) -> Tensor:
+        return attn
 
     def extra_repr(self) -> str:
         limit = f"ratio={self.ratio}" if self.min_score is None else f"min_score={self.min_score}"
@@ -247,10 +238,8 @@ def _check(in_channels: object, ratio: object, triads: object, min_score: object
 
 
 def _best_first(score: Tensor, batch: Tensor) -> Tensor:
-    """Return the nodes, those with the highest scores first.
-
-    Ties are broken by a scrambled place in the graph: by the place itself, neighbours in a path of equal nodes would be
-    taken one after another, in a round each.
+    """Return the nodes, those with the highest scores first; ties are broken by a scrambled place in the graph.
+    By the place itself, neighbours in a path of equal nodes would be taken in a round each.
     """
     place = _place_in_group(batch)
     mixed = place * 0x5851F42D4C957F2D
@@ -273,15 +262,7 @@ def _first_of_each(cluster: Tensor, clusters: int) -> Tensor:
 
 
 class SAGTriadPooling(RO3TriadPooling):
-    """Pool triads by the output of a graph network with one channel, in the place of the features.
-
-    Args:
-        gnn: called with features and edges; gives a number for each node.
-        options: of `RO3TriadPooling`.
-
-    Shape:
-        - as of `RO3TriadPooling`
-    """
+    """Pool triads by the output of `gnn`, a number for each node; `options` as of `RO3TriadPooling`."""
 
     def __init__(self, gnn: nn.Module, **options: Any) -> None:
         super().__init__(1, **options)
@@ -289,15 +270,5 @@ class SAGTriadPooling(RO3TriadPooling):
         for name in ("select", "reduce", "connect"):  # state dicts list the scorer first, as `SAGPooling` does
             self.add_module(name, self._modules.pop(name))
 
-    def forward(
-        self,
-        x: Tensor,
-        edge_index: Tensor,
-        edge_attr: Tensor | None = None,
-        batch: Tensor | None = None,
-        attn: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor]:
-        """Return what `RO3TriadPooling` does, scored by the network's numbers [nodes, 1] of attn, or else of x."""
-        attn = x if attn is None else attn
-        attn = self.gnn(attn.view(-1, 1) if attn.dim() == 1 else attn, edge_index)
-        return super().forward(x, edge_index, edge_attr, batch, attn)
+    def _scored(self, attn: Tensor, edge_index: Tensor) -> Tensor:
+        return self.gnn(attn.view(-1, 1) if attn.dim() == 1 else attn, edge_index)

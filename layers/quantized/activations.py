@@ -28,9 +28,7 @@ _STEPS = 127 if needs_reduced_range() else 255
 @dataclass(frozen=True)
 class Range(Factors):
     """Which numbers, 0 to 255, stand for an activation: x / scale + zero_point, rounded.
-
-    Raises:
-        StateError: if the scale is no positive number, or the zero point no whole number from 0 to 255.
+    Raises a StateError if the scale is no positive number, or the zero point no whole number from 0 to 255.
     """
 
     scale: float
@@ -47,7 +45,6 @@ class Range(Factors):
 
     def rounded(self, x: Tensor) -> Tensor:
         """Return an activation rounded to what its numbers stand for.
-
         The slope is 1 within the range and up to half a step outside of it, as far as rounding goes; else 0.
         """
         half = 0.5 * self.scale * (1 + _SLACK)
@@ -58,10 +55,7 @@ class Range(Factors):
 
 
 def quantized_at_once(x: Tensor) -> Tensor:
-    """Return an activation rounded to 8 bits with one scale and zero point for all of it; gradients pass.
-
-    This is what `int8_product_dynamic` does to its input.
-    """
+    """Return an activation rounded to 8 bits as `int8_product_dynamic` does its input: one scale; gradients pass."""
     if not x.numel():
         return x
     wide = x.detach().float()
@@ -81,10 +75,7 @@ def in_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:
-    """Return the numbers, uint8, that stand for an activation; those of a NaN say nothing.
-
-    An activation whose gradient is wanted is returned as it is, for the layers behind it to round.
-    """
+    """Return the numbers, uint8, that stand for an activation; itself where its gradient is wanted."""
     if torch.is_grad_enabled() and x.requires_grad:
         return x
     if _has_kernel(x):

@@ -21,7 +21,6 @@ __all__ = ["ASKED", "HeldWeight", "HoldsWeight", "QuantizedLayer", "check_in_flo
 
 class QuantizedLayer(nn.Module):
     """Be one operation for whoever traces a model; keep a packed form that copies and pickles leave out.
-
     The buffers keep their types: `.half()` and the like change the parameters only.
     """
 
@@ -59,7 +58,6 @@ class QuantizedLayer(nn.Module):
 
 class HoldsWeight(QuantizedLayer):
     """Hold the weight of a linear layer or a convolution as small numbers with scales, see `quantized`.
-
     `dtype` is that of the weight they stand for, `dim` its dimension of outputs; the bias [outputs] stays.
     """
 
@@ -77,10 +75,7 @@ class HoldsWeight(QuantizedLayer):
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight that the numbers stand for, made when it is computed with; writing into it changes nothing.
-
-        It has the shape of the original layer's.
-        """
+        """Return the weight that the numbers stand for, made when it is used; writing into it changes nothing."""
         if runs_simulation() or not is_plainly_eager():
             return self._original()
         values, _ = self.held
@@ -134,10 +129,7 @@ _METHODS = {getattr(Tensor, name) for name in ("dim", "is_floating_point", "nume
 
 
 class HeldWeight(Tensor):
-    """Answer for its shape, type and device at no cost; for anything else be made, anew each time, of floats.
-
-    Forwards ask a weight for its type (T5's does). Writing into it changes nothing.
-    """
+    """Answer for shape, type and device at no cost; for anything else be made of floats, anew each time."""
 
     make: Callable[[], Tensor]
 

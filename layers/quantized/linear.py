@@ -39,9 +39,8 @@ _BLOCK = 16
 
 class QuantizedLinear(HoldsWeight):
     """Compute `x @ weight.T + bias` with the numbers and scales of a weight.
-
-    Compilers and exporters get what the kernel computes in plain operators. Under transforms and outside the CPU it
-    computes with the weight that the numbers stand for; gradients flow to the input and the bias as if it always did.
+    Compilers and exporters get plain operators. Under transforms and outside the CPU it computes with the weight that
+    the numbers stand for; gradients flow to the input and the bias as if it always did.
     """
 
     def __init__(
@@ -151,10 +150,7 @@ class Int4WeightLinear(_WithNarrowActivations):
 
 
 class Float8Linear(QuantizedLinear):
-    """Hold the weight in float8; multiply with activations in float8, one scale for each row, where a GPU can.
-
-    Elsewhere the weight is made wide again at each call.
-    """
+    """Hold the weight in float8; multiply float8 rows, one scale each, where a GPU can, else in floats."""
 
     form: ClassVar[str] = "float8"
 
@@ -210,7 +206,6 @@ class _WithGradient(torch.autograd.Function):
 
 class TiedInt8Linear(QuantizedLayer):
     """Quantize activations at each call, and multiply integers of 8 bits that are made of a weight which stays.
-
     They are made anew where it was changed, and are in no state dict. Calls that want gradients, compilers and
     exporters get the linear layer.
     """

@@ -18,9 +18,8 @@ __all__ = ["Int8DynamicLSTM"]
 
 class Int8DynamicLSTM(QuantizedLayer):
     """Quantize activations at each step, and multiply integers of 8 bits.
-
-    What its kernel does not take (packed sequences, no batch, calls that want gradients) runs as the LSTM with the
-    weights that the numbers stand for.
+    Packed sequences, inputs without a batch and calls that want gradients run as the LSTM with the weights that the
+    numbers stand for.
     """
 
     def __init__(self, lstm: nn.LSTM, weights: Mapping[str, tuple[Tensor, Tensor]]) -> None:

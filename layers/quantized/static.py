@@ -33,7 +33,6 @@ _OF_KERNELS = (torch.uint8, torch.float32, torch.bfloat16)
 @dataclass(frozen=True)
 class IntegerEpilogue:
     """What a layer computes of its result, too: "relu" or "none", then numbers of `output`; None returns floats.
-
     Floats are laid out as torch.nn does if `contiguous`; None: if the input is.
     """
 
@@ -44,7 +43,6 @@ class IntegerEpilogue:
 
 class StaticLayer(HoldsWeight):
     """Compute a layer with numbers of 8 bits on both sides.
-
     Under compilers, exporters and transforms, in other types and outside the CPU, it computes what the numbers stand
     for; gradients flow to the input and the bias as if it always did.
     """
@@ -65,7 +63,6 @@ class StaticLayer(HoldsWeight):
         contiguous: bool | None = None,
     ) -> Tensor:
         """Compute the layer, and what a graph says of the operations behind it, see `IntegerEpilogue`.
-
         The input is floats, or uint8 by the layer's own range; `scales` and `bias` have a norm folded in; `output` is
         scale and zero point of the numbers to return.
         """

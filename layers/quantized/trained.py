@@ -32,10 +32,7 @@ _LARGEST = 255
 
 
 class _Counting(nn.Module):
-    """A module that stops to observe after `freeze_after` training forwards (None: never).
-
-    Old checkpoints lack its state.
-    """
+    """A module that observes until `freeze_after` training forwards (None: ever); old checkpoints lack its state."""
 
     _fxopt_added_tensors: ClassVar[tuple[str, ...]] = ("forwards", "frozen")
 
@@ -69,9 +66,8 @@ class _Counting(nn.Module):
 
 class FakeQuantized(_Counting):
     """Mix into a layer of torch.nn: it computes with its input and weight rounded to 8 bits.
-
-    The weight has one scale for each output, or one for all: its largest element by 127, as in the layer that takes its
-    place. The range of the input is a moving average, or is learned (LSQ).
+    The weight has one scale for each output, or one for all: its largest element by 127. The range of the input is a
+    moving average, or is learned (LSQ).
     """
 
     _fxopt_is_operation: ClassVar[bool] = True

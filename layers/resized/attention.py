@@ -12,11 +12,7 @@ __all__ = ["ResizedAttention"]
 
 
 class ResizedAttention(nn.MultiheadAttention):
-    """Attend as `nn.MultiheadAttention`, whose width is the number of heads times `head_dim`, their own width.
-
-    All other sizes are those of the weights, whatever was cut from them; tensors have the same names. It never takes
-    torch's fast path.
-    """
+    """Attend as `nn.MultiheadAttention` with heads of `head_dim`, other sizes as the weights have them."""
 
     head_dim: int
 

@@ -23,19 +23,15 @@ __all__ = ["Opened", "UnchangedGuard"]
 
 @dataclass(frozen=True)
 class Opened:
-    """A module inside another one, as it was when its call was written out, or one on the way to it.
-
-    `settings` are attributes as they were written out, `reads` the names of all that count; `without` are parameters
-    and buffers that are None; `children` is their number, or None where that does not count.
-    """
+    """A module inside another one, as it was when its call was written out, or one on the way to it."""
 
     path: str
     kind: type[nn.Module]
-    settings: tuple[tuple[str, Any], ...]
+    settings: tuple[tuple[str, Any], ...]  # attributes as they were written out
     has_graph: bool
-    reads: tuple[str, ...]
-    without: tuple[str, ...]
-    children: int | None
+    reads: tuple[str, ...]  # the names of all attributes that count
+    without: tuple[str, ...]  # parameters and buffers that are None
+    children: int | None  # how many, or None where that does not count
 
     @classmethod
     def leaf(cls, path: str, module: nn.Module, settings: tuple[tuple[str, Any], ...]) -> Opened:
@@ -44,10 +40,7 @@ class Opened:
 
     @classmethod
     def computed(cls, path: str, module: nn.Module, settings: Iterable[str]) -> Opened:
-        """Return what a layer is now that is computed by something else.
-
-        Its settings are asked for where it is another module, or of another class: it refuses other ones itself.
-        """
+        """Return what a layer is now that is computed by something else; its own class refuses settings."""
         kept = tuple((name, _kept(vars(module)[name])) for name in settings if name in vars(module))
         return cls(path, user_class(type(module)), kept, False, (), _without(module), None)
 
@@ -88,7 +81,6 @@ def _count(module: nn.Module) -> int:
 @dataclass(frozen=True)
 class _Noted:
     """What modules are like: equal as long as they are the same, with the same settings, of the same classes.
-
     `places` at `names` hold `values` of `types`; `registries` are dictionaries of attributes and children, of `sizes`.
     """
 
@@ -106,9 +98,8 @@ class _Noted:
 
 class UnchangedGuard:
     """Say of a module whether those inside of it are what they were when their calls were written out, without hooks.
-
-    What is asked at each call are a few comparisons of lists; copies and pickles look at their modules anew. `compiled`
-    is the answer while `torch.compile` reads the code.
+    At each call lists are compared; copies and pickles look anew. `compiled` answers while `torch.compile` reads the
+    code.
     """
 
     __name__ = "calls_as_found"

@@ -35,18 +35,14 @@ __all__ = [
 
 @dataclass
 class Specialization:
-    """One graph of a module, and when it holds.
-
-    `arguments` says where the value of each placeholder is in the forward's arguments; `reads` are plain attributes
-    whose value, and children whose class, is part of the graph. Where `volatile`, what it computes hangs on attributes
-    that are set while the model runs.
-    """
+    """One graph of a module, and when it holds."""
 
     guards: tuple[Guard, ...]
     graph: fx.Graph
+    # where the value of each placeholder is in the forward's arguments
     arguments: Mapping[str, Source] = field(default_factory=dict[str, Source])
-    reads: frozenset[str] = frozenset()
-    volatile: bool = False
+    reads: frozenset[str] = frozenset()  # plain attributes whose value, and children whose class, is part of the graph
+    volatile: bool = False  # what it computes hangs on attributes that are set while the model runs
 
     def argument(self, placeholder: fx.Node) -> Source:
         """Return where the value of a placeholder is in the forward's arguments."""
@@ -81,32 +77,21 @@ class RegionPlan:
 
 @dataclass(eq=False)
 class Capture:
-    """The graphs of one module, or of several equal ones.
+    """The graphs of one module, or of several equal ones."""
 
-    Attributes:
-        base: the class that the module has without its graphs.
-        specializations: the first whose guards hold is run; with none the module runs its original forward.
-        signature: arguments of the forward, where they differ from those of `base.forward`.
-        misses: reason -> how often no specialization held while the model was being worked on.
-        dropped: why graphs were dropped after capture; a call that none of those left fits is a miss then.
-        lost: why the module's original forward must not run in the place of its graphs; empty if it may.
-        owner: the module that may edit the graphs in place; None while they may be shared.
-        compiled: the class made from the graphs; None where it is not up to date.
-        rewritten: whether a graph was put in here in the place of one that was captured.
-        inactive: whether the original forward runs, and the graphs are only kept; see `deactivate`.
-        regions: by the names that the graphs call them by, the regions to give a module that has none of them yet.
-    """
-
-    base: type[nn.Module]
-    specializations: list[Specialization]
-    signature: Signature | None = None
+    base: type[nn.Module]  # the class that the module has without its graphs
+    specializations: list[Specialization]  # the first whose guards hold is run; with none the original forward is
+    signature: Signature | None = None  # arguments of the forward, where they differ from those of `base.forward`
+    # reason -> how often none held while the model was being worked on
     misses: Counter[str] = field(default_factory=Counter[str])
-    dropped: str = ""
-    lost: str = ""
+    dropped: str = ""  # why graphs were dropped after capture; a call that none of those left fits is a miss then
+    lost: str = ""  # why the original forward must not run in the place of the graphs; empty if it may
+    # the module that may edit the graphs in place; None while they may be shared
     owner: weakref.ref[nn.Module] | None = None
-    compiled: type[nn.Module] | None = None
-    rewritten: bool = False
-    inactive: bool = False
+    compiled: type[nn.Module] | None = None  # the class made from the graphs; None where it is not up to date
+    rewritten: bool = False  # a graph was put in here in the place of one that was captured
+    inactive: bool = False  # the original forward runs, and the graphs are only kept; see `deactivate`
+    # by the names that graphs call them by, those to give a module that has none of them yet
     regions: Mapping[str, RegionPlan] = field(default_factory=dict[str, RegionPlan])
     _parameters: Signature | None = None
     _rebased: dict[type[nn.Module], Capture] = field(default_factory=dict[type[nn.Module], "Capture"])

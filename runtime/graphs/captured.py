@@ -64,10 +64,8 @@ EVAL_ONLY = "_fxopt_eval_only"
 
 
 class Captured(_Module):
-    """Mix into the class of a module that runs from graphs.
-
-    A captured module's class is made on the fly and named like the user's own, from which it derives. Classes are
-    shared by modules with equal code, and never change once made; an edited graph makes a new one (`recompile`).
+    """Mix into the class of a module that runs from graphs, made on the fly and named like the user's own, its base.
+    Classes are shared by modules with equal code, and never change; an edited graph makes a new one (`recompile`).
     """
 
     _fxopt_own: Callable[..., Any]
@@ -220,7 +218,6 @@ def _is_captured_class(cls: type) -> bool:
 
 def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = None) -> Capture:
     """Make `module` run from the graphs of `capture`, or of one rebased to `base`; return what it runs from now.
-
     Raises a CaptureError if its class was changed by something else since it was captured.
     """
     base = base or own_class(module)

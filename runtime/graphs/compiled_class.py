@@ -27,10 +27,7 @@ def dynamic_class(
     signature: Signature | None,
     attributes: dict[str, Any],
 ) -> type[nn.Module]:
-    """Return the subclass of `mixin` and `base` whose forward is `source`, named like `base`.
-
-    The same base, text and objects give the same class, for as long as it is in use.
-    """
+    """Return the one subclass of `mixin` and `base` whose forward is `source`, named like `base`."""
     names = () if source is None else tuple(sorted((name, id(value)) for name, value in source.names.items()))
     key = ("" if source is None else source.text, names)
     return subclass(base, (mixin,), lambda: _captured_body(base, mixin, source, signature, attributes), key=key)

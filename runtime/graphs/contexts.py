@@ -35,18 +35,10 @@ _OPENERS: Mapping[str, Callable[..., AbstractContextManager[Any]]] = {
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """Say what a part of a forward runs under.
+    """Say what a part of a forward runs under; raises a UsageError where there is no such kind."""
 
-    Attributes:
-        kind: the name of torch's function: "autocast", "no_grad", "checkpoint", ...
-        settings: what that is called with.
-
-    Raises:
-        UsageError: there is no such kind.
-    """
-
-    kind: str
-    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    kind: str  # the name of torch's function: "autocast", "no_grad", "checkpoint", ...
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what that is called with
 
     def __post_init__(self) -> None:
         known = (*_OPENERS, "checkpoint")
@@ -73,14 +65,7 @@ class Context:
 
 @dataclass(frozen=True, eq=False)
 class Opening:
-    """Run a part of a model under what a function opens.
-
-    Attributes:
-        factory: returns a new context manager at each call.
-
-    Raises:
-        UsageError: it returns none.
-    """
+    """Run a part of a model under what `factory` opens: a new context manager at each call, or a UsageError."""
 
     factory: Callable[[], AbstractContextManager[Any]]
 

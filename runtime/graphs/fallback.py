@@ -44,10 +44,7 @@ _DROPPED = "most calls had tensor data that the graph does not fit, so it was dr
 
 @dataclass
 class Fallback:
-    """Count what happened to one module since the model was handed over, and warn of it.
-
-    The modules of a model share `warned`, for one call misses in many.
-    """
+    """Count what happened to one module since the model was handed over, and warn of it once for the model."""
 
     name: str
     warned: set[str]
@@ -79,7 +76,6 @@ class Fallback:
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str, tally: Tally | None
     ) -> None:
         """Count a call, and warn of the model's first for that reason; a graph goes whose check of data mostly misses.
-
         No warning tells of a mode that no graph is for, such as training after norms were folded: no call to add.
         """
         self.misses[reason] += 1

@@ -19,10 +19,7 @@ _CONTAINERS = (list, dict, set)
 
 
 def note_found(module: nn.Module, reads: Iterable[str]) -> None:
-    """Keep what the attributes are that graphs of a module read, plain ones and children.
-
-    Copies and pickles keep it, too.
-    """
+    """Keep what the attributes are that graphs of a module read, plain ones and children; copies have it, too."""
     module.__dict__[FOUND] = {name: _value(module, name) for name in sorted(reads)}
 
 

@@ -1,8 +1,4 @@
-"""Containers whose graphs call children that passes added: these are no items of theirs.
-
-The original forward of an `nn.Sequential` runs whatever items it has. What a graph calls besides has to be a child, for
-`train()` and `to()` to reach it, but none that a loop over the container comes across.
-"""
+"""Containers whose graphs call children that passes added, which `train()` reaches, but no loop over items."""
 
 from __future__ import annotations
 

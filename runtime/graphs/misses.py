@@ -40,10 +40,7 @@ class MissHandler(Protocol):
     def note(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str, tally: Tally | None
     ) -> None:
-        """Take note of a call before the module's original forward runs.
-
-        `tally` is of a check of data that did not hold.
-        """
+        """Note a call before the module's original forward runs; `tally` is of a check of data that did not hold."""
         ...
 
     def during_call(self) -> AbstractContextManager[None]:

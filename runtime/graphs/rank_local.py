@@ -29,10 +29,7 @@ def is_rank_local() -> bool:
 
 @contextmanager
 def trial_step() -> Generator[None]:
-    """Let replicas average gradients for a while, also in a rank-local run, and learn nothing from it for later steps.
-
-    All ranks make this step. Layers stay rank-local: what they compute is the same before and after sharding.
-    """
+    """Let replicas average gradients on all ranks for a while, and learn nothing from it."""
     token = _TRIAL.set(True)
     try:
         yield

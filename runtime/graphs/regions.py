@@ -25,10 +25,7 @@ __all__ = [
 
 
 class Region(nn.Module):
-    """A part of its owner's graph, which calls what the owner has by the `borrowed` names.
-
-    It is a plain attribute and no child: whoever lists modules does not come across it. Tensors come in as arguments.
-    """
+    """A part of its owner's graph, no child, which calls what the owner has by the `borrowed` names."""
 
     def __init__(self, owner: nn.Module, borrowed: Iterable[str]) -> None:
         super().__init__()

@@ -60,9 +60,8 @@ _Kept = dict[tuple[int, str, bool], _Cut]
 
 class SharedSlices:
     """Let members of an ensemble that run one by one share what was cut of their stacked parameters.
-
-    Autograd then has one node, not one for each member, whose backward would fill a tensor of the size of all. The
-    slices are kept from call to call while the parameter is the same, and has no gradient; copies keep nothing.
+    Autograd then has one node, not one for each member whose backward fills a tensor of the size of all. Slices are
+    kept between calls while the parameter is the same, and has no gradient; copies keep nothing.
     """
 
     def __init__(self) -> None:
@@ -86,7 +85,6 @@ class SharedSlices:
 
 class _SharingCall:
     """What was cut so far in a call, by the module that holds the parameter, and name; `kept` is from earlier calls.
-
     Who reads a cut makes sure that `stacked` is in the `registry` at that `version`, and is `tracked` if need be.
     """
 

@@ -56,7 +56,6 @@ def generate(
     signature: Signature, specializations: Sequence[Specialization], *, restarts: bool = True, refuse: bool = False
 ) -> Code:
     """Write the forward that runs the first of `specializations` that fits the call, and the module's own otherwise.
-
     Unless it `restarts` with that where a check fails, its caller does; `refuse` raises an error instead.
     """
     names = _Names({p.name for p in signature.parameters}, specializations)
@@ -234,10 +233,7 @@ class _Body:
         return f"{operand} is not None" if expected is None else f"not {operand} == {self._operand(expected)}"
 
     def _announcement(self, node: fx.Node) -> list[str]:
-        """Write what says that a node may draw from generators outside torch, or change objects that nobody noted.
-
-        Modules that run from graphs say so themselves.
-        """
+        """Write what says that a node may draw outside torch's generators, or change objects unnoted."""
         draws, changes = node.meta.get("draws") == "host", node.meta.get("changes", False)
         said = "; ".join(
             f"{self._names.name(f)}()" for f, is_said in ((announce, draws), (announce_changes, changes)) if is_said

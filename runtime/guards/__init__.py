@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .conditions import fits
 from .expressions import DESCRIPTIONS, SWITCHES, is_switch, question, source_of_node
 from .guards import (
     NOT_HELD,
@@ -18,6 +17,7 @@ from .guards import (
     Truth,
     equal,
     exactly,
+    fits,
     in_evaluation,
     is_tensor,
     of_class,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import operator
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from ...errors import GuardError
 from ..values import Kept, qualified
 from .sources import (
     TOLD,
+    Argument,
     Attribute,
     Call,
     Constant,
@@ -45,12 +48,14 @@ __all__ = [
     "Truth",
     "equal",
     "exactly",
+    "fits",
     "in_evaluation",
     "is_tensor",
     "of_class",
     "require",
     "same_type",
 ]
+
 
 NOT_HELD = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)
 """What a guard that cannot be evaluated raises: it does not hold."""
@@ -59,10 +64,7 @@ _ISINSTANCE: Any = isinstance
 
 
 class Check(Term):
-    """What a guard asks of the value of its source.
-
-    A new kind of check is a class here: what it compares with, how generated code spells it, and when it holds.
-    """
+    """What a guard asks of the value of its source: what it compares with, how code spells it, and when it holds."""
 
     __slots__ = ()
 
@@ -80,42 +82,39 @@ class Check(Term):
 
 
 @dataclass(frozen=True, slots=True)
-class Equals(Check):
+class _Compared(Check):
+    """It stands in a relation to something, which code spells by a sign between the two."""
+
+    expected: Source
+    sign: ClassVar[str]
+    relation: ClassVar[Callable[[Any, Any], bool]]
+
+    def text(self, value: str, write: Writer) -> str:
+        return f"{value} {self.sign} {write(self.expected)}"
+
+    def holds(self, value: Any, read: Read) -> Any:
+        return type(self).relation(value, read(self.expected))
+
+
+class Equals(_Compared):
     """It is equal to something."""
 
-    expected: Source
-
-    def text(self, value: str, write: Writer) -> str:
-        return f"{value} == {write(self.expected)}"
-
-    def holds(self, value: Any, read: Read) -> Any:
-        return value == read(self.expected)
+    __slots__ = ()
+    sign, relation = "==", operator.eq
 
 
-@dataclass(frozen=True, slots=True)
-class Is(Check):
+class Is(_Compared):
     """It is a certain object: None, a flag, a class, what is found elsewhere."""
 
-    expected: Source
-
-    def text(self, value: str, write: Writer) -> str:
-        return f"{value} is {write(self.expected)}"
-
-    def holds(self, value: Any, read: Read) -> Any:
-        return value is read(self.expected)
+    __slots__ = ()
+    sign, relation = "is", operator.is_
 
 
-@dataclass(frozen=True, slots=True)
-class IsNot(Check):
+class IsNot(_Compared):
     """It is any other object."""
 
-    other: Source
-
-    def text(self, value: str, write: Writer) -> str:
-        return f"{value} is not {write(self.other)}"
-
-    def holds(self, value: Any, read: Read) -> Any:
-        return value is not read(self.other)
+    __slots__ = ()
+    sign, relation = "is not", operator.is_not
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,40 +135,29 @@ class Has(Check):
     """A key is in it."""
 
     key: Constant
+    present: ClassVar[bool] = True
 
     def text(self, value: str, write: Writer) -> str:
-        return f"{write(self.key)} in {value}"
+        return f"{write(self.key)} {'in' if self.present else 'not in'} {value}"
 
     def holds(self, value: Any, read: Read) -> Any:
-        return self.key.value in value
+        return (self.key.value in value) is self.present
 
 
-@dataclass(frozen=True, slots=True)
-class Lacks(Check):
+class Lacks(Has):
     """A key is not in it."""
 
-    key: Constant
-
-    def text(self, value: str, write: Writer) -> str:
-        return f"{write(self.key)} not in {value}"
-
-    def holds(self, value: Any, read: Read) -> Any:
-        return self.key.value not in value
+    __slots__ = ()
+    present = False
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """One condition that a capture holds under; guards with one condition are equal. `str` gives it as people read it.
+    """One condition that a capture holds under; those with one condition are equal. `str` is for people."""
 
-    Attributes:
-        source: what is looked at, in terms of the forward's arguments and `self`.
-        check: what is asked of it.
-        reason: what was assumed, and where, for the report.
-    """
-
-    source: Source
+    source: Source  # in terms of the forward's arguments and `self`
     check: Check
-    reason: str = field(default="", compare=False)
+    reason: str = field(default="", compare=False)  # what was assumed, and where, for the report
 
     def holds(self, names: Mapping[str, Any]) -> bool:
         """Say whether it holds for a call whose arguments (and `self`) are `names`; an error counts as no."""
@@ -208,10 +196,7 @@ class Guard:
 
 
 def equal(source: Source, value: Any, reason: str = "") -> Guard | None:
-    """Return a guard on a plain value, or None where that has no spelling; None and flags are known by identity.
-
-    By default the reason is what the value was; no code of the user's is asked for the text of any other.
-    """
+    """Return a guard on a plain value, None where it has no spelling; None and flags are known by identity."""
     expected = constant(value)
     if expected is None:
         return None
@@ -221,7 +206,6 @@ def equal(source: Source, value: Any, reason: str = "") -> Guard | None:
 
 def exactly(source: Source, value: Any, reason: str = "") -> list[Guard]:
     """Return guards on a plain value, a short container of such, or an enumeration's member; none for any other.
-
     What `==` takes for the same is told apart, in containers too: 1, 1.0 and True, 0.0 and -0.0.
     """
     if isinstance(value, enum.Enum):
@@ -303,10 +287,9 @@ class GuardMiss(Exception):
 
 
 def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True, tally: Tally | None = None) -> None:
-    """Check, in the middle of a graph, that `value` is still what a decision was based on.
-
-    True and False are its truth. Raises a GuardMiss if the module may start over (`restart`, or a function that takes
-    back what has happened), and else a GuardError. `tally` counts the checks where the value hangs on data.
+    """Check, in the middle of a graph, that `value` is still what a decision was based on; booleans are its truth.
+    Raises a GuardMiss if the module may start over (`restart`, or a function that takes back what has happened), and
+    else a GuardError. `tally` counts the checks where the value hangs on data.
     """
     if tally is not None:
         tally.checks += 1
@@ -325,3 +308,57 @@ def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True,
     if restart:
         raise GuardMiss(reason, tally)
     raise GuardError(f"{reason}; the value is now {value!r}. Give example_inputs that cover this case too")
+
+
+class _Conditions:
+    """Write guards in their order: what is read in several places has a name from the first one on."""
+
+    def __init__(self, guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> None:
+        self._fresh = fresh
+        self.name = name
+        self._uses = _uses(guards)
+        self._names: dict[Source, str] = {}
+
+    def __call__(self, source: Source) -> str:
+        """Return an expression for a source: the name that it has already, or what reads it, and gives it one."""
+        known = self._names.get(source)
+        if known is not None:
+            return known
+        text = source.text(self)
+        if self._uses[source] < 2 or not source.parts:
+            return text
+        self._names[source] = name = self._fresh("read")
+        return f"({name} := {text})"
+
+
+def _uses(guards: Sequence[Guard]) -> Counter[Source]:
+    """Return how often each source is written; what a repeated one is made of is written once."""
+    uses: Counter[Source] = Counter()
+    pending = [source for guard in guards for source in (guard.source, *guard.check.parts)]
+    while pending:
+        source = pending.pop()
+        uses[source] += 1
+        if uses[source] == 1:
+            pending += source.parts
+    return uses
+
+
+def fits(guards: Sequence[Guard], fresh: Callable[[str], str], name: Callable[[object], str]) -> tuple[list[str], str]:
+    """Return lines that find out whether all of `guards` hold, and an expression that says so after them."""
+    write: Writer = _Conditions(guards, fresh, name)
+    text = " and ".join([guard.text(write) for guard in guards])
+    if all(map(_always_answers, guards)):
+        return [], text
+    answer = fresh("fits")
+    return [
+        "try:",
+        f"    {answer} = True if {text} else False",  # a tensor of several elements raises here
+        f"except {name(NOT_HELD)}:",
+        f"    {answer} = False",
+    ], answer
+
+
+def _always_answers(guard: Guard) -> bool:
+    """Say whether a condition can be asked of whatever the arguments are."""
+    by_identity = isinstance(guard.check, (Is, IsNot))
+    return by_identity and all(isinstance(source, (Argument, Constant, Known)) for source in guard.sources())

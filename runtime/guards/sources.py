@@ -1,7 +1,4 @@
-"""What guards look at, as values: arguments, what is reached from them, and what is computed from that.
-
-A new kind of source is a class here: its fields, how generated code spells it, and how it is read.
-"""
+"""What guards look at: arguments, what is reached or computed from them; how code spells it, and how it is read."""
 
 from __future__ import annotations
 

@@ -27,23 +27,15 @@ STATUSES = ("applied", "refused", "undone", "skipped")
 
 @dataclass(frozen=True)
 class Measured:
-    """The figures of a decision that later decisions of the same run rest on; None or "" where there are none.
+    """The figures of a decision that later decisions of the same run rest on; None or "" where there are none."""
 
-    Attributes:
-        speedup, speedup_low: how many times faster it is, and at least is with 95% confidence.
-        before_us, after_us: microseconds of a call.
-        precision_error: what verification found, relative to the scale.
-        untimed: why it was not timed, though it is for speed.
-        follows: the label of the equal group whose decision it takes; `as` among the figures.
-    """
-
-    speedup: float | None = None
-    speedup_low: float | None = None
-    before_us: float | None = None
+    speedup: float | None = None  # how many times faster it is
+    speedup_low: float | None = None  # at least, with 95% confidence
+    before_us: float | None = None  # microseconds of a call
     after_us: float | None = None
-    precision_error: float | None = None
-    untimed: str = ""
-    follows: str = ""
+    precision_error: float | None = None  # what verification found, relative to the scale
+    untimed: str = ""  # why it was not timed, though it is for speed
+    follows: str = ""  # the label of the equal group whose decision it takes; `as` among the figures
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> Measured:
@@ -191,8 +183,7 @@ class Plan:
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a plan.
 
-        Raises:
-            PlanError: if the file cannot be read, is not a plan or is of a newer version; it says where.
+        Raises a PlanError, which says where, if the file cannot be read, is not a plan or is of a newer version.
         """
         where = f"plan '{as_path(path)}'"
         try:
@@ -218,9 +209,7 @@ class Plan:
     @classmethod
     def from_json(cls, data: object, where: str = "the plan") -> Plan:
         """Return the plan that `to_json` described; keys that are not known are passed over.
-
-        Raises:
-            PlanError: if the description is malformed or of a newer version; it says where.
+        Raises a PlanError, which says where, if the description is malformed or of a newer version.
         """
         given = _typed(data, dict, where)
         version = _field(given, "schema_version", int, where)

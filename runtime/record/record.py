@@ -19,19 +19,12 @@ __all__ = ["PassTrace", "Record", "record_of", "state_map_of"]
 
 @dataclass(frozen=True)
 class PassTrace:
-    """What one pass took and did.
+    """What one pass took and did."""
 
-    Attributes:
-        name: the pass as text, options included.
-        seconds: verification and measurement included.
-        decided: how many sites and refusals it had.
-        applied: how many rewrites of it stand.
-    """
-
-    name: str
-    seconds: float
-    decided: int
-    applied: int
+    name: str  # the pass as text, options included
+    seconds: float  # verification and measurement included
+    decided: int  # how many sites and refusals it had
+    applied: int  # how many rewrites of it stand
 
 
 _Place = tuple[int, int, tuple[int, ...]]
@@ -40,10 +33,7 @@ _Place = tuple[int, int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class _Original:
-    """The parameters of a model, known without weak references to them, which torch's `swap_tensors` forbids.
-
-    While it lives and is not rewritten in place, the model is asked; else their places in memory tell.
-    """
+    """The parameters of a model, without weak references: asked, or known by their places in memory."""
 
     model: ReferenceType[nn.Module]
     places: Mapping[str, tuple[ReferenceType[UntypedStorage], _Place]]
@@ -78,63 +68,43 @@ def _place(tensor: Tensor) -> _Place | None:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """Everything that reports, checkpoints and replays need, and no tensor that holds data.
+    """Everything that reports, checkpoints and replays need, and no tensor that holds data."""
 
-    Attributes:
-        plan: every decision, in the order taken.
-        state_map: from the original names and tensors to today's.
-        graphs_before, graphs_after: the text of each graph by its module's qualified name ("" is the root).
-        coverage: in words, how much of the model was captured.
-        parameters_before, parameters_after: numbers of parameter tensors, tied ones counted once.
-        timings: the whole model on the example inputs, if timed: "before_ms", "after_ms" and their ratio, "speedup";
-            under "calls" the same of a "prompt" and a "step", where it generates; "sizes" are the ratios on other sizes
-            and layouts, by what is other, and "untimed_sizes" why some were not timed.
-        memory: what a training step takes, if measured, in bytes: "live_before" and "live_after" after the forward,
-            "peak_before" and "peak_after" at the worst moment.
-        spent: what checks and timing took, if anything was run: "seconds" of "budget_s", and "forward_ms", which is
-            one forward of the model (with its backward in training); "finding_s" is what passes timed, and ran, besides
-            to find their sites.
-        checked: what the rewrites were verified in: "float64", "float32", or why they were not.
-        eval_only: the passes whose rewrites hold in evaluation mode only.
-        finished_by: the passes that acted on the finished model; nothing can be done after them. One that found no
-            place for it is none of them.
-        finishing: for each of these passes, in words, how the model was compared with that before.
-        traces: what each pass took and did.
-        skeleton: the original structure, its tensors on the meta device; to be copied before it is changed.
-        opaque: name, source line and reason of each module that could not be captured.
-        attributes: qualified names of the attributes that passes gave other values.
-        remark: what the user should know of the example calls, or "".
-        optimizer: what became of the optimizer that was given, as plain values; empty where there was none.
-        lost_hooks: the parameters whose hooks could not be registered on the result.
-        idle: what was asked for in the last call and changed nothing, a line each.
-        earlier_passes: how many passes of the plan ran in earlier calls.
-        calls: the forms of the example calls, without their data; empty where there were none, or JSON has no form for
-            them.
-    """
-
-    plan: Plan
-    state_map: StateMap
-    graphs_before: Mapping[str, str]
+    plan: Plan  # every decision, in the order taken
+    state_map: StateMap  # from the original names and tensors to today's
+    graphs_before: Mapping[str, str]  # the text of each graph by its module's qualified name ("" is the root)
     graphs_after: Mapping[str, str]
-    coverage: str
-    parameters_before: int
+    coverage: str  # in words, how much of the model was captured
+    parameters_before: int  # numbers of parameter tensors, tied ones counted once
     parameters_after: int
+    # "before_ms", "after_ms", "speedup" on the example inputs; the same under "calls" of a "prompt" and a
+    # "step"; "sizes": ratios on other sizes and layouts, "untimed_sizes": why not
     timings: Mapping[str, Any] | None = None
+    # of a training step in bytes: "live_before", "live_after" the forward, "peak_before", "peak_after"
     memory: Mapping[str, int] | None = None
+    # of checks and timing: "seconds" of "budget_s", "forward_ms" (with backward in training), "finding_s" of
+    # passes' own runs
     spent: Mapping[str, float] | None = None
-    checked: str = "not at all"
-    eval_only: tuple[str, ...] = ()
-    finished_by: tuple[str, ...] = ()
+    checked: str = "not at all"  # what rewrites were verified in: "float64", "float32", or why they were not
+    eval_only: tuple[str, ...] = ()  # the passes whose rewrites hold in evaluation mode only
+    finished_by: tuple[str, ...] = ()  # the passes that acted on the finished model; nothing can be done after them
+    # for each of these passes, in words, how the model was compared with that before
     finishing: dict[str, str] = field(default_factory=dict[str, str])
     traces: tuple[PassTrace, ...] = ()
+    # the original structure, on the meta device; to be copied before it is changed
     skeleton: nn.Module = field(default_factory=nn.Module, repr=False)
+    # name, source line and reason of each module that could not be captured
     opaque: tuple[tuple[str, str, str], ...] = ()
-    attributes: frozenset[str] = frozenset()
-    remark: str = ""
+    attributes: frozenset[str] = frozenset()  # qualified names of the attributes that passes gave other values
+    remark: str = ""  # what the user should know of the example calls, or ""
+    # what became of the optimizer that was given; empty where there was none
     optimizer: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # the parameters whose hooks could not be registered on the result
     lost_hooks: list[str] = field(default_factory=list[str])
+    # what was asked for in the last call and changed nothing, a line each
     idle: list[str] = field(default_factory=list[str])
-    earlier_passes: int = 0
+    earlier_passes: int = 0  # how many passes of the plan ran in earlier calls
+    # the forms of the example calls, without data; empty where JSON has no form for them
     calls: Sequence[Mapping[str, Any]] = ()
     _originals: list[_Original] = field(default_factory=list["_Original"], init=False, repr=False)
 

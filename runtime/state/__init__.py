@@ -9,13 +9,12 @@ from .checkpoints import (
     STATE_MAP,
     VIEWS,
     KeepsOriginalNames,
+    Loading,
     absent_from_checkpoints,
     checkpointing_class,
     cut_from_sharded,
 )
-from .functional import functional_state
 from .holders import Holder, add_child, holder_of
-from .in_parts import InParts, all_parameters, leave_to_other_ranks, whole_state
 from .optimizer_state import (
     ELEMENT_WISE,
     check_type,
@@ -25,7 +24,18 @@ from .optimizer_state import (
     translate_optimizer,
 )
 from .quantized_steps import QuantizeTrained, QuantizeWeight, dequantized, quantized
-from .sharding import gathered, refuse_sharded, sharded_like, sharded_state, writes_files
+from .sharding import (
+    InParts,
+    all_parameters,
+    functional_state,
+    gathered,
+    leave_to_other_ranks,
+    refuse_sharded,
+    sharded_like,
+    sharded_state,
+    whole_state,
+    writes_files,
+)
 from .state_map import StateMap
 from .state_steps import (
     Concatenate,
@@ -53,6 +63,7 @@ __all__ = [
     "Holder",
     "InParts",
     "KeepsOriginalNames",
+    "Loading",
     "Mask",
     "QuantizeTrained",
     "QuantizeWeight",

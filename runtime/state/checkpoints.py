@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ __all__ = [
     "STATE_MAP",
     "VIEWS",
     "KeepsOriginalNames",
+    "Loading",
     "absent_from_checkpoints",
     "checkpointing_class",
     "cut_from_sharded",
@@ -54,7 +55,6 @@ def absent_from_checkpoints(module: nn.Module) -> frozenset[str]:
 
 class KeepsOriginalNames(nn.Module):
     """Mix into the class of a module whose tensors were moved, or were moved inside it.
-
     Its state dict has the original names, and `load_state_dict` takes these and the new ones. Sharded tensors are the
     exception: they are saved and loaded under their new names.
     """
@@ -80,20 +80,28 @@ class KeepsOriginalNames(nn.Module):
         finally:
             self.__dict__["_load_state_dict_pre_hooks"] = hooks
 
-    def _fxopt_before_loading(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _fxopt_before_loading(self, *loading: Any) -> None:
+        """Translate what is given, before torch looks at it; `loading` are the fields of a `Loading`."""
         state_map: StateMap | None = self.__dict__.get(STATE_MAP)
         if state_map is not None:
-            assign = bool(local_metadata.get("assign_to_params_buffers", False))
-            translate_on_load(self, state_map, state_dict, prefix, assign, missing_keys, error_msgs)
+            translate_on_load(self, state_map, Loading(*loading))
+
+
+class Loading(NamedTuple):
+    """What torch hands to each module in a call of `load_state_dict`."""
+
+    state_dict: dict[str, Any]
+    prefix: str
+    local_metadata: Mapping[str, Any]
+    strict: bool
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    error_msgs: list[str]
+
+    @property
+    def assigns(self) -> bool:
+        """Whether tensors are taken over instead of copied."""
+        return bool(self.local_metadata.get("assign_to_params_buffers", False))
 
 
 def checkpointing_class(base: type[nn.Module]) -> type[nn.Module]:
@@ -163,32 +171,24 @@ def _put_in_order(saved: dict[str, Any], names: Sequence[str], prefix: str) -> N
         saved[name] = values[name]
 
 
-def translate_on_load(
-    module: nn.Module,
-    state_map: StateMap,
-    state_dict: dict[str, Any],
-    prefix: str,
-    assign: bool,
-    missing_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    """Replace original names by new ones in a state dict that is being loaded into the module at `prefix`.
-
+def translate_on_load(module: nn.Module, state_map: StateMap, loading: Loading) -> None:
+    """Replace original names by new ones in a state dict that is being loaded into a module.
     What does not fit is reported as PyTorch does: absent tensors in `missing_keys`, wrong shapes in `error_msgs`.
     """
+    state_dict, prefix = loading.state_dict, loading.prefix
     given = {
         name[len(prefix) :]: value
         for name, value in state_dict.items()
         if name.startswith(prefix) and value is not SETTLED
     }
     resolved = state_map.resolve_aliases(given)
-    loading = _Loading(module, state_map, resolved, prefix, assign, missing_keys, error_msgs)
-    translated = loading.translate()
-    for name in given.keys() - resolved.keys() | loading.used:
+    translation = _Translation(module, state_map, resolved, loading)
+    translated = translation.translate()
+    for name in given.keys() - resolved.keys() | translation.used:
         state_dict.pop(prefix + name, None)
     state_dict.update({prefix + name: tensor for name, tensor in translated.items()})
-    aliases = {alias for alias, name in state_map.aliases if name in loading.settled}
-    for name in loading.settled | aliases:
+    aliases = {alias for alias, name in state_map.aliases if name in translation.settled}
+    for name in translation.settled | aliases:
         path, _, last = name.rpartition(".")
         holder = submodule(module, path)
         if holder is not None and last in holder.__dict__.get(VIEWS, ()):
@@ -196,20 +196,13 @@ def translate_on_load(
 
 
 @dataclass
-class _Loading:
-    """One module's part of one call of `load_state_dict`.
-
-    `used` are the original names whose tensors went into others, `settled` those that nobody needs to look for any
-    more.
-    """
+class _Translation:
+    """One module's part of one call of `load_state_dict`: which original names were `used` or `settled`."""
 
     module: nn.Module
     state_map: StateMap
     given: Mapping[str, Tensor]
-    prefix: str
-    assign: bool
-    missing_keys: list[str]
-    error_msgs: list[str]
+    loading: Loading
 
     def __post_init__(self) -> None:
         self.used: set[str] = set()
@@ -238,7 +231,7 @@ class _Loading:
             self.used.update(names)
             found = {name: self.given[name] for name in names if self._fits(name, known[name])}
             if found:
-                _check_finite(found, current[target], self.prefix)
+                _check_finite(found, current[target], self.loading.prefix)
                 values.update(
                     _alike({name: found.get(name, known[name]) for name in names}, next(iter(found.values())))
                 )
@@ -249,7 +242,11 @@ class _Loading:
 
     def _is_left_to_members(self, names: tuple[str, ...], stacked: Tensor) -> bool:
         """Say whether members load a tensor, each its slice: hooks of theirs may rename or convert what is given."""
-        return not self.assign and not is_sharded(stacked) and all(self._reads_slice(name, stacked) for name in names)
+        return (
+            not self.loading.assigns
+            and not is_sharded(stacked)
+            and all(self._reads_slice(name, stacked) for name in names)
+        )
 
     def _reads_slice(self, name: str, stacked: Tensor) -> bool:
         path, _, last = name.rpartition(".")
@@ -271,7 +268,7 @@ class _Loading:
         if not given:
             return {}
         if not self.refused:
-            self.error_msgs.append(cut_from_sharded(self.prefix + given[0]))
+            self.loading.error_msgs.append(cut_from_sharded(self.loading.prefix + given[0]))
         self.refused = True
         return {target: current}
 
@@ -283,12 +280,12 @@ class _Loading:
 
     def _judge(self, name: str, current: Tensor) -> bool:
         if name not in self.given:
-            self.missing_keys.append(self.prefix + name)
+            self.loading.missing_keys.append(self.loading.prefix + name)
             return False
         if self.given[name].shape != current.shape:
-            self.error_msgs.append(
-                f"size mismatch for {self.prefix}{name}: copying a param with shape {self.given[name].shape} from "
-                f"checkpoint, the shape in current model is {current.shape}."
+            self.loading.error_msgs.append(
+                f"size mismatch for {self.loading.prefix}{name}: copying a param with shape {self.given[name].shape} "
+                f"from checkpoint, the shape in current model is {current.shape}."
             )
             return False
         return True

@@ -14,10 +14,7 @@ __all__ = ["Holder", "add_child", "holder_of"]
 
 @dataclass(frozen=True)
 class Holder:
-    """The module that owns the children which an owner's graph calls: the owner, or what is around its context regions.
-
-    The `regions`, called `names`, borrow them, each from the next one outwards.
-    """
+    """What owns the children that a graph calls: the owner, or what is around its context regions."""
 
     name: str
     module: nn.Module

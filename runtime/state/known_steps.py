@@ -36,7 +36,6 @@ _OWN: Mapping[str, type[StateStep]] = {
 
 def step_from_json(data: object, trust: Sequence[str] | bool = ()) -> StateStep:
     """Return the step that `to_json` described; `trust` names packages whose classes may be imported, True is any.
-
     Raises a StateError if it is malformed, or of a kind that is not known or not trusted.
     """
     if not isinstance(data, dict):

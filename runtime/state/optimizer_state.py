@@ -37,11 +37,7 @@ _BY_ELEMENT = "_fxopt_element_wise"
 def element_wise(kind: type[SomeOptimizer]) -> type[SomeOptimizer]:
     """Say that an optimizer class updates each element by itself, as Adam does, so that it may step merged parameters.
 
-    Args:
-        kind: the class; its subclasses are not meant.
-
-    Returns:
-        The class itself: this may be written above it as a decorator.
+    Subclasses are not meant. It returns the class, and may be written above it as a decorator.
     """
     setattr(kind, _BY_ELEMENT, kind)
     return kind
@@ -71,22 +67,10 @@ def translate_optimizer(
 ) -> SomeOptimizer:
     """Let an optimizer go on with the other form of a model's parameters: groups, options and moments, in place.
 
-    The optimizer stays the same object, so schedulers stay attached. Parameters that are not the model's stay too, and
-    so do those that are among `parameters` already. Gradients that wait for a step are copied; a parameter that has one
-    keeps its own.
-
-    Args:
-        optimizer: one of the element-wise optimizers of `torch.optim`, stepped or not.
-        names: id of a parameter that the optimizer may hold -> its name; where it is not listed, the group's
-            `param_names` are used, if it has them.
-        state_map: from original to new names.
-        parameters: the other form's parameters by name.
-        direction: `forward` from original to new parameters, `backward` from new to original ones.
-
-    Raises:
-        StateError: an optimizer that is not element-wise, one without any parameter of the model, one that holds a
-            part of a merged tensor's members, members in different groups or with unequal state, or a model with folded
-            tensors; by name, and with nothing changed.
+    The optimizer stays the same object. Parameters that are not the model's, or are among `parameters` already, stay.
+    Gradients that wait for a step are copied. `names` is by the id of a parameter; a group's `param_names` come next.
+    `forward` goes from original to new parameters. Raises a StateError, by name and with nothing changed: the optimizer
+    is not element-wise or has no parameter of the model, members are incomplete or unequal, or tensors were folded.
     """
     check_type(optimizer)
     families = _families(state_map, direction)
@@ -201,11 +185,7 @@ class _Move:
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict[nn.Parameter, Tensor])
 
     def group(self, number: int) -> list[Entry]:
-        """Return what a group will hold.
-
-        The model's parameters come in the model's order, as they would in an optimizer built anew: saved optimizer
-        states know them by position. Others keep their places.
-        """
+        """Return what a group will hold, in the model's order: saved states know parameters by position."""
         entries: list[Entry] = []
         group = self.places.optimizer.param_groups[number]
         names: Sequence[str | None] = group.get("param_names") or [None] * len(group["params"])

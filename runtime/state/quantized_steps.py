@@ -33,22 +33,15 @@ def _check_dtypes(name: str, *words: str) -> None:
 @dataclass(frozen=True)
 class QuantizeWeight(StateStep):
     """The weight `old` is held as whole numbers or small floats, `new[0]`, times scales, `new[1]`.
-
-    The scales are chosen so that a weight that comes back is quantized to the same numbers and scales again.
-
-    Attributes:
-        format: one of `FORMATS`; two numbers of 4 bits are in one byte.
-        dtype: of the weight ("float32").
-        dim: which dimension of the weight is that of outputs; it is the first one of the numbers.
-        group: how many numbers in a row have a scale in common; 0 is all, -1 is all of the tensor.
+    A weight that comes back is quantized to the same numbers and scales again.
     """
 
     old: str
     new: tuple[str, ...]
-    format: str
-    dtype: str
-    dim: int
-    group: int
+    format: str  # one of `FORMATS`; two numbers of 4 bits are in one byte
+    dtype: str  # of the weight ("float32")
+    dim: int  # which dimension of the weight is that of outputs; it is the first one of the numbers
+    group: int  # how many numbers in a row have a scale in common; 0 is all, -1 is all of the tensor
 
     kind: ClassVar[str] = "quantize_weight"
     is_compact: ClassVar[bool] = True
@@ -92,10 +85,7 @@ class QuantizeWeight(StateStep):
 
 @dataclass(frozen=True)
 class QuantizeTrained(StateStep):
-    """A weight, `olds[0]`, is held as whole numbers, `new[0]`, times scales, `new[1]`; how it was trained is noted.
-
-    The other `olds` are the state of the observer of the layer's input: `kinds` and `values` of its tensors.
-    """
+    """A trained weight, `olds[0]`, as numbers, `new[0]`, and scales; the others are an observer's state."""
 
     olds: tuple[str, ...]
     new: tuple[str, ...]
@@ -140,7 +130,6 @@ class QuantizeTrained(StateStep):
 
 def quantized(weight: Tensor, form: str, group: int = 0) -> tuple[Tensor, Tensor]:
     """Return numbers [outputs, ...] and scales that hold a weight [outputs, ...], best where its largest elements are.
-
     Numbers are int8, or bytes: of float8_e4m3fn, or two of 4 bits. Scales [outputs], [1] or [outputs, inputs / group]
     are float32, for int4 bfloat16.
     """

@@ -27,20 +27,13 @@ _LOST = (
 
 @dataclass(frozen=True)
 class StateMap:
-    """Translate dicts of tensors between the user's names and those of the rewritten model.
-
-    The tensors may be weights, buffers, gradients or an element-wise optimizer's moments. Names that no step mentions
-    pass through both ways.
-
-    Attributes:
-        steps: in the order in which the rewrites happened; each reads the names that those before it left.
-        aliases: (other name, name) of tied tensors, both original.
-        names: the original state dict's names, in its order; empty where the order does not matter.
+    """Translate dicts of tensors (weights, gradients, moments) between the user's names and the rewritten model's.
+    Names that no step mentions pass through both ways.
     """
 
-    steps: tuple[StateStep, ...] = ()
-    aliases: tuple[tuple[str, str], ...] = ()
-    names: tuple[str, ...] = ()
+    steps: tuple[StateStep, ...] = ()  # in the order of the rewrites; each reads the names that those before it left
+    aliases: tuple[tuple[str, str], ...] = ()  # (other name, name) of tied tensors, both original
+    names: tuple[str, ...] = ()  # the original state dict's names, in its order; empty where the order does not matter
 
     def __post_init__(self) -> None:
         made: set[str] = set()
@@ -67,20 +60,12 @@ class StateMap:
         strict: bool = True,
         differentiable: bool = False,
     ) -> dict[str, Tensor]:
-        """Return `state`, which has original names, under new names.
+        """Return `state`, which has original names, under new names: the new tensors to which it contributed.
 
-        Args:
-            state: tensors by original name.
-            current: all tensors of the rewritten model by new name. Given, it supplies members that are absent from
-                `state`, and what comes in is checked against it.
-            strict: refuse absent names, and with `current` unexpected ones too.
-            differentiable: let gradients flow from merged tensors to those of `state`.
-
-        Returns:
-            The new tensors to which `state` contributed; unless `differentiable`, merged ones require no gradient.
-
-        Raises:
-            StateError: naming what is missing, unexpected or of the wrong shape by original names.
+        Given, `current` (all tensors of the model by new name) supplies absent members, and what comes in is checked
+        against it. `strict` refuses absent names, and with `current` unexpected ones. Where `differentiable`, gradients
+        flow from merged tensors; else these require none. Raises a StateError that names what is wrong by original
+        names.
         """
         given = self.resolve_aliases(state)
         known = {} if current is None else self.backward(current, warn=False)
@@ -100,17 +85,10 @@ class StateMap:
         return _in_order(values, current or ())
 
     def backward(self, state: Mapping[str, Tensor], *, warn: bool = True) -> dict[str, Tensor]:
-        """Return `state`, which has new names, under original names in their original order.
+        """Return `state`, which has new names, under original names in their order, as views where possible.
 
-        The tensors are views of the given ones where possible, as a state dict's are of the model's. What a lossy step
-        has cut away comes back as zeros.
-
-        Args:
-            state: tensors by new name; where a step keeps the name, original ones pass through.
-            warn: say with a `StateWarning` what came back as zeros.
-
-        Raises:
-            StateError: if a tensor does not have the shape that the steps gave it.
+        What a lossy step has cut away comes back as zeros, which `warn` says. Where a step keeps the name, original
+        tensors pass through. Raises a StateError if a tensor does not have the shape that the steps gave it.
         """
         values = dict(state)
         lost = False
@@ -223,7 +201,6 @@ class StateMap:
     @classmethod
     def from_json(cls, data: object, trust: Sequence[str] | bool = ()) -> StateMap:
         """Return the map that `to_json` described; `trust` as of `step_from_json`.
-
         Raises a StateError if it is malformed, of a newer version, or a step in it is not trusted.
         """
         fields = cast("dict[str, Any]", data) if isinstance(data, dict) else {}

@@ -36,18 +36,16 @@ __all__ = [
 class StateStep(ABC):
     """Turn tensors with old names into tensors with new names, and back, exactly.
 
-    A step that only moves values knows neither what its tensors are nor where they come from: weights, buffers,
-    gradients and the moments of an element-wise optimizer all go through it. Subclasses are frozen dataclasses of
-    strings, numbers and tuples; the fields that hold names are called `old`, `olds` and `new`. A step of another
-    package is registered under its kind in the entry-point group `fxopt.state_steps`.
-
-    A step may keep a name. Then `is_old` and `is_new` tell by their shapes whether tensors have been through it.
+    A step that only moves values takes weights, buffers, gradients and moments alike. Subclasses are frozen dataclasses
+    of strings, numbers and tuples; the fields that hold names are called `old`, `olds` and `new`. A step of another
+    package is registered under its kind in the entry-point group `fxopt.state_steps`. A step may keep a name: `is_old`
+    and `is_new` tell by shapes whether tensors have been through it.
 
     Attributes:
         kind: the step's name in JSON.
         lossy: whether `backward` cannot give back all that was there; where it could not, it gives zeros.
-        idempotent: whether `forward` leaves what has been through it as it is: then tensors from before and after need
-            not be told apart, and state dicts with zeros are no surprise.
+        idempotent: whether `forward` leaves what has been through it as it is: tensors from before and after need not
+            be told apart, and zeros in state dicts are no surprise.
         is_compact: whether the new tensors take less room, and give back all that is saved: archives hold the new ones.
         keeps_gradients: whether the new tensors are trained where the old ones were.
         fills_gradients: whether old tensors that a call leaves alone, without a gradient, get zeros for one.
@@ -228,7 +226,6 @@ class ConcatenateOfSome(Concatenate):
 
 def merge(olds: Sequence[str], new: str, example: Tensor, *, some: bool = False) -> StateStep:
     """Return the step by which equal parameters become one: vectors lie behind one another, others are stacked.
-
     So what an optimizer decides by the number of dimensions stays decided. `some`: a call may use some of them only.
     """
     if example.ndim != 1:
@@ -241,8 +238,7 @@ def merge(olds: Sequence[str], new: str, example: Tensor, *, some: bool = False)
 class Select(_OfOne):
     """Of the tensor `old`, `size` long along `dim`, `new` has the slices `kept`; going back, the others are zeros.
 
-    Of a tensor that is gone as a whole none is kept: `new` is empty. The name may stay; whether a tensor is whole or
-    cut is then told by its length.
+    Of a tensor that is gone as a whole `new` is empty. The name may stay: its length tells whether a tensor is cut.
     """
 
     dim: int
@@ -294,12 +290,7 @@ class Select(_OfOne):
 
 @dataclass(frozen=True)
 class Mask(_OfOne):
-    """Of the tensor `old`, of this shape, `new` has zeros where `gone` says so.
-
-    Attributes:
-        shape: of the tensor.
-        gone: which elements are zero, as `packed` writes it.
-    """
+    """Of the tensor `old`, of this shape, `new` has zeros where `gone`, as `packed` writes it, says so."""
 
     shape: tuple[int, ...]
     gone: str

@@ -34,8 +34,18 @@ from .objects import (
 from .plain_types import DTYPES, PLAIN_TYPES, Factors, is_plain_structure
 from .rollback import Kept, Path, announce_changes, changed_paths, contents, graft, keep, put_members_back, same_members
 from .signature import Absent, Signature, given, signature_of
-from .structure import Arguments, TensorFunction, aliased, are_plain, copied, map_leaves, map_tensors
-from .tree import flatten, plain, structure
+from .structure import (
+    Arguments,
+    TensorFunction,
+    aliased,
+    are_plain,
+    copied,
+    flatten,
+    map_leaves,
+    map_tensors,
+    plain,
+    structure,
+)
 
 __all__ = [
     "ANNOUNCES",

@@ -12,10 +12,7 @@ __all__ = ["FunctionCall"]
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """Call a custom autograd function; stands in graphs for `function.apply`, which is another object at each look.
-
-    `may_write` is what is to be assumed of a call that was never seen.
-    """
+    """Call a custom autograd function; stands in graphs for `function.apply`, new at each look."""
 
     function: type[Function]
     may_write: ClassVar[bool] = True

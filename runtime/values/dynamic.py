@@ -1,7 +1,6 @@
 """Classes made on the fly, that pass for the class they derive from: one factory for all of them.
-
-A dynamic class that is not the captured one carries `_fxopt_base`, the user's class, and `_fxopt_recipe`: a function
-and its arguments, both picklable, that make the class again. Where several meet, the captured class is outermost.
+One that is not captured carries `_fxopt_base`, the user's class, and `_fxopt_recipe`, a picklable function and its
+arguments that make it again. Where several meet, the captured class is outermost.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ def subclass(
     base: type, mixins: tuple[type, ...], body: Callable[[], Mapping[str, Any]], *, key: object = None
 ) -> type[Any]:
     """Return the subclass of `mixins` and `base` that passes for `base`: the same name, module and description.
-
     `body` makes further attributes. Classes are kept by `key` while in use; None makes one anew each time.
     """
     known = None if key is None else _classes.get((base, mixins, key))

@@ -1,8 +1,8 @@
 """The states of random generators: all of them at once, or what a graph needs to take back the draws before a check.
 
-To note the state of Python's generator and of numpy's takes longer than most modules run, and graphs draw from neither:
-only a module's forward does, or a function that a graph calls whole. So a graph that might have to take such draws
-back subscribes to them (`generators_now`), and what may draw random numbers says so before it does (`announce`).
+To note the states of Python's and numpy's generators takes longer than most modules run, and only forwards and
+functions called whole draw from them. So a graph that might have to take such draws back subscribes to them
+(`generators_now`), and what may draw says so before it does (`announce`).
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ _subscription = _Subscription()
 
 
 def generators_now(*, host: bool) -> tuple[_TorchState, _HostDraws | None] | None:
-    """Return what `take_back` needs to take back what is drawn from now on; None in compiled code, which draws others.
-
-    `host`: what announces draws from Python's or numpy's generator may come.
-    """
+    """Return what `take_back` needs to take back later draws; None in compiled code."""
     if torch.compiler.is_compiling():
         return None
     state = _cpu.get_state(), _cuda_states() if torch.cuda.is_initialized() else None

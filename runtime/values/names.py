@@ -121,10 +121,7 @@ class ModelNames:
         return dict(first.values())
 
     def registered(self, *, transient: bool = True) -> dict[str, Tensor]:
-        """Return every parameter and buffer under each of its names.
-
-        `transient` ones, too, that a state dict leaves out.
-        """
+        """Return every parameter and buffer under each name, with `transient` ones that a state dict leaves out."""
         found: dict[str, Tensor] = {}
         for path, module in self.modules.items():
             prefix = f"{path}." if path else ""

@@ -54,10 +54,7 @@ def makes_objects(cls: Any) -> bool:
 
 
 def is_whole(cls: type) -> bool:
-    """Tell whether objects that a forward makes of a class are handed on as they are, and never looked into.
-
-    A class is known by its name, so that the libraries need not be there.
-    """
+    """Tell by a class's name whether objects of it are handed on as they are, and never looked into."""
     return any(f"{base.__module__}.{base.__qualname__}" in _WHOLE for base in cls.__mro__)
 
 
@@ -107,10 +104,7 @@ def tensors_within(value: Any) -> Iterator[Tensor]:
 def copied_object(
     value: Any, change: Callable[[Tensor], Any] = lambda tensor: tensor, done: dict[int, Any] | None = None
 ) -> Any:
-    """Return a copy of an object with `change` of each tensor in it, or these themselves; modules are shared.
-
-    One that cannot be copied is returned itself; `done` has the copies by id.
-    """
+    """Return a copy of an object with `change` of each tensor in it, itself if that cannot be; modules are shared."""
     pinned: dict[int, Any] = {} if done is None else done
     for item in _reachable(value, set()):
         if id(item) not in pinned:
@@ -144,7 +138,6 @@ def has_attributes(value: object) -> bool:
 
 def state_of(value: object, depth: int = 12) -> Any:
     """Return what can be compared to see whether an object, or a container, has changed; tensors count by identity.
-
     Below `depth` objects and containers count by their class only, and again by their identity.
     """
     return _state(value, depth, {})

@@ -1,7 +1,6 @@
 """Take back what a forward did to the objects it was given (a cache that grew), so that it can start over.
-
-A graph that changes them notes before what is in them. One that only calls modules which do so notes nothing: it
-subscribes to their notes. Code without a graph notes nothing either: it notifies subscribers, which note everything.
+A graph that changes them notes before what is in them, and one that only calls such modules subscribes to their notes.
+Code without a graph notifies subscribers, which note everything.
 """
 
 from __future__ import annotations
@@ -67,21 +66,13 @@ def put_members_back(container: Any, copy: Any) -> None:
 
 
 class Kept:
-    """Hold what some containers and objects contained.
+    """Hold what some containers and objects contained."""
 
-    Attributes:
-        containers: what held something.
-        contents: what they held, one by one.
-        attributes: dictionaries of modules, with the name of an attribute and its value.
-        random: the state of the random generators, where that was noted.
-        notes: what others have noted for this one since.
-        wanted: what is to be noted once something is announced: objects and paths, as for `keep`.
-    """
-
+    # dictionaries of modules, with the name of an attribute and its value
     attributes: tuple[tuple[dict[str, Any], str, Any], ...] = ()
-    random: RandomState | None = None
-    notes: tuple[Kept, ...] = ()
-    wanted: tuple[Any, ...] = ()
+    random: RandomState | None = None  # the state of the random generators, where that was noted
+    notes: tuple[Kept, ...] = ()  # what others have noted for this one since
+    wanted: tuple[Any, ...] = ()  # what is to be noted once something is announced: objects and paths, as for `keep`
 
     def __init__(self) -> None:
         self.containers: list[Any] = []
@@ -138,10 +129,9 @@ _subscriptions = _Subscriptions()
 def keep(
     *kept: Any, random: bool = False, attributes: Iterable[tuple[Any, str]] = (), subscribes: bool = False
 ) -> Kept:
-    """Note, in a graph, what is in the objects that it is going to change.
-
-    After `kept`, objects and paths follow in turn; `attributes` are `__setattr__` methods of modules and names. With
-    `subscribes`, only what called modules do and announce counts.
+    """Note, in a graph, what is in the objects that it is going to change: objects and paths follow `kept` in turn.
+    `attributes` are `__setattr__` methods of modules and names. With `subscribes`, only what called modules do and
+    announce counts.
     """
     compiling = torch.compiler.is_compiling()
     found = Kept()

@@ -15,10 +15,7 @@ _POSITIONAL = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
 
 
 class Absent:
-    """Stand, itself, for what is not there: an argument that was not given, an attribute that nothing has.
-
-    As a class it stays what it is when it is copied or pickled.
-    """
+    """Stand, itself, for an argument or attribute that is not there: as a class it survives copies and pickles."""
 
 
 def given(**arguments: Any) -> dict[str, Any]:
@@ -91,10 +88,7 @@ class Signature:
         return Absent if self.decorated else parameter.default
 
     def bind(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return parameter name -> value for one call, with `Absent` or the default for what was not given.
-
-        Raises a TypeError if the arguments do not fit.
-        """
+        """Return parameter name -> value for one call, `Absent` for what is not there, or raise a TypeError."""
         return self._binder(None, *args, **kwargs)
 
 

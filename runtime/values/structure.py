@@ -1,19 +1,33 @@
-"""Rebuild values with structure: other leaves, or other tensors, in containers like those that were there."""
+"""Nested arguments and results: rebuilt with other tensors in them, and their leaves by path."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, MutableMapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeAlias, TypeGuard, cast
 
+import torch
 from torch import Tensor, fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from .objects import copied_object, is_namedtuple, is_object
+from .objects import copied_object, is_namedtuple, is_object, parts_of
 from .plain_types import PLAIN_TYPES
 
-__all__ = ["Arguments", "TensorFunction", "aliased", "are_plain", "copied", "map_leaves", "map_tensors"]
+__all__ = [
+    "Arguments",
+    "TensorFunction",
+    "aliased",
+    "are_plain",
+    "copied",
+    "flatten",
+    "map_leaves",
+    "map_tensors",
+    "plain",
+    "structure",
+]
+
 
 Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 """Positional and keyword arguments of one call."""
@@ -21,10 +35,7 @@ TensorFunction: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any, within: Callable[[Tensor], Any] | None = None) -> Any:
-    """Return `value` rebuilt with `function` of each tensor in it (`within` objects, another one).
-
-    What is there twice stays one.
-    """
+    """Return `value` rebuilt with `function` of each tensor in it (`within` objects, another); a repeat stays one."""
     if type(value) is Tensor:  # as most values are
         return function(value)
     done: dict[int, Any] = {}
@@ -56,10 +67,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def aliased(value: Any) -> Any:
-    """Return `value` with other tensors on the same memory: who gives one another shape leaves that in `value` alone.
-
-    What `copied` alone can protect is copied: the objects in `value`, and tensors of other kinds.
-    """
+    """Return `value` with other tensors on the same memory, so that giving one another shape leaves `value` alone."""
     return map_tensors(_alias, value, _copy)
 
 
@@ -73,7 +81,6 @@ _LEAVES = frozenset((Tensor, nn.Parameter, fx.Node, *PLAIN_TYPES))
 
 def map_leaves(function: Callable[[Any], Any], value: Any, leaf: type | None = None) -> Any:
     """Return `value` rebuilt with `function` of everything in it that is no container, or that is a `leaf`.
-
     Containers are those of Python, mappings, dataclasses and slices. Lists and dictionaries of torch.fx become plain.
     """
     kind = cast("Any", type(value))
@@ -129,3 +136,48 @@ def _rebuild_dataclass(value: Any, function: Callable[[Any], Any]) -> Any:
             if name in held:
                 dict.__setitem__(new, name, mapped)
     return new
+
+
+_ATOMS: tuple[type, ...] = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type, types.ModuleType, types.FunctionType,
+    types.BuiltinFunctionType, types.MethodType, torch.dtype, torch.device, torch.layout, torch.Generator, nn.Module,
+)  # fmt: skip
+
+
+def flatten(value: Any, path: str = "") -> dict[str, Any]:
+    """Return the leaves of `value` (tensors, numbers, strings, None) by their path: `[0].logits`."""
+    return {where: leaf for where, leaf, is_leaf in _walk(value, path) if is_leaf}
+
+
+def structure(value: Any) -> tuple[tuple[str, str], ...]:
+    """Return the shape of `value` without its leaves' values: every path, and the type found there."""
+    return tuple((where, type(item).__name__) for where, item, _ in _walk(value, ""))
+
+
+def plain(value: Any) -> Any:
+    """Return a value as tuples, lists and dictionaries: a dataclass as its fields, as a `.pt2` file gives it."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, list):
+        return [plain(item) for item in cast("list[Any]", value)]
+    return tuple(plain(item) for item in cast("tuple[Any, ...]", value)) if isinstance(value, tuple) else value
+
+
+def _walk(value: Any, path: str) -> Iterator[tuple[str, Any, bool]]:
+    steps = _steps(value)
+    yield path, value, not steps
+    for step, item in steps:
+        yield from _walk(item, path + step)
+
+
+def _steps(value: object) -> list[tuple[str, Any]]:
+    """Return the parts of a value, each with how it is written after the value: `.logits`, `[0]`."""
+    if isinstance(value, (Tensor, set, *_ATOMS)):
+        return []
+    keyed = isinstance(value, (Mapping, tuple, list)) and not is_namedtuple(cast("object", value))
+    # Libraries' objects that are no `objects`, too: torch's distributions, say.
+    held = cast("Any", value)
+    parts = parts_of(held) or list(getattr(held, "__dict__", {}).items())
+    return [(f"[{step!r}]" if keyed else f".{step}", item) for step, item in parts]

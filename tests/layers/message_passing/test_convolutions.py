@@ -15,7 +15,7 @@ pytest.importorskip("torch_geometric")
 from torch_geometric import EdgeIndex
 from torch_geometric import nn as pyg
 
-from fxopt.layers.message_passing import compressed, convolutions, sights
+from fxopt.layers.message_passing import compressed, convolutions, kept
 from fxopt.layers.message_passing.kept import KeptGraphs
 
 WIDTH, NODES = 6, 40
@@ -24,7 +24,7 @@ WIDTH, NODES = 6, 40
 @pytest.fixture(autouse=True)
 def always_over_rows(monkeypatch):
     """Let small graphs go over rows at their first sight."""
-    monkeypatch.setattr(sights, "_WORTH", 0)
+    monkeypatch.setattr(kept, "_WORTH", 0)
 
 
 @pytest.fixture

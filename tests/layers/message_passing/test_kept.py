@@ -10,8 +10,8 @@ pytest.importorskip("torch_geometric")
 
 from torch_geometric import nn as pyg
 
-from fxopt.layers.message_passing import compressed, convolutions, sights
-from fxopt.layers.message_passing.kept import KeptGraphs
+from fxopt.layers.message_passing import compressed, convolutions
+from fxopt.layers.message_passing.kept import KeptGraphs, Sights
 
 NODES, EDGES, WIDTH = 40, 90, 6
 
@@ -83,7 +83,7 @@ def test_what_was_kept_in_inference_mode_serves_training():
 
 
 def test_graphs_that_come_again_are_counted_in_inference_mode():
-    seen, (_, edges) = sights.Sights(wanted=4), graph()
+    seen, (_, edges) = Sights(wanted=4), graph()
     assert [seen.wants(edges) for _ in range(5)] == [False, False, False, True, True]
 
 

@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from ....errors import MatchFailure
 from ....layers import batched_layers as batched
 from ....layers.batched_recurrent import recurrent_members
-from ....layers.templates import Slot
-from ....layers.vectorized import vectorize_members
+from ....layers.vectorized import Slot, vectorize_members
 from ....operators import Derived, operator_info, resolve
 from ....runtime.values import map_leaves
 from ..search import Pack, is_stacked

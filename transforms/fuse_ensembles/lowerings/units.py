@@ -11,7 +11,7 @@ from torch import fx, nn
 from ....errors import MatchFailure
 from ....layers import batched_layers
 from ....layers import ensemble as batched
-from ....layers.templates import Template
+from ....layers.vectorized import Template
 from ....operators import function_of
 from ....runtime.guards import require
 from ..inlining import Operation

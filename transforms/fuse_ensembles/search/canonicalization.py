@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from ....layers.templates import Slot
+from ....layers.vectorized import Slot
 from ....operators import function_path, in_place_signature, operator_info
 from ....runtime.values import map_leaves
 from ..inlining import Operation
