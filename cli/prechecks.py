@@ -71,10 +71,7 @@ def _check_model(model: str) -> None:
 
 
 def check_written(option: str, path: Path | None, *models: str, suffix: str = "") -> None:
-    """Raise `InputError` unless what an option names can be written, and nothing else is lost by it.
-
-    `models` are what the command reads; `suffix` is what names of such files end in, if that matters.
-    """
+    """Raise `InputError` unless what an option names can be written, and none of the `models` that are read is lost."""
     if path is None:
         return
     example, kind, is_one = _WRITTEN[option]

@@ -58,11 +58,7 @@ def save(
     state: Mapping[str, Tensor],
     factory: str | None = None,
 ) -> None:
-    """Write an optimized model to `path`, whole or not at all.
-
-    `state` is its state dict under the original names; `factory` builds the original: its class, if that needs no
-    arguments, by default. Errors are those of `fxopt.save`.
-    """
+    """Write an optimized model with its state dict under the original names, whole or not at all; see `fxopt.save`."""
     if factory is not None:
         find_factory(factory)
     _check_found_again(record.plan)
@@ -95,11 +91,7 @@ def load(
     trust: Sequence[str] | bool = (),
     inputs: object = None,
 ) -> nn.Module:
-    """Build the original model, give it the archive's weights, and let `replay` repeat the plan on it.
-
-    `model` is taken instead of the archive's factory, and is copied. `trust` names packages whose factories may run,
-    or is True. `inputs` are by default those beside the factory, or drawn in the form that the archive notes.
-    """
+    """Build the original or copy `model`, give it the archive's weights, and let `replay` repeat the plan on it."""
     where = Path(path)
     manifest, members = read_container(where, (PLAN, WEIGHTS))
     description = _Description(where, manifest)

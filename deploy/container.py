@@ -132,10 +132,7 @@ def _not_json(text: str) -> float:
 
 
 def checked_entries(where: Path, archive: zipfile.ZipFile, length: int | None = None) -> dict[str, zipfile.ZipInfo]:
-    """Return the entries by name; raise `ArchiveError` for one that is doubled, compressed, encrypted or too large.
-
-    `length` is that of the file in bytes, if it is in memory.
-    """
+    """Return the entries by name; refuse doubled, compressed, encrypted and too large ones. `length` is the file's."""
     entries = archive.infolist()
     names = {entry.filename: entry for entry in entries}
     if len(names) < len(entries):

@@ -42,11 +42,7 @@ _SUFFIX = ".pt2"
 def export_model(
     model: nn.Module, path: str | os.PathLike[str], calls: Sequence[Inputs], *, dynamic_batch: bool
 ) -> None:
-    """Write a model to `path`, whole, read back and compared, or not at all; and its checksum beside it.
-
-    The first call is exported, the others are compared. `dynamic_batch` leaves the batch size free, beside those that
-    differ between calls. Errors are those of `fxopt.export`.
-    """
+    """Write a model and its checksum to `path`, read back and compared, or not at all; see `fxopt.export`."""
     _check_calls(calls)
     _check_values(model)
     _warn_of_name(Path(path))
@@ -134,10 +130,7 @@ class _Comparison:
         self.expected: list[tuple[str, Inputs, Mapping[str, Any]]] = []
 
     def run_model(self, calls: Sequence[Inputs], sizes: _FreeSizes) -> None:
-        """Note what the model gives on the example calls, and on the first one with other numbers of rows.
-
-        Raise `InputError` if the model refuses a call, `ArchiveError` if it gives what no file can.
-        """
+        """Note what the model gives on the example calls, and on the first one with other numbers of rows."""
         for number, call in enumerate(calls):
             try:
                 given = _results(self.model, call)

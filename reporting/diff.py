@@ -21,11 +21,7 @@ _SEQUENCE = re.compile(rf"{_ITEM.pattern}(?:,\s*{_ITEM.pattern}){{{LEAST_ITEMS -
 
 
 def diff_graphs(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Return a unified diff of the text of each module's graph, by qualified name; empty where nothing changed.
-
-    Modules with the same change are shown once; so are the first and the last of lines, or of items in a line, that
-    differ in their numbers only.
-    """
+    """Return a unified diff of each module's graph, equal changes and repeated lines once; empty if none changed."""
     bodies = {name: _body(before.get(name, ""), after.get(name, "")) for name in dict.fromkeys((*before, *after))}
     changes: dict[tuple[str, ...], list[str]] = {}
     for name, body in bodies.items():

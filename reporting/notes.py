@@ -133,10 +133,7 @@ def _costs(record: Record) -> Iterator[str]:
 
 
 def _cost_of(name: str, costs: Mapping[str, list[float]], asked: Any, lost: Sequence[Decision]) -> Iterator[str]:
-    """Say what a pass made of costs (name -> before, after), and whether that is less than was asked.
-
-    `asked` is the share that was to go, and of which cost; `lost` are the decisions on sites that stayed.
-    """
+    """Say what a pass made of costs (name -> before, after), and whether that is less than the share that was asked."""
     left: dict[str, list[float]] = {}
     for what, (before, after) in costs.items():
         saved = [cast("Any", d.site)["data"].get("saves", {}).get(what) for d in lost]
@@ -236,10 +233,7 @@ def _class_name(module: nn.Module) -> str:
 
 
 def warn_of(record: Record, asked: Iterable[tuple[str, Sequence[str]]]) -> None:
-    """Warn whoever called `optimize` of what nothing was compared for, and of what was asked for and changed nothing.
-
-    `asked` is each name that the user gave, with the texts of its passes. The record keeps what no decision says.
-    """
+    """Warn the caller of `optimize` of what nothing was compared for, and of what was asked for and changed nothing."""
     said = list(dict.fromkeys(filter(None, (_said(record, name, texts) for name, texts in asked))))
     idle = "; ".join(said) or _in_fewer_bits(record)
     for kind, text in ((UnverifiedWarning, _unverified(record)), (NothingDoneWarning, idle)):

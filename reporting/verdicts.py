@@ -32,10 +32,7 @@ TITLES_WITHIN = ("call", "within", "error", "allowed")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing two models gave: a verdict for each call.
-
-    `tolerance` is the error that was allowed, None that of rounding; `lossy` are the passes that promise to differ.
-    """
+    """A verdict for each call; `tolerance` is the error that was allowed, `lossy` the passes that promise to differ."""
 
     verdicts: Sequence[Verdict]
     gradients: bool
@@ -109,11 +106,7 @@ def compare_models(
     seed: int,
     tolerance: float | None = None,
 ) -> Comparison:
-    """Compare what `after` gives on calls with what `before`, which is right, gives, in float64 and in their own types.
-
-    Dataclasses count as dictionaries of their fields, as `.pt2` files return them; state is compared under the names
-    that both have. With `tolerance`, errors up to it are allowed, and only the models' own types are compared.
-    """
+    """Compare `after` with `before`, which is right, on calls; with `tolerance` in the models' own types alone."""
     of_both = (*after.named_parameters(remove_duplicate=False), *after.named_buffers(remove_duplicate=False))
     known = {name for name, _ in of_both}
 

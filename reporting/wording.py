@@ -350,10 +350,7 @@ def _named(record: Record, decisions: Sequence[Decision]) -> str:
 
 
 def _kind_of_reason(decision: Decision) -> tuple[str, ...]:
-    """Return what places are named together by: their cause, or the text where a pass refused them by its own rules.
-
-    Where the cause was measured, they are places beside each other, as the projections of attention in equal blocks.
-    """
+    """Return what places are named together by: a pass's own reason, or the cause and, if measured, the place."""
     is_of_pass = decision.cause in ("", Cause.NOT_APPLICABLE)
     place = decision.label.rpartition(".")[0] or decision.label if decision.cause in _MEASURED else ""
     reason = decision.reason if is_of_pass else decision.cause

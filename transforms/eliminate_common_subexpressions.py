@@ -61,10 +61,7 @@ def _as_written(node: fx.Node) -> str:
 
 
 def repetitions(graph: fx.Graph, program: Program, owner: str) -> dict[fx.Node, fx.Node]:
-    """Return each node whose value an earlier node already has, with that node, in order.
-
-    Two values that the caller gets, themselves or as views, stay two: it may write into one of them.
-    """
+    """Return node -> an earlier node of equal value; two values that the caller gets, and may write into, stay two."""
     first: dict[object, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
     handed = handed_out(graph, program, owner)

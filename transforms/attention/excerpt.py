@@ -29,10 +29,7 @@ Compute = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Attention by itself: its operands, in the order of the call, made by `laid_out` of what `sources` describe.
-
-    `ways` compute it before and after, `beyond` with what lays out the result. `code` is equal where all of that is.
-    """
+    """Attention by itself: operands made by `laid_out` of `sources`, and both ways of computing it."""
 
     operands: tuple[str, ...]
     sources: tuple[TensorMeta, ...]

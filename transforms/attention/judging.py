@@ -37,11 +37,7 @@ class Judge:
     _known: dict[str, Judgement | None] = field(default_factory=dict[str, "Judgement | None"], init=False)
 
     def of(self, found: Occurrence) -> tuple[str, Judgement] | None:
-        """Return the kind of an occurrence, and what is known of it; None where its place is to tell.
-
-        So it is in training, off the CPU, and where finite numbers hide scores: of a query that may attend to nothing
-        the gradients are not what they were, and only the mask itself tells.
-        """
+        """Return the kind of an occurrence, and what is known of it; None where only its place can tell."""
         if self.program.training or self.program.replaying or _hides_by_number(found) or not _is_on_cpu(found):
             return None
         excerpt = excerpt_of(found)

@@ -85,10 +85,7 @@ def _size(parts: Sequence[Part]) -> int:
 
 
 def _block(program: Program, owner: str, likeness: StructuralHash) -> str:
-    """Return the outermost block around a module that others are like (a layer of a transformer), or the module.
-
-    Blocks are decided on as one: what one of them gains is seen in timings, and the others follow.
-    """
+    """Return the outermost block around a module that others are like, or the module: they are decided on as one."""
     names = owner.split(".")
     for count in range(1, len(names) + 1):
         path, around = ".".join(names[:count]), program.module(".".join(names[: count - 1]))

@@ -17,11 +17,7 @@ __all__ = ["check_dtype", "check_words"]
 
 
 def check_dtype(dtype: torch.dtype, device: str) -> None:
-    """Make sure that devices of a type can autocast to a dtype, by a product and its gradient.
-
-    Raises:
-        UsageError: they cannot.
-    """
+    """Raise `UsageError` unless devices of a type can autocast to a dtype, a product and its gradient."""
     if dtype not in (torch.bfloat16, torch.float16):
         raise UsageError(f"pass 'autocast': dtype={str(dtype).removeprefix('torch.')}; use bfloat16 or float16")
     if device == "meta":
@@ -48,10 +44,6 @@ def _failure(dtype: torch.dtype, device: str) -> str:
 
 
 def check_words(words: Sequence[str], model: nn.Module) -> None:
-    """Make sure that each word of `keep` names something.
-
-    Raises:
-        UsageError: one names no module, no class of one and no operator.
-    """
+    """Raise `UsageError` for a word of `keep` that names no module, no class of one and no operator."""
     others = [word for word in words if word not in LOWER | FLOAT32 | FOLLOWING and not operator_info(word).name]
     check_named("autocast", "keep", others, model)

@@ -25,10 +25,7 @@ __all__ = ["Part", "Search"]
 
 
 class Part(NamedTuple):
-    """What can run in 16 bits as one: nodes of a graph, in order, of which some gain.
-
-    `size` counts the layers and functions that gain, in modules that are called, too.
-    """
+    """Nodes of a graph that can run in 16 bits as one; `size` counts what gains, in modules that are called, too."""
 
     owner: str
     specialization: int

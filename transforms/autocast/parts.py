@@ -51,12 +51,9 @@ def _holds_float32(meta: object) -> bool:
 
 
 def parts_of(graph: fx.Graph, judge: Judge) -> list[list[fx.Node]]:
-    """Return what of a graph is to run in 16 bits: what gains, and what follows and reads from the part.
-
-    Levels count how often the way to a node enters or leaves: nodes of one level reach each other through nothing else,
-    so a connected set of them is convex; so is one of several that read the same (the projections of an attention,
-    say).
-    """
+    """Return what of a graph is to run in 16 bits: what gains, and what follows and reads from the part."""
+    # Levels count how often the way to a node enters or leaves: nodes of one level reach each other through nothing
+    # else, so a connected set of them is convex; so is one of several that read the same.
     level: dict[fx.Node, int] = {}
     joined: dict[fx.Node, fx.Node] = {}
     reader: dict[tuple[fx.Node, int], fx.Node] = {}

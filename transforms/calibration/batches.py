@@ -16,11 +16,7 @@ __all__ = ["calls", "replayable", "run_call"]
 
 
 def calls(given: Any, count: int, program: Program, what: str) -> Sequence[Inputs]:
-    """Return the calls to calibrate on, `count` at the most; None stands for the example inputs.
-
-    Labels that the forward does not take are left out. `what` calibrates, for messages. Raises `CalibrationError` where
-    there are none, or reading them raises.
-    """
+    """Return at most `count` calls to calibrate `what` on; without data the example inputs."""
     if given is None:
         if not program.whole_calls:
             raise CalibrationError(f"{what} has no calibration data; give calibration=, or example_inputs")

@@ -28,11 +28,7 @@ _SAMPLE = 1 << 16
 def ranges_of(
     program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs], kind: str
 ) -> dict[str, Range]:
-    """Return the range of the input of each layer that the calls reach; the model is left as it is.
-
-    `kind` is of observer: "histogram", "minmax" or "moving_average". Raises `CalibrationError` where the model does not
-    take the calls, or computes NaN or infinity on them.
-    """
+    """Return the range of the input of each layer that the calls reach, by a kind of observer."""
     observers = {name: Observer(kind) for name in layers}
     seen: set[str] = set()
     watched = _watched(layers, observers, seen)

@@ -17,10 +17,7 @@ _KEEPS_DIMENSIONS = (nn.Identity, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.A
 
 
 def write_check(node: fx.Node, count: int, edit: Edit, *, before: fx.Node | None = None) -> None:
-    """Let the graph check a tensor's number of dimensions, once, on what it comes from.
-
-    Members of an ensemble then check the input that they share, and nothing in between.
-    """
+    """Let the graph check a tensor's number of dimensions, once, on what it comes from."""
     while (source := _with_as_many(node, edit)) is not None:
         node = source
     checks = (user for asked in node.users for user in asked.users if user.target is expect_dimensions)

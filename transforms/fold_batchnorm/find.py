@@ -31,10 +31,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A norm and the layer beside it, with all calls in a module's graphs of one on the other's output.
-
-    `before`: the norm stands before the layer.
-    """
+    """A norm and the layer behind it (`before`) or before it, with all calls of one on the other's output."""
 
     owner: str
     layer: LayerCall

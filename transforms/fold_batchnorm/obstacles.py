@@ -26,10 +26,7 @@ _COMPUTING = ("forward", "_conv_forward", "_output_padding", "_check_input_dim",
 def obstacles(
     pairs: Sequence[Pair], program: Program, also: tuple[type[nn.Module], ...] = (), *, tails: bool = False
 ) -> dict[Pair, str]:
-    """Return why pairs must stay as they are, where they must.
-
-    `also` are classes whose own forward the caller knows; `tails`: it computes what norms compute behind the norm.
-    """
+    """Return why pairs must stay; `also`: classes whose own forward is known, `tails`: those of norms are read."""
     outside = _called_from_outside(pairs, program)
     reasons = {pair: _obstacle(pair, program, also, tails) or outside.get(pair) for pair in pairs}
     return {pair: reason for pair, reason in reasons.items() if reason is not None}

@@ -30,11 +30,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """A batch norm of `width` channels: a module, or a call of `F.batch_norm`, named by its node.
-
-    `tensors` are weight and bias, where there are any, and statistics -> the paths in the owner. `training`: it norms
-    by the batch as things are.
-    """
+    """A batch norm, a module or a call of `F.batch_norm`; `tensors` are its own -> their paths in the owner."""
 
     name: str
     tensors: Mapping[str, str]

@@ -19,11 +19,7 @@ _OUTPUTS = 16
 
 @dataclass(frozen=True)
 class Check:
-    """A layer, and the same on a packed weight, whose results are the sum of so many `terms`.
-
-    `along` are the dimensions of outputs in weight and result, None where these are not by themselves; `rows` those of
-    the input that are computed in float64.
-    """
+    """A layer and the same on a packed weight; `along` are the dimensions of outputs in weight and result."""
 
     packed: Packed
     weight: Tensor

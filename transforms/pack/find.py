@@ -82,10 +82,7 @@ class _Found:
 
 
 def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Site | Refusal]:
-    """Yield the layers of each graph that runs in evaluation as a site, and those that stay as they are.
-
-    `budget` is the error that is allowed in others than float32.
-    """
+    """Yield the layers of each graph that runs in evaluation as a site, and those that stay as they are."""
     if program.training:
         yield from (
             Refusal(IN_TRAINING, "(root)", Cause.IN_TRAINING) for _ in itertools.islice(_candidates(program, dtype), 1)
@@ -213,10 +210,7 @@ def _gains(program: Program, layers: Sequence[_Found], budget: float) -> Gains:
 
 
 def _take_single_rows(kinds: Mapping[Hashable, Sequence[_Found]], gains: Gains) -> None:
-    """Choose how layers of several rows compute one row, where the model is called with one row, too.
-
-    A module that does not look at what came before has one graph for a prompt and for the steps behind it.
-    """
+    """Choose how layers of several rows compute one row, where the model is called with one, too, in the same graph."""
     single: dict[Hashable, dict[str, Calls]] = {}
     for kind, alike in kinds.items():
         if kind in gains.known and alike[0].has_rows and gains.refusal(kind, alike[0].name) is None:

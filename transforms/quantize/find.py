@@ -40,11 +40,7 @@ Make = Callable[[nn.Module], Instead]
 
 
 def found(settings: Settings, program: Program, layers: Sequence[Candidate], make: Make) -> Iterator[Site | Refusal]:
-    """Yield a site for each of the layers that a scheme knows, and why others stay as they are.
-
-    First come those that save most for their error, which are the last to go where the whole model errs by too much;
-    where nothing runs, the largest. `make` returns what stands in the place of one, or raises `MatchFailure`.
-    """
+    """Yield the layers to replace by what `make` returns, the most saved for an error first, and why others stay."""
     yield from already_quantized(settings.keep, program)
     called = _called(program, [layer.module for layer in layers])
     able: list[Candidate] = []

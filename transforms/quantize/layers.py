@@ -43,10 +43,7 @@ _STACKED = "the weights of its members are stacked, and there is no kernel for b
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layer that a scheme would replace, with the weights that would be quantized, by their names in it.
-
-    `objection` says why the scheme cannot take it, or "". `stays`: its weight may stay, for others who have it too.
-    """
+    """A layer to replace, with the weights to quantize by name; `stays`: a weight that others have too may stay."""
 
     name: str
     module: nn.Module
@@ -137,11 +134,7 @@ def weight_of(module: nn.Module) -> nn.Parameter:
 
 
 def linears(program: Program, objection: Callable[[Layer, Tensor], str], *, stays: bool = False) -> list[Candidate]:
-    """Return each linear layer by its first name, and what looks as if it held some.
-
-    `objection` says why the scheme cannot take one with a weight, or ""; `stays`: it takes weights that others have
-    too.
-    """
+    """Return each linear layer, and what seems to hold some; `objection` says why the scheme cannot take a weight."""
     found: list[Candidate] = []
     for module in program.names.distinct:
         linear, name = linear_of(module), program.names.name(module)

@@ -44,14 +44,7 @@ class Settings:
 
 
 class Scheme(ABC):
-    """One way to quantize.
-
-    Attributes:
-        budget: the error that is allowed where the user does not say.
-        options: those that not all schemes read, and this one does.
-        folds_norms: it folds batch norms into what it quantizes.
-        profiles_itself: see `Pass`.
-    """
+    """One way to quantize; `budget` is by default, and of the `options` are those that not all schemes read."""
 
     budget: ClassVar[float] = 0.05
     options: ClassVar[tuple[str, ...]] = ("per_channel",)
@@ -60,11 +53,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def check(self, settings: Settings, model: nn.Module) -> None:
-        """Refuse, before any work, options and machines that it can do nothing with.
-
-        Raises:
-            UsageError: with what to do instead.
-        """
+        """Raise `UsageError`, before any work, for options and machines that it can do nothing with."""
 
     @abstractmethod
     def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:

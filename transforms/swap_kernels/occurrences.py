@@ -26,11 +26,7 @@ __all__ = ["Occurrence"]
 
 @dataclass(frozen=True)
 class Occurrence:
-    """A place where the operations that were found compute what a kernel does, with what the spelling says besides.
-
-    `second` has the second result, where the kernel gives two; `unread` is returned by the graph, and read by no
-    caller.
-    """
+    """Operations that compute what a kernel does; `second` result, and what is returned but `unread` by callers."""
 
     kernel: Kernel
     found: Match

@@ -104,10 +104,7 @@ def _in_graph(
 
 
 def _kernels_named(names: Sequence[str], given: Sequence[Kernel] = ()) -> list[Kernel]:
-    """Return the kernels of these names, all if there are none; those `given` need not be known, and win.
-
-    Raises `UsageError` where there is none of a name, or one cannot be loaded.
-    """
+    """Return the kernels of these names, all if there are none; those `given` need not be known, and win."""
     own = {kernel.name: kernel for kernel in (*KERNELS, *given)}
     if names and own.keys() >= set(names):
         return [own[name] for name in names]  # reading what all distributions offer takes longer than a swap

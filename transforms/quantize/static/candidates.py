@@ -30,10 +30,7 @@ def is_candidate(module: nn.Module) -> bool:
 def candidates(
     keep: Sequence[str], program: Program, *, runs_here: bool = True
 ) -> Iterator[tuple[str, nn.Module] | Refusal]:
-    """Yield the layers that can be quantized, by name, and refusals of those that cannot.
-
-    `keep` names modules and classes that stay; `runs_here`: the layers are to run on this machine's CPU now.
-    """
+    """Yield the layers that can be quantized, by name, to run here on the CPU if `runs_here`, and why others cannot."""
     yield from already_quantized(keep, program)
     for module in program.names.distinct:
         name = program.names.name(module)

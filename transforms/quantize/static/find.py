@@ -33,10 +33,7 @@ _SETTINGS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Followers:
-    """What comes behind a result: calls of `view` in the same graph, which could be `reshape`.
-
-    `is_open`: somebody else may count on its order in memory: the model's caller, `view` in another graph, other code.
-    """
+    """Calls of `view` behind a result, which could be `reshape`; `is_open`: others may count on its order in memory."""
 
     views: tuple[fx.Node, ...] = ()
     is_open: bool = False
@@ -44,11 +41,7 @@ class Followers:
 
 @dataclass(eq=False)
 class Link:
-    """A call of a layer, with the batch norm and the ReLU on its result that become part of it.
-
-    `between` are the operations up to the layers behind, if all behind are such, of one range, `output`; None gives
-    floats. `followers` count on how the result lies in memory.
-    """
+    """A call of a layer with its norm and ReLU, and what is `between` it and layers of one range, `output`."""
 
     name: str
     node: fx.Node

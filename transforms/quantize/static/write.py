@@ -203,10 +203,7 @@ def _members(site: Site, edit: Edit) -> dict[str, str]:
 
 
 def _unchanged_guards(owner: nn.Module, called: Mapping[str, str]) -> list[Guard]:
-    """Return guards on what a chain stands on: with hooks, other modules or settings the module's own forward runs.
-
-    `called` says what each module is in the chain, by its path.
-    """
+    """Return guards on hooks, classes and settings of the modules of a chain: path -> what it is there."""
     anywhere = Guard(Call(has_global_hooks, ()), Truth(False), "hooks on all modules would meet numbers of 8 bits")
     found = [anywhere]
     for path, what in called.items():
