@@ -27,8 +27,7 @@ from ..tracing.examples import Inputs, check_whole
 from ..tracing.isolation import ModelState, in_phase, outside_inference_mode, preserved, restoring
 from ..tracing.reads import raised_at
 from ..tracing.recording import copy_inputs
-from .checksum import drop_checksum, sha256_of, write_checksum
-from .exported import load_exported
+from .exported import drop_checksum, load_exported, sha256_of, write_checksum
 
 __all__ = ["export_model"]
 

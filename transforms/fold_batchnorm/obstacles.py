@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...layers.masked import has_only_masks
 from ...layers.sync_batch_norm import SYNCHRONIZED
 from ...passes.rewriting import LAYERS, LayerCall, obstacle_to_inlining
-from ...runtime.graphs import Region, Specialization
+from ...runtime.graphs import Region
 from ...runtime.values import qualified, user_class
 from ...tracing.examples import TensorMeta
 from ...tracing.program import CallSites, Program, TensorOwners, TensorReads
@@ -103,23 +103,15 @@ def _obstacle_in_calls(pair: Pair, program: Program) -> str | None:
         return f"the {pair.layer.kind} is called with more than one argument"
     if not pair.before and any(len(node.users) > 1 for node in layers):
         return f"the {pair.layer.kind}'s output is read elsewhere too"
-    graphs = evaluated(program, pair.owner)
+    calls, graphs = program.analyses[CallSites], {number for number, _ in evaluated(program, pair.owner)}
     nodes = {node for call in pair.calls for node in (call.layer, call.norm)}
     for what, module in pair.modules:
-        if program.analyses[CallSites].count(module) > 1:
+        if calls.count(module) > 1:
             return f"the {what} is called elsewhere too"
-        if len(graphs) > 1 and any(node not in nodes for node in _calls_of(module, program, pair.owner, graphs)):
+        here = (call for call in calls.of(module) if call.owner == pair.owner and call.specialization in graphs)
+        if len(graphs) > 1 and not all(call.node in nodes for call in here):
             return f"the {what} is called in another way by another graph of the same module"
     return None
-
-
-def _calls_of(
-    module: nn.Module, program: Program, owner: str, graphs: Sequence[tuple[int, Specialization]]
-) -> Iterator[fx.Node]:
-    for _, specialization in graphs:
-        for node in specialization.graph.find_nodes(op="call_module"):
-            if program.callee(owner, node) is module:
-                yield node
 
 
 def _called_from_outside(pairs: Sequence[Pair], program: Program) -> dict[Pair, str]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from ...compat import has_hooks, has_state_hooks, own_parameters, submodule
 from ...layers.folded import Fold, Folds
 from ...layers.members import FusedMembers, stacked_weights
-from ...layers.quantized import ASKED, QuantizedLayer
+from ...layers.quantized import ASKED, FakeQuantized, Geometry, QuantizedLayer
 from ...operators import Derived
 from ...passes.contract import word_for
 from ...passes.driver import record_of
@@ -21,7 +21,19 @@ from ...passes.sites import Refusal
 from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners, TensorReads
 
-__all__ = ["CONVOLUTIONS", "Candidate", "already_quantized", "linear_of", "linears", "obstacle", "tied_to", "weight_of"]
+__all__ = [
+    "CONVOLUTIONS",
+    "Candidate",
+    "already_quantized",
+    "candidates",
+    "is_candidate",
+    "linear_of",
+    "linears",
+    "objection",
+    "obstacle",
+    "tied_to",
+    "weight_of",
+]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Those that `int8_static` takes."""
@@ -157,3 +169,41 @@ def _objection(module: nn.Module) -> str:
     is_other = isinstance(module, nn.Bilinear) or layer_of(module) is not None
     names = [] if is_other else stacked_weights(module)
     return _EXPERTS.format(" and ".join(names)) if names else ""
+
+
+# -- layers with static ranges ---------------------------------------------------------------------------------------
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Say whether a module is a linear layer or a convolution, or one that was trained to be quantized."""
+    linear = linear_of(module)
+    is_plain = user_class(type(module)) in CONVOLUTIONS or (linear is not None and not linear.inputs_first)
+    return is_plain or isinstance(module, FakeQuantized)
+
+
+def candidates(
+    keep: Sequence[str], program: Program, *, runs_here: bool = True
+) -> Iterator[tuple[str, nn.Module] | Refusal]:
+    """Yield the layers that can be quantized, by name, to run here on the CPU if `runs_here`, and why others cannot."""
+    yield from already_quantized(keep, program)
+    for module in program.names.distinct:
+        name = program.names.name(module)
+        if not is_candidate(module) or word_for(keep, name, program) is not None:
+            continue
+        reason = objection(name, module, program, runs_here=runs_here)
+        yield Refusal(reason, name or "(root)") if reason else (name, module)
+
+
+def objection(name: str, module: nn.Module, program: Program, *, runs_here: bool = True) -> str:
+    """Return why a candidate must stay as it is, or ""; see `candidates`."""
+    weight = cast("nn.Parameter", cast("nn.Linear", module).weight)
+    reason = obstacle(Candidate(name, module, {"weight": weight}), program)
+    if reason:
+        return reason
+    if runs_here and weight.device.type != "cpu":
+        return f"it is on {weight.device.type}, and the kernels are for CPUs"
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return f"its weight is of {str(weight.dtype).removeprefix('torch.')}; the kernels take float32 and bfloat16"
+    if isinstance(module, CONVOLUTIONS) and Geometry.of(cast("nn.Conv2d", module)) is None:
+        return "it pads with something else than as many zeros on both sides"
+    return ""

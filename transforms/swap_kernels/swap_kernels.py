@@ -15,7 +15,7 @@ from ...errors import MatchFailure, UsageError, did_you_mean
 from ...passes.contract import Pass, check_option_types
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ...tracing.program import Program
+from ...tracing.program import CallSites, Program
 from .decompositions import is_cast
 from .find import occurrence
 from .occurrences import Occurrence
@@ -75,13 +75,8 @@ class SwapKernels(Pass):
 def _never_called_then(program: Program, sites: Sequence[Site]) -> set[nn.Module]:
     """Return the modules whose every call is part of a site: nothing is to be swapped inside of them."""
     swapped = Counter(site.module("result") for site in sites if site["result"].op == "call_module")
-    calls = Counter(
-        program.callee(owner, node)
-        for owner, capture in program.captures.items()
-        for specialization in capture.specializations
-        for node in specialization.graph.find_nodes(op="call_module")
-    )
-    return {module for module, count in swapped.items() if calls[module] == count}
+    calls = program.analyses[CallSites]
+    return {module for module, count in swapped.items() if len(calls.of(module)) == count}
 
 
 def _in_graph(

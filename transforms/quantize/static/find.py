@@ -226,7 +226,7 @@ def _followers(program: Program, owner: str, node: fx.Node) -> Followers:
 def _behind(program: Program, owner: str, user: fx.Node) -> list[tuple[str, fx.Node]] | None:
     """Return where a result goes on from a node that reads it; None where that cannot be seen, or is `view`."""
     if user.op == "output":
-        return list(_callers(program, owner)) or None
+        return [(call.owner, call.node) for call in program.analyses[CallSites].of(program.module(owner))] or None
     name = canonical_name(user)
     if user.op == "call_module":
         name = operator_of_module(user_class(type(program.callee(owner, user))))
@@ -234,15 +234,6 @@ def _behind(program: Program, owner: str, user: fx.Node) -> list[tuple[str, fx.N
             return _placeholders(program, owner, user) or None
     order = operator_info(name).memory_order
     return None if order is None else [(owner, user)] if order == "kept" else []
-
-
-def _callers(program: Program, owner: str) -> Iterator[tuple[str, fx.Node]]:
-    module = program.module(owner)
-    for name, capture in program.captures.items():
-        for specialization in capture.specializations:
-            for node in specialization.graph.find_nodes(op="call_module"):
-                if program.callee(name, node) is module:
-                    yield name, node
 
 
 def _placeholders(program: Program, owner: str, node: fx.Node) -> list[tuple[str, fx.Node]]:

@@ -30,9 +30,8 @@ from ....runtime.state import QuantizeTrained, QuantizeWeight, StateStep
 from ....runtime.values import qualified, user_class
 from ....tracing.examples import TensorMeta
 from ...fold_batchnorm import source_of, write_check
-from ..layers import CONVOLUTIONS
+from ..layers import CONVOLUTIONS, is_candidate, objection
 from ..write import instead_of, put
-from .candidates import is_candidate, objection
 from .find import pooling_of
 
 __all__ = ["rewrite"]

@@ -9,11 +9,11 @@ from typing import ClassVar
 
 from torch import nn
 
-from ...passes.contract import Pass
-from ...passes.rewriting import Edit
-from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
-from ...runtime.values import user_class
-from ...tracing.program import Program
+from ..passes.contract import Pass
+from ..passes.rewriting import Edit
+from ..passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ..runtime.values import user_class
+from ..tracing.program import Program
 
 __all__ = ["SparseMessagePassing"]
 
@@ -39,7 +39,7 @@ class SparseMessagePassing(Pass):
             yield from _found(program, names.name(module), module)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        from ...layers.message_passing import compressed
+        from ..layers.message_passing import compressed
 
         trains = site.phase is not Phase.EVAL
         edit.replace_module("", compressed(edit.owner, edit.program.model, trains=trains))
@@ -50,7 +50,7 @@ def _found(program: Program, name: str, module: nn.Module) -> Iterator[Site | Re
     """Yield a site for a layer that goes over rows, and a reason for other message passing."""
     if not _passes_messages(module):
         return
-    from ...layers.message_passing import CONVOLUTIONS, is_compressed, not_supported
+    from ..layers.message_passing import CONVOLUTIONS, is_compressed, not_supported
 
     base = user_class(type(module))
     if is_compressed(module):
