@@ -81,7 +81,8 @@ def check_written(option: str, path: Path | None, *models: str, suffix: str = ""
         raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first")
     if suffix and path.suffix not in ("", suffix):
         raise InputError(f"{option} {path}: this writes {suffix} files; name it {path.with_suffix(suffix)}")
-    if any(_same(path, Path(model.partition(":")[0])) for model in models):
+    read = (Path(model.partition(":")[0]) for model in models)
+    if path.exists() and any(other.exists() and path.samefile(other) for other in read):
         raise InputError(f"{option} {path} is the model that is read; write to another file")
     if path.exists() and not is_one(path):
         raise InputError(f"{option} {path} is there and is no {kind}; it is not overwritten: write to another file")
@@ -97,10 +98,6 @@ def check_tolerance(tolerance: float | None) -> None:
     """Raise `UsageError` if a relative error is no positive number up to 1."""
     if tolerance is not None and not 0 < tolerance <= 1:
         raise UsageError(f"--tolerance {tolerance:g}; give a relative error up to 1, such as 0.05")
-
-
-def _same(path: Path, other: Path) -> bool:
-    return path.exists() and other.exists() and path.samefile(other)
 
 
 def _is_saved_model(path: Path) -> bool:

@@ -62,7 +62,8 @@ def save(
     if factory is not None:
         find_factory(factory)
     _check_found_again(record.plan)
-    shape = {"state_map": record.state_map.to_json()} if _is_compact(record.state_map) else {}
+    is_compact = any(step.is_compact for step in record.state_map.steps)  # and gives back what it was made from
+    shape = {"state_map": record.state_map.to_json()} if is_compact else {}
     stored, aliases = stored_once(record.state_map.forward(state) if shape else state)
     modules = modules_by_name(model)
     plan = json.dumps(record.plan.to_json(), indent=1, allow_nan=False)
@@ -199,19 +200,11 @@ def _replayed(replay: Replay, original: nn.Module, plan: Plan, inputs: object, d
     phase, calls = "train" if description.training else "eval", description.calls
     if inputs is None and calls:
         device = next((parameter.device for parameter in original.parameters()), torch.device("cpu"))
+        for call in calls:
+            call.args, call.kwargs = map_tensors(lambda tensor: tensor.to(device), tuple(call))
         with suppress(InputError):  # a model may take some numbers only
-            return replay(original, plan, phase, [_moved(call, device) for call in calls], drawn=True)
+            return replay(original, plan, phase, calls, drawn=True)
     return replay(original, plan, phase, inputs)
-
-
-def _moved(call: Inputs, device: torch.device) -> Inputs:
-    call.args, call.kwargs = map_tensors(lambda tensor: tensor.to(device), tuple(call))
-    return call
-
-
-def _is_compact(state_map: StateMap) -> bool:
-    """Say whether what a model holds takes less room than what it was made from, and gives that back."""
-    return any(step.is_compact for step in state_map.steps)
 
 
 def _built(description: _Description, trust: Sequence[str] | bool) -> nn.Module:

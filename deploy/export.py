@@ -43,7 +43,9 @@ def export_model(
 ) -> None:
     """Write a model and its checksum to `path`, read back and compared, or not at all; see `fxopt.export`."""
     _check_calls(calls)
-    _check_values(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise InputError(f"{name!r} is on the meta device and has no values to export; load its weights first")
     _warn_of_name(Path(path))
     sizes = _FreeSizes.among(calls, dynamic_batch)
     with ExitStack() as stack:
@@ -234,12 +236,6 @@ def _tensors(call: Inputs) -> list[Tensor]:
     return list(tensors_in((call.args, call.kwargs)))
 
 
-def _check_values(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise InputError(f"{name!r} is on the meta device and has no values to export; load its weights first")
-
-
 def _warn_of_name(path: Path) -> None:
     if path.suffix not in ("", _SUFFIX):
         warnings.warn(
@@ -274,15 +270,12 @@ def _check_plain(value: Any, name: str, leaves: tuple[type, ...], error: type[Fx
         for index, item in enumerate(value):
             _check_plain(item, f"{name}[{index}]", leaves, error)
     elif not isinstance(value, leaves):
+        is_cache = "Cache" in kind.__name__  # as models of transformers give
+        advice = "; switch the cache off: give use_cache=False with the example inputs" if is_cache else ""
         raise error(
             f"{name} is a {kind.__name__}; a .pt2 file takes tensors, numbers and text and gives tensors and numbers, "
-            f"in tuples, lists and dictionaries{_advice(kind)}"
+            f"in tuples, lists and dictionaries{advice}"
         )
-
-
-def _advice(kind: type[object]) -> str:
-    """Return what to do about a value of a kind that models of transformers give."""
-    return "; switch the cache off: give use_cache=False with the example inputs" if "Cache" in kind.__name__ else ""
 
 
 def _form(call: Inputs) -> object:

@@ -102,14 +102,10 @@ def _checked_inputs(path: Path, data: bytes) -> bytes:
         entries = checked_entries(path, archive, len(data))
         for name in entries:
             if name.endswith("/data.pkl"):
-                _check_pickle(path, archive.read(name))
+                for operation, argument, _ in pickletools.genops(archive.read(name)):
+                    if operation.name == "GLOBAL" and not _GLOBAL.fullmatch(str(argument)):
+                        raise ArchiveError(f"{path} is refused: fxopt does not read {argument!r} in example inputs")
         return _copied(archive, {}).getvalue()
-
-
-def _check_pickle(path: Path, data: bytes) -> None:
-    for operation, argument, _ in pickletools.genops(data):
-        if operation.name == "GLOBAL" and not _GLOBAL.fullmatch(str(argument)):
-            raise ArchiveError(f"{path} is refused: fxopt does not read {argument!r} in example inputs")
 
 
 def _check_payloads(

@@ -63,7 +63,9 @@ class Comparison:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         compared = "outputs, buffers and gradients" if self.gradients else "outputs and buffers"
-        yield Text(f"{self._headline()}: {compared} of {counted(len(self.verdicts), 'call')}", style="bold")
+        same = "equal" if self.tolerance is None else f"within {self.tolerance:g}"
+        found = same if self.equal else "different"
+        yield Text(f"{found}: {compared} of {counted(len(self.verdicts), 'call')}", style="bold")
         table = Table(box=box.SIMPLE_HEAD if options.is_terminal else box.MARKDOWN)
         for title in TITLES if self.tolerance is None else TITLES_WITHIN:
             table.add_column(title)
@@ -75,11 +77,6 @@ class Comparison:
                 yield Text(f"call {number}: {printable(verdict.reason)}")
         if self.lossy and self.tolerance is None and not self.equal:
             yield Text(f"{', '.join(self.lossy)} computes with fewer digits: allow an error, as in --tolerance 0.02")
-
-    def _headline(self) -> str:
-        if not self.equal:
-            return "different"
-        return "equal" if self.tolerance is None else f"within {self.tolerance:g}"
 
     def _errors(self, verdict: Verdict) -> Sequence[str]:
         """Return the cells behind the verdict; no figures where nothing could be compared."""

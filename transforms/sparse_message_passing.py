@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -56,7 +56,8 @@ def _found(program: Program, name: str, module: nn.Module) -> Iterator[Site | Re
     if is_compressed(module):
         yield Refusal("it goes over compressed rows already", name)
     elif f"{base.__module__}.{base.__qualname__}" not in CONVOLUTIONS:
-        yield Refusal(f"{base.__name__} is none of {_listed(CONVOLUTIONS)}; what its messages are is its own", name)
+        known = ", ".join(each.rpartition(".")[2] for each in CONVOLUTIONS)
+        yield Refusal(f"{base.__name__} is none of {known}; what its messages are is its own", name)
     elif type(module) is not base:
         yield Refusal("another pass has rewritten it", name)
     else:
@@ -70,7 +71,3 @@ def _passes_messages(module: nn.Module) -> bool:
     """Tell whether a module is message passing; PyTorch Geometric is not imported for it."""
     loaded = sys.modules.get(_MESSAGE_PASSING)
     return loaded is not None and isinstance(module, loaded.MessagePassing)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(name.rpartition(".")[2] for name in names)

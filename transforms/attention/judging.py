@@ -38,21 +38,23 @@ class Judge:
 
     def of(self, found: Occurrence) -> tuple[str, Judgement] | None:
         """Return the kind of an occurrence, and what is known of it; None where only its place can tell."""
-        if self.program.training or self.program.replaying or _hides_by_number(found) or not _is_on_cpu(found):
+        if self.program.training or self.program.replaying:
+            return None
+        if any(node.meta["val"].device.type != "cpu" for node in found.found.nodes.values()):
+            return None
+        # Where finite numbers hide scores, only the mask tells whether a query may attend to nothing.
+        if found.found.values.get("number") != -math.inf and not {"hidden", "shown"}.isdisjoint(found.found.nodes):
             return None
         excerpt = excerpt_of(found)
         if excerpt is None:
             return None
         if excerpt.code not in self._known:
-            self._known[excerpt.code] = self._run(excerpt)
+            try:
+                self._known[excerpt.code] = self._judged(excerpt)
+            except Exception:  # whatever drawn operands raise: in its place it is given others
+                self._known[excerpt.code] = None
         known = self._known[excerpt.code]
         return None if known is None else (excerpt.code, known)
-
-    def _run(self, excerpt: Excerpt) -> Judgement | None:
-        try:
-            return self._judged(excerpt)
-        except Exception:  # whatever drawn operands raise: in its place it is given others
-            return None
 
     def _judged(self, excerpt: Excerpt) -> Judgement:
         """Time a kind, and compare it where it gains."""
@@ -64,15 +66,6 @@ class Judge:
             if timed.objection:
                 return timed
         return Judgement(figures=figures, objection=_fault(excerpt, _some(excerpt, given)))
-
-
-def _hides_by_number(found: Occurrence) -> bool:
-    number = found.found.values.get("number")
-    return not {"hidden", "shown"}.isdisjoint(found.found.nodes) and number != -math.inf
-
-
-def _is_on_cpu(found: Occurrence) -> bool:
-    return all(node.meta["val"].device.type == "cpu" for node in found.found.nodes.values())
 
 
 def _some(excerpt: Excerpt, given: Sequence[Tensor]) -> list[Tensor]:

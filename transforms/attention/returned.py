@@ -26,10 +26,6 @@ def _several(returned: Any) -> list[Any]:
     return list(cast("tuple[Any, ...]", returned)) if isinstance(returned, (tuple, list)) else []
 
 
-def _is_position(index: Any) -> bool:
-    return isinstance(index, int) and index >= 0
-
-
 def _callers(program: Program, module: nn.Module, position: int, depth: int) -> list[Site] | None:
     calls = program.analyses[CallSites].of(module)
     if not calls or depth == 0 or has_hooks(module) or not _is_captured_around(program, module):
@@ -46,7 +42,8 @@ def _callers(program: Program, module: nn.Module, position: int, depth: int) -> 
 def _end(program: Program, owner: str, number: int, call: fx.Node, position: int, depth: int) -> list[Site] | None:
     """Return where it is unread: the caller, or those that call it in turn where it only hands it on."""
     reads = [user for user in call.users if user.target is not len]
-    if not all(user.target is operator.getitem and _is_position(user.args[1]) for user in reads):
+    indices = [user.args[1] if user.target is operator.getitem else None for user in reads]
+    if not all(isinstance(index, int) and index >= 0 for index in indices):
         return None
     handed_on = [user for user in reads if user.args[1] == position and user.users]
     if not handed_on:

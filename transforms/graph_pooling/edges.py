@@ -42,7 +42,8 @@ def edges_before(program: Program, owner: str, x: fx.Node) -> fx.Node | Refusal:
         if edges is not None:
             found[edges] = number_of_rows(node)
             continue
-        if node.op == "call_module" and _passes_messages(program.callee(owner, node)):
+        inside = program.callee(owner, node).modules() if node.op == "call_module" else ()
+        if any(hasattr(each, "propagate") for each in inside):
             return Refusal(f"'{node.name}' passes messages over edges that it does not take as 'edge_index'", at)
         if not keeps_rows(program, owner, node):
             return Refusal(_moved(program, owner, node), at)
@@ -66,7 +67,8 @@ def _edges_of(program: Program, owner: str, node: fx.Node) -> fx.Node | None:
         return None
     module = program.callee(owner, source)
     if full_name(module) in COARSENING or getattr(module, _COARSENS, False):
-        return next((user for user in source.users if _takes(user, 1)), source)
+        taken = (user for user in source.users if getattr(user.target, "__name__", "") == "getitem")
+        return next((user for user in taken if user.args[1:] == (1,)), source)
     if source is not node:
         return None
     try:
@@ -83,12 +85,3 @@ def _moved(program: Program, owner: str, node: fx.Node) -> str:
     if called == "getitem":
         return f"'{node.name}' picks or reorders its nodes: they are no longer those that edge_index names"
     return f"'{node.name}' may pick or reorder its nodes: whether {called} keeps those of edge_index is not known"
-
-
-def _passes_messages(module: nn.Module) -> bool:
-    """Say whether a module is or holds message passing, which has edges of its own."""
-    return any(hasattr(each, "propagate") for each in module.modules())
-
-
-def _takes(user: fx.Node, index: int) -> bool:
-    return getattr(user.target, "__name__", "") == "getitem" and user.args[1:] == (index,)

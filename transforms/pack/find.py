@@ -103,7 +103,10 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
             yield refusal
         else:
             graphs.setdefault(found.place, []).append(found)
-    packed = {place: _laid_channels_last(group) for place, group in graphs.items()}
+    packed = {  # convolutions, and what is computed with them, whose results will lie channels last
+        place: {node for found in group if found.layer.geometry for node in found.epilogue.inside}
+        for place, group in graphs.items()
+    }
     views = readers_in(program, packed) if any(packed.values()) else {}
     spelled = _spelled(program, graphs) if dtype is torch.float32 else {}
     for place in {**graphs, **views, **spelled}:
@@ -134,11 +137,6 @@ def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) ->
     """Say whether the convolutions of a model gain, all of them packed: in between, images would be laid out anew."""
     timed = [known[found.kind] for found in layers if found.layer.geometry is not None and found.kind in known]
     return sum(times.own for times in timed) > LEAST_GAIN * sum(times.packed for times in timed)
-
-
-def _laid_channels_last(group: Sequence[_Found]) -> set[fx.Node]:
-    """Return the nodes of convolutions, and what is computed with them: these results will lie channels last."""
-    return {node for found in group if found.layer.geometry for node in found.epilogue.inside}
 
 
 def _site(program: Program, place: tuple[str, int], group: Sequence[_Found], other: Nodes, gains: Gains) -> Site:

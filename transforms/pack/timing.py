@@ -40,15 +40,11 @@ Compute = Callable[..., object]
 
 
 class _Check(Protocol):
-    """Say how far off a packed layer is."""
+    """Say how far off a packed layer is: in words, or "" where that is rounding; or relative to the scale."""
 
-    def fault(self, x: Tensor, laid: Tensor) -> str:
-        """Return it in words, or "" where that is rounding."""
-        ...
+    def fault(self, x: Tensor, laid: Tensor) -> str: ...
 
-    def error(self, x: Tensor, laid: Tensor) -> float:
-        """Return it, relative to the scale of the result."""
-        ...
+    def error(self, x: Tensor, laid: Tensor) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -171,12 +167,12 @@ def times_interleaved(kinds: Mapping[Hashable, Lowerings]) -> dict[Hashable, dic
             seconds = {name: _seconds(passes[name]) for name in shuffling.sample(names, len(names))}
             for kind, timings in found.items():
                 timings.rounds.append({name: each[kind] for name, each in seconds.items() if kind in each})
-    return {kind: {name: _times(found[kind], name) for name in lowerings} for kind, lowerings in kinds.items()}
-
-
-def _times(timings: Timings, lowering: str) -> Times:
-    own, gain = timings.seconds(_BEFORE), timings.ratio(_BEFORE, lowering)
-    return Times(gain, own, own / gain.mid)
+    own = {kind: timings.seconds(_BEFORE) for kind, timings in found.items()}
+    gains = {(kind, name): found[kind].ratio(_BEFORE, name) for kind, each in kinds.items() for name in each}
+    times: dict[Hashable, dict[str, Times]] = {kind: {} for kind in kinds}
+    for (kind, name), gain in gains.items():
+        times[kind][name] = Times(gain, own[kind], own[kind] / gain.mid)
+    return times
 
 
 def _calls(lowerings: Lowerings) -> dict[str, _InTurn]:

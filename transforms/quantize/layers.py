@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...compat import has_hooks, has_state_hooks, own_parameters, submodule
 from ...layers.folded import Fold, Folds
@@ -100,22 +100,14 @@ def _weight_problem(layer: Candidate, name: str, program: Program) -> str:
         return _value_problem(f"'{weight}'", tensor) if layer.stays else f"its weight is tied to '{tied[0]}'"
     reads = program.analyses[TensorReads]
     for reader in reads.readers_of(tensor):
-        nodes = reads.nodes_of(tensor, reader)
-        if any(isinstance(_function_of(user), (Fold, Folds)) for node in nodes for user in node.users):
+        users = [user for node in reads.nodes_of(tensor, reader) for user in node.users]
+        derived = (user.target.function for user in users if isinstance(user.target, Derived))
+        if any(isinstance(function, (Fold, Folds)) for function in derived):
             return _FOLDED
-        if reader != layer.name and not (name == "weight" and _only_asks(nodes)):
+        only_asks = all(user.target is getattr and user.args[1] in ASKED for user in users)  # for its type and the like
+        if reader != layer.name and not (name == "weight" and only_asks):
             return f"'{reader}' reads its weight"
     return _value_problem(f"'{weight}'", tensor)
-
-
-def _function_of(node: fx.Node) -> object:
-    return node.target.function if isinstance(node.target, Derived) else None
-
-
-def _only_asks(nodes: Sequence[fx.Node]) -> bool:
-    """Say whether nodes read a tensor for its type and the like, and no number of it."""
-    users = [user for node in nodes for user in node.users]
-    return all(user.target is getattr and user.args[1] in ASKED for user in users)
 
 
 def _value_problem(name: str, tensor: Tensor) -> str:

@@ -51,8 +51,7 @@ class Scheme(ABC):
     folds_norms: ClassVar[bool] = False
     profiles_itself: ClassVar[bool] = True
 
-    @abstractmethod
-    def check(self, settings: Settings, model: nn.Module) -> None:
+    def check(self, settings: Settings, model: nn.Module) -> None:  # noqa: B027 - most refuse nothing
         """Raise `UsageError`, before any work, for options and machines that it can do nothing with."""
 
     @abstractmethod

@@ -67,14 +67,11 @@ def left_in_floats(program: Program, layers: Mapping[nn.Module, nn.Module], budg
     run = ComparedRun[nn.Module](program.model, program.whole_calls[0], lambda layer: _replaced(layer, layers[layer]))
     if run.error(list(layers)) <= allowed:
         return {}
-    sizes = {module: _size(module) for module in program.names.distinct if module in layers}
+    replaced = [module for module in program.names.distinct if module in layers]
+    sizes = {module: sum(each.numel() for each in module.parameters()) for module in replaced}
     alone = costs_in_groups(sizes, run.on_less().error, allowed)
     left, _ = left_out({layer: cost**2 / sizes[layer] for layer, cost in alone.items()}, run.error, allowed)
     return {layer: alone[layer] for layer in left}
-
-
-def _size(module: nn.Module) -> int:
-    return sum(each.numel() for each in module.parameters())
 
 
 def costs_in_groups(

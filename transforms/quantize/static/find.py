@@ -84,17 +84,13 @@ def _norms(program: Program) -> dict[fx.Node, fx.Node]:
     """Return layer node -> norm node where the norm can be folded."""
     pairs = [pair for pair in pairs_in(program) if not pair.before and len(pair.modules) == 2]
     wrong = obstacles(pairs, program, also=(FakeQuantized, Freezable))
-    return {
-        call.layer: call.norm
-        for pair in pairs
-        if pair not in wrong and _is_sure(pair.layer.module)
-        for call in pair.calls
-    }
-
-
-def _is_sure(layer: nn.Module | None) -> bool:
-    """Say whether a norm behind a layer norms its channels, whatever the number of dimensions."""
-    return not isinstance(layer, FakeQuantized) or isinstance(layer, (nn.Conv2d, nn.Conv3d))
+    sound = [pair for pair in pairs if pair not in wrong]
+    # A norm behind another trained layer may norm another dimension than the channels.
+    sure = [
+        pair for pair in sound
+        if not isinstance(pair.layer.module, FakeQuantized) or isinstance(pair.layer.module, (nn.Conv2d, nn.Conv3d))
+    ]  # fmt: skip
+    return {call.layer: call.norm for pair in sure for call in pair.calls}
 
 
 def _links(
@@ -107,10 +103,10 @@ def _links(
         if name not in ranges or len(node.args) != 1 or node.kwargs or program.analyses[CallSites].count(module) != 1:
             continue
         link = found[node] = Link(name, node, norms.get(node))
-        user = _only_user(link.last)
-        is_relu = user is not None and _operator(program, owner, user) == "relu"
+        users = list(link.last.users)
+        is_relu = len(users) == 1 and _operator(program, owner, users[0]) == "relu"
         if is_relu and not isinstance(module, nn.Conv3d):  # its kernel has none
-            link.relu = user
+            link.relu = users[0]
     return found
 
 
@@ -156,10 +152,6 @@ def _moves(program: Program, owner: str, node: fx.Node) -> bool:
     if pooling_of(program, owner, node) is not None:
         return True
     return _operator(program, owner, node) in _MOVING and not has_random_effects(node)
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _operator(program: Program, owner: str, node: fx.Node) -> str | None:
