@@ -68,17 +68,12 @@ def repetitions(graph: fx.Graph, program: Program, owner: str) -> dict[fx.Node, 
     for node in graph.nodes:
         if has_effects(node, program, owner):
             continue
-        key = _key(node, same)
-        known = first.setdefault(key, node)
+        given = map_leaves(lambda leaf: _Leaf(leaf, same), (node.args, dict(sorted(node.kwargs.items()))))
+        known = first.setdefault((node.op, node.target, repr(given)), node)
         if known is not node and not (known in handed and node in handed):
             same[node] = known
             handed.update({known} if node in handed else ())
     return same
-
-
-def _key(node: fx.Node, same: dict[fx.Node, fx.Node]) -> object:
-    arguments = map_leaves(lambda leaf: _Leaf(leaf, same), (node.args, dict(sorted(node.kwargs.items()))))
-    return node.op, node.target, repr(arguments)
 
 
 class _Leaf:

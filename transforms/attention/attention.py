@@ -149,7 +149,9 @@ def _unfit(found: Occurrence) -> str | None:
         return "the weights are normalized over another dimension than the keys'"
     if reason := _unfit_mask(values, metas, scores):
         return reason
-    if _drops(found) and any(each.asks_for_training and each.check == Truth(True) for each in _guards(found)):
+    graph, every = found.result.graph, found.program.captures[found.owner].specializations
+    guards = [guard for each in every if each.graph is graph for guard in each.guards]
+    if _drops(found) and any(each.asks_for_training and each.check == Truth(True) for each in guards):
         return "it drops weights in training"
     return found.problem()
 
@@ -174,12 +176,6 @@ def _unfit_mask(values: Any, metas: Any, scores: Sequence[int]) -> str | None:
 
 def _drops(found: Occurrence) -> bool:
     return bool(number_of(found.found.values.get("p"))) and found.found.values["mode"] != ""
-
-
-def _guards(found: Occurrence) -> Sequence[Guard]:
-    capture = found.program.captures[found.owner]
-    graph = found.result.graph
-    return next((each.guards for each in capture.specializations if each.graph is graph), ())
 
 
 def attend(

@@ -65,13 +65,10 @@ class Judge:
             timed = gain_judgement(figures, surely=True)
             if timed.objection:
                 return timed
-        return Judgement(figures=figures, objection=_fault(excerpt, _some(excerpt, given)))
-
-
-def _some(excerpt: Excerpt, given: Sequence[Tensor]) -> list[Tensor]:
-    scores = math.prod(given[excerpt.operands.index(name)].shape[-2] for name in ("q", "v"))
-    count = _SOME if scores < _LONG else 1
-    return [each[tuple(slice(count) for _ in each.shape[:-2])] for each in given]
+        scores = math.prod(given[excerpt.operands.index(name)].shape[-2] for name in ("q", "v"))
+        count = _SOME if scores < _LONG else 1
+        some = [each[tuple(slice(count) for _ in each.shape[:-2])] for each in given]
+        return Judgement(figures=figures, objection=_fault(excerpt, some))
 
 
 # -- results -------------------------------------------------------------------------------------------------------

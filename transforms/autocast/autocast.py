@@ -60,7 +60,9 @@ class Autocast(Pass):
         else:
             raise UsageError(f"pass '{self.name}': device={self.device}, but nothing of the model is on such a device")
         if self.keep:
-            _check_words(self.keep, model)
+            known = LOWER | FLOAT32 | FOLLOWING
+            others = [word for word in self.keep if word not in known and not operator_info(word).name]
+            check_named("autocast", "keep", others, model)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         blocks, likeness = dict[str, list[Part]](), StructuralHash(HashLevel.TIMED)
@@ -70,7 +72,8 @@ class Autocast(Pass):
             else:
                 yield each
         # The largest first: what one time budget allows is spent where the most is gained.
-        yield from (_site(program, parts) for parts in sorted(blocks.values(), key=_size, reverse=True))
+        largest_first = sorted(blocks.values(), key=lambda parts: -sum(part.size for part in parts))
+        yield from (_site(program, parts) for parts in largest_first)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         if site.data.get("regions") == 0:
@@ -80,10 +83,6 @@ class Autocast(Pass):
             with edit.at(place):
                 nodes = [place[label] for label in place.nodes]
                 edit.outline(nodes, name="autocast", context=ReturningAutocast(self.dtype, self.device))
-
-
-def _size(parts: Sequence[Part]) -> int:
-    return sum(part.size for part in parts)
 
 
 def _block(program: Program, owner: str, likeness: StructuralHash) -> str:
@@ -141,9 +140,3 @@ def _failure(dtype: torch.dtype, device: str) -> str:
     except (RuntimeError, NotImplementedError) as error:
         return one_line(error)
     return "" if product.dtype is dtype else next((str(each.message) for each in said), "autocast is off")
-
-
-def _check_words(words: Sequence[str], model: nn.Module) -> None:
-    """Raise `UsageError` for a word of `keep` that names no module, no class of one and no operator."""
-    others = [word for word in words if word not in LOWER | FLOAT32 | FOLLOWING and not operator_info(word).name]
-    check_named("autocast", "keep", others, model)

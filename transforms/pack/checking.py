@@ -35,7 +35,9 @@ class Check:
             other, own, found = self._both(x, laid)
             if found.shape != own.shape or found.dtype != own.dtype:
                 return f"packed, it gives {tuple(found.shape)} of {found.dtype}, and not {tuple(own.shape)}"
-            some = self._some(own)
+            count = 0 if self.along is None else own.shape[self.along[1]]
+            numbers = torch.linspace(0, count - 1, min(count, _OUTPUTS)).round().long()
+            some = None if self.along is None else numbers  # None stands for all outputs
             exact = self._exact(x, other, some)
             error = float((self._picked(own, some) - exact).abs().max())
             most = allowed_error(error, own, exact, self.terms)
@@ -56,13 +58,6 @@ class Check:
         other = torch.ones_like(self.packed.computed(x, self.weight, self.bias)) if self.adds else None
         own = self.packed.plainly(x, self.weight, self.bias, other)
         return other, own, self.packed(laid, self.weight, self.bias, other)
-
-    def _some(self, own: Tensor) -> Tensor | None:
-        """Return the numbers of the outputs that are computed in float64; None stands for all."""
-        if self.along is None:
-            return None
-        count = own.shape[self.along[1]]
-        return torch.linspace(0, count - 1, min(count, _OUTPUTS)).round().long()
 
     def _picked(self, result: Tensor, some: Tensor | None) -> Tensor:
         rows = result[self.rows]
