@@ -11,10 +11,7 @@ __all__ = ["collection_paused"]
 
 @contextmanager
 def collection_paused() -> Generator[None]:
-    """Keep Python's cyclic garbage collector from running for a while.
-
-    Copying and tracing a model allocates much that lives on: the collector took half of a small model's capture.
-    """
+    """Keep Python's cyclic garbage collector from running for a while: it took half of a small model's capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -23,6 +23,7 @@ __all__ = [
     "PipelineError",
     "PlanError",
     "StateError",
+    "StateWarning",
     "UnverifiedWarning",
     "UsageError",
     "VerificationError",

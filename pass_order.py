@@ -11,22 +11,14 @@ __all__ = ["ORDER", "Order"]
 
 @dataclass(frozen=True)
 class Order:
-    """The rules of one pass; names are those of other passes.
-
-    Attributes:
-        before, after: which must not run earlier, or later, than this one.
-        requires: which must have run already.
-        destroys: which can no longer run once this one has, each with the reason.
-        destroys_later: that holds for a later call of `optimize`, too.
-        includes: whose work this one does on its way; listed before it they run behind it, on the rest.
-    """
+    """The rules of one pass: names of others that may not run before it, behind it, without it, or any more."""
 
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
-    destroys: Mapping[str, str] = field(default_factory=dict[str, str])
-    destroys_later: bool = False
-    includes: tuple[str, ...] = ()
+    destroys: Mapping[str, str] = field(default_factory=dict[str, str])  # each with the reason
+    destroys_later: bool = False  # in a later call of `optimize`, too
+    includes: tuple[str, ...] = ()  # whose work it does; listed before it they run behind it, on the rest
 
 
 def _all(names: str, reason: str) -> dict[str, str]:

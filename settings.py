@@ -53,20 +53,13 @@ def _own_cache() -> Path:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the environment says; each field is the variable `FXOPT_` and its name in capitals.
-
-    Attributes:
-        verify, measure: check every rewrite, and time those made for speed, unless the call says otherwise.
-        pass_timeout: seconds that one pass may take on one model before it counts as hung; 0 sets no limit.
-        reproducer_dir, kernel_cache: the folders of reproducers of failed passes, and of compiled kernels.
-        time_budget: what checks and timing may take, as `optimize` reads it; None is the default.
-    """
+    """What the environment says; each field is the variable `FXOPT_` and its name in capitals."""
 
     verify: bool = True
     measure: Measure = Measure.YES
-    pass_timeout: float = 300.0
+    pass_timeout: float = 300.0  # seconds until a pass counts as hung; 0 sets no limit
     reproducer_dir: Path = field(default_factory=lambda: Path(gettempdir()) / "fxopt")
-    time_budget: str | None = None
+    time_budget: str | None = None  # as `optimize` reads it
     kernel_cache: Path = field(default_factory=_own_cache)
 
 

@@ -38,11 +38,7 @@ def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
-    """Open a temporary file that takes the place of `path` when the block ends, and vanishes if the block raises.
-
-    A link is followed; the content is on disk before the old file goes, and its rights are kept. If the process is
-    killed, `.NAME.<12 hex digits>.tmp` stays, which nothing reads. `OSError` if something else than a file is there.
-    """
+    """Open a temporary file that takes the place of `path`, rights kept, at the end; where the block raises it goes."""
     target = _target(path)
     rights = _rights(target)
     start = target.name.encode(errors="surrogateescape")[:200].decode(errors="ignore")

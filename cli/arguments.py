@@ -26,10 +26,7 @@ ANYTHING = "all"
 def open_model(
     model: str, weights: Path | None = None, inputs: Path | None = None, trust: Sequence[str] | None = None
 ) -> tuple[nn.Module, object]:
-    """Return the model that MODEL means, and its example inputs or None; raise `UsageError` or `InputError`.
-
-    Inputs are by default those beside the factory, or in a .pt2 file; `trust` names packages that a file may import.
-    """
+    """Return the model that MODEL means, and its example inputs (by default those beside the factory), or None."""
     # Like `python -m`, find the user's own modules in the folder the command is run in.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))

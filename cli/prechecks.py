@@ -71,10 +71,7 @@ def _check_model(model: str) -> None:
 
 
 def check_written(option: str, path: Path | None, *models: str, suffix: str = "") -> None:
-    """Raise `InputError` unless what an option names can be written, and nothing else is lost by it.
-
-    `models` are what the command reads; `suffix` is what names of such files end in, if that matters.
-    """
+    """Raise `InputError` unless what an option names can be written, and none of the `models` that are read is lost."""
     if path is None:
         return
     example, kind, is_one = _WRITTEN[option]
@@ -84,7 +81,8 @@ def check_written(option: str, path: Path | None, *models: str, suffix: str = ""
         raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first")
     if suffix and path.suffix not in ("", suffix):
         raise InputError(f"{option} {path}: this writes {suffix} files; name it {path.with_suffix(suffix)}")
-    if any(_same(path, Path(model.partition(":")[0])) for model in models):
+    read = (Path(model.partition(":")[0]) for model in models)
+    if path.exists() and any(other.exists() and path.samefile(other) for other in read):
         raise InputError(f"{option} {path} is the model that is read; write to another file")
     if path.exists() and not is_one(path):
         raise InputError(f"{option} {path} is there and is no {kind}; it is not overwritten: write to another file")
@@ -100,10 +98,6 @@ def check_tolerance(tolerance: float | None) -> None:
     """Raise `UsageError` if a relative error is no positive number up to 1."""
     if tolerance is not None and not 0 < tolerance <= 1:
         raise UsageError(f"--tolerance {tolerance:g}; give a relative error up to 1, such as 0.05")
-
-
-def _same(path: Path, other: Path) -> bool:
-    return path.exists() and other.exists() and path.samefile(other)
 
 
 def _is_saved_model(path: Path) -> bool:

@@ -55,10 +55,7 @@ def _seeded(make: Callable[..., Any], *arguments: Any, seed: int = 0) -> Any:
 
 @dataclass
 class Demo:
-    """One run of the demo, with `heads` members, `batch` rows and `steps` of training; torch.compile too if `compiled`.
-
-    `show` receives what there is to print: text or a `rich` renderable.
-    """
+    """One run of the demo, with torch.compile if `compiled`; `show` receives what to print: text or what `rich` can."""
 
     heads: int
     batch: int

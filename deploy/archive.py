@@ -58,15 +58,12 @@ def save(
     state: Mapping[str, Tensor],
     factory: str | None = None,
 ) -> None:
-    """Write an optimized model to `path`, whole or not at all.
-
-    `state` is its state dict under the original names; `factory` builds the original: its class, if that needs no
-    arguments, by default. Errors are those of `fxopt.save`.
-    """
+    """Write an optimized model with its state dict under the original names, whole or not at all; see `fxopt.save`."""
     if factory is not None:
         find_factory(factory)
     _check_found_again(record.plan)
-    shape = {"state_map": record.state_map.to_json()} if _is_compact(record.state_map) else {}
+    is_compact = any(step.is_compact for step in record.state_map.steps)  # and gives back what it was made from
+    shape = {"state_map": record.state_map.to_json()} if is_compact else {}
     stored, aliases = stored_once(record.state_map.forward(state) if shape else state)
     modules = modules_by_name(model)
     plan = json.dumps(record.plan.to_json(), indent=1, allow_nan=False)
@@ -95,11 +92,7 @@ def load(
     trust: Sequence[str] | bool = (),
     inputs: object = None,
 ) -> nn.Module:
-    """Build the original model, give it the archive's weights, and let `replay` repeat the plan on it.
-
-    `model` is taken instead of the archive's factory, and is copied. `trust` names packages whose factories may run,
-    or is True. `inputs` are by default those beside the factory, or drawn in the form that the archive notes.
-    """
+    """Build the original or copy `model`, give it the archive's weights, and let `replay` repeat the plan on it."""
     where = Path(path)
     manifest, members = read_container(where, (PLAN, WEIGHTS))
     description = _Description(where, manifest)
@@ -207,19 +200,11 @@ def _replayed(replay: Replay, original: nn.Module, plan: Plan, inputs: object, d
     phase, calls = "train" if description.training else "eval", description.calls
     if inputs is None and calls:
         device = next((parameter.device for parameter in original.parameters()), torch.device("cpu"))
+        for call in calls:
+            call.args, call.kwargs = map_tensors(lambda tensor: tensor.to(device), tuple(call))
         with suppress(InputError):  # a model may take some numbers only
-            return replay(original, plan, phase, [_moved(call, device) for call in calls], drawn=True)
+            return replay(original, plan, phase, calls, drawn=True)
     return replay(original, plan, phase, inputs)
-
-
-def _moved(call: Inputs, device: torch.device) -> Inputs:
-    call.args, call.kwargs = map_tensors(lambda tensor: tensor.to(device), tuple(call))
-    return call
-
-
-def _is_compact(state_map: StateMap) -> bool:
-    """Say whether what a model holds takes less room than what it was made from, and gives that back."""
-    return any(step.is_compact for step in state_map.steps)
 
 
 def _built(description: _Description, trust: Sequence[str] | bool) -> nn.Module:

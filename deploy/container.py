@@ -65,7 +65,10 @@ def read_container(path: str | os.PathLike[str], expected: Collection[str]) -> t
     where = regular_file(path)
     with _opened(where) as (archive, names):
         manifest = _manifest(where, archive, names)
-        _check_names(where, names, {MANIFEST, *expected})
+        for name in sorted(set(names) - {MANIFEST, *expected}):
+            raise ArchiveError(f"{where} has an unexpected member {name!r}")
+        for name in sorted(expected):
+            _found(where, names, name)
         members = {name: archive.read(names[name]) for name in expected}
     _check_sums(where, manifest, members)
     return manifest, members
@@ -132,10 +135,7 @@ def _not_json(text: str) -> float:
 
 
 def checked_entries(where: Path, archive: zipfile.ZipFile, length: int | None = None) -> dict[str, zipfile.ZipInfo]:
-    """Return the entries by name; raise `ArchiveError` for one that is doubled, compressed, encrypted or too large.
-
-    `length` is that of the file in bytes, if it is in memory.
-    """
+    """Return the entries by name; refuse doubled, compressed, encrypted and too large ones. `length` is the file's."""
     entries = archive.infolist()
     names = {entry.filename: entry for entry in entries}
     if len(names) < len(entries):
@@ -148,13 +148,6 @@ def checked_entries(where: Path, archive: zipfile.ZipFile, length: int | None = 
     if sum(entry.file_size for entry in entries) > (where.stat().st_size if length is None else length):
         raise ArchiveError(f"{where}: its members claim more bytes than the file has")
     return names
-
-
-def _check_names(where: Path, names: Collection[str], expected: set[str]) -> None:
-    for name in sorted(set(names) - expected):
-        raise ArchiveError(f"{where} has an unexpected member {name!r}")
-    for name in sorted(expected):
-        _found(where, dict.fromkeys(names), name)
 
 
 def _found(where: Path, names: Mapping[str, Any], name: str) -> str:

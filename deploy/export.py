@@ -27,8 +27,7 @@ from ..tracing.examples import Inputs, check_whole
 from ..tracing.isolation import ModelState, in_phase, outside_inference_mode, preserved, restoring
 from ..tracing.reads import raised_at
 from ..tracing.recording import copy_inputs
-from .checksum import drop_checksum, sha256_of, write_checksum
-from .exported import load_exported
+from .exported import drop_checksum, load_exported, sha256_of, write_checksum
 
 __all__ = ["export_model"]
 
@@ -42,13 +41,11 @@ _SUFFIX = ".pt2"
 def export_model(
     model: nn.Module, path: str | os.PathLike[str], calls: Sequence[Inputs], *, dynamic_batch: bool
 ) -> None:
-    """Write a model to `path`, whole, read back and compared, or not at all; and its checksum beside it.
-
-    The first call is exported, the others are compared. `dynamic_batch` leaves the batch size free, beside those that
-    differ between calls. Errors are those of `fxopt.export`.
-    """
+    """Write a model and its checksum to `path`, read back and compared, or not at all; see `fxopt.export`."""
     _check_calls(calls)
-    _check_values(model)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise InputError(f"{name!r} is on the meta device and has no values to export; load its weights first")
     _warn_of_name(Path(path))
     sizes = _FreeSizes.among(calls, dynamic_batch)
     with ExitStack() as stack:
@@ -134,10 +131,7 @@ class _Comparison:
         self.expected: list[tuple[str, Inputs, Mapping[str, Any]]] = []
 
     def run_model(self, calls: Sequence[Inputs], sizes: _FreeSizes) -> None:
-        """Note what the model gives on the example calls, and on the first one with other numbers of rows.
-
-        Raise `InputError` if the model refuses a call, `ArchiveError` if it gives what no file can.
-        """
+        """Note what the model gives on the example calls, and on the first one with other numbers of rows."""
         for number, call in enumerate(calls):
             try:
                 given = _results(self.model, call)
@@ -242,12 +236,6 @@ def _tensors(call: Inputs) -> list[Tensor]:
     return list(tensors_in((call.args, call.kwargs)))
 
 
-def _check_values(model: nn.Module) -> None:
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise InputError(f"{name!r} is on the meta device and has no values to export; load its weights first")
-
-
 def _warn_of_name(path: Path) -> None:
     if path.suffix not in ("", _SUFFIX):
         warnings.warn(
@@ -282,15 +270,12 @@ def _check_plain(value: Any, name: str, leaves: tuple[type, ...], error: type[Fx
         for index, item in enumerate(value):
             _check_plain(item, f"{name}[{index}]", leaves, error)
     elif not isinstance(value, leaves):
+        is_cache = "Cache" in kind.__name__  # as models of transformers give
+        advice = "; switch the cache off: give use_cache=False with the example inputs" if is_cache else ""
         raise error(
             f"{name} is a {kind.__name__}; a .pt2 file takes tensors, numbers and text and gives tensors and numbers, "
-            f"in tuples, lists and dictionaries{_advice(kind)}"
+            f"in tuples, lists and dictionaries{advice}"
         )
-
-
-def _advice(kind: type[object]) -> str:
-    """Return what to do about a value of a kind that models of transformers give."""
-    return "; switch the cache off: give use_cache=False with the example inputs" if "Cache" in kind.__name__ else ""
 
 
 def _form(call: Inputs) -> object:

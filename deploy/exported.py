@@ -6,6 +6,7 @@ is checked first, and torch reads a copy in memory of what was checked: its own 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import pickletools
@@ -20,12 +21,12 @@ from torch import nn
 from ..compat.export import load_exported_program
 from ..errors import ArchiveError, one_line
 from ..settings import weights_only
+from ..storage import write_atomically
 from ..tracing.examples import Inputs
-from .checksum import check_checksum
 from .container import UNREADABLE, checked_entries, read_json, regular_file
 from .exported_text import check_program
 
-__all__ = ["is_exported", "load_exported"]
+__all__ = ["drop_checksum", "is_exported", "load_exported", "sha256_of", "write_checksum"]
 
 _ENTRIES = re.compile(
     r"(archive_format|archive_version|byteorder|\.data/version|\.data/serialization_id|models/model\.json|"
@@ -53,7 +54,7 @@ def is_exported(names: Iterator[str] | list[str]) -> bool:
 def load_exported(path: Path) -> tuple[nn.Module, Inputs | None]:
     """Return the module that a `.pt2` file describes, and its example inputs; `ArchiveError` if it may do harm."""
     regular_file(path)
-    check_checksum(path)
+    _check_checksum(path)
     try:
         with zipfile.ZipFile(path) as archive:
             checked = _checked(path, archive)
@@ -101,14 +102,10 @@ def _checked_inputs(path: Path, data: bytes) -> bytes:
         entries = checked_entries(path, archive, len(data))
         for name in entries:
             if name.endswith("/data.pkl"):
-                _check_pickle(path, archive.read(name))
+                for operation, argument, _ in pickletools.genops(archive.read(name)):
+                    if operation.name == "GLOBAL" and not _GLOBAL.fullmatch(str(argument)):
+                        raise ArchiveError(f"{path} is refused: fxopt does not read {argument!r} in example inputs")
         return _copied(archive, {}).getvalue()
-
-
-def _check_pickle(path: Path, data: bytes) -> None:
-    for operation, argument, _ in pickletools.genops(data):
-        if operation.name == "GLOBAL" and not _GLOBAL.fullmatch(str(argument)):
-            raise ArchiveError(f"{path} is refused: fxopt does not read {argument!r} in example inputs")
 
 
 def _check_payloads(
@@ -127,3 +124,52 @@ def _check_payloads(
             raise ArchiveError(f"{path}: the tensor {target!r} has no data")
         if math.prod(sizes) > entry.file_size:
             raise ArchiveError(f"{path}: the tensor {target!r} has more elements than bytes")
+
+
+# -- the checksum beside a file, as `sha256sum` writes and checks it: torch's format has none -------------------------
+
+
+_CHECKSUM = re.compile(rb"\\?([0-9a-f]{64})[ \t]")
+_CHECKSUM_SUFFIX = ".sha256"
+
+
+def sha256_of(path: Path) -> str:
+    """Return the checksum of a file, read piece by piece."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_checksum(path: Path, digest: str) -> None:
+    """Write the checksum of a file beside it."""
+    name = path.name.replace("\\", "\\\\").replace("\n", "\\n")
+    escaped = "\\" if name != path.name else ""
+    write_atomically(_beside(path), f"{escaped}{digest}  {name}\n".encode(errors="surrogateescape"))
+
+
+def drop_checksum(path: Path) -> None:
+    """Remove the checksum of a file that is about to be replaced: none at all is better than an old one."""
+    _beside(path).unlink(missing_ok=True)
+
+
+def _check_checksum(path: Path) -> None:
+    """Compare a file with the checksum beside it, if there is one; raise `ArchiveError` if they differ."""
+    beside = _beside(path)
+    if not beside.is_file():
+        return
+    try:
+        with beside.open("rb") as file:
+            found = _CHECKSUM.match(file.read(80))
+        digest = sha256_of(path)
+    except OSError as error:
+        raise ArchiveError(f"the checksum of {path} cannot be compared: {one_line(error)}") from error
+    if found is None:
+        raise ArchiveError(f"{beside} is not a checksum as sha256sum writes it; delete it, or export {path} again")
+    if found[1].decode() != digest:
+        raise ArchiveError(
+            f"{path} is damaged: it does not have the checksum in {beside.name}; if something else than fxopt.export "
+            "wrote it since, delete that file"
+        )
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + _CHECKSUM_SUFFIX)

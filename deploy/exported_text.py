@@ -53,10 +53,7 @@ _LARGE_NUMBER = re.compile(r"[\d.][eE][+-]?\d{4,}")
 
 
 def check_program(path: Path, program: dict[str, Any]) -> None:
-    """Make sure that whatever in a program could be run, or could end up in generated code, is known.
-
-    Raise `ArchiveError` if something is not; `LookupError`, `TypeError`, `ValueError` if the program is malformed.
-    """
+    """Raise `ArchiveError` unless all that could be run or end up in generated code is known."""
     _Checker(path).check(program)
 
 

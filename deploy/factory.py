@@ -31,10 +31,7 @@ _SPEC = re.compile(r"(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<path>[^\W\d]\w*
 
 
 def find_factory(spec: str) -> Callable[[], object]:
-    """Import what `package.module:factory` names: a function or class that can be called without arguments.
-
-    Raise `UsageError` if there is none, `InputError` if its module raises.
-    """
+    """Import the function or class without arguments that `package.module:factory` names; `InputError` if it breaks."""
     module_name, path = _parts(spec)
     found: Any = import_module(module_name)
     for attribute in path.split("."):
@@ -76,10 +73,7 @@ def import_module(name: str) -> ModuleType:
 
 
 def importable(spec: str) -> str:
-    """Return `package.module:factory` for `path/to/file.py:factory`, whose folder can be imported from then.
-
-    A file in a package is imported as a part of it. Raise `UsageError` if there is none, or its name is taken.
-    """
+    """Return `package.module:factory` for `path/to/file.py:factory`, whose folder can be imported from then."""
     place, separator, path = spec.rpartition(".py:")
     if not separator:
         return spec

@@ -35,10 +35,7 @@ def open_file(
     trust: Sequence[str] | bool = (),
     inputs: object = None,
 ) -> nn.Module:
-    """Return the model in a file; raise `ArchiveError` if it is unreadable or not trusted.
-
-    `replay`, `model`, `trust` and `inputs` are those of `archive.load`; trust=True allows pickles, too.
-    """
+    """Return the model in a file, by the arguments of `archive.load`; trust=True allows pickles, too."""
     kind = kind_of_file(path)
     if kind is FileKind.RECIPE:
         return archive.load(path, replay=replay, model=model, trust=trust, inputs=inputs)
@@ -79,10 +76,7 @@ def _outline(path: Path) -> tuple[bytes, list[str]]:
 
 
 def load_pickle(path: Path, *, trusted: bool) -> nn.Module:
-    """Return the model that `torch.save(model, path)` wrote; reading it runs whatever the file says.
-
-    Raise `ArchiveError` if it is not trusted or unreadable, `InputError` if it holds something else.
-    """
+    """Return the model that `torch.save(model, path)` wrote, if it is trusted: reading it may run any code."""
     if not trusted:
         raise ArchiveError(
             f"{path} is a pickle, which can run any code when it is read; if you know who made it, "

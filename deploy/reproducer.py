@@ -64,7 +64,8 @@ def write(
     """Write a reproducer and return its script's path; None, with a note on the error, if the case cannot be saved."""
     folder = _new_folder(settings.reproducer_dir)
     case = {"model": model, "passes": list(passes), "example_inputs": example_inputs, "phase": phase}
-    script = _SCRIPT.format(summary=_one_line(error), path=[p for p in sys.path if p], main=_main_file(), seed=seed)
+    summary = " ".join(str(error).split()).replace("\\", "/").replace('"""', "'''")
+    script = _SCRIPT.format(summary=summary, path=[p for p in sys.path if p], main=_main_file(), seed=seed)
     try:
         folder.mkdir(parents=True)
         torch.save(case, folder / "case.pt")
@@ -80,10 +81,6 @@ def _new_folder(parent: Path) -> Path:
     stem = time.strftime("reproducer-%Y%m%d-%H%M%S")
     candidates = (parent / (stem if number == 0 else f"{stem}-{number}") for number in range(10_000))
     return next(folder for folder in candidates if not folder.exists())
-
-
-def _one_line(error: FxoptError) -> str:
-    return " ".join(str(error).split()).replace("\\", "/").replace('"""', "'''")
 
 
 def _main_file() -> str | None:

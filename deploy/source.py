@@ -33,10 +33,7 @@ def inputs_beside(spec: str) -> object:
 
 
 def read_inputs(path: Path) -> object:
-    """Return example inputs from a file: a `.pt` file holds them as they were given to `torch.save`.
-
-    Tensors of a safetensors file are positional if the names are 0, 1, 2 ..., else keywords.
-    """
+    """Return example inputs from a file; tensors of a safetensors file are positional if the names are 0, 1, 2 ..."""
     if path.suffix.lower() in _PICKLES:
         return _unpickled(path)
     tensors = _tensors(path)
@@ -45,10 +42,7 @@ def read_inputs(path: Path) -> object:
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a file of weights into a model, every name matched; tied tensors may be there under one name only.
-
-    The file is safetensors, or what `torch.save` wrote: a state dict, or one as "state_dict" beside other things.
-    """
+    """Load safetensors, or a state dict that `torch.save` wrote, every name matched; tied tensors may be there once."""
     state = _state(path) if path.suffix.lower() in _PICKLES else _tensors(path)
     try:
         model.load_state_dict(_with_tied(model, state))

@@ -21,12 +21,11 @@ _SEQUENCE = re.compile(rf"{_ITEM.pattern}(?:,\s*{_ITEM.pattern}){{{LEAST_ITEMS -
 
 
 def diff_graphs(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Return a unified diff of the text of each module's graph, by qualified name; empty where nothing changed.
-
-    Modules with the same change are shown once; so are the first and the last of lines, or of items in a line, that
-    differ in their numbers only.
-    """
-    bodies = {name: _body(before.get(name, ""), after.get(name, "")) for name in dict.fromkeys((*before, *after))}
+    """Return a unified diff of each module's graph, equal changes and repeated lines once; empty if none changed."""
+    bodies = {
+        name: list(diff_lines(before.get(name, "").splitlines(), after.get(name, "").splitlines(), CONTEXT))
+        for name in dict.fromkeys((*before, *after))
+    }
     changes: dict[tuple[str, ...], list[str]] = {}
     for name, body in bodies.items():
         if body:
@@ -36,20 +35,13 @@ def diff_graphs(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 
 def _section(names: Sequence[str], lines: Sequence[str], before: Mapping[str, str], after: Mapping[str, str]) -> str:
     first = names[0]
-    body = collapse(lines)
-    title = _title(names)
+    title = first or "(root)"
+    if len(names) > 1:
+        title += f" and {len(names) - 1} more, up to {names[-1]}"
     old = f"--- {title}" + ("" if first in before else " (new)")
     new = f"+++ {title}" + ("" if first in after else " (no longer has its own graph)")
-    return "\n".join([old, new, *map(_shorten, body)]) + "\n"
-
-
-def _title(names: Sequence[str]) -> str:
-    first = names[0] or "(root)"
-    return first if len(names) == 1 else f"{first} and {len(names) - 1} more, up to {names[-1]}"
-
-
-def _body(before: str, after: str) -> list[str]:
-    return list(diff_lines(before.splitlines(), after.splitlines(), CONTEXT))
+    body = (_SEQUENCE.sub(_shorten_items, line) for line in collapse(lines))
+    return "\n".join([old, new, *body]) + "\n"
 
 
 def _shape(lines: Sequence[str]) -> tuple[str, ...]:
@@ -100,12 +92,8 @@ def _run_of(shapes: Sequence[str], start: int, period: int) -> _Run:
     return _Run(start, period, repeats)
 
 
-def _shorten(line: str) -> str:
-    """Shorten a long sequence of items that differ in their numbers only: `cat([h_0, h_1, ..., h_127])`."""
-    return _SEQUENCE.sub(_shorten_items, line)
-
-
 def _shorten_items(match: re.Match[str]) -> str:
+    """Shorten a long sequence of items that differ in their numbers only: `cat([h_0, h_1, ..., h_127])`."""
     items = re.split(r",\s*", match.group())
     if len(set(_shape([item.strip() for item in items[1:-1]]))) > 1:
         return match.group()

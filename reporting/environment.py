@@ -39,17 +39,20 @@ class Check:
 
 def checks() -> list[Check]:
     """Look at everything that fxopt stands on."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    refused = f"; quantize{{scheme=int8_static}} is refused: {reason}" if (reason := why_no_static_int8()) else ""
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "none (optional: torch.compile)")
     return [
         Check("fxopt", VERSION),
         Check("python", platform.python_version()),
         _torch(),
         *(_distribution(name, f"missing; pip install {name}", required=True) for name in REQUIRED),
         *(_distribution(name, f"not installed (optional: {use})", required=False) for name, use in OPTIONAL.items()),
-        Check("devices", _devices()),
+        Check("devices", ", ".join([f"cpu (threads: {torch.get_num_threads()})", *gpus])),
         Check("cpu instructions", torch.backends.cpu.get_cpu_capability()),
-        Check("cpu int8", _instructions(_INT8) + _refused()),
+        Check("cpu int8", _instructions(_INT8) + refused),
         Check("cpu bfloat16", _instructions(_BFLOAT16)),
-        Check("c++ compiler", _compiler()),
+        Check("c++ compiler", compiler),
         Check("operators", kernels_in_use()),
         Check("kernels in CUDA C++", compiled_kernels()),
         *_settings(current()),
@@ -71,28 +74,12 @@ def _distribution(name: str, absent: str, *, required: bool) -> Check:
         return Check(name, absent, ok=not required)
 
 
-def _devices() -> str:
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return ", ".join([f"cpu (threads: {torch.get_num_threads()})", *gpus])
-
-
 def _instructions(names: Sequence[str]) -> str:
     """Return which of some instructions this CPU has."""
     told = cpu_capabilities()
     if not told:
         return "this PyTorch does not tell"
     return ", ".join(name for name in names if told.get(name)) or f"none of {', '.join(names)}: it may not be faster"
-
-
-def _refused() -> str:
-    reason = why_no_static_int8()
-    return f"; quantize{{scheme=int8_static}} is refused: {reason}" if reason else ""
-
-
-def _compiler() -> str:
-    """Return the compiler that torch.compile would take, where there is one."""
-    names = ("c++", "g++", "clang++")
-    return next(filter(None, map(shutil.which, names)), "none (optional: torch.compile)")
 
 
 def _settings(settings: Settings) -> list[Check]:

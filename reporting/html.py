@@ -57,13 +57,13 @@ def report_html(table: ReportTable) -> str:
 
 def report_page(table: ReportTable, diff: str) -> str:
     """Return the report, and the diff of the graphs before and after, as a page of its own."""
-    plan = table.record.plan
+    plan, lines = table.record.plan, "".join(map(_diff_line, diff.splitlines()))
     sections = {
         "": _figures(table),
         "What was done": _rewrites(table),
         "What was left as it was": _left(table),
         "What to know": _notes(table),
-        "The graphs before and after": _diff(diff) if diff else "",
+        "The graphs before and after": f"<pre><code>{lines}</code></pre>" if diff else "",
     }
     body = "\n".join(
         f"<section>{f'<h2>{escape(title)}</h2>' if title else ''}{content}</section>"
@@ -102,10 +102,6 @@ def _left(table: ReportTable) -> str:
 
 def _notes(table: ReportTable) -> str:
     return "".join(f"<p class='note' style='{_NOTE}'>{escape(printable(note))}</p>" for note in table.notes)
-
-
-def _diff(text: str) -> str:
-    return f"<pre><code>{''.join(map(_diff_line, text.splitlines()))}</code></pre>"
 
 
 def _diff_line(line: str) -> str:

@@ -78,7 +78,11 @@ def _unverified(record: Record) -> str:
 
 def _in_fewer_bits(record: Record) -> str:
     """Say that nothing is computed in bfloat16 where that was asked for, nor in int8 where that was too, and why."""
-    steps = {step: text for step, text in enumerate(record.plan.pipeline) if _asks_for_fewer_bits(text)}
+    steps = {
+        step: text
+        for step, text in enumerate(record.plan.pipeline)
+        if _BFLOAT16 in text or text.partition("{")[0] in _TO_SMALL_NUMBERS
+    }
     tried = [d for d in record.plan.decisions if d.step in steps]
     if not any(_BFLOAT16 in text for text in steps.values()) or any(d.status == "applied" for d in tried):
         return ""
@@ -86,10 +90,6 @@ def _in_fewer_bits(record: Record) -> str:
     why = tried[0].reason if tried else "no layer was found that can be"
     more = f" ({tried[0].label}, the first of {len(tried)})" if len(tried) > 1 else ""
     return f"nothing {quantized}is computed in bfloat16: {why}{more}"
-
-
-def _asks_for_fewer_bits(text: str) -> bool:
-    return _BFLOAT16 in text or text.partition("{")[0] in _TO_SMALL_NUMBERS
 
 
 def _holds_for(record: Record) -> Iterator[str]:
@@ -133,10 +133,7 @@ def _costs(record: Record) -> Iterator[str]:
 
 
 def _cost_of(name: str, costs: Mapping[str, list[float]], asked: Any, lost: Sequence[Decision]) -> Iterator[str]:
-    """Say what a pass made of costs (name -> before, after), and whether that is less than was asked.
-
-    `asked` is the share that was to go, and of which cost; `lost` are the decisions on sites that stayed.
-    """
+    """Say what a pass made of costs (name -> before, after), and whether that is less than the share that was asked."""
     left: dict[str, list[float]] = {}
     for what, (before, after) in costs.items():
         saved = [cast("Any", d.site)["data"].get("saves", {}).get(what) for d in lost]
@@ -213,11 +210,11 @@ def _sharded(model: nn.Module) -> str:
 
 def _printing(model: nn.Module) -> str:
     """Say what becomes of what rewritten forwards print and log."""
-    speaking = [module for module in all_modules(model) if _speaks(module)]
-    if not speaking:
+    speaking = next((capture_of(module) for module in all_modules(model) if _speaks(module)), None)
+    if speaking is None:
         return ""
     return (
-        f"the forward of {_class_name(speaking[0])} prints or logs: fxopt ran it several times to record, check and "
+        f"the forward of {speaking.base.__name__} prints or logs: fxopt ran it several times to record, check and "
         "time it; where a module runs from its graph, it prints and logs nothing"
     )
 
@@ -230,16 +227,8 @@ def _speaks(module: nn.Module) -> bool:
     return code is not None and not _PRINTS.isdisjoint(code.co_names)
 
 
-def _class_name(module: nn.Module) -> str:
-    capture = capture_of(module)
-    return (type(module) if capture is None else capture.base).__name__
-
-
 def warn_of(record: Record, asked: Iterable[tuple[str, Sequence[str]]]) -> None:
-    """Warn whoever called `optimize` of what nothing was compared for, and of what was asked for and changed nothing.
-
-    `asked` is each name that the user gave, with the texts of its passes. The record keeps what no decision says.
-    """
+    """Warn the caller of `optimize` of what nothing was compared for, and of what was asked for and changed nothing."""
     said = list(dict.fromkeys(filter(None, (_said(record, name, texts) for name, texts in asked))))
     idle = "; ".join(said) or _in_fewer_bits(record)
     for kind, text in ((UnverifiedWarning, _unverified(record)), (NothingDoneWarning, idle)):

@@ -23,10 +23,7 @@ _BETWEEN_SECONDS = 0.1
 
 
 class ProgressLine:
-    """Write progress into one line of a terminal or a notebook; write nothing elsewhere.
-
-    Nothing runs beside what is timed: the line changes only when there is something to tell.
-    """
+    """Write progress into one line of a terminal or a notebook, only when there is something to tell."""
 
     def __init__(self, file: TextIO | None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._file, self._clock, self._start = file, clock, clock()

@@ -14,7 +14,7 @@ from .wording import headline, summary
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ..passes.driver import Record
     from ..runtime.graphs import Miss
@@ -49,7 +49,8 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the graphs as plain JSON values (docs/file-formats.md); infinite figures are None."""
-        record, plan = self.record, self.record.plan
+        record, plan, spent = self.record, self.record.plan, self.record.spent
+        finite = {name: each if math.isfinite(each) else None for name, each in (spent or {}).items()}
         return {
             "schema_version": SCHEMA_VERSION,
             **{key: value for key, value in plan.to_json().items() if key != "schema_version"},
@@ -57,7 +58,7 @@ class Report:
             "coverage": record.coverage,
             "opaque": [dict(zip(("module", "location", "reason"), each, strict=True)) for each in record.opaque],
             "parameter_tensors": {"before": record.parameters_before, "after": record.parameters_after},
-            "spent": _spent(record.spent),
+            "spent": None if spent is None else finite,
             "timings": None if record.timings is None else dict(record.timings),
             "memory": None if record.memory is None else dict(record.memory),
             "finishing": dict(record.finishing),
@@ -83,7 +84,3 @@ class Report:
     def _repr_html_(self) -> str:
         """Show the report in a notebook."""
         return report_html(self.table())
-
-
-def _spent(spent: Mapping[str, float] | None) -> dict[str, float | None] | None:
-    return None if spent is None else {name: each if math.isfinite(each) else None for name, each in spent.items()}

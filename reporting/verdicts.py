@@ -32,10 +32,7 @@ TITLES_WITHIN = ("call", "within", "error", "allowed")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing two models gave: a verdict for each call.
-
-    `tolerance` is the error that was allowed, None that of rounding; `lossy` are the passes that promise to differ.
-    """
+    """A verdict for each call; `tolerance` is the error that was allowed, `lossy` the passes that promise to differ."""
 
     verdicts: Sequence[Verdict]
     gradients: bool
@@ -66,7 +63,9 @@ class Comparison:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         compared = "outputs, buffers and gradients" if self.gradients else "outputs and buffers"
-        yield Text(f"{self._headline()}: {compared} of {counted(len(self.verdicts), 'call')}", style="bold")
+        same = "equal" if self.tolerance is None else f"within {self.tolerance:g}"
+        found = same if self.equal else "different"
+        yield Text(f"{found}: {compared} of {counted(len(self.verdicts), 'call')}", style="bold")
         table = Table(box=box.SIMPLE_HEAD if options.is_terminal else box.MARKDOWN)
         for title in TITLES if self.tolerance is None else TITLES_WITHIN:
             table.add_column(title)
@@ -78,11 +77,6 @@ class Comparison:
                 yield Text(f"call {number}: {printable(verdict.reason)}")
         if self.lossy and self.tolerance is None and not self.equal:
             yield Text(f"{', '.join(self.lossy)} computes with fewer digits: allow an error, as in --tolerance 0.02")
-
-    def _headline(self) -> str:
-        if not self.equal:
-            return "different"
-        return "equal" if self.tolerance is None else f"within {self.tolerance:g}"
 
     def _errors(self, verdict: Verdict) -> Sequence[str]:
         """Return the cells behind the verdict; no figures where nothing could be compared."""
@@ -109,11 +103,7 @@ def compare_models(
     seed: int,
     tolerance: float | None = None,
 ) -> Comparison:
-    """Compare what `after` gives on calls with what `before`, which is right, gives, in float64 and in their own types.
-
-    Dataclasses count as dictionaries of their fields, as `.pt2` files return them; state is compared under the names
-    that both have. With `tolerance`, errors up to it are allowed, and only the models' own types are compared.
-    """
+    """Compare `after` with `before`, which is right, on calls; with `tolerance` in the models' own types alone."""
     of_both = (*after.named_parameters(remove_duplicate=False), *after.named_buffers(remove_duplicate=False))
     known = {name for name, _ in of_both}
 

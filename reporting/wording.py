@@ -115,7 +115,11 @@ def summary(record: Record) -> dict[str, str]:
         "captured": printable(record.coverage.partition("\n")[0]),
     }
     if record.memory:
-        lines["memory"] = _memory(record.memory)
+        live, peak = (
+            f"{byte_text(record.memory[f'{kind}_before'])} -> {byte_text(record.memory[f'{kind}_after'])}"
+            for kind in ("live", "peak")
+        )
+        lines["memory"] = f"{live} of activations after a forward; {peak} at most in a step"
     if record.finishing:
         lines["finished"] = "; ".join(f"{name}: {printable(said)}" for name, said in record.finishing.items())
     if record.spent:
@@ -188,13 +192,6 @@ def _of_kinds(timings: Mapping[str, Any]) -> str:
     return f" ({', '.join(kinds)})" if kinds else ""
 
 
-def _memory(memory: Mapping[str, int]) -> str:
-    live, peak = (
-        f"{byte_text(memory[f'{kind}_before'])} -> {byte_text(memory[f'{kind}_after'])}" for kind in ("live", "peak")
-    )
-    return f"{live} of activations after a forward; {peak} at most in a step"
-
-
 def _spent(spent: Mapping[str, float]) -> str:
     seconds, forward = spent["seconds"], spent["forward_ms"] / 1e3
     limit = f" of {duration(spent['budget_s'])}" if math.isfinite(spent["budget_s"]) else ""
@@ -244,8 +241,9 @@ def _likeness(decision: Decision) -> tuple[object, ...]:
 
 
 def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str) -> Row:
-    decision, figures = decisions[0], decisions[0].figures
-    times = list(dict.fromkeys(_time(decision.figures) for decision in decisions))
+    decision, figures, every = decisions[0], decisions[0].figures, [decision.figures for decision in decisions]
+    times = list(dict.fromkeys(map(_time, every)))
+    hurried = " (on one call: no time was left)" if any(each.get("hurried") for each in every) else ""
     site = several([decision.label for decision in decisions])
     detail = decision.detail.removesuffix(f" of {decision.label}")  # the place is named before it
     if decision.site and decision.site.get("data", {}).get("norms"):
@@ -255,22 +253,15 @@ def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str) -> Row:
         site=printable(site + (f": {detail}" if detail else "")),
         lowering=decision.choice or "",
         error=printable(compared)
-        or _error(
-            [decision.figures for decision in decisions], is_lossy=decision.numerics == Numerics.APPROXIMATE.value
-        ),
-        speed=_speeds([decision.figures for decision in decisions]) + _how_timed(figures) + _shared(figures),
+        or _largest_errors(every, is_lossy=decision.numerics == Numerics.APPROXIMATE.value) + hurried,
+        speed=_speeds(every) + _how_timed(figures) + _shared(figures),
         time=times[0] + (" (the first)" if len(times) > 1 else ""),
         timed=_timed(figures.get("lowerings") or {}),
     )
 
 
-def _error(figures: Sequence[Mapping[str, Any]], *, is_lossy: bool) -> str:
-    """Return the largest errors of equal rewrites, or why they were not checked; that of a lossy one is one number."""
-    hurried = " (on one call: no time was left)" if any(each.get("hurried") for each in figures) else ""
-    return _largest_errors(figures, is_lossy=is_lossy) + hurried
-
-
 def _largest_errors(figures: Sequence[Mapping[str, Any]], *, is_lossy: bool) -> str:
+    """Return the largest errors of equal rewrites, or why they were not checked; that of a lossy one is one number."""
     meaning, precision = _largest(figures, "meaning_error"), _largest(figures, "precision_error")
     if meaning is None:
         checked = str(figures[0].get("checked", "unverified"))
@@ -351,10 +342,7 @@ def _named(record: Record, decisions: Sequence[Decision]) -> str:
 
 
 def _kind_of_reason(decision: Decision) -> tuple[str, ...]:
-    """Return what places are named together by: their cause, or the text where a pass refused them by its own rules.
-
-    Where the cause was measured, they are places beside each other, as the projections of attention in equal blocks.
-    """
+    """Return what places are named together by: a pass's own reason, or the cause and, if measured, the place."""
     is_of_pass = decision.cause in ("", Cause.NOT_APPLICABLE)
     place = decision.label.rpartition(".")[0] or decision.label if decision.cause in _MEASURED else ""
     reason = decision.reason if is_of_pass else decision.cause

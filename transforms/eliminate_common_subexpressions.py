@@ -61,27 +61,19 @@ def _as_written(node: fx.Node) -> str:
 
 
 def repetitions(graph: fx.Graph, program: Program, owner: str) -> dict[fx.Node, fx.Node]:
-    """Return each node whose value an earlier node already has, with that node, in order.
-
-    Two values that the caller gets, themselves or as views, stay two: it may write into one of them.
-    """
+    """Return node -> an earlier node of equal value; two values that the caller gets, and may write into, stay two."""
     first: dict[object, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}
     handed = handed_out(graph, program, owner)
     for node in graph.nodes:
         if has_effects(node, program, owner):
             continue
-        key = _key(node, same)
-        known = first.setdefault(key, node)
+        given = map_leaves(lambda leaf: _Leaf(leaf, same), (node.args, dict(sorted(node.kwargs.items()))))
+        known = first.setdefault((node.op, node.target, repr(given)), node)
         if known is not node and not (known in handed and node in handed):
             same[node] = known
             handed.update({known} if node in handed else ())
     return same
-
-
-def _key(node: fx.Node, same: dict[fx.Node, fx.Node]) -> object:
-    arguments = map_leaves(lambda leaf: _Leaf(leaf, same), (node.args, dict(sorted(node.kwargs.items()))))
-    return node.op, node.target, repr(arguments)
 
 
 class _Leaf:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from ..compat import children_of, modules_by_name
 from ..layers.packed import Packed, PackedConvolution, PackedLinear, refuse_checkpoints, release_weight
@@ -47,9 +47,13 @@ class Release(Pass):
             else:
                 names.append(name)
         if names:
-            data = {"weights": names, "called": called}
-            yield Site(program, "", {}, data=data, detail=_freed([program.model.get_parameter(name) for name in names]))
-        made = _made_of_several(graphs)
+            data, weights = {"weights": names, "called": called}, map(program.model.get_parameter, names)
+            size = byte_text(sum(weight.numel() * weight.element_size() for weight in weights))
+            freed = f"{len(names)} {_plural(len(names))}, {size} freed; state_dict() and copies raise from now on"
+            yield Site(program, "", {}, data=data, detail=freed)
+        nodes = (node for each in graphs.values() for graph in each for node in graph.nodes)
+        packed = {node.args[1] for node in nodes if _layer_of(node) is not None}
+        made = len([each for each in packed if isinstance(each, fx.Node) and each.op != "get_attr"])
         if made:
             yield Refusal(
                 f"{made} packed {_plural(made)} made of several tensors (a norm is folded in): all of these stay",
@@ -73,11 +77,6 @@ class Release(Pass):
         used = list({id(layer): layer for layer in layers if layer is not None}.values())
         with torch.inference_mode(False), torch.no_grad():
             release_weight(model.get_submodule(path), own_name, name, used)
-
-
-def _freed(weights: Sequence[Tensor]) -> str:
-    count, size = len(weights), sum(weight.numel() * weight.element_size() for weight in weights)
-    return f"{count} {_plural(count)}, {byte_text(size)} freed; state_dict() and copies raise from now on"
 
 
 def _plural(count: int) -> str:
@@ -110,12 +109,6 @@ def _readers(model: nn.Module, graphs: Mapping[nn.Module, Sequence[fx.Graph]]) -
         name: nodes for name, nodes in found.items() if any(_is_weight(n, user) for n in nodes for user in n.users)
     }
     return {n: nodes for n, nodes in packed.items() if graphs.get(model.get_submodule(n.rpartition(".")[0])) != []}
-
-
-def _made_of_several(graphs: Mapping[nn.Module, Sequence[fx.Graph]]) -> int:
-    """Return how many packed weights are no parameters of the model, but made of some."""
-    nodes = [node for each in graphs.values() for graph in each for node in graph.nodes if _layer_of(node) is not None]
-    return len({node.args[1] for node in nodes if isinstance(node.args[1], fx.Node) and node.args[1].op != "get_attr"})
 
 
 def _why_kept(tied: Sequence[str], nodes: Sequence[fx.Node]) -> str:

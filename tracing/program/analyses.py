@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor, fx, nn
 
@@ -20,27 +20,39 @@ __all__ = ["CallSites", "TensorOwners", "TensorReads", "found_in_graphs", "is_on
 T = TypeVar("T")
 
 
+class CallSite(NamedTuple):
+    """A node that calls a module, in which graph of which owner."""
+
+    owner: str
+    specialization: int
+    node: fx.Node
+
+
 @dataclass(frozen=True)
 class CallSites:
-    """How often each module is called from the graphs of a program."""
+    """Where the graphs of a program call each module; a module inside an opaque one may have calls that none knows."""
 
-    calls: Mapping[nn.Module, int]
+    sites: Mapping[nn.Module, Sequence[CallSite]]
 
     @classmethod
     def compute(cls, program: Program) -> CallSites:
-        calls: Counter[nn.Module] = Counter()
+        sites: defaultdict[nn.Module, list[CallSite]] = defaultdict(list)
         for owner, capture in program.captures.items():
-            per_specialization: list[Counter[nn.Module]] = []
-            for specialization in capture.specializations:
-                nodes = [node for node in specialization.graph.nodes if node.op == "call_module"]
-                per_specialization.append(Counter(program.callee(owner, node) for node in nodes))
-            for module in {module for counts in per_specialization for module in counts}:
-                calls[module] += max(counts[module] for counts in per_specialization)
-        return cls(calls)
+            for number, specialization in enumerate(capture.specializations):
+                for node in specialization.graph.find_nodes(op="call_module"):
+                    sites[program.callee(owner, node)].append(CallSite(owner, number, node))
+        return cls(sites)
+
+    def of(self, module: nn.Module) -> Sequence[CallSite]:
+        """Return the calls of a module, in all graphs."""
+        return self.sites.get(module, ())
 
     def count(self, module: nn.Module) -> int:
-        """Return the number of call sites; a module inside an opaque one may have more than are known."""
-        return self.calls.get(module, 0)
+        """Return how often a module is called, where each owner runs the graph that calls it most."""
+        most: dict[str, int] = {}
+        for (owner, _), count in Counter(site[:2] for site in self.of(module)).items():
+            most[owner] = max(count, most.get(owner, 0))
+        return sum(most.values())
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,13 @@ def _unfit(found: Occurrence) -> str | None:
     scores = (*q.shape[:-1], v.shape[-2])
     if values["dim"] not in (-1, len(scores) - 1):
         return "the weights are normalized over another dimension than the keys'"
-    return _unfit_mask(values, metas, scores) or _unfit_dropout(found) or found.problem()
+    if reason := _unfit_mask(values, metas, scores):
+        return reason
+    graph, every = found.result.graph, found.program.captures[found.owner].specializations
+    guards = [guard for each in every if each.graph is graph for guard in each.guards]
+    if _drops(found) and any(each.asks_for_training and each.check == Truth(True) for each in guards):
+        return "it drops weights in training"
+    return found.problem()
 
 
 def _unfit_mask(values: Any, metas: Any, scores: Sequence[int]) -> str | None:
@@ -162,29 +168,14 @@ def _unfit_mask(values: Any, metas: Any, scores: Sequence[int]) -> str | None:
             continue
         if meta.dtype.is_floating_point is not (name == "mask") or (name != "mask" and meta.dtype != torch.bool):
             return f"the mask holds no {kind}"
-        if not _expands(meta.shape, scores):
+        pairs = zip(reversed(meta.shape), reversed(scores), strict=False)
+        if len(meta.shape) > len(scores) or not all(each in (1, wide) for each, wide in pairs):
             return "the mask has another shape than the scores"
     return None
 
 
-def _expands(shape: Sequence[int], wider: Sequence[int]) -> bool:
-    pairs = zip(reversed(shape), reversed(wider), strict=False)
-    return len(shape) <= len(wider) and all(each in (1, wide) for each, wide in pairs)
-
-
-def _unfit_dropout(found: Occurrence) -> str | None:
-    training = [guard for guard in _guards(found) if guard.asks_for_training and guard.check == Truth(True)]
-    return "it drops weights in training" if _drops(found) and training else None
-
-
 def _drops(found: Occurrence) -> bool:
     return bool(number_of(found.found.values.get("p"))) and found.found.values["mode"] != ""
-
-
-def _guards(found: Occurrence) -> Sequence[Guard]:
-    capture = found.program.captures[found.owner]
-    graph = found.result.graph
-    return next((each.guards for each in capture.specializations if each.graph is graph), ())
 
 
 def attend(

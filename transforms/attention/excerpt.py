@@ -29,10 +29,7 @@ Compute = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Attention by itself: its operands, in the order of the call, made by `laid_out` of what `sources` describe.
-
-    `ways` compute it before and after, `beyond` with what lays out the result. `code` is equal where all of that is.
-    """
+    """Attention by itself: operands made by `laid_out` of `sources`, and both ways of computing it."""
 
     operands: tuple[str, ...]
     sources: tuple[TensorMeta, ...]
@@ -65,7 +62,7 @@ def excerpt_of(found: Occurrence) -> Excerpt | None:
     operands, root = found.found.nodes, found.program.module(found.owner)
     try:
         layout, sources = _layout(operands)
-        ways = _before(found), _after(found)
+        ways = _way(found, by_kernel=False), _way(found, by_kernel=True)
         behind = _behind(found.result)
         graphs = [layout, *ways, *(_with(graph, behind, found.result) for graph in ways)]
     except KeyError:
@@ -116,24 +113,17 @@ def _is_tensor(node: fx.Node) -> bool:
     return any(isinstance(each, TensorMeta) for each in held)
 
 
-def _before(found: Occurrence) -> fx.Graph:
-    graph, known = _given(found)
-    _copy(found.found.computed, known, graph)
-    graph.output(known[found.result])
-    return graph
-
-
-def _after(found: Occurrence) -> fx.Graph:
-    graph, known = _given(found)
-    tracer = GraphAppendingTracer(graph)
-    result = found.computed(lambda node: fx.Proxy(known[node], tracer) if node in known else node.meta["val"])
-    graph.output(result.node)
-    return graph
-
-
-def _given(found: Occurrence) -> tuple[fx.Graph, dict[fx.Node, Any]]:
+def _way(found: Occurrence, *, by_kernel: bool) -> fx.Graph:
     graph = fx.Graph()
-    return graph, {node: graph.placeholder(name) for name, node in found.found.nodes.items()}
+    known: dict[fx.Node, Any] = {node: graph.placeholder(name) for name, node in found.found.nodes.items()}
+    if by_kernel:
+        tracer = GraphAppendingTracer(graph)
+        result = found.computed(lambda node: fx.Proxy(known[node], tracer) if node in known else node.meta["val"])
+        graph.output(result.node)
+    else:
+        _copy(found.found.computed, known, graph)
+        graph.output(known[found.result])
+    return graph
 
 
 def _behind(result: fx.Node) -> list[fx.Node]:

@@ -37,26 +37,24 @@ class Judge:
     _known: dict[str, Judgement | None] = field(default_factory=dict[str, "Judgement | None"], init=False)
 
     def of(self, found: Occurrence) -> tuple[str, Judgement] | None:
-        """Return the kind of an occurrence, and what is known of it; None where its place is to tell.
-
-        So it is in training, off the CPU, and where finite numbers hide scores: of a query that may attend to nothing
-        the gradients are not what they were, and only the mask itself tells.
-        """
-        if self.program.training or self.program.replaying or _hides_by_number(found) or not _is_on_cpu(found):
+        """Return the kind of an occurrence, and what is known of it; None where only its place can tell."""
+        if self.program.training or self.program.replaying:
+            return None
+        if any(node.meta["val"].device.type != "cpu" for node in found.found.nodes.values()):
+            return None
+        # Where finite numbers hide scores, only the mask tells whether a query may attend to nothing.
+        if found.found.values.get("number") != -math.inf and not {"hidden", "shown"}.isdisjoint(found.found.nodes):
             return None
         excerpt = excerpt_of(found)
         if excerpt is None:
             return None
         if excerpt.code not in self._known:
-            self._known[excerpt.code] = self._run(excerpt)
+            try:
+                self._known[excerpt.code] = self._judged(excerpt)
+            except Exception:  # whatever drawn operands raise: in its place it is given others
+                self._known[excerpt.code] = None
         known = self._known[excerpt.code]
         return None if known is None else (excerpt.code, known)
-
-    def _run(self, excerpt: Excerpt) -> Judgement | None:
-        try:
-            return self._judged(excerpt)
-        except Exception:  # whatever drawn operands raise: in its place it is given others
-            return None
 
     def _judged(self, excerpt: Excerpt) -> Judgement:
         """Time a kind, and compare it where it gains."""
@@ -67,22 +65,10 @@ class Judge:
             timed = gain_judgement(figures, surely=True)
             if timed.objection:
                 return timed
-        return Judgement(figures=figures, objection=_fault(excerpt, _some(excerpt, given)))
-
-
-def _hides_by_number(found: Occurrence) -> bool:
-    number = found.found.values.get("number")
-    return not {"hidden", "shown"}.isdisjoint(found.found.nodes) and number != -math.inf
-
-
-def _is_on_cpu(found: Occurrence) -> bool:
-    return all(node.meta["val"].device.type == "cpu" for node in found.found.nodes.values())
-
-
-def _some(excerpt: Excerpt, given: Sequence[Tensor]) -> list[Tensor]:
-    scores = math.prod(given[excerpt.operands.index(name)].shape[-2] for name in ("q", "v"))
-    count = _SOME if scores < _LONG else 1
-    return [each[tuple(slice(count) for _ in each.shape[:-2])] for each in given]
+        scores = math.prod(given[excerpt.operands.index(name)].shape[-2] for name in ("q", "v"))
+        count = _SOME if scores < _LONG else 1
+        some = [each[tuple(slice(count) for _ in each.shape[:-2])] for each in given]
+        return Judgement(figures=figures, objection=_fault(excerpt, some))
 
 
 # -- results -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any, NoReturn, cast
 
 from torch import fx, nn
@@ -11,7 +10,7 @@ from torch import fx, nn
 from ...compat import has_hooks, modules_by_name
 from ...errors import FxoptError
 from ...passes.sites import Site
-from ...tracing.program import Program
+from ...tracing.program import CallSites, Program
 
 __all__ = ["readers_of", "weights_left_out"]
 
@@ -27,12 +26,8 @@ def _several(returned: Any) -> list[Any]:
     return list(cast("tuple[Any, ...]", returned)) if isinstance(returned, (tuple, list)) else []
 
 
-def _is_position(index: Any) -> bool:
-    return isinstance(index, int) and index >= 0
-
-
 def _callers(program: Program, module: nn.Module, position: int, depth: int) -> list[Site] | None:
-    calls = list(_calls(program, module))
+    calls = program.analyses[CallSites].of(module)
     if not calls or depth == 0 or has_hooks(module) or not _is_captured_around(program, module):
         return None
     found: list[Site] = []
@@ -47,7 +42,8 @@ def _callers(program: Program, module: nn.Module, position: int, depth: int) -> 
 def _end(program: Program, owner: str, number: int, call: fx.Node, position: int, depth: int) -> list[Site] | None:
     """Return where it is unread: the caller, or those that call it in turn where it only hands it on."""
     reads = [user for user in call.users if user.target is not len]
-    if not all(user.target is operator.getitem and _is_position(user.args[1]) for user in reads):
+    indices = [user.args[1] if user.target is operator.getitem else None for user in reads]
+    if not all(isinstance(index, int) and index >= 0 for index in indices):
         return None
     handed_on = [user for user in reads if user.args[1] == position and user.users]
     if not handed_on:
@@ -58,14 +54,6 @@ def _end(program: Program, owner: str, number: int, call: fx.Node, position: int
     if len(handed_on) != 1 or len(places) != 1 or list(handed_on[0].users) != [output]:
         return None
     return _callers(program, program.module(owner), places[0], depth - 1)
-
-
-def _calls(program: Program, module: nn.Module) -> Iterator[tuple[str, int, fx.Node]]:
-    for owner, capture in program.captures.items():
-        for number, specialization in enumerate(capture.specializations):
-            for node in specialization.graph.find_nodes(op="call_module"):
-                if program.callee(owner, node) is module:
-                    yield owner, number, node
 
 
 def _is_captured_around(program: Program, module: nn.Module) -> bool:

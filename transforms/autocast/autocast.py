@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,16 +11,17 @@ import torch
 from torch import nn
 
 from ...compat import own_children
-from ...errors import UsageError
+from ...errors import UsageError, one_line
 from ...layers.autocast import ReturningAutocast
-from ...passes.contract import Pass
+from ...operators import operator_info
+from ...passes.contract import Pass, check_named
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.analyses import HashLevel, StructuralHash
 from ...tracing.program import Program
-from .checks import check_dtype, check_words
 from .find import Part, Search
 from .leaf import in_autocast
+from .lists import FLOAT32, FOLLOWING, LOWER
 
 __all__ = ["Autocast"]
 
@@ -53,12 +55,14 @@ class Autocast(Pass):
     def check(self, model: nn.Module) -> None:
         for device in sorted({tensor.device.type for tensor in (*model.parameters(), *model.buffers())} or {"cpu"}):
             if self.device in ("auto", device):
-                check_dtype(self.dtype, device)
+                _check_dtype(self.dtype, device)
                 break
         else:
             raise UsageError(f"pass '{self.name}': device={self.device}, but nothing of the model is on such a device")
         if self.keep:
-            check_words(self.keep, model)
+            known = LOWER | FLOAT32 | FOLLOWING
+            others = [word for word in self.keep if word not in known and not operator_info(word).name]
+            check_named("autocast", "keep", others, model)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         blocks, likeness = dict[str, list[Part]](), StructuralHash(HashLevel.TIMED)
@@ -68,7 +72,8 @@ class Autocast(Pass):
             else:
                 yield each
         # The largest first: what one time budget allows is spent where the most is gained.
-        yield from (_site(program, parts) for parts in sorted(blocks.values(), key=_size, reverse=True))
+        largest_first = sorted(blocks.values(), key=lambda parts: -sum(part.size for part in parts))
+        yield from (_site(program, parts) for parts in largest_first)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         if site.data.get("regions") == 0:
@@ -80,15 +85,8 @@ class Autocast(Pass):
                 edit.outline(nodes, name="autocast", context=ReturningAutocast(self.dtype, self.device))
 
 
-def _size(parts: Sequence[Part]) -> int:
-    return sum(part.size for part in parts)
-
-
 def _block(program: Program, owner: str, likeness: StructuralHash) -> str:
-    """Return the outermost block around a module that others are like (a layer of a transformer), or the module.
-
-    Blocks are decided on as one: what one of them gains is seen in timings, and the others follow.
-    """
+    """Return the outermost block around a module that others are like, or the module: they are decided on as one."""
     names = owner.split(".")
     for count in range(1, len(names) + 1):
         path, around = ".".join(names[:count]), program.module(".".join(names[: count - 1]))
@@ -115,3 +113,30 @@ def _site(program: Program, parts: Sequence[Part]) -> Site:
 def _place(program: Program, part: Part, prefix: str = "", **options: Any) -> Site:
     nodes = {f"{prefix}node_{number}": node.name for number, node in enumerate(part.nodes)}
     return Site(program, part.owner, nodes, part.specialization, **options)
+
+
+def _check_dtype(dtype: torch.dtype, device: str) -> None:
+    """Raise `UsageError` unless devices of a type can autocast to a dtype, a product and its gradient."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise UsageError(f"pass 'autocast': dtype={str(dtype).removeprefix('torch.')}; use bfloat16 or float16")
+    if device == "meta":
+        return
+    reason = f"PyTorch has no autocast for {device}"
+    if torch.amp.is_autocast_available(device):
+        reason = _failure(dtype, device)
+    if reason:
+        other = "float16" if dtype is torch.bfloat16 else "bfloat16"
+        named = str(dtype).removeprefix("torch.")
+        raise UsageError(f"pass 'autocast': {device} does not compute in {named} ({reason}); try dtype={other}")
+
+
+def _failure(dtype: torch.dtype, device: str) -> str:
+    """Return why a device does not compute in a dtype, or ""."""
+    try:
+        with warnings.catch_warnings(record=True) as said, torch.autocast(device, dtype=dtype), torch.enable_grad():
+            x = torch.ones(2, 2, device=device, requires_grad=True)
+            product = x @ x
+            product.sum().backward()
+    except (RuntimeError, NotImplementedError) as error:
+        return one_line(error)
+    return "" if product.dtype is dtype else next((str(each.message) for each in said), "autocast is off")

@@ -25,10 +25,7 @@ __all__ = ["Part", "Search"]
 
 
 class Part(NamedTuple):
-    """What can run in 16 bits as one: nodes of a graph, in order, of which some gain.
-
-    `size` counts the layers and functions that gain, in modules that are called, too.
-    """
+    """Nodes of a graph that can run in 16 bits as one; `size` counts what gains, in modules that are called, too."""
 
     owner: str
     specialization: int
@@ -65,7 +62,9 @@ class Search:
         recorded = self.program.recording(left).calls if left else {}
         for module in left:
             name, called = names.name(module), recorded.get(module, ())
-            if not called or any(self._is_kept(*around) for around in self._around(name)):
+            parts = name.split(".")
+            around = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+            if not called or any(self._is_kept(path, self.program.module(path)) for path in around):
                 continue
             given = [value for call in called for value in call.args if isinstance(value, Tensor)]
             if capture_of(module) is not None:
@@ -78,13 +77,6 @@ class Search:
         cls = type(module)
         is_plain = not has_hooks(module) and not issubclass(cls, AutocastLeaf) and is_leaf(module)
         return is_plain and self._kind_of_layer(user_class(cls)) is Kind.LOWER
-
-    def _around(self, name: str) -> Iterator[tuple[str, nn.Module]]:
-        """Yield a module and those around it, with their names."""
-        parts = name.split(".")
-        for count in range(1, len(parts) + 1):
-            path = ".".join(parts[:count])
-            yield path, self.program.module(path)
 
     def _in_module(self, owner: str) -> Iterator[Found]:
         module = self.program.module(owner)
@@ -101,7 +93,10 @@ class Search:
             calls = (node for node in specialization.graph.nodes if node not in inside)
             called.update(dict.fromkeys(filter(None, (self._captured(owner, node) for node in calls))))
         yield from parts
-        yield from self._refused(owner, module)
+        for node in (node for each in required_capture(module).specializations for node in each.graph.nodes):
+            reason = None if node.op in _ENDS else self._obstacle(owner, node)
+            if reason is not None:
+                yield Refusal(reason, qualified(owner, str(node.target) if node.op == "call_module" else node.name))
         for name in called:
             yield from self._in_module(name)
 
@@ -117,12 +112,10 @@ class Search:
             for node in gaining:  # layers inside a layer, as shared experts, run in the region
                 if node.op == "call_module":
                     self._pass_over(self.program.callee(owner, node))
-            size = len(gaining) + sum(self._layers_in(self.program.module(name)) for name in names)
+            inside = (each for name in names for each in all_modules(self.program.module(name)))
+            size = len(gaining) + sum(map(self._gains, inside))
             parts.append(Part(owner, number, nodes, gaining, size))
         return parts
-
-    def _layers_in(self, module: nn.Module) -> int:
-        return sum(self._gains(each) for each in all_modules(module))
 
     def _captured(self, owner: str, node: fx.Node) -> str | None:
         """Return the name of the captured module that a node calls."""
@@ -137,14 +130,6 @@ class Search:
         self._seen.update(all_modules(module))
 
     # -- what is left out ------------------------------------------------------------------------------------------
-
-    def _refused(self, owner: str, module: nn.Module) -> Iterator[Refusal]:
-        """Yield why what would gain is left out, once for each module or function."""
-        for graph in (each.graph for each in required_capture(module).specializations):
-            for node in graph.nodes:
-                reason = None if node.op in _ENDS else self._obstacle(owner, node)
-                if reason is not None:
-                    yield Refusal(reason, qualified(owner, str(node.target) if node.op == "call_module" else node.name))
 
     def _obstacle(self, owner: str, node: fx.Node) -> str | None:
         if node.op != "call_module":
@@ -173,13 +158,9 @@ class Search:
             kind = self._kind_of_module(owner, node)
         else:
             kind = Kind.FLOAT32 if canonical_name(node) in self.keep else kind_of_operation(node)
-        return Kind.FLOAT32 if kind is Kind.LOWER and not self._is_meant(node) else kind
-
-    def _is_meant(self, node: fx.Node) -> bool:
-        """Say whether a node gives a tensor on a device that regions are for."""
-        meta = node.meta.get("val")
-        first = next((each for each in _tensors(meta) if each.dtype is torch.float32), None)
-        return first is not None and self._is_for(first.dtype, first.device)
+        first = next((each for each in _tensors(node.meta.get("val")) if each.dtype is torch.float32), None)
+        is_meant = first is not None and self._is_for(first.dtype, first.device)
+        return Kind.FLOAT32 if kind is Kind.LOWER and not is_meant else kind
 
     def _is_for(self, dtype: torch.dtype, device: torch.device) -> bool:
         return dtype is torch.float32 and self.device in ("auto", device.type)
@@ -191,11 +172,8 @@ class Search:
         capture = capture_of(module)
         if capture is None or not capture.specializations:
             return self._kind_of_layer(user_class(type(module)))
-        return self._kind_of_graphs(name, module, [each.graph for each in capture.specializations])
-
-    def _kind_of_graphs(self, name: str, module: nn.Module, graphs: Sequence[fx.Graph]) -> Kind:
-        """Return what a region does with a module: it takes it in if it takes in all that the module computes."""
-        if module not in self._kinds:
+        if module not in self._kinds:  # a region takes it in if it takes in all that it computes
+            graphs = [each.graph for each in capture.specializations]
             kinds = {self._kind(name, n) for graph in graphs for n in graph.nodes if n.op not in _ENDS}
             worst_first = (Kind.FLOAT32, Kind.LOWER, Kind.FOLLOWS)
             self._kinds[module] = next((kind for kind in worst_first if kind in kinds), Kind.FOLLOWS)

@@ -1,8 +1,4 @@
-"""Which operators gain in 16 bits, which need float32, and which follow what they are given.
-
-The first two lists are those of torch's own autocast on CUDA, which names more operators than that on CPU (operators of
-`torch.linalg`, `fft` and losses in other decompositions stay in float32 because no list names them).
-"""
+"""Which operators gain in 16 bits and which need float32, as torch's autocast on CUDA has it; and which follow."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -28,13 +28,11 @@ def kind_of_operation(node: fx.Node) -> Kind:
     fused, name = kind_of_fused(node.target), canonical_name(node)
     if fused is not None:
         return fused
-    if name == "to" and any(_is_type(value) for value in (*node.args[1:], *node.kwargs.values())):
-        return Kind.FLOAT32  # the model says in which type it wants to go on
+    for value in (*node.args[1:], *node.kwargs.values()) if name == "to" else ():
+        known = value.meta.get("val") if isinstance(value, fx.Node) else value
+        if isinstance(value, torch.dtype) or (isinstance(value, fx.Node) and not isinstance(known, int)):
+            return Kind.FLOAT32  # the model says in which type it wants to go on
     return kind_of(name)
-
-
-def _is_type(value: object) -> bool:
-    return isinstance(value, torch.dtype) or (isinstance(value, fx.Node) and not isinstance(value.meta.get("val"), int))
 
 
 def in_float32(node: fx.Node) -> bool:
@@ -51,12 +49,9 @@ def _holds_float32(meta: object) -> bool:
 
 
 def parts_of(graph: fx.Graph, judge: Judge) -> list[list[fx.Node]]:
-    """Return what of a graph is to run in 16 bits: what gains, and what follows and reads from the part.
-
-    Levels count how often the way to a node enters or leaves: nodes of one level reach each other through nothing else,
-    so a connected set of them is convex; so is one of several that read the same (the projections of an attention,
-    say).
-    """
+    """Return what of a graph is to run in 16 bits: what gains, and what follows and reads from the part."""
+    # Levels count how often the way to a node enters or leaves: nodes of one level reach each other through nothing
+    # else, so a connected set of them is convex; so is one of several that read the same.
     level: dict[fx.Node, int] = {}
     joined: dict[fx.Node, fx.Node] = {}
     reader: dict[tuple[fx.Node, int], fx.Node] = {}
@@ -68,8 +63,9 @@ def parts_of(graph: fx.Graph, judge: Judge) -> list[list[fx.Node]]:
         return node
 
     for node in graph.nodes:
-        inside = _belongs(node, judge(node), joined)
-        sources = node.all_input_nodes
+        kind, sources = judge(node), node.all_input_nodes
+        read = sources[:1] if mutates(node) else sources  # what is written to has to belong
+        inside = kind is Kind.LOWER or (kind is Kind.FOLLOWS and any(source in joined for source in read))
         level[node] = max((level[source] + ((source in joined) is not inside) for source in sources), default=0)
         if inside:
             joined[node] = node
@@ -81,10 +77,3 @@ def parts_of(graph: fx.Graph, judge: Judge) -> list[list[fx.Node]]:
     for node in joined:
         parts.setdefault(first(node), []).append(node)
     return list(parts.values())
-
-
-def _belongs(node: fx.Node, kind: Kind, inside: Container[fx.Node]) -> bool:
-    if kind is not Kind.FOLLOWS:
-        return kind is Kind.LOWER
-    sources = node.all_input_nodes[:1] if mutates(node) else node.all_input_nodes  # what is written to has to belong
-    return any(source in inside for source in sources)

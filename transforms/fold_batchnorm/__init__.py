@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .dimensions import write_check
 from .find import pairs_in, source_of
 from .fold_batchnorm import FoldBatchnorm
 from .obstacles import obstacles
+from .write import write_check
 
 __all__ = ["FoldBatchnorm", "obstacles", "pairs_in", "source_of", "write_check"]

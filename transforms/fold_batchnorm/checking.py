@@ -20,11 +20,7 @@ _MOST = 1e-10
 
 
 def fault(layer: LayerCall, norm: Norm, fold: Fold, tensors: Sequence[Tensor]) -> str:
-    """Return how far off a layer with folded `tensors` is, or "" where that is rounding.
-
-    They are folded anew whenever they change, so others are tried, too: those of a norm that is new hide much, since
-    its bias and mean are zero, and its weight and variance one.
-    """
+    """Return how far off a layer with folded `tensors`, these or others, is, or "" where that is rounding."""
     if any(tensor.is_meta or not tensor.numel() for tensor in tensors):
         return ""
     wide = [each.detach().double() if each.is_floating_point() else each for each in tensors]

@@ -31,10 +31,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A norm and the layer beside it, with all calls in a module's graphs of one on the other's output.
-
-    `before`: the norm stands before the layer.
-    """
+    """A norm and the layer behind it (`before`) or before it, with all calls of one on the other's output."""
 
     owner: str
     layer: LayerCall
@@ -84,18 +81,13 @@ def source_of(node: fx.Node) -> fx.Node | None:
 def _pairs(program: Program, owner: str, *, modules: bool) -> list[Pair]:
     found: dict[tuple[str, str, bool], Pair] = {}
     for number, specialization in evaluated(program, owner):
-        for node in _norm_nodes(specialization.graph, modules=modules):
+        graph = specialization.graph
+        called = graph.find_nodes(op="call_module") if modules else ()  # of an ensemble without norms there are many
+        for node in (*called, *graph.find_nodes(op="call_function", target=F.batch_norm)):
             for layer, norm, call, before in _around(program, owner, number, node):
                 key = layer.paths.get("weight", layer.name), norm.tensors.get("running_mean", norm.name), before
                 found.setdefault(key, Pair(owner, layer, norm, before)).calls.append(call)
     return list(found.values())
-
-
-def _norm_nodes(graph: fx.Graph, *, modules: bool) -> Iterator[fx.Node]:
-    """Yield nodes among which all norms are; the many graphs of an ensemble without norms are not gone through."""
-    if modules:
-        yield from graph.find_nodes(op="call_module")
-    yield from graph.find_nodes(op="call_function", target=F.batch_norm)
 
 
 def _around(

@@ -43,7 +43,9 @@ class FoldBatchnorm(Pass):
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         pairs = pairs_in(program)
         reasons = obstacles(pairs, program, tails=True)
-        reasons |= _faults([pair for pair in pairs if pair not in reasons], program)
+        for pair in pairs if not program.replaying else ():
+            if pair not in reasons and (reason := _fault(pair, program.module(pair.owner))):
+                reasons[pair] = reason
         yield from unfolded(program)
         sound = _taken(pairs, reasons)
         for pair in _named(pairs, sound):
@@ -87,15 +89,8 @@ def _site(program: Program, owner: str, group: Sequence[Pair]) -> Site:
     return Site(program, owner, nodes, min(call.specialization for pair in group for call in pair.calls), detail=detail)
 
 
-def _faults(pairs: Sequence[Pair], program: Program) -> dict[Pair, str]:
-    """Return how far off folds are that are wrong in float64."""
-    if program.replaying:
-        return {}
-    found = ((pair, _fault(pair, program.module(pair.owner))) for pair in pairs)
-    return {pair: reason for pair, reason in found if reason}
-
-
 def _fault(pair: Pair, owner: nn.Module) -> str:
+    """Return how far off a fold is that is wrong in float64, or ""."""
     fold = fold_of(pair.layer, pair.norm, before=pair.before)
     gone = [] if pair.layer.module is None else [gone_of(pair.layer.module)[name] for name in fold.masked]
     tensors = [tensor_at(owner, path) for path in paths_in(pair.layer, pair.norm, fold)]

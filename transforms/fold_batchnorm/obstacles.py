@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...layers.masked import has_only_masks
 from ...layers.sync_batch_norm import SYNCHRONIZED
-from ...passes.rewriting import LAYERS, LayerCall, obstacle_to_inlining
-from ...runtime.graphs import Region, Specialization
+from ...passes.rewriting import LAYERS, obstacle_to_inlining
+from ...runtime.graphs import Region
 from ...runtime.values import qualified, user_class
 from ...tracing.examples import TensorMeta
 from ...tracing.program import CallSites, Program, TensorOwners, TensorReads
 from .find import Pair, evaluated
 from .own_forward import tail_of
-from .parts import NORMS, Norm, tensor_at
+from .parts import NORMS, tensor_at
 
 __all__ = ["has_own_forward", "obstacles"]
 
@@ -26,10 +26,7 @@ _COMPUTING = ("forward", "_conv_forward", "_output_padding", "_check_input_dim",
 def obstacles(
     pairs: Sequence[Pair], program: Program, also: tuple[type[nn.Module], ...] = (), *, tails: bool = False
 ) -> dict[Pair, str]:
-    """Return why pairs must stay as they are, where they must.
-
-    `also` are classes whose own forward the caller knows; `tails`: it computes what norms compute behind the norm.
-    """
+    """Return why pairs must stay; `also`: classes whose own forward is known, `tails`: those of norms are read."""
     outside = _called_from_outside(pairs, program)
     reasons = {pair: _obstacle(pair, program, also, tails) or outside.get(pair) for pair in pairs}
     return {pair: reason for pair, reason in reasons.items() if reason is not None}
@@ -106,23 +103,15 @@ def _obstacle_in_calls(pair: Pair, program: Program) -> str | None:
         return f"the {pair.layer.kind} is called with more than one argument"
     if not pair.before and any(len(node.users) > 1 for node in layers):
         return f"the {pair.layer.kind}'s output is read elsewhere too"
-    graphs = evaluated(program, pair.owner)
+    calls, graphs = program.analyses[CallSites], {number for number, _ in evaluated(program, pair.owner)}
     nodes = {node for call in pair.calls for node in (call.layer, call.norm)}
     for what, module in pair.modules:
-        if program.analyses[CallSites].count(module) > 1:
+        if calls.count(module) > 1:
             return f"the {what} is called elsewhere too"
-        if len(graphs) > 1 and any(node not in nodes for node in _calls_of(module, program, pair.owner, graphs)):
+        here = (call for call in calls.of(module) if call.owner == pair.owner and call.specialization in graphs)
+        if len(graphs) > 1 and not all(call.node in nodes for call in here):
             return f"the {what} is called in another way by another graph of the same module"
     return None
-
-
-def _calls_of(
-    module: nn.Module, program: Program, owner: str, graphs: Sequence[tuple[int, Specialization]]
-) -> Iterator[fx.Node]:
-    for _, specialization in graphs:
-        for node in specialization.graph.find_nodes(op="call_module"):
-            if program.callee(owner, node) is module:
-                yield node
 
 
 def _called_from_outside(pairs: Sequence[Pair], program: Program) -> dict[Pair, str]:
@@ -164,7 +153,9 @@ def _obstacle_in_tensors(pair: Pair, program: Program) -> str | None:
         if reader is not None:
             return f"'{name}' is read in the graph of '{reader}'"
         holder = name.rpartition(".")[0]
-        if _is_called(program, pair, holder):
+        module = None if holder == pair.owner else program.names.modules.get(holder)
+        is_own = any(module is each for _, each in pair.modules)
+        if module is not None and not is_own and program.analyses[CallSites].of(module):
             return f"'{holder}', whose tensors it reads, is called as well"
         if type(tensor) not in (Tensor, nn.Parameter):
             return f"'{name}' is of type {type(tensor).__name__}, which is not folded"
@@ -174,14 +165,6 @@ def _obstacle_in_tensors(pair: Pair, program: Program) -> str | None:
         if len(kinds) > 1:
             return f"the {pair.layer.kind} and the batch norm have tensors of {what} {kinds[0]} and {kinds[1]}"
     return None
-
-
-def _is_called(program: Program, pair: Pair, holder: str) -> bool:
-    """Say whether a module that only holds tensors for a function is called, too."""
-    module = program.names.modules.get(holder)
-    if module is None or holder == pair.owner or any(module is each for _, each in pair.modules):
-        return False
-    return program.analyses[CallSites].count(module) > 0
 
 
 def _reader(pair: Pair, program: Program, tensor: Tensor) -> str | None:
@@ -199,7 +182,8 @@ def _obstacle_in_shapes(pair: Pair, *, replaying: bool) -> str | None:
     channels = pair.layer.channels[0 if pair.before else 1]
     if channels != pair.norm.width:
         return f"the {pair.layer.kind} has {channels} channels and the batch norm {pair.norm.width}"
-    wanted = _dimensions_wanted(pair.layer, pair.norm)
+    # Norms of one rank refuse other numbers of dimensions themselves.
+    wanted = None if len(pair.norm.ranks) == 1 else pair.layer.rank + 2
     for call in pair.calls if wanted is not None else ():
         known = (call.norm if pair.before else call.layer).meta.get("val")
         if not isinstance(known, TensorMeta):
@@ -210,8 +194,3 @@ def _obstacle_in_shapes(pair: Pair, *, replaying: bool) -> str | None:
             gives = f"the {pair.layer.kind} {'reads' if pair.before else 'gives'} {len(known.shape)} dimensions"
             return f"{gives}, so the batch norm acts on another one"
     return None
-
-
-def _dimensions_wanted(layer: LayerCall, norm: Norm) -> int | None:
-    """Return how many dimensions a layer must give for the norm to norm its channels; None where it refuses others."""
-    return None if len(norm.ranks) == 1 else layer.rank + 2

@@ -28,10 +28,7 @@ _DROPOUTS = frozenset((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha
 
 @dataclass(frozen=True, eq=False)
 class Tail:
-    """What a norm's own forward computes behind the norm, `start`: nodes, each of the one before.
-
-    `flags` read `self.training`, which is false; `dimensions` the input must have for this, where the forward asks.
-    """
+    """What a norm's own forward computes behind the norm, `start`; `flags` read `self.training`, which is false."""
 
     start: fx.Node
     nodes: tuple[fx.Node, ...]
@@ -105,10 +102,7 @@ def _is_known(node: fx.Node, norm: nn.Module) -> bool:
 
 
 def _dimensions(norm: nn.Module, specialization: Specialization, node: fx.Node) -> int | None:
-    """Return how many dimensions the input must have, all that a forward may ask for, and None for any number.
-
-    It is 0 where more is asked of the input.
-    """
+    """Return how many dimensions a forward asks the input to have; None: any number, 0: it asks for something else."""
     name, given = next((str(each.target), each) for each in node.all_input_nodes if each.op == "placeholder")
     unmet = [each for each in unmet_guards(norm, specialization, {name: given}) if not each.asks_for_training]
     if not unmet:

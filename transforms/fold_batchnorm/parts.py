@@ -30,11 +30,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """A batch norm of `width` channels: a module, or a call of `F.batch_norm`, named by its node.
-
-    `tensors` are weight and bias, where there are any, and statistics -> the paths in the owner. `training`: it norms
-    by the batch as things are.
-    """
+    """A batch norm, a module or a call of `F.batch_norm`; `tensors` are its own -> their paths in the owner."""
 
     name: str
     tensors: Mapping[str, str]
@@ -57,7 +53,11 @@ class Norm:
 def layer_at(program: Program, owner: str, node: fx.Node | None) -> LayerCall | None:
     """Return the layer that a node calls, if it calls one with tensors of the model and known settings."""
     call = call_of_layer(program, owner, node)
-    if call is None or call.inputs_first or not _is_constant(call.settings):
+    if call is None or call.inputs_first:
+        return None
+    computed: list[fx.Node] = []
+    fx.map_arg(tuple(call.settings.values()), computed.append)
+    if computed:
         return None
     count = sum(each is not None for each in (call.weight, call.bias))
     return call if len(call.paths) == count else None
@@ -76,7 +76,9 @@ def norm_at(program: Program, owner: str, node: fx.Node) -> Norm | None:
         return None
     mean = tensor_at(program.module(owner), tensors["running_mean"])
     if isinstance(training, fx.Node):
-        training = _flag(program, owner, training)
+        path, _, name = str(training.target).rpartition(".")
+        is_flag = training.op == "get_attr" and name == "training"
+        training = program.module(owner).get_submodule(path).training if is_flag else None
     if mean is None or not isinstance(training, bool):
         return None
     return Norm(node.name, tensors, float(eps), mean.numel(), training)
@@ -118,17 +120,3 @@ def _read(named: Mapping[str, Any], names: Sequence[str]) -> dict[str, str] | No
     if any(not isinstance(node, fx.Node) or node.op != "get_attr" for node in given.values()):
         return None
     return {name: str(node.target) for name, node in given.items()}
-
-
-def _flag(program: Program, owner: str, node: fx.Node) -> bool | None:
-    """Return the mode that a node reads, or None if it reads something else."""
-    path, _, name = str(node.target).rpartition(".")
-    if node.op != "get_attr" or name != "training":
-        return None
-    return program.module(owner).get_submodule(path).training
-
-
-def _is_constant(settings: Mapping[str, Any]) -> bool:
-    found: list[fx.Node] = []
-    fx.map_arg(tuple(settings.values()), found.append)
-    return not found

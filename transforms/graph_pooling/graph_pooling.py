@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -79,16 +79,18 @@ class GraphPooling(Pass):
                 raise UsageError(f"pass 'graph_pooling': source={word!r} is unknown{did_you_mean(word, _SOURCES)}")
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        found = [*self._all_found(program), *_unseen(program)]
+        found = [
+            self._found(program, owner, index, node, kind)
+            for owner, capture in program.captures.items()
+            for index, specialization in enumerate(capture.specializations)
+            for node in specialization.graph.nodes
+            if (kind := _kind(program, owner, node)) is not None and (not self.source or kind in self.source)
+        ]
+        for name, opaque in program.opaque.items():
+            if type(program.module(name)).__module__.startswith("torch_geometric.nn.sequential"):
+                reason = f"it has no graph: {opaque.reason}; write its forward as a module of your own"
+                found.append(Refusal(reason, name))
         yield from found or [Refusal("no graph of this model pools with PyTorch Geometric's functions or layers", "")]
-
-    def _all_found(self, program: Program) -> Iterator[Site | Refusal]:
-        for owner, capture in program.captures.items():
-            for index, specialization in enumerate(capture.specializations):
-                for node in specialization.graph.nodes:
-                    kind = _kind(program, owner, node)
-                    if kind is not None and (not self.source or kind in self.source):
-                        yield self._found(program, owner, index, node, kind)
 
     def _found(self, program: Program, owner: str, index: int, node: fx.Node, kind: str) -> Site | Refusal:
         if kind in _READOUTS:
@@ -177,18 +179,13 @@ def _place(program: Program, owner: str, node: fx.Node) -> str:
 
 def _made_before(site: Site, owner: nn.Module) -> str | None:
     """Return the name of the readout that the same call has in another graph of the module."""
+    calls = site["pool"].graph.find_nodes(op="call_module")
+    called = {owner.get_submodule(str(node.target)) for node in calls}  # in the graph of the site already
     for name, child in own_children(owner).items():
         made = None if child is None else child.__dict__.get(_PLACE)
-        if made == site.data["place"] and child not in _called(site):
+        if made == site.data["place"] and child not in called:
             return name
     return None
-
-
-def _called(site: Site) -> set[nn.Module]:
-    """Return the readouts that the graph of a site has already."""
-    graph = site["pool"].graph
-    owner = site.program.module(site.owner)
-    return {owner.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"}
 
 
 def _keep_what_is_missing(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -221,11 +218,3 @@ def _given(node: fx.Node) -> Mapping[str, Any]:
     names = ("x", "batch", "ptr", "size", "dim") if is_module else ("x", "batch", "size")
     other = {"index": "batch", "dim_size": "size"}
     return {**dict(zip(names, node.args, strict=False)), **{other.get(k, k): v for k, v in node.kwargs.items()}}
-
-
-def _unseen(program: Program) -> Iterable[Refusal]:
-    """Say which modules are not looked into, though they may pool."""
-    for name, opaque in program.opaque.items():
-        module = program.module(name)
-        if type(module).__module__.startswith("torch_geometric.nn.sequential"):
-            yield Refusal(f"it has no graph: {opaque.reason}; write its forward as a module of your own", name)

@@ -19,11 +19,7 @@ _OUTPUTS = 16
 
 @dataclass(frozen=True)
 class Check:
-    """A layer, and the same on a packed weight, whose results are the sum of so many `terms`.
-
-    `along` are the dimensions of outputs in weight and result, None where these are not by themselves; `rows` those of
-    the input that are computed in float64.
-    """
+    """A layer and the same on a packed weight; `along` are the dimensions of outputs in weight and result."""
 
     packed: Packed
     weight: Tensor
@@ -39,7 +35,9 @@ class Check:
             other, own, found = self._both(x, laid)
             if found.shape != own.shape or found.dtype != own.dtype:
                 return f"packed, it gives {tuple(found.shape)} of {found.dtype}, and not {tuple(own.shape)}"
-            some = self._some(own)
+            count = 0 if self.along is None else own.shape[self.along[1]]
+            numbers = torch.linspace(0, count - 1, min(count, _OUTPUTS)).round().long()
+            some = None if self.along is None else numbers  # None stands for all outputs
             exact = self._exact(x, other, some)
             error = float((self._picked(own, some) - exact).abs().max())
             most = allowed_error(error, own, exact, self.terms)
@@ -60,13 +58,6 @@ class Check:
         other = torch.ones_like(self.packed.computed(x, self.weight, self.bias)) if self.adds else None
         own = self.packed.plainly(x, self.weight, self.bias, other)
         return other, own, self.packed(laid, self.weight, self.bias, other)
-
-    def _some(self, own: Tensor) -> Tensor | None:
-        """Return the numbers of the outputs that are computed in float64; None stands for all."""
-        if self.along is None:
-            return None
-        count = own.shape[self.along[1]]
-        return torch.linspace(0, count - 1, min(count, _OUTPUTS)).round().long()
 
     def _picked(self, result: Tensor, some: Tensor | None) -> Tensor:
         rows = result[self.rows]

@@ -52,15 +52,13 @@ class Spelled:
 
 def spelled_at(program: Program, owner: str, node: fx.Node) -> Spelled | None:
     """Return the activation of floats that a node gives, written out in several operations; None for anything else."""
-    found = _of_module(program, owner, node) if node.op == "call_module" else _of_operations(program, owner, node)
+    x, found = node.args[0] if len(node.args) == 1 else None, None
+    if node.op != "call_module":
+        found = _of_operations(program, owner, node)
+    elif isinstance(x, fx.Node) and (activation := written_out(program, owner, node, x)) is not None:
+        found = Spelled(activation, x, (node,))
     meta = None if found is None else found.x.meta.get("val")
     return found if isinstance(meta, TensorMeta) and meta.dtype.is_floating_point else None
-
-
-def _of_module(program: Program, owner: str, node: fx.Node) -> Spelled | None:
-    x = node.args[0] if len(node.args) == 1 else None
-    activation = written_out(program, owner, node, x) if isinstance(x, fx.Node) else None
-    return None if activation is None or not isinstance(x, fx.Node) else Spelled(activation, x, (node,))
 
 
 def _of_operations(program: Program, owner: str, node: fx.Node) -> Spelled | None:

@@ -18,11 +18,7 @@ __all__ = ["Epilogue", "find_epilogue"]
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What is computed together with a layer: `inside` are its nodes, the layer's first.
-
-    `other` is added to the result or multiplied (`joins`), then the activation follows. `modes` are attributes of
-    dropouts inside that must say they are not in training.
-    """
+    """What is computed with a layer: nodes `inside`, `other` joined to the result, an activation; dropouts are off."""
 
     inside: tuple[fx.Node, ...]
     other: fx.Node | None
@@ -37,10 +33,7 @@ class Epilogue:
 
 
 def find_epilogue(layer: LayerCall) -> Epilogue:
-    """Return what stands behind a layer: an activation; or a sum, or of linears a product, and perhaps an activation.
-
-    Dropouts in between are left out, for they do nothing in evaluation.
-    """
+    """Return the activation behind a layer, or the sum (of linears product) and activation, without dropouts."""
     start, modes = _through_dropouts(layer, (layer.node,))
     found = _activation(layer, start[-1])
     if found is not None:

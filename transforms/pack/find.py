@@ -82,10 +82,7 @@ class _Found:
 
 
 def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Site | Refusal]:
-    """Yield the layers of each graph that runs in evaluation as a site, and those that stay as they are.
-
-    `budget` is the error that is allowed in others than float32.
-    """
+    """Yield the layers of each graph that runs in evaluation as a site, and those that stay as they are."""
     if program.training:
         yield from (
             Refusal(IN_TRAINING, "(root)", Cause.IN_TRAINING) for _ in itertools.islice(_candidates(program, dtype), 1)
@@ -106,7 +103,10 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
             yield refusal
         else:
             graphs.setdefault(found.place, []).append(found)
-    packed = {place: _laid_channels_last(group) for place, group in graphs.items()}
+    packed = {  # convolutions, and what is computed with them, whose results will lie channels last
+        place: {node for found in group if found.layer.geometry for node in found.epilogue.inside}
+        for place, group in graphs.items()
+    }
     views = readers_in(program, packed) if any(packed.values()) else {}
     spelled = _spelled(program, graphs) if dtype is torch.float32 else {}
     for place in {**graphs, **views, **spelled}:
@@ -137,11 +137,6 @@ def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) ->
     """Say whether the convolutions of a model gain, all of them packed: in between, images would be laid out anew."""
     timed = [known[found.kind] for found in layers if found.layer.geometry is not None and found.kind in known]
     return sum(times.own for times in timed) > LEAST_GAIN * sum(times.packed for times in timed)
-
-
-def _laid_channels_last(group: Sequence[_Found]) -> set[fx.Node]:
-    """Return the nodes of convolutions, and what is computed with them: these results will lie channels last."""
-    return {node for found in group if found.layer.geometry for node in found.epilogue.inside}
 
 
 def _site(program: Program, place: tuple[str, int], group: Sequence[_Found], other: Nodes, gains: Gains) -> Site:
@@ -213,10 +208,7 @@ def _gains(program: Program, layers: Sequence[_Found], budget: float) -> Gains:
 
 
 def _take_single_rows(kinds: Mapping[Hashable, Sequence[_Found]], gains: Gains) -> None:
-    """Choose how layers of several rows compute one row, where the model is called with one row, too.
-
-    A module that does not look at what came before has one graph for a prompt and for the steps behind it.
-    """
+    """Choose how layers of several rows compute one row, where the model is called with one, too, in the same graph."""
     single: dict[Hashable, dict[str, Calls]] = {}
     for kind, alike in kinds.items():
         if kind in gains.known and alike[0].has_rows and gains.refusal(kind, alike[0].name) is None:

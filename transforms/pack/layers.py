@@ -22,10 +22,7 @@ _PADDING = "it pads otherwise than with zeros, or its settings are no plain numb
 
 @dataclass(frozen=True)
 class Packable:
-    """A call of a layer that there are packed kernels for, of an input `x`, or why it stays as it is.
-
-    Convolutions have their geometry, and perhaps a `pad`, which adds zeros before and is computed with them.
-    """
+    """A call of a layer that there are packed kernels for, with zeros that a `pad` before it adds, or why it stays."""
 
     call: LayerCall
     x: fx.Node
@@ -148,10 +145,7 @@ def _geometry(call: LayerCall) -> Geometry | None:
 
 
 def _padded(geometry: Geometry, zeros: object, kernel: Sequence[int]) -> Geometry | None:
-    """Return the settings of a convolution behind a pad by `zeros`, as `F.pad` has them: the last dimension first.
-
-    None where these are no settings of a convolution.
-    """
+    """Return the settings of a convolution behind a pad by `zeros`, as `F.pad` has them; None where there are none."""
     given = _numbers(zeros, 0)
     if given is None or len(given) % 2 or len(given) > 2 * geometry.rank or min(given, default=0) < 0:
         return None

@@ -40,15 +40,11 @@ Compute = Callable[..., object]
 
 
 class _Check(Protocol):
-    """Say how far off a packed layer is."""
+    """Say how far off a packed layer is: in words, or "" where that is rounding; or relative to the scale."""
 
-    def fault(self, x: Tensor, laid: Tensor) -> str:
-        """Return it in words, or "" where that is rounding."""
-        ...
+    def fault(self, x: Tensor, laid: Tensor) -> str: ...
 
-    def error(self, x: Tensor, laid: Tensor) -> float:
-        """Return it, relative to the scale of the result."""
-        ...
+    def error(self, x: Tensor, laid: Tensor) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -62,11 +58,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Calls:
-    """Layers of one kind, each by its tensors, in two ways of computing them on inputs of a shape.
-
-    `lies_last`: the new way is given images channels last. `gain_together`: what they gain by themselves matters
-    little, so that they are timed for half as long.
-    """
+    """Layers of one kind, each by its tensors, in two ways of computing; `lies_last`: the new one, channels last."""
 
     shape: tuple[int, ...]
     before: Compute
@@ -129,11 +121,7 @@ class Gains:
         return max(known) if kinds and len(known) == len(kinds) else None
 
     def look(self, kind: Hashable, lowerings: Mapping[str, Calls], *, allowed: float | None) -> dict[str, Calls]:
-        """Check the layers of a kind; return the lowerings that are right: none where `PACKED` is wrong.
-
-        The others compute with the packed weight, too, where a call has more rows than one. `allowed` is the error that
-        they may make, relative to the scale of the result; None: they are to be exact.
-        """
+        """Check the layers of a kind; return the lowerings that err by at most `allowed`: none if not `PACKED`."""
         if fault := self._fault(kind, lowerings[PACKED], allowed):
             self.faults[kind] = fault
             return {}
@@ -164,11 +152,7 @@ Lowerings = Mapping[str, Calls]
 
 
 def times_interleaved(kinds: Mapping[Hashable, Lowerings]) -> dict[Hashable, dict[str, Times]]:
-    """Return how long one layer of each kind takes in each of its lowerings, all kinds called in turn.
-
-    A kind by itself finds its weights in the caches; in use those of others have taken their place. Emptying the caches
-    by writing, as for `measure="cold"`, would slow down the reading.
-    """
+    """Return how long a layer takes in each lowering, all kinds called in turn: caches hold the weights of others."""
     layers = {kind: _calls(lowerings) for kind, lowerings in kinds.items()}
     names = list(dict.fromkeys(name for calls in layers.values() for name in calls))
     passes = {name: {kind: calls[name] for kind, calls in layers.items() if name in calls} for name in names}
@@ -183,12 +167,12 @@ def times_interleaved(kinds: Mapping[Hashable, Lowerings]) -> dict[Hashable, dic
             seconds = {name: _seconds(passes[name]) for name in shuffling.sample(names, len(names))}
             for kind, timings in found.items():
                 timings.rounds.append({name: each[kind] for name, each in seconds.items() if kind in each})
-    return {kind: {name: _times(found[kind], name) for name in lowerings} for kind, lowerings in kinds.items()}
-
-
-def _times(timings: Timings, lowering: str) -> Times:
-    own, gain = timings.seconds(_BEFORE), timings.ratio(_BEFORE, lowering)
-    return Times(gain, own, own / gain.mid)
+    own = {kind: timings.seconds(_BEFORE) for kind, timings in found.items()}
+    gains = {(kind, name): found[kind].ratio(_BEFORE, name) for kind, each in kinds.items() for name in each}
+    times: dict[Hashable, dict[str, Times]] = {kind: {} for kind in kinds}
+    for (kind, name), gain in gains.items():
+        times[kind][name] = Times(gain, own[kind], own[kind] / gain.mid)
+    return times
 
 
 def _calls(lowerings: Lowerings) -> dict[str, _InTurn]:

@@ -86,8 +86,5 @@ def _read(tensor: str | fx.Node | None, edit: Edit, layer: Packable) -> fx.Node 
 
 
 def seal_modules(modules: Sequence[str], edit: Edit) -> None:
-    """Let the settings that the graph now holds, and the way to the modules, be what they are.
-
-    Those of dropouts are free: where they count, the graph does not hold.
-    """
+    """Let the settings that the graph holds, and the way to the modules, be what they are; not those of dropouts."""
     hold_written_out(edit, modules, lambda module: settings_of(module) if isinstance(module, nn.Dropout) else ())

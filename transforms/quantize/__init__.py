@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from .layers import candidates
 from .quantize import Quantize
-from .static import candidates
 
 __all__ = ["Quantize", "candidates"]

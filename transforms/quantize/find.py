@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +40,7 @@ Make = Callable[[nn.Module], Instead]
 
 
 def found(settings: Settings, program: Program, layers: Sequence[Candidate], make: Make) -> Iterator[Site | Refusal]:
-    """Yield a site for each of the layers that a scheme knows, and why others stay as they are.
-
-    First come those that save most for their error, which are the last to go where the whole model errs by too much;
-    where nothing runs, the largest. `make` returns what stands in the place of one, or raises `MatchFailure`.
-    """
+    """Yield the layers to replace by what `make` returns, the most saved for an error first, and why others stay."""
     yield from already_quantized(settings.keep, program)
     called = _called(program, [layer.module for layer in layers])
     able: list[Candidate] = []
@@ -54,7 +49,8 @@ def found(settings: Settings, program: Program, layers: Sequence[Candidate], mak
             continue
         reason = (obstacle(layer, program) if layer.weights else "") or layer.objection
         if not reason and called is not None and layer.module not in called:
-            reason = _BYPASSED if _in_encoder(layer.name, program) else _NEVER_CALLED
+            around = program.module(layer.name.rpartition(".")[0])
+            reason = _BYPASSED if isinstance(around, nn.TransformerEncoderLayer) else _NEVER_CALLED
         if reason:
             yield Refusal(reason, layer.name or "(root)")
         else:
@@ -78,10 +74,6 @@ def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None
     if not program.inputs or program.replaying:
         return None
     return {module for module in modules if program.recording(modules).calls.get(module)}
-
-
-def _in_encoder(name: str, program: Program) -> bool:
-    return isinstance(program.module(name.rpartition(".")[0]), nn.TransformerEncoderLayer)
 
 
 # -- judging -------------------------------------------------------------------------------------------------------
@@ -113,7 +105,7 @@ class _Trial:
 
     def judgements(self, measuring: Measure) -> dict[nn.Module, tuple[nn.Module | None, Judgement]]:
         """Return what stands in the place of each, and what is known of that."""
-        some: list[tuple[nn.Module, nn.Module]] = []
+        some, size = list[tuple[nn.Module, nn.Module]](), 0
         found: dict[nn.Module, tuple[nn.Module | None, Judgement]] = {}
         for module in self.modules:
             try:
@@ -123,31 +115,27 @@ class _Trial:
                 continue
             judgement = self._compared(module, instead)
             found[module] = instead, judgement
-            if measuring and not judgement.objection and sum(_size(each) for each, _ in some) < _BYTES:
+            if measuring and not judgement.objection and size < _BYTES:
                 some.append((module, instead))
+                size += sum(each.numel() * each.element_size() for each in module.parameters())
         if not some:
             return found
-        pairs = ((partial(layer, *call.args, **call.kwargs) for layer in pair) for call, pair in self._first(some))
-        before, after = zip(*pairs, strict=True)
+        given = [self.calls[module][0] for module, _ in some]
+        before, after = (
+            [partial(layer, *call.args, **call.kwargs) for call, layer in zip(given, layers, strict=True)]
+            for layers in zip(*some, strict=True)
+        )
         figures = figures_of(before, after, cold=measuring.is_cold)
-        return {module: (new, self._timed(judgement, figures)) for module, (new, judgement) in found.items()}
+        for module, (new, known) in found.items():
+            timed = gain_judgement(figures, known.error)
+            found[module] = new, dataclasses.replace(known, figures=figures) if known.objection else timed
+        return found
 
     def _compared(self, module: nn.Module, instead: nn.Module) -> Judgement:
         calls = self.calls[module]
         chosen = [calls[number] for number in {0, (len(calls) - 1) // 2, len(calls) - 1}]  # first, middle, last
         error = max(error_of(call.output, instead(*call.args, **call.kwargs)) for call in chosen)
         return Judgement(error, objection=over_budget(error, self.budget))
-
-    def _first(self, some: Sequence[tuple[nn.Module, nn.Module]]) -> Iterator[tuple[Call, tuple[nn.Module, nn.Module]]]:
-        return ((self.calls[pair[0]][0], pair) for pair in some)
-
-    def _timed(self, judgement: Judgement, figures: Mapping[str, Any]) -> Judgement:
-        timed = gain_judgement(figures, judgement.error)
-        return dataclasses.replace(judgement, figures=figures) if judgement.objection else timed
-
-
-def _size(module: nn.Module) -> int:
-    return sum(each.numel() * each.element_size() for each in module.parameters())
 
 
 def _kind(module: nn.Module, calls: Sequence[Call]) -> Hashable:

@@ -31,10 +31,7 @@ _ROUNDING_OF_LSTM = 0.1
 
 @cache
 def kernel_problem(kind: type[QuantizedLinear], outputs: int, inputs: int, group: int) -> str:
-    """Return in what a kernel, or its gradients, differ from its simulation in floating point, or "".
-
-    Random numbers must do: of one shape a kernel does the same with all. Kernels of GPUs are left to verification.
-    """
+    """Return in what a kernel of the CPU, or its gradients, differ from its simulation in floating point, or ""."""
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
         weight, bias = torch.randn(outputs, inputs, generator=generator), torch.randn(outputs, generator=generator)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...compat import has_hooks, has_state_hooks, own_parameters, submodule
 from ...layers.folded import Fold, Folds
 from ...layers.members import FusedMembers, stacked_weights
-from ...layers.quantized import ASKED, QuantizedLayer
+from ...layers.quantized import ASKED, FakeQuantized, Geometry, QuantizedLayer
 from ...operators import Derived
 from ...passes.contract import word_for
 from ...passes.driver import record_of
@@ -21,7 +21,19 @@ from ...passes.sites import Refusal
 from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners, TensorReads
 
-__all__ = ["CONVOLUTIONS", "Candidate", "already_quantized", "linear_of", "linears", "obstacle", "tied_to", "weight_of"]
+__all__ = [
+    "CONVOLUTIONS",
+    "Candidate",
+    "already_quantized",
+    "candidates",
+    "is_candidate",
+    "linear_of",
+    "linears",
+    "objection",
+    "obstacle",
+    "tied_to",
+    "weight_of",
+]
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Those that `int8_static` takes."""
@@ -43,10 +55,7 @@ _STACKED = "the weights of its members are stacked, and there is no kernel for b
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layer that a scheme would replace, with the weights that would be quantized, by their names in it.
-
-    `objection` says why the scheme cannot take it, or "". `stays`: its weight may stay, for others who have it too.
-    """
+    """A layer to replace, with the weights to quantize by name; `stays`: a weight that others have too may stay."""
 
     name: str
     module: nn.Module
@@ -91,22 +100,14 @@ def _weight_problem(layer: Candidate, name: str, program: Program) -> str:
         return _value_problem(f"'{weight}'", tensor) if layer.stays else f"its weight is tied to '{tied[0]}'"
     reads = program.analyses[TensorReads]
     for reader in reads.readers_of(tensor):
-        nodes = reads.nodes_of(tensor, reader)
-        if any(isinstance(_function_of(user), (Fold, Folds)) for node in nodes for user in node.users):
+        users = [user for node in reads.nodes_of(tensor, reader) for user in node.users]
+        derived = (user.target.function for user in users if isinstance(user.target, Derived))
+        if any(isinstance(function, (Fold, Folds)) for function in derived):
             return _FOLDED
-        if reader != layer.name and not (name == "weight" and _only_asks(nodes)):
+        only_asks = all(user.target is getattr and user.args[1] in ASKED for user in users)  # for its type and the like
+        if reader != layer.name and not (name == "weight" and only_asks):
             return f"'{reader}' reads its weight"
     return _value_problem(f"'{weight}'", tensor)
-
-
-def _function_of(node: fx.Node) -> object:
-    return node.target.function if isinstance(node.target, Derived) else None
-
-
-def _only_asks(nodes: Sequence[fx.Node]) -> bool:
-    """Say whether nodes read a tensor for its type and the like, and no number of it."""
-    users = [user for node in nodes for user in node.users]
-    return all(user.target is getattr and user.args[1] in ASKED for user in users)
 
 
 def _value_problem(name: str, tensor: Tensor) -> str:
@@ -137,11 +138,7 @@ def weight_of(module: nn.Module) -> nn.Parameter:
 
 
 def linears(program: Program, objection: Callable[[Layer, Tensor], str], *, stays: bool = False) -> list[Candidate]:
-    """Return each linear layer by its first name, and what looks as if it held some.
-
-    `objection` says why the scheme cannot take one with a weight, or ""; `stays`: it takes weights that others have
-    too.
-    """
+    """Return each linear layer, and what seems to hold some; `objection` says why the scheme cannot take a weight."""
     found: list[Candidate] = []
     for module in program.names.distinct:
         linear, name = linear_of(module), program.names.name(module)
@@ -164,3 +161,41 @@ def _objection(module: nn.Module) -> str:
     is_other = isinstance(module, nn.Bilinear) or layer_of(module) is not None
     names = [] if is_other else stacked_weights(module)
     return _EXPERTS.format(" and ".join(names)) if names else ""
+
+
+# -- layers with static ranges ---------------------------------------------------------------------------------------
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Say whether a module is a linear layer or a convolution, or one that was trained to be quantized."""
+    linear = linear_of(module)
+    is_plain = user_class(type(module)) in CONVOLUTIONS or (linear is not None and not linear.inputs_first)
+    return is_plain or isinstance(module, FakeQuantized)
+
+
+def candidates(
+    keep: Sequence[str], program: Program, *, runs_here: bool = True
+) -> Iterator[tuple[str, nn.Module] | Refusal]:
+    """Yield the layers that can be quantized, by name, to run here on the CPU if `runs_here`, and why others cannot."""
+    yield from already_quantized(keep, program)
+    for module in program.names.distinct:
+        name = program.names.name(module)
+        if not is_candidate(module) or word_for(keep, name, program) is not None:
+            continue
+        reason = objection(name, module, program, runs_here=runs_here)
+        yield Refusal(reason, name or "(root)") if reason else (name, module)
+
+
+def objection(name: str, module: nn.Module, program: Program, *, runs_here: bool = True) -> str:
+    """Return why a candidate must stay as it is, or ""; see `candidates`."""
+    weight = cast("nn.Parameter", cast("nn.Linear", module).weight)
+    reason = obstacle(Candidate(name, module, {"weight": weight}), program)
+    if reason:
+        return reason
+    if runs_here and weight.device.type != "cpu":
+        return f"it is on {weight.device.type}, and the kernels are for CPUs"
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return f"its weight is of {str(weight.dtype).removeprefix('torch.')}; the kernels take float32 and bfloat16"
+    if isinstance(module, CONVOLUTIONS) and Geometry.of(cast("nn.Conv2d", module)) is None:
+        return "it pads with something else than as many zeros on both sides"
+    return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from torch import nn
 
@@ -15,14 +15,14 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
 from ..calibration import replayable
-from .dynamic import Dynamic
-from .schemes import Scheme, Settings
+from .layerwise import LAYER_SCHEMES
+from .schemes import Scheme, SchemeName, Settings
 from .static import Static
-from .weights import WEIGHT_SCHEMES
 
 __all__ = ["Quantize"]
 
-SCHEMES: Mapping[str, Scheme] = {"int8_dynamic": Dynamic(), "int8_static": Static(), **WEIGHT_SCHEMES}
+_SCHEMES: Mapping[str, Scheme] = {**LAYER_SCHEMES, "int8_static": Static()}
+SCHEMES = {name: _SCHEMES[name] for name in get_args(SchemeName)}
 _READ_BY = {
     option: tuple(name for name, scheme in SCHEMES.items() if option in scheme.options)
     for option in dict.fromkeys(option for scheme in SCHEMES.values() for option in scheme.options)

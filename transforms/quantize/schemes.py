@@ -44,27 +44,15 @@ class Settings:
 
 
 class Scheme(ABC):
-    """One way to quantize.
-
-    Attributes:
-        budget: the error that is allowed where the user does not say.
-        options: those that not all schemes read, and this one does.
-        folds_norms: it folds batch norms into what it quantizes.
-        profiles_itself: see `Pass`.
-    """
+    """One way to quantize; `budget` is by default, and of the `options` are those that not all schemes read."""
 
     budget: ClassVar[float] = 0.05
     options: ClassVar[tuple[str, ...]] = ("per_channel",)
     folds_norms: ClassVar[bool] = False
     profiles_itself: ClassVar[bool] = True
 
-    @abstractmethod
-    def check(self, settings: Settings, model: nn.Module) -> None:
-        """Refuse, before any work, options and machines that it can do nothing with.
-
-        Raises:
-            UsageError: with what to do instead.
-        """
+    def check(self, settings: Settings, model: nn.Module) -> None:  # noqa: B027 - most refuse nothing
+        """Raise `UsageError`, before any work, for options and machines that it can do nothing with."""
 
     @abstractmethod
     def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:

@@ -60,35 +60,24 @@ class ComparedRun(Generic[Layer]):
 
 
 def left_in_floats(program: Program, layers: Mapping[nn.Module, nn.Module], budget: float) -> dict[nn.Module, float]:
-    """Return the layers to leave out, each with what it alone moves the model's results by; none where none must be.
-
-    Those go first that cost most for what they save: by their squared error, over the size of their weights. `layers`
-    are each layer and what would stand in its place.
-    """
+    """Return the layers to leave out, those first that cost most for their size, each with what it alone costs."""
     if not program.whole_calls or not layers:
         return {}
     allowed = _MARGIN * budget
     run = ComparedRun[nn.Module](program.model, program.whole_calls[0], lambda layer: _replaced(layer, layers[layer]))
     if run.error(list(layers)) <= allowed:
         return {}
-    sizes = {module: _size(module) for module in program.names.distinct if module in layers}
+    replaced = [module for module in program.names.distinct if module in layers]
+    sizes = {module: sum(each.numel() for each in module.parameters()) for module in replaced}
     alone = costs_in_groups(sizes, run.on_less().error, allowed)
     left, _ = left_out({layer: cost**2 / sizes[layer] for layer, cost in alone.items()}, run.error, allowed)
     return {layer: alone[layer] for layer in left}
 
 
-def _size(module: nn.Module) -> int:
-    return sum(each.numel() for each in module.parameters())
-
-
 def costs_in_groups(
     sizes: Mapping[Layer, int], error: Callable[[Sequence[Layer]], float], allowed: float
 ) -> dict[Layer, float]:
-    """Return by about how much a model's results are off where one layer alone computes in fewer bits.
-
-    Errors are taken to add up by their squares, and few layers to be costly: the group that costs most for its size is
-    halved until the rest is allowed; layers of a group share its cost. Of 85 layers, 4 costly, that takes some 30 runs.
-    """
+    """Return about what each layer alone costs: the group that costs most for its size is halved till the rest fits."""
     layers = list(sizes)
     groups: list[_Group[Layer]] = [_Group.of(layers, sizes, error)]
     rest = groups[0].cost ** 2
@@ -140,10 +129,7 @@ def costs(layers: Iterable[Layer], error: Callable[[Sequence[Layer]], float]) ->
 def left_out(
     alone: Mapping[Layer, float], error: Callable[[Sequence[Layer]], float], allowed: float
 ) -> tuple[Sequence[Layer], float]:
-    """Return the layers to leave in floats, the most costly first, and the error with all others in fewer bits.
-
-    `alone` is what each costs by itself, or for its size; together they err by more than is allowed.
-    """
+    """Return the layers to leave in floats, by what each costs `alone`, and the error with all others in fewer bits."""
     order = sorted(alone, key=alone.__getitem__, reverse=True)
     # More layers in floats are taken to err less, so that the count can be found by halving.
     wrong, right, least = 0, len(order), 0.0

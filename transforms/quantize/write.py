@@ -38,11 +38,7 @@ def instead_of(weights: Mapping[StateStep, Tensor], make: Callable[[Held], Quant
 def instead_of_linear(
     module: nn.Module, make: type[QuantizedLinear], form: str, group: int, *, stays: bool = False
 ) -> Instead:
-    """Return what stands in the place of a linear layer; `form` and `group` are those of `QuantizeWeight`.
-
-    `stays`: the weight stays as it is, for others who have it too; in int8 alone. Raises `MatchFailure` where the
-    module is no linear layer, or the kernel is wrong.
-    """
+    """Return what stands in the place of a linear layer, whose weight may have to stay; or raise `MatchFailure`."""
     linear = linear_of(module)
     if linear is None:
         raise MatchFailure("it is no linear layer any more")

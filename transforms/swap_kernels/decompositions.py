@@ -24,10 +24,7 @@ _PLAIN = {"float": (int, float), "int": (int,), "str": (str,), "tuple": (tuple, 
 
 @dataclass(frozen=True)
 class Spelled:
-    """A spelling as a pattern: its operands have the names of parameters, which `settings` hands over besides.
-
-    `operator` is what computes its result.
-    """
+    """A spelling as a pattern: operands by parameter, `settings` handed over besides, the `operator` of the result."""
 
     pattern: Pattern
     settings: Mapping[str, Any]

@@ -46,14 +46,14 @@ def _found(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Itera
 
 def _spelled(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iterator[Occurrence]:
     """Yield what is written out in the graph."""
-    for known in _ending_in(kernel, _operator(program, owner, uncast(node))):
+    last, every = uncast(node), _by_operator(kernel)
+    if last.op == "call_module":
+        operator = operator_of_module(user_class(type(program.callee(owner, last))))
+    else:
+        operator = canonical_name(last) or ""
+    for known in every.get(operator, ()):  # all, of a module that is no known operator
         for found in known.pattern.at(program, owner, node):
             yield Occurrence(kernel, found, known.settings)
-
-
-def _ending_in(kernel: Kernel, operator: str | None) -> Sequence[Spelled]:
-    """Return the decompositions whose result an operator computes; all, if that is not known."""
-    return _by_operator(kernel)[None] if operator is None else _by_operator(kernel).get(operator, ())
 
 
 @cache
@@ -63,13 +63,6 @@ def _by_operator(kernel: Kernel) -> Mapping[str | None, Sequence[Spelled]]:
         found[None].append(known)
         found.setdefault(known.operator, []).append(known)
     return found
-
-
-def _operator(program: Program, owner: str, node: fx.Node) -> str | None:
-    """Return what computes a node, "" where no operator does; None for a module that may do nothing else."""
-    if node.op == "call_module":
-        return operator_of_module(user_class(type(program.callee(owner, node))))
-    return canonical_name(node) or ""
 
 
 def _led_into(last: Occurrence, kernel: Kernel) -> Iterator[Occurrence]:
@@ -108,7 +101,10 @@ def _called(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iter
     inside = f"{owner}.{node.target}" if owner else str(node.target)
     for found in _spelled(program, inside, result, kernel):
         operands = _from_outside(found, specialization, given, str(node.target))
-        if operands is not None and _is_all(found, specialization.graph):
+        rest = (each for each in specialization.graph.nodes if each.op not in ("placeholder", "get_attr", "output"))
+        # The dtype of an argument, say, is read for a cast.
+        is_all = all(each in found.found.computed or each.target is getattr for each in rest)
+        if operands is not None and is_all:
             pattern, (nodes, values) = found.found.pattern, operands
             yield Occurrence(kernel, Match(program, owner, 0, pattern, node, nodes, values, (node,)), found.settings)
 
@@ -118,12 +114,6 @@ def _is_sealed(guard: Guard, module: nn.Module) -> bool:
     attributes = [source for source in guard.sources() if isinstance(source, Attribute)]
     plain = all(each.owner == SELF and isinstance(getattr(module, each.name), _SETTINGS) for each in attributes)
     return bool(attributes) and plain and not any(map(is_switch, guard.sources())) and guard.holds({"self": module})
-
-
-def _is_all(found: Occurrence, graph: fx.Graph) -> bool:
-    """Say whether a graph computes nothing else; the dtype of an argument, say, is read for a cast."""
-    rest = (node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
-    return all(node in found.found.computed or node.target is getattr for node in rest)
 
 
 def _from_outside(

@@ -26,11 +26,7 @@ __all__ = ["Occurrence"]
 
 @dataclass(frozen=True)
 class Occurrence:
-    """A place where the operations that were found compute what a kernel does, with what the spelling says besides.
-
-    `second` has the second result, where the kernel gives two; `unread` is returned by the graph, and read by no
-    caller.
-    """
+    """Operations that compute what a kernel does; `second` result, and what is returned but `unread` by callers."""
 
     kernel: Kernel
     found: Match
@@ -64,9 +60,9 @@ class Occurrence:
         expected = [meta for node in self._results if isinstance(meta := node.meta.get("val"), TensorMeta)]
         if len(expected) < len(self._results) or not all(isinstance(m, TensorMeta) for m in self._tensors.values()):
             return "what it reads is not known to be tensors"
-        late = next((name for name, node in self.found.nodes.items() if self._is_late(node)), None)
-        if late is not None:
-            return f"'{self.found.nodes[late].name}' is computed after what is read elsewhere"
+        for node in self.found.nodes.values():
+            if self.second is not None and node.op != "get_attr" and self.second < node:
+                return f"'{node.name}' is computed after what is read elsewhere"
         try:
             tried = self._tried()
         except UsageError as error:
@@ -83,10 +79,14 @@ class Occurrence:
     def write(self, edit: Edit) -> None:
         """Write a call of the kernel, and let it be read in the place of the results."""
         before, tracer = set(edit.graph.nodes), GraphAppendingTracer(edit.graph)
-        with edit.graph.inserting_before(self._point):
+        # A second result may be read before the first is there.
+        with edit.graph.inserting_before(self.result if self.second is None else self.second.next):
             tensors = {name: self._written(name, tracer) for name in self._tensors}
             new = self._made(tensors, lambda node: fx.Proxy(node, tracer))
-        self._ask_operands(edit)
+        for node in self.covered.difference(self._results):
+            for user in [user for user in node.users if user not in self.covered and self._is_known(user)]:
+                with edit.graph.inserting_before(user):  # an operand, too, has the device and dtype asked for
+                    edit.replace(user, edit.graph.call_function(getattr, (self._of_that(user), user.args[1])))
         edit.hold_where(list(self._guards(required_capture(edit.owner).specializations[edit.site.specialization])))
         calls = [str(node.target) for node in self.covered if node.op == "call_module"]
         hold_written_out(edit, calls)
@@ -114,28 +114,18 @@ class Occurrence:
         """Return the nodes that are replaced."""
         return (self.result,) if self.second is None else (self.result, self.second)
 
-    @property
-    def _point(self) -> fx.Node:
-        """Return the node before which the call is written: a second result may be read before the first is there."""
-        return self.result if self.second is None else self.second.next
-
     def _read_elsewhere(self) -> str | None:
         """Return what is computed on the way and read by something else, so that it would be computed all the same."""
         covered = self.covered
         for node in covered.difference(self._results):
-            if all(user in covered or self._is_known(user) or self._returns_unread(user, node) for user in node.users):
+            others = [user for user in node.users if user not in covered and not self._is_known(user)]
+            if all(user.op == "output" and node is self.unread for user in others):
                 continue
             if isinstance(node.meta.get("val"), TensorMeta):
                 return f"'{node.name}'"
             if any(each in covered for each in node.all_input_nodes):
                 return f"'{node.name}', which is of '{node.all_input_nodes[0].name}',"
         return None
-
-    def _returns_unread(self, user: fx.Node, node: fx.Node) -> bool:
-        return user.op == "output" and node is self.unread
-
-    def _is_late(self, node: fx.Node) -> bool:
-        return self.second is not None and node.op != "get_attr" and self.second < node
 
     def _is_known(self, user: fx.Node) -> bool:
         """Say whether something asks for a device or dtype, which an operand has too."""
@@ -147,13 +137,6 @@ class Occurrence:
         if what == "dtype" and isinstance(asked, fx.Node) and isinstance(meta := asked.meta.get("val"), TensorMeta):
             return next((each for each in operands if getattr(each.meta.get("val"), "dtype", None) == meta.dtype), None)
         return next(iter(operands)) if what == "device" else None
-
-    def _ask_operands(self, edit: Edit) -> None:
-        """Let an operand say which device and dtype it all has, where something asks a result on the way."""
-        for node in self.covered.difference(self._results):
-            for user in [user for user in node.users if user not in self.covered and self._is_known(user)]:
-                with edit.graph.inserting_before(user):
-                    edit.replace(user, edit.graph.call_function(getattr, (self._of_that(user), user.args[1])))
 
     # -- operands --------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from ...errors import MatchFailure, UsageError, did_you_mean
 from ...passes.contract import Pass, check_option_types
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ...tracing.program import Program
+from ...tracing.program import CallSites, Program
 from .decompositions import is_cast
 from .find import occurrence
 from .occurrences import Occurrence
@@ -75,13 +75,8 @@ class SwapKernels(Pass):
 def _never_called_then(program: Program, sites: Sequence[Site]) -> set[nn.Module]:
     """Return the modules whose every call is part of a site: nothing is to be swapped inside of them."""
     swapped = Counter(site.module("result") for site in sites if site["result"].op == "call_module")
-    calls = Counter(
-        program.callee(owner, node)
-        for owner, capture in program.captures.items()
-        for specialization in capture.specializations
-        for node in specialization.graph.find_nodes(op="call_module")
-    )
-    return {module for module, count in swapped.items() if calls[module] == count}
+    calls = program.analyses[CallSites]
+    return {module for module, count in swapped.items() if len(calls.of(module)) == count}
 
 
 def _in_graph(
@@ -104,10 +99,7 @@ def _in_graph(
 
 
 def _kernels_named(names: Sequence[str], given: Sequence[Kernel] = ()) -> list[Kernel]:
-    """Return the kernels of these names, all if there are none; those `given` need not be known, and win.
-
-    Raises `UsageError` where there is none of a name, or one cannot be loaded.
-    """
+    """Return the kernels of these names, all if there are none; those `given` need not be known, and win."""
     own = {kernel.name: kernel for kernel in (*KERNELS, *given)}
     if names and own.keys() >= set(names):
         return [own[name] for name in names]  # reading what all distributions offer takes longer than a swap

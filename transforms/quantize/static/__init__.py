@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .candidates import candidates
 from .static import Static
 
-__all__ = ["Static", "candidates"]
+__all__ = ["Static"]

@@ -33,10 +33,7 @@ _SETTINGS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Followers:
-    """What comes behind a result: calls of `view` in the same graph, which could be `reshape`.
-
-    `is_open`: somebody else may count on its order in memory: the model's caller, `view` in another graph, other code.
-    """
+    """Calls of `view` behind a result, which could be `reshape`; `is_open`: others may count on its order in memory."""
 
     views: tuple[fx.Node, ...] = ()
     is_open: bool = False
@@ -44,11 +41,7 @@ class Followers:
 
 @dataclass(eq=False)
 class Link:
-    """A call of a layer, with the batch norm and the ReLU on its result that become part of it.
-
-    `between` are the operations up to the layers behind, if all behind are such, of one range, `output`; None gives
-    floats. `followers` count on how the result lies in memory.
-    """
+    """A call of a layer with its norm and ReLU, and what is `between` it and layers of one range, `output`."""
 
     name: str
     node: fx.Node
@@ -91,17 +84,13 @@ def _norms(program: Program) -> dict[fx.Node, fx.Node]:
     """Return layer node -> norm node where the norm can be folded."""
     pairs = [pair for pair in pairs_in(program) if not pair.before and len(pair.modules) == 2]
     wrong = obstacles(pairs, program, also=(FakeQuantized, Freezable))
-    return {
-        call.layer: call.norm
-        for pair in pairs
-        if pair not in wrong and _is_sure(pair.layer.module)
-        for call in pair.calls
-    }
-
-
-def _is_sure(layer: nn.Module | None) -> bool:
-    """Say whether a norm behind a layer norms its channels, whatever the number of dimensions."""
-    return not isinstance(layer, FakeQuantized) or isinstance(layer, (nn.Conv2d, nn.Conv3d))
+    sound = [pair for pair in pairs if pair not in wrong]
+    # A norm behind another trained layer may norm another dimension than the channels.
+    sure = [
+        pair for pair in sound
+        if not isinstance(pair.layer.module, FakeQuantized) or isinstance(pair.layer.module, (nn.Conv2d, nn.Conv3d))
+    ]  # fmt: skip
+    return {call.layer: call.norm for pair in sure for call in pair.calls}
 
 
 def _links(
@@ -114,10 +103,10 @@ def _links(
         if name not in ranges or len(node.args) != 1 or node.kwargs or program.analyses[CallSites].count(module) != 1:
             continue
         link = found[node] = Link(name, node, norms.get(node))
-        user = _only_user(link.last)
-        is_relu = user is not None and _operator(program, owner, user) == "relu"
+        users = list(link.last.users)
+        is_relu = len(users) == 1 and _operator(program, owner, users[0]) == "relu"
         if is_relu and not isinstance(module, nn.Conv3d):  # its kernel has none
-            link.relu = user
+            link.relu = users[0]
     return found
 
 
@@ -163,10 +152,6 @@ def _moves(program: Program, owner: str, node: fx.Node) -> bool:
     if pooling_of(program, owner, node) is not None:
         return True
     return _operator(program, owner, node) in _MOVING and not has_random_effects(node)
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _operator(program: Program, owner: str, node: fx.Node) -> str | None:
@@ -233,7 +218,7 @@ def _followers(program: Program, owner: str, node: fx.Node) -> Followers:
 def _behind(program: Program, owner: str, user: fx.Node) -> list[tuple[str, fx.Node]] | None:
     """Return where a result goes on from a node that reads it; None where that cannot be seen, or is `view`."""
     if user.op == "output":
-        return list(_callers(program, owner)) or None
+        return [(call.owner, call.node) for call in program.analyses[CallSites].of(program.module(owner))] or None
     name = canonical_name(user)
     if user.op == "call_module":
         name = operator_of_module(user_class(type(program.callee(owner, user))))
@@ -241,15 +226,6 @@ def _behind(program: Program, owner: str, user: fx.Node) -> list[tuple[str, fx.N
             return _placeholders(program, owner, user) or None
     order = operator_info(name).memory_order
     return None if order is None else [(owner, user)] if order == "kept" else []
-
-
-def _callers(program: Program, owner: str) -> Iterator[tuple[str, fx.Node]]:
-    module = program.module(owner)
-    for name, capture in program.captures.items():
-        for specialization in capture.specializations:
-            for node in specialization.graph.find_nodes(op="call_module"):
-                if program.callee(name, node) is module:
-                    yield name, node
 
 
 def _placeholders(program: Program, owner: str, node: fx.Node) -> list[tuple[str, fx.Node]]:

@@ -23,11 +23,7 @@ __all__ = ["Sensitivity", "sensitivity", "unknown"]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What quantizing costs, relative to the scale: each layer's `own` results, and the model's by it `alone`.
-
-    `left` stay in floats, the most costly first, so that the model errs by `error`, where all `together` err by more.
-    `alone` is of a smaller call where the model takes one, and empty where all layers are within the budget.
-    """
+    """What quantizing costs, relative to the scale: each layer's results, and the model's by it alone."""
 
     own: Mapping[str, float]
     alone: Mapping[str, float]
@@ -42,10 +38,7 @@ def unknown(ranges: Mapping[str, Range]) -> Sensitivity:
 
 
 def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call: Inputs, budget: float) -> Sensitivity:
-    """Simulate the quantized model on a call, and leave out as few layers as bring it within a budget.
-
-    In which order they are left out a smaller call says well enough; what is within the budget only the whole one.
-    """
+    """Simulate the quantized model on a call, and leave out as few layers as bring it within a budget."""
     simulation = _RoundedModel(program, ranges, group, call)
     whole = simulation.error(ranges)
     if whole <= budget:

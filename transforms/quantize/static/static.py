@@ -14,9 +14,8 @@ from ....passes.rewriting import Edit
 from ....passes.sites import Cause, Refusal, Site
 from ....tracing.program import Program
 from ...calibration import calls, ranges_of
-from ..layers import CONVOLUTIONS
+from ..layers import CONVOLUTIONS, candidates
 from ..schemes import Scheme, Settings
-from .candidates import candidates
 from .find import Chain, Link, chains
 from .sensitivity import Sensitivity, sensitivity, unknown
 from .write import rewrite

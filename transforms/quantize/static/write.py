@@ -30,9 +30,8 @@ from ....runtime.state import QuantizeTrained, QuantizeWeight, StateStep
 from ....runtime.values import qualified, user_class
 from ....tracing.examples import TensorMeta
 from ...fold_batchnorm import source_of, write_check
-from ..layers import CONVOLUTIONS
+from ..layers import CONVOLUTIONS, is_candidate, objection
 from ..write import instead_of, put
-from .candidates import is_candidate, objection
 from .find import pooling_of
 
 __all__ = ["rewrite"]
@@ -104,7 +103,8 @@ def _layer_of(old: nn.Module, values: torch.Tensor, scales: torch.Tensor, of_inp
 
 def _rewrite_call(site: Site, number: int, layer: Mapping[str, Any], edit: Edit) -> None:
     node, options = edit.graph_node(f"layer.{number}"), dict[str, Any]()
-    replaced = [node, *(edit.graph_node(label) for label in _behind(site, number))]
+    behind = [label for label in (f"norm.{number}", f"relu.{number}") if label in site.nodes]
+    replaced = [node, *map(edit.graph_node, behind)]
     if f"norm.{number}" in site.nodes:
         options["scales"], options["bias"] = _folded(node, edit.graph_node(f"norm.{number}"), edit)
     if f"relu.{number}" in site.nodes:
@@ -120,10 +120,6 @@ def _rewrite_call(site: Site, number: int, layer: Mapping[str, Any], edit: Edit)
         edit.replace(old, call)
     if layer["output"] is not None:
         _note_numbers(call)
-
-
-def _behind(site: Site, number: int) -> list[str]:
-    return [label for label in (f"norm.{number}", f"relu.{number}") if label in site.nodes]
 
 
 def _folded(node: fx.Node, norm: fx.Node, edit: Edit) -> list[fx.Node]:
@@ -148,17 +144,14 @@ def _numbers_of(node: fx.Node, layer: Mapping[str, Any], edit: Edit) -> Any:
     known = next((user for user in x.users if user.target is to_numbers and user.args[1:] == settings), None)
     if known is not None:
         return known
-    if _is_of_numbers(x) or sum(_calls_layer(user, edit) for user in x.users) < 2:
+    val = x.meta.get("val")
+    of_numbers = isinstance(val, TensorMeta) and val.dtype is torch.uint8
+    if of_numbers or sum(_calls_layer(user, edit) for user in x.users) < 2:
         return x
     numbers = edit.call(to_numbers, x, *settings)
-    numbers.meta["val"] = x.meta.get("val")
+    numbers.meta["val"] = val
     _note_numbers(numbers)
     return numbers
-
-
-def _is_of_numbers(x: fx.Node) -> bool:
-    val = x.meta.get("val")
-    return isinstance(val, TensorMeta) and val.dtype is torch.uint8
 
 
 def _calls_layer(user: fx.Node, edit: Edit) -> bool:
@@ -203,10 +196,7 @@ def _members(site: Site, edit: Edit) -> dict[str, str]:
 
 
 def _unchanged_guards(owner: nn.Module, called: Mapping[str, str]) -> list[Guard]:
-    """Return guards on what a chain stands on: with hooks, other modules or settings the module's own forward runs.
-
-    `called` says what each module is in the chain, by its path.
-    """
+    """Return guards on hooks, classes and settings of the modules of a chain: path -> what it is there."""
     anywhere = Guard(Call(has_global_hooks, ()), Truth(False), "hooks on all modules would meet numbers of 8 bits")
     found = [anywhere]
     for path, what in called.items():

@@ -8,17 +8,17 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from ...errors import UsageError
-from ...layers.quantized import FakeQuantized, Range, check_in_floats, fake_quantized, freezable
-from ...passes.contract import Pass, check_named, module_words, word_for
-from ...passes.rewriting import Edit
-from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
-from ...runtime.values import user_class
-from ...tracing.program import Program
-from ..calibration import calls, ranges_of, replayable
-from ..quantize import candidates
+from ..errors import UsageError
+from ..layers.quantized import FakeQuantized, Range, check_in_floats, fake_quantized, freezable, freeze
+from ..passes.contract import Pass, check_named, module_words, word_for
+from ..passes.rewriting import Edit
+from ..passes.sites import Goal, Numerics, OwnForward, Refusal, Site
+from ..runtime.values import user_class
+from ..tracing.program import Program
+from .calibration import calls, ranges_of, replayable
+from .quantize import candidates
 
-__all__ = ["Qat"]
+__all__ = ["Qat", "freeze"]
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

@@ -1,23 +1,64 @@
-"""Which convolutions a model has, where their inputs come from, and who needs images in order."""
+"""The pass: convolutions on images that lie in memory channels last."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-from torch import nn
+from torch import fx, nn
 
-from ...passes.rewriting import LayerCall, call_of_layer, objection_to_module, readers_in
-from ...passes.sites import Refusal, Site
-from ...runtime.graphs import Region
-from ...tracing.program import Program
+from ..operators import laid_last
+from ..passes.contract import Pass
+from ..passes.rewriting import Edit, LayerCall, call_of_layer, lay_out_readers, objection_to_module, readers_in
+from ..passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ..runtime.graphs import Region
+from ..tracing.program import Program
 
-__all__ = ["found_in"]
+__all__ = ["ChannelsLast"]
 
 _Graph = tuple[str, int]
 """Owner of a graph, and which one of its graphs it is."""
 
 
-def found_in(program: Program) -> Iterator[Site | Refusal]:
+@dataclass(frozen=True)
+class ChannelsLast(Pass):
+    """Lay images channels last in memory, from the first convolution to what needs them in the order of dimensions.
+
+    Before: y = conv(x)        After: y = conv(laid_last(x))
+    Parameters stay what and where they are, so optimizers and checkpoints have nothing to know.
+    Refuses: convolutions with hooks or parametrizations, and subclasses with a forward of their own.
+    """
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SPEED
+    phase: ClassVar[Phase] = Phase.BOTH
+    own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT
+    profiles_itself: ClassVar[bool] = True  # what one convolution gains the next one needs: the whole model tells
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        return _found_in(program)
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        for place in site.parts:
+            with edit.at(place):
+                for label in place.nodes:
+                    if ".conv." in label:
+                        _lay_last(edit, edit.graph_node(label))
+                lay_out_readers(edit, place.nodes)
+
+
+def _lay_last(edit: Edit, convolution: fx.Node) -> None:
+    """Give a convolution images that lie channels last."""
+    x = convolution.all_input_nodes[0]
+    if x.target is laid_last:
+        return
+    laid = next((user for user in x.users if user.target is laid_last), None) or edit.call(laid_last, x)
+    laid.meta["val"] = x.meta.get("val")
+    convolution.replace_input_with(x, laid)
+
+
+def _found_in(program: Program) -> Iterator[Site | Refusal]:
     """Yield all convolutions of a model as one site, and those that stay as they are."""
     calls: dict[_Graph, list[LayerCall]] = {}
     for number, call, module, base in _convolutions(program):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
-from ...passes.contract import Pass
-from ...passes.rewriting import Edit
-from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
-from ...runtime.values import user_class
-from ...tracing.program import Program
+from ..passes.contract import Pass
+from ..passes.rewriting import Edit
+from ..passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ..runtime.values import user_class
+from ..tracing.program import Program
 
 __all__ = ["SparseMessagePassing"]
 
@@ -39,7 +39,7 @@ class SparseMessagePassing(Pass):
             yield from _found(program, names.name(module), module)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        from ...layers.message_passing import compressed
+        from ..layers.message_passing import compressed
 
         trains = site.phase is not Phase.EVAL
         edit.replace_module("", compressed(edit.owner, edit.program.model, trains=trains))
@@ -50,13 +50,14 @@ def _found(program: Program, name: str, module: nn.Module) -> Iterator[Site | Re
     """Yield a site for a layer that goes over rows, and a reason for other message passing."""
     if not _passes_messages(module):
         return
-    from ...layers.message_passing import CONVOLUTIONS, is_compressed, not_supported
+    from ..layers.message_passing import CONVOLUTIONS, is_compressed, not_supported
 
     base = user_class(type(module))
     if is_compressed(module):
         yield Refusal("it goes over compressed rows already", name)
     elif f"{base.__module__}.{base.__qualname__}" not in CONVOLUTIONS:
-        yield Refusal(f"{base.__name__} is none of {_listed(CONVOLUTIONS)}; what its messages are is its own", name)
+        known = ", ".join(each.rpartition(".")[2] for each in CONVOLUTIONS)
+        yield Refusal(f"{base.__name__} is none of {known}; what its messages are is its own", name)
     elif type(module) is not base:
         yield Refusal("another pass has rewritten it", name)
     else:
@@ -70,7 +71,3 @@ def _passes_messages(module: nn.Module) -> bool:
     """Tell whether a module is message passing; PyTorch Geometric is not imported for it."""
     loaded = sys.modules.get(_MESSAGE_PASSING)
     return loaded is not None and isinstance(module, loaded.MessagePassing)
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(name.rpartition(".")[2] for name in names)
