@@ -24,7 +24,7 @@ from .calls import (
 from .changes import UnnotedChange, only_reading
 from .edit import Edit
 from .effects import handed_out, has_effects, writes, written_values
-from .holding import asks_unchanged, hold_written_out, opened_by
+from .holding import asks_unchanged, hold_written_out, opened_by, paths_to
 from .inlining import (
     Checks,
     Opener,
@@ -38,6 +38,7 @@ from .inlining import (
 )
 from .memory_order import lay_out_readers, readers_in
 from .snapshot import Snapshot
+from .stacking import leave_views, stack_members, tensor_of
 
 __all__ = [
     "LAYERS",
@@ -64,6 +65,7 @@ __all__ = [
     "lasting_guards",
     "lay_out_readers",
     "layer_of",
+    "leave_views",
     "module",
     "objection_to_module",
     "obstacle_at",
@@ -71,10 +73,13 @@ __all__ = [
     "only_reading",
     "opened_by",
     "operation",
+    "paths_to",
     "readers_in",
     "received",
     "shape_of",
+    "stack_members",
     "substituted",
+    "tensor_of",
     "tensor_read",
     "unmet_guards",
     "writes",

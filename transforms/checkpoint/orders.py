@@ -40,10 +40,8 @@ def depth_first(graph: nx.DiGraph[int]) -> list[int]:
 
 
 def as_run(problem: Problem, chosen: Sequence[tuple[frozenset[int], bool]]) -> Schedule | None:
-    """Return what is to be expected of regions of any steps; None if they cannot run one after another.
-
-    A region runs where the last of its steps did, what reads it behind it, all else in its place.
-    """
+    """Return what is to be expected of regions of any steps; None if they cannot run one after another."""
+    # A region runs where the last of its steps did, what reads it behind it, all else in its place.
     home = {step: number for number, (steps, _) in enumerate(chosen) for step in steps}
     count = len(chosen)
     places = [home.get(step, count + step) for step in range(len(problem.steps))]
@@ -64,10 +62,7 @@ def as_run(problem: Problem, chosen: Sequence[tuple[frozenset[int], bool]]) -> S
 
 
 def reordered(forward: Forward, repeats: Callable[[Unit], bool]) -> tuple[Forward, list[int]]:
-    """Return a forward in which each branch is finished before the next begins, and the old numbers of its steps.
-
-    Random draws stay in order; where anything is written, or done beside giving values, all stays as it is.
-    """
+    """Return a forward in which each branch is finished before the next begins, and the old numbers of its steps."""
     mover = _Mover(forward, repeats)
     units = mover.moved(forward.units)
     if sorted(mover.order) != list(range(len(forward.steps))):  # something ran that is of no node

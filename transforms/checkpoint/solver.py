@@ -100,10 +100,7 @@ class _Move:
 
 
 class _Solver:
-    """Dynamic programming over the places between steps.
-
-    A label is what was held and paid on the way to a place; labels are kept apart by what crosses it and is held.
-    """
+    """Dynamic programming over the places between steps; labels say what was held and paid on the way to one."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem

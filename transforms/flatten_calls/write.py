@@ -19,6 +19,7 @@ from ...passes.rewriting import (
     lasting_guards,
     obstacle_at,
     opened_by,
+    paths_to,
     received,
     writes,
 )
@@ -91,7 +92,7 @@ class _Writer(Opener):
     def opened_modules(self) -> list[Opened]:
         """Return the modules that were opened, and those on the way there, each behind the one that holds it."""
         known = {**self._computed, **self.found}
-        paths = dict.fromkeys(part for path in known for part in _ways(path))
+        paths = dict.fromkeys(part for path in known for part in paths_to(path))
         return [
             known.get(path) or Opened.leaf(path, self.owner.get_submodule(path), ())
             for path in sorted(paths, key=lambda p: p.count("."))
@@ -210,10 +211,5 @@ def _counts_children(guard: Guard, owner: nn.Module) -> bool:
 
 def _is_held(owner: nn.Module, path: str) -> bool:
     """Say whether modules, and no regions, lead to a module."""
-    ways = [owner.get_submodule(part) for part in _ways(path)]
+    ways = [owner.get_submodule(part) for part in paths_to(path)]
     return not any(isinstance(module, Region) for module in (owner, *ways)) and bool(own_children(owner))
-
-
-def _ways(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]

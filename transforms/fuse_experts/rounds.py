@@ -315,7 +315,6 @@ def find_loop(
     owner: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any], sources: Mapping[fx.Node, tuple[Source, int]]
 ) -> Loop | None:
     """Return the loop over experts of a call that was written out, None where there is none.
-
-    MatchFailure says that there is one that does something else than to add weighted outputs of experts.
+    MatchFailure: the loop does something else than to add weighted outputs of experts.
     """
     return _Reader(owner, graph, values, sources).loop()

@@ -63,8 +63,7 @@ def observed(
     opened: Opened, model: nn.Module, call: Inputs, cost: Cost, *, training: bool
 ) -> tuple[dict[fx.Node, NodeFacts], dict[str, list[int]]]:
     """Run an opened graph; return what is known of each node, and by path which graphs captured modules would run.
-
-    The model is left as it was. GuardError says that the graphs are not for this call.
+    GuardError: the graphs are not for this call.
     """
     counter = counted_flops() if cost == "flops" else None
     with preserved(model), in_phase(model, training), torch.enable_grad(), counter or nullcontext():

@@ -184,7 +184,6 @@ def _homes(found: Found) -> dict[str, list[int]]:
 
 def _stages_on(route: Route, homes: Mapping[str, Sequence[int]], model: nn.Module) -> dict[fx.Node, int]:
     """Return the stage of each node: its module's or its tensors' own, else that of what it is computed from.
-
     MatchFailure: the way visits the stages in another order, or what cannot cross would.
     """
     place = line_of(route.opened.graph, route.seen, model).place

@@ -148,10 +148,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 class Part(InParts):
-    """The part of a model that is on this rank, under the original names; the model loses the rest.
-
-    A child that is elsewhere is an `Elsewhere`; attributes of the model (`config`) are read through.
-    """
+    """The part of a model that is on this rank, under the original names; the model loses the rest to `Elsewhere`."""
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:
         super().__init__()

@@ -123,13 +123,11 @@ class Pipeline(Pass):
 
 
 def run_trial_step(model: nn.Module, layouts: Sequence[Layout], call: Inputs, *, training: bool) -> None:
-    """Raise MatchFailure where the stages give something else than the model, for the batch and two halves of it.
-
-    In evaluation, where the graphs hold there: dropout would draw otherwise for halves. GuardError: not for this call.
-    """
+    """Raise MatchFailure where the stages give something else than the model, for the batch and two halves of it."""
     failure: GuardError | None = None
     rows = rows_of(call)
     halves = 2 if rows % 2 == 0 else 1
+    # In evaluation, where the graphs hold there: dropout would draw otherwise for halves.
     for mode, count in ((False, halves), (False, 1), (training, 1)):
         try:
             problem = _difference(model, layouts, call, count, mode)

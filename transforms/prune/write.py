@@ -16,7 +16,7 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Site
 from ...runtime.state import Mask, Select, unpacked
 from .dependency_groups import ResizedAttention
-from .reference import over_kept, without_experts
+from .reference import KeptStatistics, WithoutExperts, under_mode
 
 __all__ = ["reference", "rewrite"]
 
@@ -51,9 +51,9 @@ def reference(site: Site, original: nn.Module) -> nn.Module:
         if isinstance(module, nn.TransformerEncoderLayer):  # let it call its norms, which one operator computes else
             vars(module)["activation_relu_or_gelu"] = 0
     for module, size, number in site.data["norms"]:
-        over_kept(original.get_submodule(module), size, lists[number])
+        under_mode(original.get_submodule(module), KeptStatistics(size, lists[number]))
     for module, size, number in site.data["routers"]:
-        without_experts(original.get_submodule(module), size, lists[number])
+        under_mode(original.get_submodule(module), WithoutExperts(size, lists[number]))
     return original
 
 

@@ -10,8 +10,7 @@ from types import MappingProxyType
 from ....errors import MatchFailure
 from ....layers import ensemble as batched
 from ..search import Ensemble
-from .packwise import Packwise
-from .perceptrons import Perceptrons, has_perceptrons
+from .packwise import Packwise, Perceptrons, has_perceptrons
 from .rebuilding import Unit
 from .units import Task
 from .vmap import vmapped

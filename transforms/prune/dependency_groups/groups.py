@@ -27,24 +27,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Number:
-    """A size that a graph holds as a plain number, or computes: an argument of a view, split, slice, expand.
+    """A size that a graph holds as a plain number, or computes: an argument of a view, split, slice, expand."""
 
-    Attributes:
-        owner: the module whose graph it is; modules that are alike may share the graph.
-        specialization: which of its graphs.
-        node: the name of the node.
-        path: the way to the number from `(args, kwargs)`: `(0, 1, 2)` is `args[1][2]`, `(1, "groups")` is
-            `kwargs["groups"]`; in a slice, "start" or "stop".
-        value: the number as it is.
-        units: what it counts.
-    """
-
-    owner: str
+    owner: str  # the module whose graph it is; modules that are alike may share the graph
     specialization: int
     node: str
-    path: tuple[str | int, ...]
-    value: int
-    units: tuple[int, ...]
+    path: tuple[str | int, ...]  # from `(args, kwargs)`: `(0, 1, 2)`, `(1, "groups")`; in a slice, "start" or "stop"
+    value: int  # as it is
+    units: tuple[int, ...]  # what it counts
 
 
 @dataclass(frozen=True)
@@ -81,35 +71,19 @@ class Router:
 
 @dataclass(frozen=True)
 class Group:
-    """Units that are removed together wherever they are mentioned.
+    """Units that are removed together wherever they are mentioned."""
 
-    Attributes:
-        name: of the layer that makes the units.
-        kind: what a unit is: a channel of convolutions, an attention head, a hidden unit of linears, a whole expert.
-        size: how many units there are.
-        cuts: the tensors.
-        numbers: the sizes in graphs.
-        attributes: the sizes in attributes.
-        norms: the statistics that run over the units.
-        replaced: the modules of torch whose code cannot run with other widths (`nn.MultiheadAttention`), by name:
-            `ResizedAttention.of(module)` comes in their place before they are cut.
-        hard_coded: the modules whose own forward has a size written in its code, by name, with that place: once the
-            units are cut, only their graphs are right.
-        router: of experts, what sends tokens to them.
-        listed: of experts that are modules, the list that they are items of; `KeptExperts` comes in its place.
-    """
-
-    name: str
+    name: str  # of the layer that makes the units
     kind: Kind
     size: int
     cuts: tuple[Cut, ...]
     numbers: tuple[Number, ...] = ()
     attributes: tuple[Attribute, ...] = ()
     norms: tuple[Norm, ...] = ()
-    replaced: tuple[str, ...] = ()
-    hard_coded: tuple[tuple[str, str], ...] = ()
-    router: Router | None = None
-    listed: str | None = None
+    replaced: tuple[str, ...] = ()  # modules whose code cannot run with other widths: `ResizedAttention` comes there
+    hard_coded: tuple[tuple[str, str], ...] = ()  # modules whose own forward has a size written in its code, and where
+    router: Router | None = None  # of experts
+    listed: str | None = None  # of experts that are modules, their list; `KeptExperts` comes in its place
 
     @property
     def least(self) -> int:

@@ -16,8 +16,7 @@ from ....tracing.isolation import in_phase, preserved
 from ....tracing.program import GraphRunner, Program
 from ....tracing.recording import calls_intercepted, copy_inputs
 from .dimension_tracker import DimensionTracker
-from .functions import Functions
-from .operators import Operators
+from .functions import Functions, Operators
 from .sizes import Size, Source, marked
 
 __all__ = ["RESULT", "run"]

@@ -14,9 +14,8 @@ from ....runtime.values import flatten, tensors_by_name
 from ....tracing.examples import Inputs
 from ....tracing.isolation import copied_module
 from ....tracing.program import Program
-from ..checks import check_score
 from ..dependency_groups import Cut, Group, choices_of
-from ..settings import Units
+from ..settings import Units, check_score
 
 __all__ = ["NoScores", "scores_of_units"]
 
