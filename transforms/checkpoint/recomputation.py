@@ -42,7 +42,6 @@ class Recomputation:
     counting: bool = False  # the region has running statistics
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call the region."""
         # In evaluation, without gradients and under torch.func it just runs.
         region = cast("nn.Module", getattr(function, "__self__"))  # noqa: B009  a bound method's, untyped
         transformed = not torch.compiler.is_compiling() and is_transformed()  # torch's checkpoint has no rule for that

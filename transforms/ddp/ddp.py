@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -39,7 +39,10 @@ class TrialStep:
 
 def run_trial_step(program: Program) -> TrialStep:
     """Run the example calls forward and backward; without any, all buffers count as written, and nothing as unused."""
-    model, buffers = program.model, _own_buffers(program.model)
+    model = program.model
+    # Synchronized batch norms have the same buffers in all processes.
+    shared = {id(b) for module in model.modules() if isinstance(module, SyncBatchNorm) for b in module.buffers()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in shared}
     if not program.whole_calls or is_on_meta(model):
         return TrialStep((), tuple(buffers))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -56,31 +59,19 @@ def run_trial_step(program: Program) -> TrialStep:
     return TrialStep(unused, tuple(name for name in buffers if name in written), tuple(failed))
 
 
-def _own_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that processes have of their own; synchronized batch norms have the same everywhere."""
-    shared = {id(b) for module in model.modules() if isinstance(module, SyncBatchNorm) for b in module.buffers()}
-    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in shared}
-
-
 def _step(model: nn.Module, inputs: Inputs, trained: Mapping[str, nn.Parameter]) -> tuple[set[str], set[str]]:
     """Return the names of the parameters that one call sends gradients to, and of the buffers that it writes."""
     given = copy_inputs(inputs)
     with preserved(model), in_phase(model, training=True), torch.enable_grad():
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        loss = _sum(tensors_in(model(*given.args, **given.kwargs)))
+        sums = [t.abs().sum().double() for t in tensors_in(model(*given.args, **given.kwargs)) if t.requires_grad]
         now = dict(model.named_buffers())
         written = {name for name, old in before.items() if name not in now or not torch.equal(now[name], old)}
-        if loss is None or not trained:
+        if not sums or not trained:
             return set(), written
-        found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        found = torch.autograd.grad(torch.stack(sums).sum(), list(trained.values()), allow_unused=True)
     gradients = zip(trained, cast("tuple[Tensor | None, ...]", found), strict=True)
     return {name for name, gradient in gradients if gradient is not None}, written
-
-
-def _sum(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Return something that every result with a gradient goes into."""
-    sums = [tensor.abs().sum().double() for tensor in tensors if tensor.requires_grad]
-    return torch.stack(sums).sum() if sums else None
 
 
 def branching(program: Program) -> str | None:
@@ -92,13 +83,11 @@ def branching(program: Program) -> str | None:
     for name, capture in program.captures.items():
         module = program.module(name)
         training = [s for s in capture.specializations if not s.runs_in_mode(module, flipped=module.training)]
-        if len(set(map(_used, training))) > 1 or any(map(_decides_at_random, training)):
+        nodes = [[node for node in s.graph.nodes if node.op in ("call_module", "get_attr")] for s in training]
+        used = {frozenset(str(node.target) for node in each) for each in nodes}
+        if len(used) > 1 or any(map(_decides_at_random, training)):
             return name or "(root)"
     return None
-
-
-def _used(specialization: Specialization) -> frozenset[str]:
-    return frozenset(str(n.target) for n in specialization.graph.nodes if n.op in ("call_module", "get_attr"))
 
 
 def _decides_at_random(specialization: Specialization) -> bool:

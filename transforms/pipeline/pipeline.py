@@ -53,7 +53,7 @@ class Pipeline(Pass):
     trains_by_call: ClassVar[bool] = False  # it has `.step`
 
     def check(self, model: nn.Module) -> None:
-        require_process_group(self.name, self._processes())
+        require_process_group(self.name, max(2, (self.stages or 2) // (2 if self.schedule == "interleaved" else 1)))
         self._check_sizes(distributed.get_world_size())
         check_norms(model)
 
@@ -92,9 +92,6 @@ class Pipeline(Pass):
 
     def _microbatches(self, processes: int) -> int:
         return self.microbatches or 2 * processes
-
-    def _processes(self) -> int:
-        return max(2, (self.stages or 2) // (2 if self.schedule == "interleaved" else 1))
 
     def _check_sizes(self, processes: int) -> None:
         stages, microbatches = self._stages(processes), self._microbatches(processes)

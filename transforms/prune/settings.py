@@ -184,9 +184,7 @@ def check_scores(scores: object, model: nn.Module) -> None:
 
 
 def check_score(what: str, score: object, parameter: Tensor) -> Tensor:
-    """Return the scores of a parameter; raise UsageError, where `what` names them, if they have another shape or no
-    order.
-    """
+    """Return the scores of a parameter; UsageError: they have another shape or no order. `what` names them."""
     shape = list(parameter.shape)
     if not isinstance(score, Tensor):
         raise UsageError(f"pass 'prune': {what} is of type {type(score).__name__}; give a tensor of shape {shape}")

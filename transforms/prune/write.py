@@ -22,9 +22,7 @@ __all__ = ["reference", "rewrite"]
 
 
 def rewrite(site: Site, edit: Edit) -> None:
-    """Put masks over a layer's weights, or take the units away that a site's data names.
-    Raises MatchFailure if a mask, a tensor or a size is not what it was when the site was found.
-    """
+    """Put masks over weights, or take the units away that a site's data names; MatchFailure: these have changed."""
     if "gone" in site.data:
         _mask(site, edit)
     else:
@@ -32,9 +30,7 @@ def rewrite(site: Site, edit: Edit) -> None:
 
 
 def reference(site: Site, original: nn.Module) -> nn.Module:
-    """Put zeros in the place of what a site removes, in a copy of what is around it; norms over its units take their
-    statistics over the kept ones, and routers give no token to experts that are gone.
-    """
+    """Return the original with zeros for what a site removes; norms and routers see the kept units alone."""
     if "gone" in site.data:
         weights = _weights(original)
         for name, flags in _gone(site, original).items():

@@ -103,7 +103,6 @@ class _Run:
             self.module("", self.program.model, (), {})
 
     def module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Return the value of a call of a module."""
         if user_class(type(module)) is nn.Linear or is_conv1d(module):
             return self._linear(name, module, args[0] if args else next(iter(kwargs.values()), None))
         capture, found = capture_of(module), specializations_of(module)
@@ -245,7 +244,6 @@ class TensorParallel(Pass):
     phase: ClassVar[Phase] = Phase.BOTH
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a process without a group."""
         require_process_group(self.name)
         device_type(model, self.name)
 

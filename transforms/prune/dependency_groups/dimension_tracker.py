@@ -10,8 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .index_classes import Array, IndexClasses
-from .labels import Block, Labels
+from .labels import Array, Block, IndexClasses, Labels
 from .sizes import Count, Requirement, Size
 
 __all__ = ["Dimension", "DimensionTracker", "Statistic"]
@@ -60,7 +59,6 @@ class DimensionTracker(IndexClasses):
         return isinstance(value, Tensor) and (id(value) in self.tensors or value in self._labels)
 
     def get(self, value: Tensor) -> Labels:
-        """Return the labels of a tensor."""
         labels = self.look(value)
         if labels.spoilt is not None:
             self.fix(labels.spoilt)
@@ -74,7 +72,6 @@ class DimensionTracker(IndexClasses):
         return Labels(tuple(value.shape)) if known is None else known
 
     def set(self, value: Tensor, labels: Labels) -> None:
-        """Note the labels of a tensor."""
         if id(value) not in self.tensors and (labels.blocks or labels.spoilt is not None or value in self._labels):
             self._labels[value] = labels
 
@@ -129,6 +126,5 @@ class DimensionTracker(IndexClasses):
             self.requirements.append(Requirement(size, count, self.why, self.module, self.is_own_forward))
 
     def observe(self, kind: str, block: Block, dim: int) -> None:
-        """Note a statistic over a dimension."""
         if not self.own_forwards:
             self.statistics.append(Statistic(kind, self.module, Count(block.atoms, block.dims.index(dim))))

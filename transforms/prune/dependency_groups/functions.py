@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ....compat import DispatchMode
+from ....runtime.values import tensors_in
 from .dimension_tracker import DimensionTracker
 from .labels import Block, Labels
 from .rules import RULES, WHOLE, results_of
@@ -41,7 +42,8 @@ class Functions(TorchFunctionMode):
         tracker.given = _GIVEN[name](args, given) if name in _GIVEN else None
         if name == "rms_norm":  # it is run as a mean and products, which are given nothing
             tracker.operator = name
-            _require_last(tracker, tracker.given, tracker.get(args[0]))
+            labels = tracker.get(args[0])
+            _require_all(tracker, tracker.given, labels, len(labels.shape) - len(tracker.given))
         tracker.silent = name in WHOLE
         try:
             out = func(*args, **given)
@@ -88,10 +90,6 @@ def _shape_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], first: int 
 def _require_all(tracker: DimensionTracker, sizes: Iterable[Any], labels: Labels, first: int = 0) -> None:
     for dim, size in enumerate(sizes, first):
         tracker.require(size, labels.of(dim), dim)
-
-
-def _require_last(tracker: DimensionTracker, sizes: Sequence[Any], labels: Labels) -> None:
-    _require_all(tracker, sizes, labels, len(labels.shape) - len(sizes))
 
 
 def _viewed(tracker: DimensionTracker, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
@@ -255,7 +253,7 @@ class Operators(DispatchMode):
         given = kwargs or {}
         out = func(*args, **given)
         name = str(func._schema.name).partition("::")[2]
-        tensors = [] if self._tracker.silent or name in _IGNORED else _tensors((args, given))
+        tensors = [] if self._tracker.silent or name in _IGNORED else list(tensors_in((args, given)))
         if any(map(self._tracker.knows, tensors)):
             _follow(self._tracker, name, args, given, tensors, out)
         return out
@@ -278,12 +276,3 @@ def _follow(
             base = result._base if in_place else None  # pyright: ignore[reportPrivateUsage]
             if base is not None and any(not block.zero for block in each.blocks):
                 tracker.set(base, tracker.get(base).with_zero(False))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors among arguments."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in cast("Sequence[Any]", value) for tensor in _tensors(item)]
-    return _tensors(list(cast("dict[Any, Any]", value).values())) if isinstance(value, dict) else []

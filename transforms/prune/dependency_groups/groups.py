@@ -49,23 +49,19 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Norm:
-    """A statistic that runs over the units of a group: of the kept ones alone, it is another one. The module is the
-    innermost that computes it; the kind names the function, or a plain mean.
-    """
+    """A statistic that runs over the units of a group: of the kept ones alone, it is another one."""
 
-    module: str
-    kind: Literal["layer", "group", "rms", "mean"]
+    module: str  # the innermost that computes it
+    kind: Literal["layer", "group", "rms", "mean"]  # the function, or a plain mean
     units: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Router:
-    """What sends each token to `top_k` experts: without some of them it is the same with logits of minus infinity for
-    these. A linear layer (`module`) gives the logits, and the same module, or one around it (`place`), chooses.
-    """
+    """What sends each token to `top_k` experts; without some of them it gives these logits of minus infinity."""
 
-    module: str
-    place: str
+    module: str  # the linear layer that gives the logits
+    place: str  # the module that chooses, the same or one around it
     top_k: int
 
 
@@ -93,13 +89,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Refused:
-    """A layer whose units cannot be removed; the reason is one clause that names the operation at fault. Nothing is at
-    fault (`by_design`) where the layer makes the model's result, whose width stays.
-    """
+    """A layer whose units cannot be removed."""
 
     layer: str
-    reason: str
-    by_design: bool = False
+    reason: str  # one clause that names the operation at fault
+    by_design: bool = False  # the layer makes the model's result, whose width stays
 
 
 @dataclass(frozen=True)
@@ -110,5 +104,4 @@ class Coupling:
     refused: tuple[Refused, ...] = ()
 
     def group(self, name: str) -> Group:
-        """Return the group of that name."""
         return next(group for group in self.groups if group.name == name)

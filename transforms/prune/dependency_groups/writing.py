@@ -14,7 +14,7 @@ from ....runtime.values import qualified
 from ....tracing.program import Program
 from .dimension_tracker import Dimension, DimensionTracker
 from .groups import Attribute, Coupling, Cut, Group, Kind, Norm, Number, Refused
-from .index_classes import FIXED, Array, Solution
+from .labels import FIXED, Array, Solution
 from .running import RESULT
 from .sizes import Assigned, Broken, Requirement, Size, Source
 
@@ -23,14 +23,12 @@ __all__ = ["Grouping", "Writer", "given_in_graph", "grouped"]
 
 @dataclass
 class Grouping:
-    """The units of a solution, in groups: atom -> the numbers of its unit's group and of the unit in it, or -1; group
-    -> the dimensions that have its units, in the order of their use, the one that makes them, and how many there are.
-    """
+    """The units of a solution, in groups."""
 
-    group: Array
-    number: Array
-    dimensions: list[list[int]] = field(default_factory=list[list[int]])
-    makers: list[int] = field(default_factory=list[int])
+    group: Array  # atom -> the number of its unit's group, or -1
+    number: Array  # atom -> the number of its unit in the group, or -1
+    dimensions: list[list[int]] = field(default_factory=list[list[int]])  # that have a group's units, in order of use
+    makers: list[int] = field(default_factory=list[int])  # by group, the dimension that makes its units
     sizes: list[int] = field(default_factory=list[int])
 
     def of(self, units: Array, group: int) -> tuple[int, ...]:
@@ -38,7 +36,6 @@ class Grouping:
         return tuple(np.where(self.group[units] == group, self.number[units], -1).tolist())
 
     def groups_in(self, units: Array) -> list[int]:
-        """Return the groups that have some of these units."""
         found = np.unique(self.group[units])
         return found[found >= 0].tolist()
 
@@ -88,20 +85,17 @@ def given_in_graph(requirement: Requirement) -> Source | None:
 
 @dataclass(frozen=True)
 class Writer:
-    """Write down the groups of a run: with the units of each dimension, what numbers count (`known`), and requirements
-    that do not hold once units are gone, where something can be done about that (`wrong`).
-    """
+    """Write down the groups of a run."""
 
     program: Program
     tracker: DimensionTracker
     solution: Solution
-    units: Sequence[Array]
+    units: Sequence[Array]  # of each dimension
     grouping: Grouping
-    known: Assigned
-    wrong: Sequence[Broken]
+    known: Assigned  # what numbers count
+    wrong: Sequence[Broken]  # what does not hold once units are gone, where something can be done about that
 
     def coupling(self) -> Coupling:
-        """Return all groups and refusals."""
         grouping = self.grouping
         numbers, attributes, norms = self._numbers(), self._attributes(), self._norms()
         heads = {group for block in self.tracker.heads for group in self._groups_of(block)}

@@ -18,25 +18,20 @@ __all__ = ["chosen", "order_of_inputs", "scores_of", "weakest", "weakest_of"]
 def chosen(
     weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Weights, amount: float
 ) -> dict[str, Tensor]:
-    """Return which elements of each weight are zero for good where a share is to be gone; what is gone already stays,
-    and counts. Raises BudgetError where nothing would be left of a weight.
-    """
+    """Return which elements of each weight are zero for good, what is gone by now included; see `weakest`."""
     found = scores_of(weights, gone, options)
     return {name: flags | gone[name].to(flags.device) for name, flags in weakest(found, amount, options.scope).items()}
 
 
 def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Weights) -> dict[str, Tensor]:
     """Return how much each element of each weight matters; what is gone matters least."""
-    scores = _random_scores(weights, options.seed) if options.method == "random" else _magnitudes(weights)
+    scores = {name: weight.detach().abs() for name, weight in weights.items()}  # squares would rank them alike
+    if options.method == "random":
+        scores = _random_scores(weights, options.seed)
     given = cast("Mapping[str, Tensor]", options.scores or {})  # a function is for structured pruning alone
     scores = {name: given.get(name, score).to(score.device, torch.float32) for name, score in scores.items()}
     lowest = torch.finfo(torch.float32).min  # below all that is there are those alone that are gone
     return {n: s.clamp(min=lowest).masked_fill(gone[n].to(s.device), -torch.inf) for n, s in scores.items()}
-
-
-def _magnitudes(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the absolute value of each weight: squares would rank them alike."""
-    return {name: weight.detach().abs() for name, weight in weights.items()}
 
 
 def _random_scores(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -49,9 +44,7 @@ def _random_scores(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor
 
 
 def weakest(scores: Mapping[str, Tensor], amount: float, scope: str) -> dict[str, Tensor]:
-    """Return which elements go, to the element the share asked for, of all together or of each; of equal ones the
-    first. Raises BudgetError where nothing would be left of a weight.
-    """
+    """Return which elements go, of all together or of each; of equal ones the first. BudgetError: none would stay."""
     if scope == "layer":
         gone = {name: _lowest([score], amount)[0] for name, score in scores.items()}
     else:
@@ -91,9 +84,7 @@ _LEAST = 1e-3
 
 
 def weakest_of(scores: Tensor, inputs: int, kept: int, of: int, order: Tensor | None = None) -> Tensor:
-    """Return which elements go where `kept` of every `of` inputs stay, which lie along the dimension `inputs` and are
-    grouped in an order, by default as they lie.
-    """
+    """Return which elements go where `kept` of every `of` stay along dimension `inputs`, as they lie or in an order."""
     last = scores.movedim(inputs, -1)
     ordered = last if order is None else last.index_select(-1, order.to(last.device))
     groups = ordered.reshape(*ordered.shape[:-1], -1, of)

@@ -37,15 +37,13 @@ _INPUTS: dict[type[nn.Module], int] = {
 
 
 class Target(NamedTuple):
-    """A weight that can be masked, by the names of the layer and of the weight in it: which values are zero for good
-    already, and along which dimension the layer's inputs lie.
-    """
+    """A weight that can be masked, by the names of the layer and of the weight in it."""
 
     owner: str
     name: str
     weight: Tensor
-    gone: Tensor
-    inputs: int
+    gone: Tensor  # which values are zero for good already
+    inputs: int  # the dimension along which the layer's inputs lie
 
     @property
     def path(self) -> str:
@@ -53,9 +51,7 @@ class Target(NamedTuple):
 
 
 def targets(program: Program, keep: Sequence[str]) -> Iterator[Target | Refusal]:
-    """Yield every weight that can be masked, and every layer that cannot, in the model's order; modules that words in
-    `keep` name are left out, with what is in them.
-    """
+    """Yield every weight that can be masked, and every layer that cannot, in the model's order; not those in `keep`."""
     names: dict[Tensor, list[str]] = {}
     for module in program.names.distinct:
         for name, tensor in own_parameters(module).items():

@@ -25,9 +25,7 @@ class NoScores(Exception):  # a signal between two modules, turned into a refusa
 
 
 def scores_of_units(program: Program, groups: Sequence[Group], wanted: Units) -> list[Tensor | NoScores]:
-    """Return a score for each unit of each group, of mean one in each group; float64, on the CPU.
-    Raises UsageError if weights, gradients or the user's scores are not finite, or the latter do not fit.
-    """
+    """Return a score for each unit, of mean one in each group, float64 on the CPU; UsageError: they are not finite."""
     make = _given if wanted.scores is not None else _SCORERS[wanted.criterion]
     scorer = make(program, wanted)
     found: list[Tensor | NoScores] = []

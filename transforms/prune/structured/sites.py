@@ -113,16 +113,13 @@ class _SiteOf:
                 owners.setdefault((owner, specialization), {})[label] = node
         for module in self._modules():
             owners.setdefault((module, 0), {})
+        first, *others = map(str, self.chosen)
         parts = [Site(self.program, owner, nodes, number) for (owner, number), nodes in owners.items()]
         around = Site.over(self.program, *parts).owner
         return Site(
             self.program, around, {}, parts=tuple(parts), data=self._data(around, labels),
-            label=self.chosen[0].group.name, detail=self._detail(),
+            label=self.chosen[0].group.name, detail=f"{first} and of {len(others)} more layers" if others else first,
         )  # fmt: skip
-
-    def _detail(self) -> str:
-        first, *others = map(str, self.chosen)
-        return f"{first} and of {len(others)} more layers" if others else first
 
     def _modules(self) -> Iterable[str]:
         """Return the modules that the site is in, under all their names; of replaced ones, those around them."""
@@ -194,14 +191,14 @@ _CLOSE = 0.005
 def choose(
     groups: Sequence[Group], scores: Sequence[Tensor], share: float, wanted: Units, multiples: Sequence[int] = ()
 ) -> list[Chosen]:
-    """Return what is kept where `share` of the units goes; of each group a multiple of so many, or of `round_to`.
-    Raises BudgetError if nothing would be left in a layer.
-    """
+    """Return what is kept where `share` of the units goes, in multiples; BudgetError: nothing is left in a layer."""
     counts = _counts_in_all(groups, scores, share) if wanted.scope == "global" else _counts_in_each(groups, share)
     found: list[Chosen] = []
     multiples = multiples or [wanted.round_to] * len(groups)
     for group, score, count, multiple in zip(groups, scores, counts, multiples, strict=True):
-        count = _rounded(count, group, multiple)
+        # Heads and experts are few, and not rounded.
+        if multiple != 1 and group.kind not in ("heads", "experts") and count != group.size:
+            count = min(group.size, max(multiple, round(count / multiple) * multiple))
         kept = score.argsort(descending=True, stable=True)[:count]
         found.append(Chosen(group, tuple(sorted(_numbers_in(kept)))))
     return found
@@ -239,19 +236,10 @@ def _numbers_in(tensor: Tensor) -> list[int]:
     return cast("list[int]", tensor.tolist())
 
 
-def _rounded(count: int, group: Group, multiple: int) -> int:
-    """Return the nearest multiple, at least one of it; heads and experts are few, and not rounded."""
-    if multiple == 1 or group.kind in ("heads", "experts") or count == group.size:
-        return count
-    return min(group.size, max(multiple, round(count / multiple) * multiple))
-
-
 def chosen_for_target(
     amount: float, at: Callable[[float], list[Chosen]], cost: Callable[[Sequence[Chosen]], float], what: str
 ) -> list[Chosen]:
-    """Return what is kept where `amount` of a cost goes, which `what` names: shares of units are tried, by halving.
-    Raises BudgetError if the cost cannot be brought down so far.
-    """
+    """Return what is kept where `amount` of a cost goes, by halving shares; BudgetError: it cannot be reached."""
     whole = cost(at(0.0))
     low, high, best = 0.0, 1.0, at(0.0)
     nearest, least = amount, 0.0
