@@ -5,7 +5,7 @@ from __future__ import annotations
 from .changes import UnnotedChange, only_reading
 from .edit import Edit
 from .effects import handed_out, has_effects, writes, written_values
-from .holding import asks_unchanged, hold_written_out, opened_by
+from .holding import asks_unchanged, hold_written_out, opened_by, paths_to
 from .inlining import (
     Checks,
     Opener,
@@ -22,11 +22,50 @@ from .memory_order import lay_out_readers, readers_in
 from .patterns import Match, Pattern, anything, either, module, operation
 from .snapshot import Snapshot
 from .spelling import Held, call_in, is_undisturbed
+from .stacking import leave_views, stack_members, tensor_of
 
 __all__ = [
-    "LAYERS", "Checks", "Edit", "Held", "Layer", "LayerCall", "Match", "Opener", "Pattern", "Snapshot", "UnnotedChange",
-    "anything", "asks_unchanged", "bound", "call_in", "call_of_layer", "either", "handed_out", "has_effects",
-    "hold_written_out", "is_undisturbed", "lasting_guards", "lay_out_readers", "layer_of", "module",
-    "objection_to_module", "obstacle_at", "obstacle_to_inlining", "only_reading", "opened_by", "operation",
-    "readers_in", "received", "shape_of", "substituted", "tensor_read", "unmet_guards", "writes", "written_values",
-]  # fmt: skip
+    "LAYERS",
+    "Checks",
+    "Edit",
+    "Held",
+    "Layer",
+    "LayerCall",
+    "Match",
+    "Opener",
+    "Pattern",
+    "Snapshot",
+    "UnnotedChange",
+    "anything",
+    "asks_unchanged",
+    "bound",
+    "call_in",
+    "call_of_layer",
+    "either",
+    "handed_out",
+    "has_effects",
+    "hold_written_out",
+    "is_undisturbed",
+    "lasting_guards",
+    "lay_out_readers",
+    "layer_of",
+    "leave_views",
+    "module",
+    "objection_to_module",
+    "obstacle_at",
+    "obstacle_to_inlining",
+    "only_reading",
+    "opened_by",
+    "operation",
+    "paths_to",
+    "readers_in",
+    "received",
+    "shape_of",
+    "stack_members",
+    "substituted",
+    "tensor_of",
+    "tensor_read",
+    "unmet_guards",
+    "writes",
+    "written_values",
+]

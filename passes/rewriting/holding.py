@@ -13,7 +13,7 @@ from ...runtime.graphs import required_capture
 from ...runtime.guards import SELF, Call, Guard, Is, key_of
 from .edit import Edit
 
-__all__ = ["asks_unchanged", "hold_written_out", "opened_by"]
+__all__ = ["asks_unchanged", "hold_written_out", "opened_by", "paths_to"]
 
 _REASON = "a module that the graph computes itself was replaced, or given another class, forward or hook"
 
@@ -45,7 +45,7 @@ def _ask(edit: Edit, paths: Sequence[str], free: Callable[[nn.Module], Collectio
         fixed = [name for name in settings_of(module) if name not in free(module)]
         known[path] = Opened.computed(path, module, fixed)
     for path in list(known):
-        for way in _ways(path):
+        for way in paths_to(path):
             known.setdefault(way, Opened.computed(way, owner.get_submodule(way), ()))
     edit.hold_where([unchanged_guard(known.values())], instead_of=before)
 
@@ -71,6 +71,7 @@ def opened_by(guard: Guard) -> Sequence[Opened]:
     return cast("UnchangedGuard", cast("Call", guard.source).function).opened
 
 
-def _ways(path: str) -> list[str]:
+def paths_to(path: str) -> list[str]:
+    """Return the path of each module on the way to one, and its own."""
     parts = path.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]

@@ -14,10 +14,9 @@ from ...runtime.guards import require
 from ...runtime.values import is_leaf, qualified, user_class
 from ...tracing.program import Program
 from .forward import Forward, Unit, traced_forward
-from .orders import as_run, reordered
 from .problem import Problem, Region, Schedule
 from .recomputation import counts
-from .solver import front, frontier
+from .solver import as_run, front, frontier, reordered
 
 __all__ = ["Choice", "Choices", "Search", "Stretch", "choices"]
 
@@ -114,7 +113,6 @@ class Search:
         return "" if harmless else _UNKNOWN
 
     def among(self, run: Sequence[Unit]) -> Iterator[Stretch]:
-        """Yield the stretches of a run."""
         places = self._places(run)
         starts = {unit.start: number for number, unit in reversed(list(enumerate(run))) if unit.stop > unit.start}
         stops = {unit.stop: number + 1 for number, unit in enumerate(run)}

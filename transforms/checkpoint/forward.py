@@ -118,7 +118,6 @@ class _Memory:
         return self._numbers[key]
 
     def numbers(self, value: Any) -> list[int]:
-        """Return the numbers of the memory of all tensors in a value."""
         return [number for tensor in tensors_in(value) if (number := self.number(tensor)) is not None]
 
 
@@ -155,7 +154,6 @@ class _Run:
         self._saving = False
 
     def of(self, call: Inputs) -> Forward:
-        """Make a call."""
         model = self._program.model
         given = (*model.parameters(), *model.buffers(), (call.args, call.kwargs))
         self._free.update(self.memory.numbers(given))
@@ -205,7 +203,6 @@ class _Run:
         return _Runner(self, module, name, number, specialization).run(*values)
 
     def node(self, owner: str, specialization: int, node: fx.Node, given: Any, run: Callable[[], Any]) -> Any:
-        """Run one node."""
         self.close()
         unit = Unit(owner, specialization, node, len(self.forward.steps))
         self._open.reads.update(n for n in self.memory.numbers(given) if n not in self._free)
@@ -255,7 +252,6 @@ class _Run:
             self._open.makes.add(number)
 
     def ran(self, operator: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
-        """Note an operator that has run, of the model's own."""
         if self._saving:
             return
         given = self.memory.numbers((args, dict(kwargs)))

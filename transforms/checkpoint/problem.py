@@ -74,7 +74,6 @@ class Problem:
                 self._made_at.setdefault(activation, number)
 
     def bytes_of(self, activations: Iterable[int]) -> int:
-        """Return the size of activations together."""
         return sum(self.sizes.get(activation, 0) for activation in activations)
 
     @cached_property
@@ -84,7 +83,6 @@ class Problem:
 
     @cached_property
     def operations(self) -> float:
-        """Return what one forward costs."""
         return sum(step.operations for step in self.steps)
 
     @cached_property

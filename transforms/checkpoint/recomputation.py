@@ -35,17 +35,14 @@ _NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Run a region again for its backward; in evaluation, without gradients and under torch.func, just run it.
-
-    The second run draws the same random numbers under the same autocast, and leaves running statistics alone.
-    """
+    """Run a region again for its backward: same random numbers, same autocast, running statistics left alone."""
 
     changes_results: ClassVar[bool] = False  # where the region is left out, the same is computed in more memory
     selective: bool = False  # keep matrix products and convolutions, and compute the rest again
     counting: bool = False  # the region has running statistics
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Call the region."""
+        # In evaluation, without gradients and under torch.func it just runs.
         region = cast("nn.Module", getattr(function, "__self__"))  # noqa: B009  a bound method's, untyped
         transformed = not torch.compiler.is_compiling() and is_transformed()  # torch's checkpoint has no rule for that
         if not (region.training and torch.is_grad_enabled()) or transformed:

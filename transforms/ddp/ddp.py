@@ -2,22 +2,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
-from torch import nn
+import torch
+from torch import Tensor, fx, nn
 
 from ...compat import modules_by_name
-from ...errors import UsageError
+from ...errors import UsageError, one_line
 from ...layers.replica import REPLICA, Replica, replicate
+from ...layers.sync_batch_norm import SyncBatchNorm
+from ...operators import operator_info
 from ...passes.contract import Pass, require_process_group
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ...runtime.values import is_sharded
-from ...tracing.program import Program
-from .find import TrialStep, branching, run_trial_step
+from ...runtime.graphs import Specialization
+from ...runtime.guards import require
+from ...runtime.values import is_sharded, tensors_in
+from ...tracing.examples import Inputs
+from ...tracing.isolation import in_phase, preserved
+from ...tracing.program import Program, is_on_meta
+from ...tracing.recording import copy_inputs
 
-__all__ = ["Ddp"]
+__all__ = ["Ddp", "TrialStep", "branching", "run_trial_step"]
+
+
+@dataclass(frozen=True)
+class TrialStep:
+    """What was seen in the example calls."""
+
+    unused: tuple[str, ...]  # the names of trained parameters that no gradient reaches
+    written: tuple[str, ...]  # the names of buffers that differ between processes after a forward in training
+    failed: tuple[str, ...] = ()  # why calls said nothing: all counts as used and written then
+
+
+def run_trial_step(program: Program) -> TrialStep:
+    """Run the example calls forward and backward; without any, all buffers count as written, and nothing as unused."""
+    model = program.model
+    # Synchronized batch norms have the same buffers in all processes.
+    shared = {id(b) for module in model.modules() if isinstance(module, SyncBatchNorm) for b in module.buffers()}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in shared}
+    if not program.whole_calls or is_on_meta(model):
+        return TrialStep((), tuple(buffers))
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    used, written, failed = set[str](), set[str](), list[str]()
+    for number, inputs in enumerate(program.whole_calls):
+        try:
+            reached, changed = _step(model, inputs, trained)
+        except Exception as error:  # an example for evaluation need not do for training: one row and a batch norm, say
+            reached, changed = set(trained), set(buffers)
+            failed.append(f"example call {number} raised {type(error).__name__} in training: {one_line(error)}")
+        used |= reached
+        written |= changed
+    unused = tuple(name for name in trained if name not in used)
+    return TrialStep(unused, tuple(name for name in buffers if name in written), tuple(failed))
+
+
+def _step(model: nn.Module, inputs: Inputs, trained: Mapping[str, nn.Parameter]) -> tuple[set[str], set[str]]:
+    """Return the names of the parameters that one call sends gradients to, and of the buffers that it writes."""
+    given = copy_inputs(inputs)
+    with preserved(model), in_phase(model, training=True), torch.enable_grad():
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        sums = [t.abs().sum().double() for t in tensors_in(model(*given.args, **given.kwargs)) if t.requires_grad]
+        now = dict(model.named_buffers())
+        written = {name for name, old in before.items() if name not in now or not torch.equal(now[name], old)}
+        if not sums or not trained:
+            return set(), written
+        found = torch.autograd.grad(torch.stack(sums).sum(), list(trained.values()), allow_unused=True)
+    gradients = zip(trained, cast("tuple[Tensor | None, ...]", found), strict=True)
+    return {name for name, gradient in gradients if gradient is not None}, written
+
+
+def branching(program: Program) -> str | None:
+    """Return a module that may use other parameters in another step: its graphs for training differ, or draw."""
+    for name in program.opaque:  # of which nothing is known, save that they use their own parameters
+        children = program.module(name).children()
+        if any(parameter.requires_grad for child in children for parameter in child.parameters()):
+            return name or "(root)"
+    for name, capture in program.captures.items():
+        module = program.module(name)
+        training = [s for s in capture.specializations if not s.runs_in_mode(module, flipped=module.training)]
+        nodes = [[node for node in s.graph.nodes if node.op in ("call_module", "get_attr")] for s in training]
+        used = {frozenset(str(node.target) for node in each) for each in nodes}
+        if len(used) > 1 or any(map(_decides_at_random, training)):
+            return name or "(root)"
+    return None
+
+
+def _decides_at_random(specialization: Specialization) -> bool:
+    decided = (node.args[0] for node in specialization.graph.nodes if node.target is require)
+    return any(isinstance(value, fx.Node) and _is_drawn(value) for value in decided)
+
+
+def _is_drawn(decided: fx.Node) -> bool:
+    """Say whether a decision hangs on a number that is drawn; none is less than 0, the share of layers to drop."""
+    seen, pending = {decided}, [decided]
+    for node in pending:
+        if node.target is operator.lt and node.args[1] == 0:
+            continue
+        if not node.all_input_nodes and operator_info(getattr(node.target, "__name__", None)).random:
+            return True
+        pending += [source for source in node.all_input_nodes if source not in seen]
+        seen.update(node.all_input_nodes)
+    return False
 
 
 @dataclass(frozen=True)

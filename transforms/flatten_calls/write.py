@@ -1,14 +1,19 @@
-"""The graph of a module with what it calls written out in the place of the calls."""
+"""The graph of a module with what it calls written out in the place of the calls, layers of torch.nn included."""
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
+import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
 from ...compat import own_buffers, own_children, own_parameters
+from ...compat.calls import DIRECT
+from ...layers.folded import expect_one_of
 from ...layers.packed import keep_narrow
 from ...layers.written_out import Opened, UnchangedGuard
 from ...passes.rewriting import (
@@ -19,16 +24,100 @@ from ...passes.rewriting import (
     lasting_guards,
     obstacle_at,
     opened_by,
+    paths_to,
     received,
     writes,
 )
-from ...runtime.graphs import Capture, Region, Specialization, capture_of
+from ...runtime.graphs import Capture, Region, Specialization, capture_of, copy_graph
 from ...runtime.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require
-from ...runtime.values import PLAIN_TYPES, keep, qualified, user_class
+from ...runtime.values import INTERNAL, PLAIN_TYPES, is_plain_structure, keep, qualified, user_class
 from ...tracing.program import Program
-from .leaves import leaf_body, settings_of, shorten
+from ...tracing.rules import leaf_graph
 
 __all__ = ["Flat", "flattened", "is_written_out"]
+
+_FRESH = (F.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.batch_norm)
+"""Their results are new, and their gradients do without them: what follows may write there."""
+
+_NORMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+"""Kind -> the numbers of dimensions that it takes."""
+
+
+def leaf_body(module: nn.Module) -> fx.Graph | None:
+    """Return the graph of what a layer calls in its mode, with its tensors as attributes; None where it has none."""
+    graph = _norm_in_evaluation(module) if type(module) in _NORMS else leaf_graph(module)
+    return None if graph is None else copy_graph(graph)
+
+
+def settings_of(module: nn.Module) -> tuple[tuple[str, Any], ...] | None:
+    """Return the attributes that a layer's forward reads, with their values; None where one is no plain value."""
+    read = _names_read(type(module))
+    found = tuple((name, value) for name, value in vars(module).items() if name in read and name not in _REGISTRIES)
+    return found if all(is_plain_structure(value) for _, value in found) else None
+
+
+_REGISTRIES = frozenset(INTERNAL) - {"training"}
+
+
+def _names_read(kind: type) -> set[str]:
+    """Return the names in the code of a class's forward, and in that of its methods which are among these."""
+    names: set[str] = set()
+    pending = ["forward"]
+    while pending:
+        function = getattr(kind, pending.pop(), None)
+        if isinstance(function, types.FunctionType):
+            new = set(function.__code__.co_names) - names
+            names |= new
+            pending += new
+    return names
+
+
+def _norm_in_evaluation(module: nn.Module) -> fx.Graph | None:
+    """Return the graph of a batch norm that has statistics and does not update them."""
+    norm = cast("nn.BatchNorm2d", module)
+    if norm.training or norm.running_mean is None or norm.running_var is None:
+        return None
+    graph = fx.Graph()
+    x = graph.placeholder("input")
+    graph.call_function(expect_one_of, (graph.call_method("dim", (x,)), *_NORMS[type(norm)]))
+    tensors = [graph.get_attr(name) for name in ("running_mean", "running_var")]
+    tensors += [graph.get_attr(name) for name in ("weight", "bias") if norm.affine]
+    padding = [None] * (4 - len(tensors))
+    graph.output(graph.call_function(F.batch_norm, (x, *tensors, *padding, False, 0.0, norm.eps)))
+    return graph
+
+
+def shorten(graph: fx.Graph) -> None:
+    """Let a graph call what functions call in the end, and write ReLUs into results that nothing else reads."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is F.dropout:
+            _drop(node)
+        elif node.op == "call_function" and node.target in DIRECT:
+            _call_directly(node)
+    for node in graph.find_nodes(op="call_function", target=torch.relu):
+        x = node.args[0]
+        if isinstance(x, fx.Node) and x.op == "call_function" and x.target in _FRESH and len(x.users) == 1:
+            node.target = torch.relu_
+
+
+def _drop(node: fx.Node) -> None:
+    """Take a dropout out that drops nothing."""
+    training = node.args[2] if len(node.args) > 2 else node.kwargs.get("training", True)
+    x = node.args[0] if node.args else node.kwargs.get("input")
+    if training is False and isinstance(x, fx.Node):
+        node.replace_all_uses_with(x)
+        node.graph.erase_node(node)
+
+
+def _call_directly(node: fx.Node) -> None:
+    function, passed_on = DIRECT[node.target]
+    try:
+        args = passed_on(*node.args, **node.kwargs)
+    except TypeError:
+        return  # spelled otherwise
+    if args is not None and isinstance(args[0], fx.Node):
+        node.target, node.args, node.kwargs = function, args, {}
+
 
 _CHANGED = "flatten_calls wrote out what it calls"
 
@@ -91,7 +180,7 @@ class _Writer(Opener):
     def opened_modules(self) -> list[Opened]:
         """Return the modules that were opened, and those on the way there, each behind the one that holds it."""
         known = {**self._computed, **self.found}
-        paths = dict.fromkeys(part for path in known for part in _ways(path))
+        paths = dict.fromkeys(part for path in known for part in paths_to(path))
         return [
             known.get(path) or Opened.leaf(path, self.owner.get_submodule(path), ())
             for path in sorted(paths, key=lambda p: p.count("."))
@@ -210,10 +299,5 @@ def _counts_children(guard: Guard, owner: nn.Module) -> bool:
 
 def _is_held(owner: nn.Module, path: str) -> bool:
     """Say whether modules, and no regions, lead to a module."""
-    ways = [owner.get_submodule(part) for part in _ways(path)]
+    ways = [owner.get_submodule(part) for part in paths_to(path)]
     return not any(isinstance(module, Region) for module in (owner, *ways)) and bool(own_children(owner))
-
-
-def _ways(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[: count + 1]) for count in range(len(parts))]

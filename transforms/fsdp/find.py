@@ -43,7 +43,8 @@ class Units:
     def find(self) -> list[Unit]:
         """Return the units, the root last: it has what no other has."""
         blocks = list(self._blocks(""))
-        largest = max(map(self._size, blocks), default=0) or self._largest_layer()
+        layers = (sum(p.numel() for p in m.parameters(recurse=False)) for m in self.program.names.distinct)
+        largest = max(map(self._size, blocks), default=0) or max(layers)
         # What the root has is gathered once a step; a unit is gathered for the backward again.
         is_root_large = self._rest(blocks) > self._limit
         chosen = {*blocks, *(self._layers("", blocks, largest) if is_root_large else ())}
@@ -95,8 +96,9 @@ class Units:
 
     def _tied_outside(self, name: str) -> str:
         owners = self.program.analyses[TensorOwners]
+        inside = tuple(f"{each}." for each in self.program.names.names(self.program.module(name)))
         for own, _ in self.program.module(name).named_parameters(prefix=name):
-            other = next((alias for alias in owners.names(own) if not self._is_inside(alias, name)), None)
+            other = next((alias for alias in owners.names(own) if not alias.startswith(inside)), None)
             if other is not None:
                 return f"'{own}' is tied to '{other}': one unit around both has it"
         return ""
@@ -118,10 +120,6 @@ class Units:
                 called = self.program.name_of(module).removeprefix(inside)
                 return f"{caller or '(root)'} calls its '{called}' itself"
         return ""
-
-    def _is_inside(self, tensor: str, name: str) -> bool:
-        module = self.program.module(name)
-        return any(tensor.startswith(f"{each}.") for each in self.program.names.names(module))
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 
@@ -152,9 +150,6 @@ class Units:
     @property
     def _limit(self) -> float:
         return _MOST * self._size("") if self.most is None else self.most
-
-    def _largest_layer(self) -> int:
-        return max(sum(p.numel() for p in m.parameters(recurse=False)) for m in self.program.names.distinct)
 
     # -- what the program says -------------------------------------------------------------------------------------
 

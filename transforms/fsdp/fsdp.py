@@ -48,7 +48,6 @@ class Fsdp(Pass):
         object.__setattr__(self, "numerics", Numerics.REASSOCIATED if self.dtype is None else Numerics.APPROXIMATE)
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a process without a group, and parameters that FSDP2 cannot shard."""
         require_process_group(self.name)
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise UsageError(f"pass 'fsdp': dtype={self.dtype}; give one with a floating point, such as bfloat16")

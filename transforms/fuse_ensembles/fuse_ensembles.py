@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...errors import MatchFailure
 from ...passes.contract import Pass
-from ...passes.rewriting import Edit
+from ...passes.rewriting import Edit, tensor_of
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...runtime.graphs import Region
 from ...runtime.state import Holder, holder_of
@@ -33,7 +33,7 @@ from .search import (
     present_cases,
     used_by,
 )
-from .stacking import common_name, fuse, tensor_of
+from .stacking import common_name, fuse
 
 __all__ = ["FuseEnsembles", "Lowering"]
 

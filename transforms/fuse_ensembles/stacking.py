@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import fx, nn
 
-from ...compat import own_children, own_tensor, submodule
+from ...compat import own_children
 from ...errors import MatchFailure
-from ...layers.members import FusedMembers, attach_member, settings_of, vector_size, ways_to
-from ...passes.rewriting import Edit
+from ...layers.members import FusedMembers, settings_of, vector_size, ways_to
+from ...passes.rewriting import Edit, leave_views, stack_members
 from ...passes.sites import Site
 from ...runtime.graphs import capture_of, required_capture
-from ...runtime.state import Stack, merge
 from .inlining import Known, Operation
 from .lowerings import LoweringRule, Task, Unit, Writer, leaving_units, rebuild, rule_called
 from .search import (
@@ -32,7 +31,7 @@ from .search import (
     rewritten_specializations,
 )
 
-__all__ = ["common_name", "fuse", "tensor_of"]
+__all__ = ["common_name", "fuse"]
 
 
 def fuse(sites: Sequence[Site], edit: Edit) -> None:
@@ -71,16 +70,43 @@ class _Located:
 
 def _rewrite(located: Sequence[_Located], edit: Edit) -> None:
     """Rewrite ensembles that are computed in the same graphs and modes."""
-    stacks = [_stack_parameters(each, edit) for each in located]
+    stacks = [_stacked(each, edit) for each in located]
     rows = list(zip(*(each.places for each in located), strict=True))
-    graphs = [_lowered(row, located, [names for _, _, names in stacks], edit) for row in rows]
+    names = [{tuple(names): f"{child}.{place}" for place, names in places.items()} for places, _, child in stacks]
+    graphs = [_lowered(row, located, names, edit) for row in rows]
     site = located[0].site
     edit.set_specializations(
         *rewritten_specializations(rows, graphs, required_capture(site.program.module(site.owner)).specializations)
     )
-    for each, (store, stored, _) in zip(located, stacks, strict=True):
-        inlined = [path for place in each.places for path in place.inlined_modules(edit.owner)]
-        _close(_views(stored, store), inlined, edit, store)
+    for each, (places, store, _) in zip(located, stacks, strict=True):
+        inlined = dict.fromkeys(path for place in each.places for path in place.inlined_modules(edit.owner))
+        leave_views(places, store, edit, partial(_seals, inlined, store, edit))
+
+
+def _stacked(located: _Located, edit: Edit) -> tuple[dict[str, tuple[str, ...]], FusedMembers, str]:
+    """Stack the members' tensors in one new child; return which are where in it, the child and its name."""
+    ensemble, places = located.ensemble, _store_names(located.ensemble)
+    linears = (pack.operands for pack in ensemble.packs if located.rule.input_first and pack.operator == "linear")
+    moved = {w.names for x, w, *_ in linears if isinstance(x, Shared) and isinstance(w, Parameters)}
+
+    def laid_out(place: str, tensor: torch.Tensor) -> torch.Tensor:
+        # [N, out, in], in memory as [in, N, out]
+        return tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0) if places[place] in moved else tensor
+
+    name = f"{common_name(ensemble)}_fused".replace(".", "_")
+    return places, *stack_members(places, edit, name, laid_out=laid_out)
+
+
+def _seals(inlined: Iterable[str], store: FusedMembers, edit: Edit, views: Iterable[str]) -> dict[str, set[str]]:
+    """Return what must stay: the ways to members, and what would have no effect on members and inlined modules."""
+    holder, sealed = edit.holder, ways_to(views)
+    if holder.regions:  # they would go on with the store that they borrowed
+        children = own_children(holder.module).items()
+        sealed.setdefault("", set()).update(name for name, child in children if child is store)
+    for path in inlined:
+        settings = _settings(holder.module.get_submodule(path))
+        sealed.setdefault(path, set()).update((*settings, "forward", "__class__"))
+    return sealed
 
 
 def _lowered(
@@ -140,71 +166,6 @@ def _written_out(name: str) -> str:
     return name.replace("/", "_")
 
 
-def _stack_parameters(
-    located: _Located, edit: Edit
-) -> tuple[FusedMembers, dict[tuple[str, ...], str], dict[tuple[str, ...], str]]:
-    """Stack the members' tensors in one new child; return it, the names there and those in the owner."""
-    owner, ensemble = edit.owner, located.ensemble
-    stored = _store_names(ensemble)
-    members = {stored[o.names]: [tensor_of(owner, name) for name in o.names] for o in ensemble.parameters}
-    stacked = {place: torch.stack([parameter.detach() for parameter in group]) for place, group in members.items()}
-    for x, weight, *_ in (p.operands for p in ensemble.packs if located.rule.input_first and p.operator == "linear"):
-        if isinstance(x, Shared) and isinstance(weight, Parameters):  # [N, out, in], in memory as [in, N, out]
-            place = stored[weight.names]
-            stacked[place] = stacked[place].permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    parameters = {place: tensor for place, tensor in stacked.items() if isinstance(members[place][0], nn.Parameter)}
-    buffers = {place: tensor for place, tensor in stacked.items() if place not in parameters}
-    store = FusedMembers(parameters, {place: members[place][0].requires_grad for place in parameters}, buffers)
-    child = edit.add_owned(store, name=f"{common_name(ensemble)}_fused".replace(".", "_"))
-    for operand in ensemble.parameters:
-        place, example = stored[operand.names], members[stored[operand.names]][0]
-        step = merge(operand.names, f"{child}.{place}", example) if place in parameters else None
-        edit.record_state(step or Stack(operand.names, f"{child}.{place}"))
-    return store, stored, {names: f"{child}.{place}" for names, place in stored.items()}
-
-
-_Views = dict[str, dict[str, tuple[FusedMembers, str, int]]]
-
-
-def _views(places: dict[tuple[str, ...], str], store: FusedMembers) -> _Views:
-    """Return path of a member's module -> name of its tensor -> the slice that takes its place."""
-    views: _Views = {}
-    for names, place in places.items():
-        for index, name in enumerate(names):
-            path, _, last = name.rpartition(".")
-            views.setdefault(path, {})[last] = (*store.holder(place), index)
-    return views
-
-
-def _close(views: _Views, inlined: Iterable[str], edit: Edit, store: FusedMembers) -> None:
-    """Leave views of what was stacked, and refuse changes to members and inlined modules that would have no effect."""
-    holder = edit.holder
-    seals, inlined = ways_to(views), dict.fromkeys(inlined)
-    if holder.regions:  # they would go on with the store that they borrowed
-        seals.setdefault("", set()).update(
-            name for name, child in own_children(holder.module).items() if child is store
-        )
-    alike: dict[frozenset[str], frozenset[str]] = {}  # members have the same settings: they share one set of names
-    undo: list[Callable[[], None]] = []
-    try:
-        for path in dict.fromkeys((*views, *seals, *inlined)):
-            module, sealed = _module(holder.module, path), seals.get(path, _NOTHING)
-            names = frozenset((*sealed, *_settings(module), "forward", "__class__") if path in inlined else sealed)
-            undo.append(attach_member(module, views.get(path, {}), alike.setdefault(names, names)))
-    finally:
-        edit.on_undo(lambda: [undo.pop()() for _ in range(len(undo))])
-
-
-_NOTHING: frozenset[str] = frozenset()
-
-
-def _module(owner: nn.Module, path: str) -> nn.Module:
-    module = submodule(owner, path)
-    if module is None:
-        raise LookupError(f"there is no module '{path}'")
-    return module
-
-
 def _settings(module: nn.Module) -> Iterable[str]:
     """Return the attributes of a module that its graph was read from: its children, and settings such as a slope."""
     capture = capture_of(module)
@@ -213,16 +174,16 @@ def _settings(module: nn.Module) -> Iterable[str]:
     return settings_of(module)
 
 
-def _store_names(ensemble: Ensemble) -> dict[tuple[str, ...], str]:
+def _store_names(ensemble: Ensemble) -> dict[str, tuple[str, ...]]:
     """Name each stacked parameter after its place within a member: `heads.*.0.weight` becomes `0.weight`."""
     operands = list(ensemble.parameters)
     shared = len(_common_prefix([name.split(".") for operand in operands for name in operand.names]))
-    names: dict[tuple[str, ...], str] = {}
+    names: dict[str, tuple[str, ...]] = {}
     for operand in operands:
         columns = list(zip(*(name.split(".") for name in operand.names), strict=False))[shared:-1]
         place = [column[0] for column in columns if len(set(column)) == 1]
         last = operand.names[0].rpartition(".")[2]
-        names[operand.names] = next(n for n in _numbered(place, last) if n not in names.values())
+        names[next(n for n in _numbered(place, last) if n not in names)] = operand.names
     return names
 
 
@@ -244,12 +205,3 @@ def _common_prefix(paths: Iterable[Sequence[str]]) -> tuple[str, ...]:
     first, last = min(every), max(every)
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
     return first[:length]
-
-
-def tensor_of(owner: nn.Module, name: str) -> torch.Tensor:
-    """Return the tensor that a dotted name means."""
-    path, _, last = name.rpartition(".")
-    value = own_tensor(_module(owner, path), last)
-    if value is None:
-        raise LookupError(f"'{name}' is not a tensor")
-    return value

@@ -38,7 +38,6 @@ class Items:
         return Items(self.container, self.names, f"{self.inside}.{name}".lstrip("."))
 
     def path(self, expert: int) -> str:
-        """Return the path for one expert."""
         return ".".join(part for part in (self.container, self.names[expert], self.inside) if part)
 
     @property

@@ -90,7 +90,6 @@ class Mixture:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether all parameters are stacked already."""
         return all(isinstance(source, Slices) for source in self.sources)
 
 

@@ -314,8 +314,5 @@ def draws(node: fx.Node, owner: nn.Module) -> bool:
 def find_loop(
     owner: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any], sources: Mapping[fx.Node, tuple[Source, int]]
 ) -> Loop | None:
-    """Return the loop over experts of a call that was written out, None where there is none.
-
-    MatchFailure says that there is one that does something else than to add weighted outputs of experts.
-    """
+    """Return the loop over experts of a call, or None; MatchFailure: it does more than add weighted outputs."""
     return _Reader(owner, graph, values, sources).loop()

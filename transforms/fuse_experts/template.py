@@ -245,5 +245,4 @@ class _Writer:
 
 
 def _turns(node: fx.Node, name: str | None) -> bool:
-    """Say whether a node transposes a matrix."""
     return name in ("t", "transpose") or (node.target is getattr and operands(node)[1] in ("T", "mT"))

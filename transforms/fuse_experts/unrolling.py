@@ -51,10 +51,8 @@ class Unroller:
         opened: Collection[nn.Module] = (),
         overwritten: Mapping[str, Tensor] | None = None,
     ) -> Unrolled:
-        """Return a recorded call of the module called `owner`, traced through the calls of `opened` modules inside.
-
-        `overwritten` gives nodes, by name, other values. Raise Untraceable if no graph can say it, or what the forward
-        raises.
+        """Return a call of a module, traced through `opened` modules, with other values for `overwritten` nodes.
+        Untraceable: no graph can say it. What the forward raises is raised.
         """
         call = dataclasses.replace(call, children=[])  # they may be called otherwise than they were
         tracer = UnrollingTracer(self._session, self._program.names, owner, call, lambda _: False, {})

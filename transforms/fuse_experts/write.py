@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
-import torch
 from torch import fx, nn
 
 from ...compat import modules_by_name
 from ...layers.ensemble import split_vectors
-from ...layers.members import FusedMembers, attach_member, settings_of, vector_size, ways_to
+from ...layers.members import settings_of, vector_size, ways_to
 from ...layers.moe import FusedExperts, Lowering, added_to
 from ...operators import canonical_name, mutates
-from ...passes.rewriting import Edit, hold_written_out
+from ...passes.rewriting import Edit, hold_written_out, leave_views, stack_members
 from ...runtime.graphs import copy_graph
 from ...runtime.guards import require
-from ...runtime.state import merge
 from .members import Items, Source, operands
 from .mixtures import Mixture, members_of
 from .rounds import dropping_module
@@ -160,40 +159,24 @@ def _stacked(mixture: Mixture, edit: Edit) -> dict[Source, str | fx.Node]:
     found: dict[Source, str | fx.Node] = {s: s.stack for s in mixture.sources if not isinstance(s, Items)}
     if not families:
         return found
-    owner, names = edit.owner, dict[Items, str]()
+    named: dict[str, Items] = {}
     for source in families:
         name = source.inside or "weight"
-        names[source] = name if name not in names.values() else f"{source.container.replace('.', '_')}.{name}"
-    old = {source: [owner.get_parameter(name) for name in source.paths] for source in families}
-    tensors = {names[s]: torch.stack([p.detach() for p in parameters]) for s, parameters in old.items()}
-    trained = {names[source]: parameters[0].requires_grad for source, parameters in old.items()}
-    store = FusedMembers(tensors, trained)
-    child = edit.add_owned(store, name="stacked_experts")
-    for source in families:
-        edit.record_state(merge(source.paths, f"{child}.{names[source]}", old[source][0], some=True))
-    _leave_views(families, names, store, edit)
-    return found | {source: f"{child}.{names[source]}" for source in families}
+        named[name if name not in named else f"{source.container.replace('.', '_')}.{name}"] = source
+    places = {name: source.paths for name, source in named.items()}
+    store, child = stack_members(places, edit, "stacked_experts", some=True)
+    leave_views(places, store, edit, partial(_seals, families, edit.owner))
+    return found | {source: f"{child}.{name}" for name, source in named.items()}
 
 
-def _leave_views(families: Sequence[Items], names: dict[Items, str], store: FusedMembers, edit: Edit) -> None:
-    views: dict[str, dict[str, tuple[nn.Module, str, int]]] = {}
-    for source in families:
-        for number, path in enumerate(source.paths):
-            holder, _, last = path.rpartition(".")
-            views.setdefault(holder, {})[last] = (*store.holder(names[source]), number)
-    undo: list[Callable[[], None]] = []
-    containers = {source.container for source in families} - {""}
-    roots = {path for s in families for path in Items(s.container, s.names).paths}
-    members = {
-        f"{root}.{inside}".rstrip(".") for root in roots for inside in modules_by_name(edit.owner.get_submodule(root))
-    }
-    seals = ways_to((*views, *members))
-    try:
-        for path in dict.fromkeys((*views, *members, *seals)):
-            module = edit.owner.get_submodule(path)
-            own = {*settings_of(module), "forward", "__class__"} if path in (views.keys() | members) else set[str]()
-            own |= {"forward"} if path in containers else set[str]()
-            sealed = seals.get(path, set[str]()) | own
-            undo.append(attach_member(module, views.get(path, {}), frozenset(sealed)))
-    finally:
-        edit.on_undo(lambda: [undo.pop()() for _ in range(len(undo))])
+def _seals(families: Sequence[Items], owner: nn.Module, views: Iterable[str]) -> dict[str, set[str]]:
+    """Return what must stay: the ways to experts, and what would have no effect on them."""
+    roots = {path for each in families for path in Items(each.container, each.names).paths}
+    inside = {f"{root}.{path}".rstrip(".") for root in roots for path in modules_by_name(owner.get_submodule(root))}
+    members = dict.fromkeys((*views, *inside))
+    sealed = ways_to(members)
+    for path in members:
+        sealed.setdefault(path, set()).update(settings_of(owner.get_submodule(path)), ("forward", "__class__"))
+    for container in {each.container for each in families} - {""}:
+        sealed.setdefault(container, set()).add("forward")
+    return sealed

@@ -62,10 +62,7 @@ class NodeFacts:
 def observed(
     opened: Opened, model: nn.Module, call: Inputs, cost: Cost, *, training: bool
 ) -> tuple[dict[fx.Node, NodeFacts], dict[str, list[int]]]:
-    """Run an opened graph; return what is known of each node, and by path which graphs captured modules would run.
-
-    The model is left as it was. GuardError says that the graphs are not for this call.
-    """
+    """Run an opened graph; return what is seen of each node, and by path which graphs captured modules would run."""
     counter = counted_flops() if cost == "flops" else None
     with preserved(model), in_phase(model, training), torch.enable_grad(), counter or nullcontext():
         observer = _Observer(opened, model, counter.get_total_flops if counter else None)
@@ -136,7 +133,8 @@ class _Observer(GraphRunner):
             return not isinstance(value, nn.Parameter)
         if node.op == "call_module":
             module = self._model.get_submodule(str(node.target))
-            return next(module.parameters(), None) is None and not any(map(_may_draw, all_modules(module)))
+            leaves = (each for each in all_modules(module) if is_leaf(each) and is_library(type(each)))
+            return next(module.parameters(), None) is None and not any(map(module_has_random_effects, leaves))
         return isinstance(node.target, Holds) or not has_random_effects(node)
 
 
@@ -158,8 +156,3 @@ def _tuple_length(value: Any) -> int | None:
 def _versions(value: Any) -> tuple[int, ...]:
     # Writing into a tensor is counted by its version, which views share; tensors of inference mode have none.
     return tuple(version_of(tensor) for tensor in tensors_within(value) if not tensor.is_inference())
-
-
-def _may_draw(module: nn.Module) -> bool:
-    """Say whether a module of torch may draw random numbers, now or in the other mode."""
-    return is_leaf(module) and is_library(type(module)) and module_has_random_effects(module)

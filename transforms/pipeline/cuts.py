@@ -47,10 +47,7 @@ class Line:
     crossing: Sequence[int | None]  # bytes that cross a cut before an item; None where there can be no cut
 
     def cut(self, stages: int) -> Stages | None:
-        """Return the division that crosses the fewest bytes among those with nearly the best balance, or None.
-
-        Dynamic programming over positions: first the least cost of the slowest stage, then the fewest bytes under it.
-        """
+        """Return the division that crosses the fewest bytes among those with nearly the best balance, or None."""
         sums = [0.0, *accumulate(self.costs)]
         cuts = [number for number, crossing in enumerate(self.crossing) if crossing is not None and number]
         slowest = _slowest(sums, cuts, stages)

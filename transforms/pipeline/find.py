@@ -52,7 +52,6 @@ class Found(Route):
 
     @property
     def stage_of(self) -> dict[fx.Node, int]:
-        """Return the stage of each node that belongs to one."""
         starts = self.stages.starts
         return {node: sum(place >= start for start in starts) - 1 for node, place in self.line.place.items()}
 
@@ -183,10 +182,7 @@ def _homes(found: Found) -> dict[str, list[int]]:
 
 
 def _stages_on(route: Route, homes: Mapping[str, Sequence[int]], model: nn.Module) -> dict[fx.Node, int]:
-    """Return the stage of each node: its module's or its tensors' own, else that of what it is computed from.
-
-    MatchFailure: the way visits the stages in another order, or what cannot cross would.
-    """
+    """Return the stage of each node: its module's or its tensors' own, else that of what it is computed from."""
     place = line_of(route.opened.graph, route.seen, model).place
     stage_of: dict[fx.Node, int] = {}
     known_by: dict[fx.Node, int] = {}

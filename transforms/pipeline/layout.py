@@ -86,13 +86,11 @@ class _Needs:
             self._of[node] = {stage for user in node.users for stage in self._run_in(user)}
 
     def _run_in(self, node: fx.Node) -> set[int]:
-        """Return the stages that run a node."""
         if node.op == "output":
             return {self.count - 1}
         return {self.stage_of[node]} if node in self.stage_of else self._of[node]
 
     def part(self, number: int) -> Part:
-        """Return what a stage does."""
         own = {node for node, stage in self.stage_of.items() if stage == number}
         own |= {node for node in self.late if number in self._of[node]}
         own |= {used for node in own for used in node.all_input_nodes if used.op == "get_attr"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -29,12 +28,8 @@ Loss = Callable[[Any, Any], Tensor]
 """Gives the loss of one microbatch from what the model returns and the target."""
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What is ready for batches of one form."""
-
-    schedule: Any
-    plain: Mapping[fx.Node, Any]  # the values from other stages that are no tensors
+_Prepared = tuple[Any, Mapping[fx.Node, Any]]
+"""The schedule for batches of one form, and the values from other stages that are no tensors."""
 
 
 class PipelineModule(Part):
@@ -79,13 +74,12 @@ class PipelineModule(Part):
             self._agree(calls, failed)
         if failed is not None:
             raise failed
-        prepared = self._ready(calls[0])
-        self._feed.plain = prepared.plain
+        schedule, self._feed.plain = self._ready(calls[0])
         self._loss, self._scale = loss, len(calls) if reduction == "mean" else 1
         losses: list[Tensor] = []
         numbers = torch.arange(len(calls))
         with self._placement.synchronised(), torch.enable_grad():
-            prepared.schedule.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
+            schedule.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
         self._feed.ways, self._feed.targets = (), ()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for each in losses:
@@ -170,7 +164,7 @@ class PipelineModule(Part):
         given: Any = stages if self._schedule == "interleaved" else stages[0]
         schedule: Any = classes[self._schedule]
         made = schedule(given, n_microbatches=self._microbatches, loss_fn=self._loss_of, scale_grads=False)
-        return _Prepared(made, dict(self._feed.plain))
+        return made, dict(self._feed.plain)
 
     def _loss_of(self, _: Any, number: Tensor) -> Tensor:
         result = self._feed.results.pop(int(number))

@@ -120,8 +120,11 @@ class _Opener(Opener):
             return None
         if node.target is require:
             args, kwargs = (*args[:3], False), dict[str, Any]()
-            if not isinstance(args[0], fx.Node):
-                return _checked(args)
+            if not isinstance(args[0], fx.Node):  # it is known, and checked while the graph is written
+                try:
+                    return cast("Any", require)(*args)
+                except GuardError as error:
+                    raise MatchFailure(str(error)) from error
         if node.target is getattr and args[1:] == ("device",):  # all of a stage is where its inputs are
             args = (next(iter(self.graph.find_nodes(op="placeholder")), args[0]), "device")
         target = qualified(owner, str(node.target)) if node.op in ("get_attr", "call_module") else node.target
@@ -179,11 +182,3 @@ def _reads_call(source: Source) -> bool:
 
 def _inside(path: str, call: fx.Node) -> str:
     return f"{path}/{call.name}" if path else call.name
-
-
-def _checked(args: Sequence[Any]) -> None:
-    """Check what is known while the graph is written."""
-    try:
-        cast("Any", require)(*args)
-    except GuardError as error:
-        raise MatchFailure(str(error)) from error

@@ -27,11 +27,9 @@ class Elsewhere(nn.Module):
         self.stage = stage
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to run."""
         raise StateError(f"this module is on stage {self.stage}, on another rank; call the whole model, on every rank")
 
     def extra_repr(self) -> str:
-        """Name the stage."""
         return f"stage={self.stage}"
 
 
@@ -148,10 +146,7 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 class Part(InParts):
-    """The part of a model that is on this rank, under the original names; the model loses the rest.
-
-    A child that is elsewhere is an `Elsewhere`; attributes of the model (`config`) are read through.
-    """
+    """The part of a model that is on this rank, under the original names; the model loses the rest to `Elsewhere`."""
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:
         super().__init__()
@@ -199,7 +194,6 @@ class Part(InParts):
     # -- a module --------------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Part:
-        """Set the mode of this rank's modules."""
         self._whole.train(mode)
         self.training = mode
         return self

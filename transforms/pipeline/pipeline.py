@@ -53,7 +53,7 @@ class Pipeline(Pass):
     trains_by_call: ClassVar[bool] = False  # it has `.step`
 
     def check(self, model: nn.Module) -> None:
-        require_process_group(self.name, self._processes())
+        require_process_group(self.name, max(2, (self.stages or 2) // (2 if self.schedule == "interleaved" else 1)))
         self._check_sizes(distributed.get_world_size())
         check_norms(model)
 
@@ -93,9 +93,6 @@ class Pipeline(Pass):
     def _microbatches(self, processes: int) -> int:
         return self.microbatches or 2 * processes
 
-    def _processes(self) -> int:
-        return max(2, (self.stages or 2) // (2 if self.schedule == "interleaved" else 1))
-
     def _check_sizes(self, processes: int) -> None:
         stages, microbatches = self._stages(processes), self._microbatches(processes)
         if stages < 1 or microbatches < 1:
@@ -123,13 +120,11 @@ class Pipeline(Pass):
 
 
 def run_trial_step(model: nn.Module, layouts: Sequence[Layout], call: Inputs, *, training: bool) -> None:
-    """Raise MatchFailure where the stages give something else than the model, for the batch and two halves of it.
-
-    In evaluation, where the graphs hold there: dropout would draw otherwise for halves. GuardError: not for this call.
-    """
+    """Raise MatchFailure where the stages give something else than the model, for the batch and two halves of it."""
     failure: GuardError | None = None
     rows = rows_of(call)
     halves = 2 if rows % 2 == 0 else 1
+    # In evaluation, where the graphs hold there: dropout would draw otherwise for halves.
     for mode, count in ((False, halves), (False, 1), (training, 1)):
         try:
             problem = _difference(model, layouts, call, count, mode)

@@ -14,6 +14,7 @@ from ...errors import GuardError
 from ...tracing.examples import Inputs
 from ...tracing.program import function_of_node
 from .layout import Layout, Part
+from .opening import Opened
 
 __all__ = ["Feed", "Forms", "Relay", "StageModule", "Ways"]
 
@@ -32,7 +33,6 @@ class Steps:
             self._steps.insert(0, (node, function_of_node(node, model), over))
 
     def run(self, values: Mapping[fx.Node, Any]) -> Any:
-        """Return the results, given the values that the nodes read from outside."""
         known = dict(values)
         for node, function, over in self._steps:
             args, kwargs = map_arg((node.args, dict(node.kwargs)), known.__getitem__)
@@ -96,32 +96,25 @@ class Ways:
     """Find the way of a call through the model, and compute what every stage computes for itself."""
 
     def __init__(self, layouts: Sequence[Layout], model: nn.Module) -> None:
-        self._ways = [_Repeated(layout, model) for layout in layouts]
+        self._ways: list[tuple[Opened, Steps, dict[str, fx.Node]]] = []
+        for layout in layouts:
+            repeated = set(layout.repeated)
+            needed = [node for node in layout.repeated if any(user not in repeated for user in node.users)]
+            nodes = {node.name: node for node in needed}
+            self._ways.append((layout.opened, Steps(layout.repeated, model, dict(nodes)), nodes))
 
     def of(self, call: Inputs) -> tuple[int, dict[fx.Node, Any]]:
         """Return the number of the first layout that a call fits, and what hangs on its inputs and buffers alone."""
         failure: GuardError | None = None
-        for number, way in enumerate(self._ways):
+        for number, (opened, steps, nodes) in enumerate(self._ways):
             try:
-                return number, way.values(call)
+                given = opened.given(call.args, call.kwargs)
+                with torch.no_grad():
+                    found = steps.run(given)
+                return number, {**given, **{nodes[name]: value for name, value in found.items()}}
             except GuardError as error:
                 failure = failure or error
         raise failure or GuardError("there is no way through the model")
-
-
-class _Repeated:
-    def __init__(self, layout: Layout, model: nn.Module) -> None:
-        repeated = set(layout.repeated)
-        needed = [node for node in layout.repeated if any(user not in repeated for user in node.users)]
-        self._nodes = {node.name: node for node in needed}
-        self._opened = layout.opened
-        self._steps = Steps(layout.repeated, model, dict(self._nodes))
-
-    def values(self, call: Inputs) -> dict[fx.Node, Any]:
-        given = self._opened.given(call.args, call.kwargs)
-        with torch.no_grad():
-            found = self._steps.run(given)
-        return {**given, **{self._nodes[name]: value for name, value in found.items()}}
 
 
 Forms = tuple[Tensor, ...]

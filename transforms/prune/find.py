@@ -186,9 +186,6 @@ def _refusals(refused: Sequence[Refused]) -> Iterator[Refusal]:
             layers[each.reason].append(each.layer)
     for reason, names in layers.items():
         others = "is 1 more layer" if len(names) == 2 else f"are {len(names) - 1} more layers"
-        more = "" if len(names) == 1 else f" (so {others}: {_shown(names[1:])})"
+        shown = ", ".join(names[1:4]) + (", ..." if len(names) > 4 else "")
+        more = "" if len(names) == 1 else f" (so {others}: {shown})"
         yield Refusal(f"{reason}{more}", at=names[0])
-
-
-def _shown(names: Sequence[Any]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

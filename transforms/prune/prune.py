@@ -13,9 +13,8 @@ from ...passes.contract import Pass, check_named, module_words
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...tracing.program import Program
-from .checks import check_scores, check_weights
 from .find import find
-from .settings import Options, check_options
+from .settings import Options, check_options, check_scores, check_weights
 from .write import reference, rewrite
 
 __all__ = ["Prune"]

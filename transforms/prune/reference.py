@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["over_kept", "without_experts"]
+__all__ = ["KeptStatistics", "WithoutExperts", "under_mode"]
 
 _MODES = "_fxopt_modes"
 
 
-def _under_mode(module: nn.Module, mode: TorchFunctionMode) -> None:
+def under_mode(module: nn.Module, mode: TorchFunctionMode) -> None:
     """Let the calls of a module run under a mode, too; those in it are not asked."""
     known: tuple[TorchFunctionMode, ...] = vars(module).get(_MODES, ())
     vars(module)[_MODES] = (*known, mode)
@@ -33,13 +33,8 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return nn.Module.__call__(self, *args, **kwargs)
 
 
-def without_experts(router: nn.Module, size: int, kept: Sequence[int]) -> None:
-    """Let a router of `size` experts give the others logits of minus infinity: no token chooses them."""
-    _under_mode(router, _Without(size, kept))
-
-
-class _Without(TorchFunctionMode):
-    """Put minus infinity where a linear layer gives the logits of experts that are gone."""
+class WithoutExperts(TorchFunctionMode):
+    """Put minus infinity where a router of `size` experts gives the logits of those that are gone."""
 
     def __init__(self, size: int, kept: Sequence[int]) -> None:
         super().__init__()
@@ -54,14 +49,7 @@ class _Without(TorchFunctionMode):
         return result.masked_fill(gone, float("-inf"))
 
 
-def over_kept(module: nn.Module, size: int, kept: Sequence[int]) -> None:
-    """Let a module, which computes norms over `size` units, take their statistics over the kept units only.
-    Only values of which the others are zeros are meant.
-    """
-    _under_mode(module, _KeptStatistics(size, kept))
-
-
-class _KeptStatistics(TorchFunctionMode):
+class KeptStatistics(TorchFunctionMode):
     """Take statistics over kept units, wherever the values of all others are zeros."""
 
     def __init__(self, size: int, kept: Sequence[int]) -> None:
@@ -89,7 +77,7 @@ class _KeptStatistics(TorchFunctionMode):
 
 
 def _layer_norm(
-    mode: _KeptStatistics, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    mode: KeptStatistics, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5, *_: Any,
 ) -> Tensor | None:  # fmt: skip
     dims = list(range(-len(normalized_shape), 0))
@@ -98,7 +86,7 @@ def _layer_norm(
 
 
 def _rms_norm(
-    mode: _KeptStatistics, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
+    mode: KeptStatistics, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor | None:  # fmt: skip
     dims = list(range(-len(normalized_shape), 0))
@@ -110,7 +98,7 @@ def _rms_norm(
 
 
 def _group_norm(
-    mode: _KeptStatistics, x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
+    mode: KeptStatistics, x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
     eps: float = 1e-5, *_: Any,
 ) -> Tensor | None:  # fmt: skip
     mask = mode.mask(x, [1])
@@ -124,7 +112,7 @@ def _group_norm(
 
 
 def _plain_mean(
-    mode: _KeptStatistics, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    mode: KeptStatistics, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor | None:
     dims: list[int] = [dim] if isinstance(dim, int) else list(dim or ())
     mask = mode.mask(x, dims)

@@ -16,15 +16,13 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Site
 from ...runtime.state import Mask, Select, unpacked
 from .dependency_groups import ResizedAttention
-from .reference import over_kept, without_experts
+from .reference import KeptStatistics, WithoutExperts, under_mode
 
 __all__ = ["reference", "rewrite"]
 
 
 def rewrite(site: Site, edit: Edit) -> None:
-    """Put masks over a layer's weights, or take the units away that a site's data names.
-    Raises MatchFailure if a mask, a tensor or a size is not what it was when the site was found.
-    """
+    """Put masks over weights, or take the units away that a site's data names; MatchFailure: these have changed."""
     if "gone" in site.data:
         _mask(site, edit)
     else:
@@ -32,9 +30,7 @@ def rewrite(site: Site, edit: Edit) -> None:
 
 
 def reference(site: Site, original: nn.Module) -> nn.Module:
-    """Put zeros in the place of what a site removes, in a copy of what is around it; norms over its units take their
-    statistics over the kept ones, and routers give no token to experts that are gone.
-    """
+    """Return the original with zeros for what a site removes; norms and routers see the kept units alone."""
     if "gone" in site.data:
         weights = _weights(original)
         for name, flags in _gone(site, original).items():
@@ -51,9 +47,9 @@ def reference(site: Site, original: nn.Module) -> nn.Module:
         if isinstance(module, nn.TransformerEncoderLayer):  # let it call its norms, which one operator computes else
             vars(module)["activation_relu_or_gelu"] = 0
     for module, size, number in site.data["norms"]:
-        over_kept(original.get_submodule(module), size, lists[number])
+        under_mode(original.get_submodule(module), KeptStatistics(size, lists[number]))
     for module, size, number in site.data["routers"]:
-        without_experts(original.get_submodule(module), size, lists[number])
+        under_mode(original.get_submodule(module), WithoutExperts(size, lists[number]))
     return original
 
 

@@ -38,7 +38,6 @@ class Block:
         return self if self.joined is None else self.joined.whole
 
     def take(self, other: Block) -> Block:
-        """Join two blocks."""
         one, two = self.whole, other.whole
         if one is not two:
             one.columns += two.columns

@@ -1,19 +1,235 @@
-"""Split the linear layers of MLPs and of attention over processes."""
+"""Split the linear layers of MLPs and of attention over processes: the search, and the pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, cast
 
-from torch import distributed, nn
+from torch import distributed, fx, nn
 
+from ...operators import operator_info, operator_of_module
 from ...passes.contract import Pass, device_type, mesh_of_same_weights, require_process_group
+from ...passes.rewriting import layer_of
 from ...passes.sites import Goal, Phase, Refusal, Site
-from ...tracing.program import Program
-from .find import Blocks, is_conv1d
+from ...runtime.graphs import Specialization, capture_of, specializations_of
+from ...runtime.guards import Argument, reader
+from ...runtime.values import qualified, user_class
+from ...tracing.program import Program, TensorOwners
+from .rules import Block, Call, Part, PartSize, Stop, parts_in, result_of
 
-__all__ = ["TensorParallel"]
+__all__ = ["Blocks", "TensorParallel", "is_conv1d"]
+
+_HARMLESS = ("dtype", "device", "requires_grad")
+"""What may be asked of a tensor without its numbers."""
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Say whether a module is the linear layer of GPT-2 in transformers, whose weight is [in, out]."""
+    layer = layer_of(module)
+    return layer is not None and layer.inputs_first
+
+
+@dataclass
+class Blocks:
+    """Follows the values of a program through its graphs, as they are where layers are split over processes."""
+
+    program: Program
+    processes: int
+    refusals: list[Refusal] = field(default_factory=list[Refusal])  # blocks that almost are
+
+    def find(self) -> list[Block]:
+        """Return the blocks; what cannot be one is left whole, and the rest is looked at again."""
+        left_out: set[str] = set()
+        while True:
+            blocks = self._followed(left_out)
+            stopped = [block for block in blocks if block.stop is not None or not block.rows]
+            if not stopped:
+                return blocks
+            for block in stopped:
+                if block.stop is not None and block.stop.is_near:
+                    self.refusals.append(Refusal(str(block.stop), at=block.columns[0]))
+                left_out.update(block.columns)
+
+    def _followed(self, left_out: set[str]) -> list[Block]:
+        run = _Run(self.program, self.processes, left_out)
+        run.model()
+        blocks = list({id(block.whole): block.whole for block in run.blocks}.values())
+        for block in blocks:
+            block.stop = block.stop or self._left_over(block)
+        return blocks
+
+    def _left_over(self, block: Block) -> Stop | None:
+        """Say which layer cannot be split evenly."""
+        for name in block.columns:
+            module = self.program.module(name)
+            outputs = module.get_parameter("weight").shape[1 if is_conv1d(module) else 0]
+            if outputs % self.processes:
+                near = bool(block.rows)
+                return Stop(f"its {outputs} outputs do not divide by {self.processes} processes", is_near=near)
+        return None
+
+
+@dataclass
+class _Run:
+    """One walk through all graphs of each mode, in the order in which they run."""
+
+    program: Program
+    processes: int
+    left_out: set[str]  # layers that are left whole
+    flipped: bool = False  # whether the graphs are followed for the other mode than the model is in
+    blocks: list[Block] = field(default_factory=list[Block])
+    roles: dict[str, str] = field(default_factory=dict[str, str])  # how each layer is split
+
+    @cached_property
+    def read(self) -> set[int]:
+        """Return the ids of the tensors whose numbers a graph reads that is not of their own module."""
+        found: set[int] = set()
+        for module in self.program.names.distinct:
+            for graph in (each.graph for each in specializations_of(module)):
+                for node in graph.find_nodes(op="get_attr"):
+                    path, _, last = str(node.target).rpartition(".")
+                    reads = any(user.target is not getattr or user.args[1] not in _HARMLESS for user in node.users)
+                    if reads and (path or not is_conv1d(module)):
+                        found.add(id(getattr(module.get_submodule(path), last, None)))
+        return found
+
+    def model(self) -> None:
+        """Follow the whole model as it runs in its mode and then, where it has other graphs there, in the other one."""
+        self.module("", self.program.model, (), {})
+        if any(len(specializations_of(module)) > 1 for module in self.program.names.distinct):
+            self.flipped = True
+            self.module("", self.program.model, (), {})
+
+    def module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if user_class(type(module)) is nn.Linear or is_conv1d(module):
+            return self._linear(name, module, args[0] if args else next(iter(kwargs.values()), None))
+        capture, found = capture_of(module), specializations_of(module)
+        if capture is None or not found:
+            return self._leaf(name, module, (args, kwargs))
+        specialization = next((each for each in found if each.runs_in_mode(module, flipped=self.flipped)), found[0])
+        try:
+            given = capture.parameters.bind(args, kwargs)
+        except TypeError as error:
+            given = dict[str, Any]()
+            _stop_all((args, kwargs), Stop(f"'{name}' is called in a way that its forward does not take: {error}"))
+        values: dict[fx.Node, Any] = {}
+        for node in specialization.graph.nodes:
+            values[node] = self._node(name, module, specialization, node, values, given)
+        result = values[specialization.graph.output_node()]
+        if not name:
+            _stop_all(result, Stop("", is_near=False))  # no linear layer follows
+        return result
+
+    def _node(
+        self, name: str, module: nn.Module, specialization: Specialization, node: fx.Node, values: Any, given: Any
+    ) -> Any:
+        def value(argument: Any) -> Any:
+            return _with_values(argument, values)
+
+        if node.op == "placeholder":
+            return _read(given, specialization, node)
+        if node.op == "get_attr":
+            return None
+        if node.op == "output":
+            return value(node.args[0])
+        if node.op == "call_module":
+            called = qualified(name, str(node.target))
+            return self.module(called, module.get_submodule(str(node.target)), value(node.args), value(node.kwargs))
+        call = Call(node, value, self.processes)
+        if not _alive(call.parts):
+            return None
+        try:
+            return result_of(call)
+        except Stop as stop:
+            _stop_all(call.parts, stop)
+            return None
+
+    def _linear(self, name: str, module: nn.Module, given: Any) -> Any:
+        """Split a layer by inputs where its input is a part; else by outputs, if that is to be tried."""
+        name = self.program.name_of(self.program.module(name))
+        part = given if isinstance(given, Part) and given.block.whole.stop is None else None
+        role = "row" if part is not None else "column" if name not in self.left_out else "whole"
+        if self.roles.setdefault(name, role) != role:
+            where = "in training and in evaluation" if self.flipped else "at several places"
+            stop = Stop(f"'{name}' is called {where}, which would split it differently")
+            concerned = (block for block in self.blocks if name in block.columns or name in block.rows)
+            _stop_all([given, *(Part(-1, block) for block in concerned)], stop)
+            return None
+        if part is not None:
+            return self._row(name, part)
+        if role == "whole" or self._is_bound_elsewhere(module, name):
+            return None
+        block = next((each for each in self.blocks if name in each.columns), None)
+        if block is None:
+            block = Block([name], [])
+            self.blocks.append(block)
+        return Part(-1, block)
+
+    def _row(self, name: str, part: Part) -> None:
+        if part.dim != -1:
+            _stop_all(part, Stop(f"'{name}' gets what is split along another dimension than its inputs"))
+        elif self._is_bound_elsewhere(self.program.module(name), name):
+            _stop_all(part, Stop(f"the parameters of '{name}' are used elsewhere, too"))
+        elif name not in part.block.whole.rows:
+            part.block.whole.rows.append(name)
+
+    def _is_bound_elsewhere(self, module: nn.Module, name: str) -> bool:
+        """Say whether the parameters of a layer are tied, or read by another module's graph."""
+        owners = self.program.analyses[TensorOwners]
+        inside = tuple(f"{each}." for each in self.program.names.names(module))
+        return any(
+            id(parameter) in self.read
+            or any(not alias.startswith(inside) for alias in owners.names(qualified(name, own)))
+            for own, parameter in module.named_parameters()
+        )
+
+    def _leaf(self, name: str, module: nn.Module, given: Any) -> Any:
+        """Return the value of a call of a module that has no graph."""
+        parts = _alive(list(parts_in(given)))
+        if not parts:
+            return None
+        operator = operator_of_module(user_class(type(module)))
+        is_alike = operator in ("dropout", "identity") or (operator is not None and operator_info(operator).elementwise)
+        if is_alike and len(parts) == 1 and isinstance(parts[0], Part):
+            return parts[0]
+        _stop_all(parts, Stop(f"'{name}' ({type(module).__name__}) needs the whole of it", is_near=False))
+        return None
+
+
+def _with_values(given: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """Return the arguments of a node with values in the place of nodes; what else they hold is whole."""
+    if isinstance(given, fx.Node):
+        return values[given]
+    if isinstance(given, slice):
+        return slice(_with_values(given.start, values), _with_values(given.stop, values), None)
+    if isinstance(given, (tuple, list)):
+        return tuple(_with_values(item, values) for item in cast("Sequence[Any]", given))
+    if isinstance(given, Mapping):
+        pairs = cast("Mapping[str, Any]", given)
+        return {key: _with_values(item, values) for key, item in pairs.items()}
+    return None
+
+
+def _read(given: Mapping[str, Any], specialization: Specialization, node: fx.Node) -> Any:
+    """Return the value of a placeholder; what is read from inside something whole is whole."""
+    argument = specialization.argument(node)
+    try:
+        return reader(given)(argument)
+    except (LookupError, TypeError, AttributeError):
+        roots = [given.get(each.name) for each in argument.all() if isinstance(each, Argument)]
+        _stop_all(roots, Stop(f"'{argument}' cannot be followed into the module that reads it"))
+        return None
+
+
+def _alive(parts: list[Part | PartSize]) -> list[Part | PartSize]:
+    return [part for part in parts if part.block.whole.stop is None]
+
+
+def _stop_all(value: Any, stop: Stop) -> None:
+    for part in parts_in(value):
+        part.block.whole.stop = part.block.whole.stop or stop
 
 
 @dataclass(frozen=True)
@@ -28,7 +244,6 @@ class TensorParallel(Pass):
     phase: ClassVar[Phase] = Phase.BOTH
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a process without a group."""
         require_process_group(self.name)
         device_type(model, self.name)
 

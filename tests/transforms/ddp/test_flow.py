@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.transforms.ddp.find import branching, run_trial_step
+from fxopt.transforms.ddp.ddp import branching, run_trial_step
 
 
 class Dropping(nn.Module):

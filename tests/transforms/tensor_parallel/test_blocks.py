@@ -14,7 +14,7 @@ from fxopt.errors import OrderError, UsageError
 from fxopt.passes.pipeline import parse
 from fxopt.tracing.program import capture_program
 from fxopt.transforms.tensor_parallel import TensorParallel
-from fxopt.transforms.tensor_parallel.find import Blocks
+from fxopt.transforms.tensor_parallel.tensor_parallel import Blocks
 
 X = torch.ones(2, 5, 16)
 

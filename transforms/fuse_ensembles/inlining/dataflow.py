@@ -72,7 +72,6 @@ class InlinedGraph:
 
     @cached_property
     def writes(self) -> Sequence[Operation]:
-        """Return the operations that write in place."""
         return [operation for operation in self.operations if operation.mutates]
 
     @cached_property

@@ -246,10 +246,7 @@ class _Builder(Opener):
 def _specialization_of_call(
     module: nn.Module, capture: Capture, given: Mapping[str, Any], flipped: bool
 ) -> Specialization | None:
-    """Return the graph that a module runs for a call in its mode (or the other one); None: that depends.
-
-    Of a single graph the other conditions are left to the caller.
-    """
+    """Return the graph that a module runs for a call in its mode (or the other one); None: that depends."""
     in_mode = [each for each in capture.specializations if each.runs_in_mode(module, flipped=flipped)]
     if len(in_mode) == 1:
         return in_mode[0]

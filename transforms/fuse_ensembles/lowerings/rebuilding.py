@@ -50,10 +50,7 @@ class Writer:
 def rebuild(
     graph: fx.Graph, inlined: InlinedGraph, replacements: Sequence[Unit], covered: Iterable[Operation]
 ) -> fx.Graph:
-    """Return a new graph in which `replacements` stand for the `covered` operations.
-
-    Calls of which nothing is covered are kept; of the others, what is not covered is written out.
-    """
+    """Return a new graph with `replacements` in the place of `covered` operations, and their calls written out."""
     covered = set(covered)
     written_out = {operation.call for operation in covered}
     needed = {key for unit in replacements for key in unit.needs}

@@ -10,11 +10,9 @@ from types import MappingProxyType
 from ....errors import MatchFailure
 from ....layers import ensemble as batched
 from ..search import Ensemble
-from .packwise import Packwise
-from .perceptrons import Perceptrons, has_perceptrons
+from .packwise import Packwise, Perceptrons, has_perceptrons, vmapped
 from .rebuilding import Unit
 from .units import Task
-from .vmap import vmapped
 
 __all__ = ["Lowering", "LoweringRule", "lowerings_for", "rule_called"]
 
@@ -43,21 +41,16 @@ class LoweringRule:
     for_kernels: bool = False  # whether it can be the fastest only where kernels of fxopt's own compute
 
 
-def _shares_input(ensemble: Ensemble) -> bool:
-    return ensemble.shares_input
-
-
-def _has_linears(ensemble: Ensemble) -> bool:
-    return any(pack.operator == "linear" for pack in ensemble.packs)
-
-
 _WIDE = Packwise(batched.wide_linear, batched.batched_linear)
 
 LOWERINGS: Mapping[Lowering, LoweringRule] = MappingProxyType(
     {
-        Lowering.WIDE: LoweringRule(_WIDE, _shares_input),
-        Lowering.BMM: LoweringRule(Packwise(batched.shared_batched_linear, batched.batched_linear), _has_linears),
-        Lowering.WIDE_INPUT_FIRST: LoweringRule(_WIDE, _shares_input, input_first=True),
+        Lowering.WIDE: LoweringRule(_WIDE, lambda ensemble: ensemble.shares_input),
+        Lowering.BMM: LoweringRule(
+            Packwise(batched.shared_batched_linear, batched.batched_linear),
+            lambda ensemble: any(pack.operator == "linear" for pack in ensemble.packs),
+        ),
+        Lowering.WIDE_INPUT_FIRST: LoweringRule(_WIDE, lambda ensemble: ensemble.shares_input, input_first=True),
         Lowering.GROUPED_CONV: LoweringRule(Packwise(batched.shared_grouped_linear, batched.grouped_linear)),
         # Inside of vmap nothing is autocast.
         Lowering.VMAP: LoweringRule(vmapped, in_autocast=False),

@@ -75,10 +75,7 @@ def _search(inlined: InlinedGraph, owner: nn.Module) -> list[Ensemble]:
 
 
 def _is_of_interest(ensemble: Ensemble) -> bool:
-    """Say whether it computes anything at each call, beside tensors that are kept, and not in one inlined call alone.
-
-    What lies in one inlined call is found in the module that is called, without inlining it here.
-    """
+    """Say whether it computes more than tensors that are kept, and not all in one inlined call: that is found there."""
     members = [member for pack in ensemble.packs for member in pack.members]
     belongs_to_a_child = all("/" in member.name for member in members) and len({each.call for each in members}) == 1
     return not belongs_to_a_child and any(p.operator != "derived" and not _is_derived(p) for p in ensemble.packs)

@@ -297,10 +297,7 @@ def _list_join(user: Operation, pack: Pack) -> Join | None:
 
 
 def _sum_chain(pack: Pack, kept: Collection[Operation], packs: Sequence[Pack]) -> Join | None:
-    """Return the sum whose addends include each member once.
-
-    Other additions than those on the way to it may mean something else, as those of booleans do.
-    """
+    """Return the sum whose addends include each member once; other additions may mean something else: of booleans."""
     inner: dict[Operation, None] = {}
     for member in pack.members:
         added = [user for user in member.users if _is_addition(user) and user not in kept]

@@ -106,10 +106,7 @@ def places_of(ensemble: Ensemble, case: Case, program: Program, owner: str) -> l
 def rewritten_specializations(
     rows: Sequence[Sequence[Place]], graphs: Sequence[fx.Graph], before: Sequence[Specialization]
 ) -> tuple[list[Specialization], list[int]]:
-    """Return all graphs of an owner, those of `rows` rewritten, and the numbers of those they were made from.
-
-    Numbers stay; where one graph becomes two, the second comes last.
-    """
+    """Return all graphs of an owner, those of `rows` rewritten, and the numbers of those they were made from."""
     replaced = {row[0].case.specialization for row in rows}
     specializations = [
         specialization

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ....layers.resized import ResizedAttention
 from .analysis import coupling
+from .experts import choices_of
 from .groups import Attribute, Coupling, Cut, Group, Kind, Norm, Number, Refused, Router
-from .routing import choices_of
 
 __all__ = [
     "Attribute",

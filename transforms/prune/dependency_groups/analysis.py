@@ -13,24 +13,16 @@ from ....runtime.values import qualified
 from ....tracing.program import Program
 from .dimension_tracker import DimensionTracker
 from .experts import with_experts
-from .grouping import grouped
 from .groups import Coupling
 from .running import run
 from .sizes import assigned, broken
-from .writing import Writer, given_in_graph
+from .writing import Writer, given_in_graph, grouped
 
 __all__ = ["coupling"]
 
 
 def coupling(program: Program) -> Coupling:
-    """Return the groups of units of a program that can be removed, and the layers that must stay.
-
-    The program runs on its example inputs: from its graphs in each mode that has its own, and by its modules' own
-    forwards where graphs have sizes written down.
-
-    Raises:
-        InputError: if the program has no example inputs.
-    """
+    """Return the groups of units that can be removed, and the layers that must stay; InputError: no example inputs."""
     if not program.whole_calls:
         raise InputError("pruning needs example_inputs: what belongs together is seen in a run of the model")
     with collection_paused():

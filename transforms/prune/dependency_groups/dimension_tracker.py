@@ -10,8 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .index_classes import Array, IndexClasses
-from .labels import Block, Labels
+from .labels import Array, Block, IndexClasses, Labels
 from .sizes import Count, Requirement, Size
 
 __all__ = ["Dimension", "DimensionTracker", "Statistic"]
@@ -36,36 +35,22 @@ class Statistic:
 
 
 class DimensionTracker(IndexClasses):
-    """Hold what a run finds out.
-
-    Attributes:
-        tensors: the parameters and buffers that may be cut: identity -> name and tensor.
-        dimensions: of the tensors that were read, in the order of their first use.
-        made: numbers of the dimensions that make the width of a value, as the rows of a linear's weight do.
-        read: numbers of those that read one, as its columns do.
-        requirements: between sizes and what they count.
-        statistics: that run over labelled dimensions.
-        heads: atoms of attention heads.
-        replaced: modules of torch that run with one width only, with the atoms of their dimensions.
-        named: what the operator that runs takes by name only.
-        given: the number of groups, or the shape, that the convolution or norm that runs was given.
-        silent: whether operators are not followed, because a function around them is.
-        own_forwards: whether modules with graphs run their own forwards.
-        is_own_forward: whether the run is in such a forward.
-    """
+    """Hold what a run finds out."""
 
     def __init__(self, tensors: Mapping[int, tuple[str, Tensor]]) -> None:
         super().__init__()
-        self.tensors = tensors
-        self.dimensions: list[Dimension] = []
-        self.made, self.read = set[int](), set[int]()
+        self.tensors = tensors  # that may be cut: identity -> name and tensor
+        self.dimensions: list[Dimension] = []  # of the tensors that were read, in the order of their first use
+        self.made, self.read = set[int](), set[int]()  # dimensions that make a value's width, and those that read one
         self.requirements: list[Requirement] = []
-        self.statistics: list[Statistic] = []
-        self.heads: list[Array] = []
-        self.replaced: list[tuple[str, Array]] = []
-        self.named: Mapping[str, Any] = {}
-        self.given: Any = None
-        self.silent = self.own_forwards = self.is_own_forward = False
+        self.statistics: list[Statistic] = []  # over labelled dimensions
+        self.heads: list[Array] = []  # atoms of attention heads
+        self.replaced: list[tuple[str, Array]] = []  # modules of torch that run with one width only, and their atoms
+        self.named: Mapping[str, Any] = {}  # what the operator that runs takes by name only
+        self.given: Any = None  # the number of groups, or the shape, that the convolution or norm that runs was given
+        self.silent = False  # operators are not followed, because a function around them is
+        self.own_forwards = False  # modules with graphs run their own forwards
+        self.is_own_forward = False  # the run is in such a forward
         self._labels = WeakTensorKeyDictionary()
         self._parameters: dict[int, Labels] = {}
 
@@ -74,7 +59,6 @@ class DimensionTracker(IndexClasses):
         return isinstance(value, Tensor) and (id(value) in self.tensors or value in self._labels)
 
     def get(self, value: Tensor) -> Labels:
-        """Return the labels of a tensor."""
         labels = self.look(value)
         if labels.spoilt is not None:
             self.fix(labels.spoilt)
@@ -88,7 +72,6 @@ class DimensionTracker(IndexClasses):
         return Labels(tuple(value.shape)) if known is None else known
 
     def set(self, value: Tensor, labels: Labels) -> None:
-        """Note the labels of a tensor."""
         if id(value) not in self.tensors and (labels.blocks or labels.spoilt is not None or value in self._labels):
             self._labels[value] = labels
 
@@ -143,6 +126,5 @@ class DimensionTracker(IndexClasses):
             self.requirements.append(Requirement(size, count, self.why, self.module, self.is_own_forward))
 
     def observe(self, kind: str, block: Block, dim: int) -> None:
-        """Note a statistic over a dimension."""
         if not self.own_forwards:
             self.statistics.append(Statistic(kind, self.module, Count(block.atoms, block.dims.index(dim))))

@@ -1,4 +1,4 @@
-"""See every function of torch that is called, with the sizes that it is given, and where these come from."""
+"""See every function of torch that is called, with the sizes that it is given, and every operator that runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ....compat import DispatchMode
+from ....runtime.values import tensors_in
 from .dimension_tracker import DimensionTracker
 from .labels import Block, Labels
-from .rules import WHOLE, results_of
+from .rules import RULES, WHOLE, results_of
 from .sizes import Count, Size, Source
 
-__all__ = ["Functions"]
+__all__ = ["Functions", "Operators"]
 
 
 class Functions(TorchFunctionMode):
@@ -40,7 +42,8 @@ class Functions(TorchFunctionMode):
         tracker.given = _GIVEN[name](args, given) if name in _GIVEN else None
         if name == "rms_norm":  # it is run as a mean and products, which are given nothing
             tracker.operator = name
-            _require_last(tracker, tracker.given, tracker.get(args[0]))
+            labels = tracker.get(args[0])
+            _require_all(tracker, tracker.given, labels, len(labels.shape) - len(tracker.given))
         tracker.silent = name in WHOLE
         try:
             out = func(*args, **given)
@@ -87,10 +90,6 @@ def _shape_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], first: int 
 def _require_all(tracker: DimensionTracker, sizes: Iterable[Any], labels: Labels, first: int = 0) -> None:
     for dim, size in enumerate(sizes, first):
         tracker.require(size, labels.of(dim), dim)
-
-
-def _require_last(tracker: DimensionTracker, sizes: Sequence[Any], labels: Labels) -> None:
-    _require_all(tracker, sizes, labels, len(labels.shape) - len(sizes))
 
 
 def _viewed(tracker: DimensionTracker, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
@@ -231,3 +230,49 @@ _AFTER: Mapping[str, _Seen] = {
 
 _FREE = frozenset((*_GIVEN, *"chunk max_pool2d avg_pool2d adaptive_avg_pool2d batch_norm dropout".split()))
 """Functions whose sizes are looked at elsewhere, or count nothing that is cut."""
+
+
+_IGNORED = frozenset(
+    "new_zeros new_ones new_full new_empty new_empty_strided empty_strided zeros ones full empty arange rand randn "
+    "randint randperm linspace scalar_tensor _local_scalar_dense is_same_size sym_size sym_stride sym_numel size "
+    "is_nonzero equal item record_stream set_ detach_ requires_grad_ _has_compatible_shallow_copy_type".split()
+)
+"""Operators whose result says nothing of the dimensions of their operands."""
+
+
+class Operators(DispatchMode):
+    """Follow the operators that run under this mode."""
+
+    def __init__(self, tracker: DimensionTracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        out = func(*args, **given)
+        name = str(func._schema.name).partition("::")[2]
+        tensors = [] if self._tracker.silent or name in _IGNORED else list(tensors_in((args, given)))
+        if any(map(self._tracker.knows, tensors)):
+            _follow(self._tracker, name, args, given, tensors, out)
+        return out
+
+
+def _follow(
+    tracker: DimensionTracker, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], out: Any
+) -> None:
+    tracker.operator, tracker.named = name, kwargs
+    in_place = name not in RULES and name.endswith("_")
+    rule = RULES.get(name[:-1] if in_place else name)
+    if rule is None or "out" in kwargs:
+        for tensor in tensors:
+            tracker.keep_whole(tracker.get(tensor))
+        return
+    found: Sequence[Labels | None] = results_of(rule(tracker, out, *args))
+    for result, each in zip(results_of(out), found, strict=False):
+        if isinstance(result, Tensor) and each is not None:
+            tracker.set(result, each)
+            base = result._base if in_place else None  # pyright: ignore[reportPrivateUsage]
+            if base is not None and any(not block.zero for block in each.blocks):
+                tracker.set(base, tracker.get(base).with_zero(False))

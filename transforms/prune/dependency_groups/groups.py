@@ -27,24 +27,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Number:
-    """A size that a graph holds as a plain number, or computes: an argument of a view, split, slice, expand.
+    """A size that a graph holds as a plain number, or computes: an argument of a view, split, slice, expand."""
 
-    Attributes:
-        owner: the module whose graph it is; modules that are alike may share the graph.
-        specialization: which of its graphs.
-        node: the name of the node.
-        path: the way to the number from `(args, kwargs)`: `(0, 1, 2)` is `args[1][2]`, `(1, "groups")` is
-            `kwargs["groups"]`; in a slice, "start" or "stop".
-        value: the number as it is.
-        units: what it counts.
-    """
-
-    owner: str
+    owner: str  # the module whose graph it is; modules that are alike may share the graph
     specialization: int
     node: str
-    path: tuple[str | int, ...]
-    value: int
-    units: tuple[int, ...]
+    path: tuple[str | int, ...]  # from `(args, kwargs)`: `(0, 1, 2)`, `(1, "groups")`; in a slice, "start" or "stop"
+    value: int  # as it is
+    units: tuple[int, ...]  # what it counts
 
 
 @dataclass(frozen=True)
@@ -59,57 +49,37 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Norm:
-    """A statistic that runs over the units of a group: of the kept ones alone, it is another one. The module is the
-    innermost that computes it; the kind names the function, or a plain mean.
-    """
+    """A statistic that runs over the units of a group: of the kept ones alone, it is another one."""
 
-    module: str
-    kind: Literal["layer", "group", "rms", "mean"]
+    module: str  # the innermost that computes it
+    kind: Literal["layer", "group", "rms", "mean"]  # the function, or a plain mean
     units: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Router:
-    """What sends each token to `top_k` experts: without some of them it is the same with logits of minus infinity for
-    these. A linear layer (`module`) gives the logits, and the same module, or one around it (`place`), chooses.
-    """
+    """What sends each token to `top_k` experts; without some of them it gives these logits of minus infinity."""
 
-    module: str
-    place: str
+    module: str  # the linear layer that gives the logits
+    place: str  # the module that chooses, the same or one around it
     top_k: int
 
 
 @dataclass(frozen=True)
 class Group:
-    """Units that are removed together wherever they are mentioned.
+    """Units that are removed together wherever they are mentioned."""
 
-    Attributes:
-        name: of the layer that makes the units.
-        kind: what a unit is: a channel of convolutions, an attention head, a hidden unit of linears, a whole expert.
-        size: how many units there are.
-        cuts: the tensors.
-        numbers: the sizes in graphs.
-        attributes: the sizes in attributes.
-        norms: the statistics that run over the units.
-        replaced: the modules of torch whose code cannot run with other widths (`nn.MultiheadAttention`), by name:
-            `ResizedAttention.of(module)` comes in their place before they are cut.
-        hard_coded: the modules whose own forward has a size written in its code, by name, with that place: once the
-            units are cut, only their graphs are right.
-        router: of experts, what sends tokens to them.
-        listed: of experts that are modules, the list that they are items of; `KeptExperts` comes in its place.
-    """
-
-    name: str
+    name: str  # of the layer that makes the units
     kind: Kind
     size: int
     cuts: tuple[Cut, ...]
     numbers: tuple[Number, ...] = ()
     attributes: tuple[Attribute, ...] = ()
     norms: tuple[Norm, ...] = ()
-    replaced: tuple[str, ...] = ()
-    hard_coded: tuple[tuple[str, str], ...] = ()
-    router: Router | None = None
-    listed: str | None = None
+    replaced: tuple[str, ...] = ()  # modules whose code cannot run with other widths: `ResizedAttention` comes there
+    hard_coded: tuple[tuple[str, str], ...] = ()  # modules whose own forward has a size written in its code, and where
+    router: Router | None = None  # of experts
+    listed: str | None = None  # of experts that are modules, their list; `KeptExperts` comes in its place
 
     @property
     def least(self) -> int:
@@ -119,13 +89,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Refused:
-    """A layer whose units cannot be removed; the reason is one clause that names the operation at fault. Nothing is at
-    fault (`by_design`) where the layer makes the model's result, whose width stays.
-    """
+    """A layer whose units cannot be removed."""
 
     layer: str
-    reason: str
-    by_design: bool = False
+    reason: str  # one clause that names the operation at fault
+    by_design: bool = False  # the layer makes the model's result, whose width stays
 
 
 @dataclass(frozen=True)
@@ -136,5 +104,4 @@ class Coupling:
     refused: tuple[Refused, ...] = ()
 
     def group(self, name: str) -> Group:
-        """Return the group of that name."""
         return next(group for group in self.groups if group.name == name)

@@ -1,4 +1,4 @@
-"""Labels: the atoms of a value's indices, dimension by dimension, and how they move where a shape changes."""
+"""The indices of tensors, joined where they go together, fixed where they stay; and how they move with shapes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,130 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .index_classes import FIXED, Array, IndexClasses
+__all__ = ["FIXED", "Array", "Block", "IndexClasses", "Labels", "Solution"]
 
-__all__ = ["Block", "Labels"]
+Array = NDArray[np.int64]
+
+FIXED = 0
+"""The atom of every index that stays."""
+
+
+class IndexClasses:
+    """Hand out atoms, and note what is said of them because of the `operator` that runs; `solve` says what follows."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.operator = self.module = ""
+        self._reasons: list[str] = []
+        self._edges: list[tuple[Array, Array]] = []
+        self._fixed: list[Array] = []
+        self._undecided: dict[bytes, Array] = {}
+
+    @property
+    def why(self) -> str:
+        """Return the operation that runs, with its place."""
+        return f"{self.operator} in {self.module or 'the model itself'}"
+
+    def new(self, size: int) -> Array:
+        """Return atoms for the indices along a dimension."""
+        first, self.count = self.count, self.count + size
+        return np.arange(first, self.count, dtype=np.int64)
+
+    def join(self, left: Array, right: Array, why: str = "") -> None:
+        """Say that atoms go together, one by one."""
+        if left is right:
+            return
+        left, right = np.broadcast_arrays(left, right)
+        left, right = left.ravel(), right.ravel()
+        differ = left != right
+        left, right = left[differ], right[differ]
+        one_is_fixed = (left == FIXED) | (right == FIXED)
+        self.fix(np.maximum(left, right)[one_is_fixed], why)
+        if not one_is_fixed.all():
+            self._edges.append((left[~one_is_fixed], right[~one_is_fixed]))
+
+    def join_along(self, block: Array, axis: int, why: str = "") -> Array:
+        """Say that all indices along an axis go together; return the block without it."""
+        first = block.take([0], axis)
+        self.join(block, first, why)
+        return first.squeeze(axis)
+
+    def fix(self, atoms: Array, why: str = "") -> None:
+        """Say that atoms stay."""
+        if atoms.size:
+            self._fixed.append(atoms.ravel())
+            self._reasons.append(why or self.why)
+
+    def undecided(self, block: Array) -> None:
+        """Note a block of several dimensions, of which one will be cut: which is decided in the end."""
+        self._undecided.setdefault(block.tobytes() + bytes(block.shape), block)
+
+    def solve(self) -> Solution:
+        """Work out which atoms go together, and which stay."""
+        parents = np.arange(self.count, dtype=np.int64)
+        _merge(parents, self._edges)
+        decided = [pair for block in self._undecided.values() for pair in _decided(block, parents)]
+        _merge(parents, decided)
+        self._edges += decided
+        reasons = np.full(self.count, -1, dtype=np.int64)
+        for number, atoms in reversed(list(enumerate(self._fixed))):
+            reasons[parents[atoms]] = number
+        reasons = reasons[parents]
+        reasons[FIXED] = 0
+        return Solution(parents, reasons, self._reasons)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Which atoms go together (atom -> the least of them) and which stay (atom -> the number of the reason, or -1)."""
+
+    units: Array
+    fixed: Array
+    reasons: Sequence[str]
+
+    def of(self, atoms: Array) -> Array:
+        """Return the units of atoms; `FIXED` for what stays."""
+        return np.where(self.fixed[atoms] >= 0, FIXED, self.units[atoms])
+
+    def line(self, block: Array, axis: int) -> Array:
+        """Return the units along an axis of a block; all are `FIXED` where another axis is the one that is cut."""
+        units = self.of(block)
+        if units.ndim == 1:
+            return units
+        if (units == units.take([0], axis)).all():
+            return np.zeros(len(np.moveaxis(units, axis, 0)), dtype=np.int64)
+        least: Array = np.minimum.reduce(units, axis=tuple(other for other in range(units.ndim) if other != axis))
+        return least
+
+
+def _merge(parents: Array, edges: Sequence[tuple[Array, Array]]) -> None:
+    """Let each atom point to the least one that it is joined with."""
+    if not edges:
+        return
+    left, right = (np.concatenate(side) for side in zip(*edges, strict=True))
+    while True:
+        a, b = parents[left], parents[right]
+        differ = a != b
+        if not differ.any():
+            return
+        left, right, a, b = left[differ], right[differ], a[differ], b[differ]
+        np.minimum.at(parents, np.maximum(a, b), np.minimum(a, b))
+        while not ((further := parents[parents]) == parents).all():
+            parents[:] = further
+
+
+def _decided(block: Array, parents: Array) -> list[tuple[Array, Array]]:
+    """Return what joins all axes of a block but the one that is cut: the one that leaves most units."""
+    units = parents[block]
+    lines = [np.moveaxis(units, axis, 0).reshape(units.shape[axis], -1) for axis in range(units.ndim)]
+    if any((line == line[:, :1]).all() for line in lines):
+        return []
+    axis = max(range(units.ndim), key=lambda axis: (len(np.unique(lines[axis][:, 0])), -axis))
+    line = np.moveaxis(block, axis, 0).reshape(block.shape[axis], -1)
+    return [(line.ravel(), np.broadcast_to(line[:, :1], line.shape).ravel())]
+
 
 _LARGEST = 5_000_000
 """Merged dimensions with more indices than this stay as they are: nothing real has a width of millions."""
@@ -19,13 +139,11 @@ _LARGEST = 5_000_000
 
 @dataclass(frozen=True)
 class Block:
-    """Indices over one dimension, or over several that were one before and may be one again (heads and their width);
-    `zero` says whether the value is zero wherever the tensors that are cut are.
-    """
+    """Indices over one dimension, or over several that were one before and may be one again (heads and their width)."""
 
     dims: tuple[int, ...]
     atoms: Array
-    zero: bool = True
+    zero: bool = True  # whether the value is zero wherever the tensors that are cut are
 
     def at(self, dims: Iterable[int]) -> Block:
         """Return the block under other dimensions, in any order."""
@@ -61,16 +179,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Labels:
-    """What a value's indices are; a dimension in no block stays whole, and no two blocks share one. If the value is
-    ever read, `spoilt` atoms must stay.
-    """
+    """What a value's indices are; a dimension in no block stays whole, and no two blocks share one."""
 
     shape: tuple[int, ...]
     blocks: tuple[Block, ...] = ()
-    spoilt: Array | None = None
+    spoilt: Array | None = None  # atoms that must stay if the value is ever read
 
     def of(self, dim: int) -> Block | None:
-        """Return the block over a dimension."""
         return next((block for block in self.blocks if dim in block.dims), None)
 
     def line(self, dim: int, atoms: IndexClasses) -> Block | None:
@@ -122,7 +237,8 @@ class Labels:
                 atoms.fix(block.atoms)
                 continue
             taken += merging
-            blocks.append(self._in_runs(block, mine, shape, atoms) if merging else _renamed(block, mine))
+            renamed = replace(block, dims=tuple(dim for _, new in mine for dim in new))
+            blocks.append(self._in_runs(block, mine, shape, atoms) if merging else renamed)
         return Labels(tuple(shape), tuple(block for block in blocks if block.dims))
 
     def _in_runs(self, block: Block, runs: Sequence[_Run], shape: Sequence[int], atoms: IndexClasses) -> Block:
@@ -142,10 +258,6 @@ class Labels:
 
 _Run: TypeAlias = "tuple[list[int], list[int]]"
 """Dimensions that become other ones."""
-
-
-def _renamed(block: Block, runs: Sequence[_Run]) -> Block:
-    return replace(block, dims=tuple(new for _, (new,) in runs))
 
 
 def _matching(before: Sequence[int], after: Sequence[int]) -> list[_Run]:

@@ -16,8 +16,7 @@ from ....tracing.isolation import in_phase, preserved
 from ....tracing.program import GraphRunner, Program
 from ....tracing.recording import calls_intercepted, copy_inputs
 from .dimension_tracker import DimensionTracker
-from .functions import Functions
-from .operators import Operators
+from .functions import Functions, Operators
 from .sizes import Size, Source, marked
 
 __all__ = ["RESULT", "run"]
@@ -26,9 +25,7 @@ RESULT = "its width is that of the model's result"
 
 
 def run(program: Program, tracker: DimensionTracker, *, training: bool) -> set[tuple[str, int]]:
-    """Run a program on its example inputs, from its graphs or, as the tracker says, by its modules' own forwards;
-    return the graphs that ran, by owner and number.
-    """
+    """Run a program on its example inputs, as the tracker says by own forwards; return the graphs that ran."""
     caller = _Caller(program, tracker)
     model = program.model
     with ExitStack() as stack:
@@ -106,7 +103,6 @@ class _Caller:
         return names.name(module) if module in names else type(module).__name__
 
     def call(self, original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Call a module."""
         tracker, capture = self._tracker, _graphs_of(module)
         before = tracker.module, tracker.is_own_forward
         tracker.module = self._name(module)

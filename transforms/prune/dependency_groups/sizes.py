@@ -10,21 +10,19 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 
-from .index_classes import Array, Solution
+from .labels import Array, Solution
 
 __all__ = ["Assigned", "Broken", "Count", "Requirement", "Size", "Source", "assigned", "broken", "marked"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a plain number is written: in which module, in which of its graphs (-1: as an attribute), at which node or
-    attribute, and the way to it in the node's arguments or the attribute's value.
-    """
+    """Where a plain number is written."""
 
     owner: str
-    specialization: int
-    name: str
-    path: tuple[str | int, ...] = ()
+    specialization: int  # -1: in an attribute
+    name: str  # of the node or attribute
+    path: tuple[str | int, ...] = ()  # in the node's arguments or the attribute's value
     value: int = 0
 
     @property
@@ -48,12 +46,10 @@ Term: TypeAlias = "Source | Count | tuple[Callable[[int, int], int], int, int]"
 
 
 class Size(int):
-    """A number with its origin; arithmetic with whole numbers keeps it. `given` is where a graph's node was given it,
-    if it was computed.
-    """
+    """A number with its origin; arithmetic with whole numbers keeps it."""
 
     term: Term
-    given: Source | None
+    given: Source | None  # where a graph's node was given it, if it was computed
 
     def __new__(cls, value: int, term: Term, given: Source | None = None) -> Size:
         made = super().__new__(cls, value)
@@ -96,15 +92,13 @@ def marked(value: Any, source: Source) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Requirement:
-    """A size must be the number of the kept indices of what it counts, or, without `count`, stay what it is; `own` says
-    whether that was found in the own forward of a module that has a graph.
-    """
+    """A size must be the number of the kept indices of what it counts, or, without `count`, stay what it is."""
 
     size: int
     count: Count | None
     why: str
     module: str
-    own: bool = False
+    own: bool = False  # whether that was found in the own forward of a module that has a graph
 
 
 Assigned: TypeAlias = "Mapping[Source, tuple[int, Array]]"
@@ -132,9 +126,7 @@ def assigned(requirements: Iterable[Requirement], solution: Solution) -> Assigne
 
 
 def broken(requirements: Sequence[Requirement], known: Assigned, solution: Solution, group: Array) -> Iterator[Broken]:
-    """Yield the requirements that do not hold once units are removed; `group` has the number of each unit's group, or
-    -1.
-    """
+    """Yield the requirements that do not hold once units are removed; `group` is unit -> number of its group, or -1."""
     cuts = _Cuts(group)
     for each in requirements:
         needed = None if each.count is None else each.count.units(solution)
@@ -189,7 +181,6 @@ def _value_of(size: int, known: Assigned, solution: Solution, removed: Array) ->
 
 
 def _units_of(size: int, known: Assigned, solution: Solution) -> Iterator[Array]:
-    """Yield the units that a size depends on."""
     if not isinstance(size, Size):
         return
     if isinstance(size.term, Count):

@@ -1,10 +1,10 @@
-"""Groups as plain values: everything that mentions a group's units, with their names in the model."""
+"""Groups of units, and as plain values everything that mentions them, with their names in the model."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -13,13 +13,66 @@ from torch import nn
 from ....runtime.values import qualified
 from ....tracing.program import Program
 from .dimension_tracker import Dimension, DimensionTracker
-from .grouping import Grouping
 from .groups import Attribute, Coupling, Cut, Group, Kind, Norm, Number, Refused
-from .index_classes import Array, Solution
+from .labels import FIXED, Array, Solution
 from .running import RESULT
 from .sizes import Assigned, Broken, Requirement, Size, Source
 
-__all__ = ["Writer", "given_in_graph"]
+__all__ = ["Grouping", "Writer", "given_in_graph", "grouped"]
+
+
+@dataclass
+class Grouping:
+    """The units of a solution, in groups."""
+
+    group: Array  # atom -> the number of its unit's group, or -1
+    number: Array  # atom -> the number of its unit in the group, or -1
+    dimensions: list[list[int]] = field(default_factory=list[list[int]])  # that have a group's units, in order of use
+    makers: list[int] = field(default_factory=list[int])  # by group, the dimension that makes its units
+    sizes: list[int] = field(default_factory=list[int])
+
+    def of(self, units: Array, group: int) -> tuple[int, ...]:
+        """Return the numbers of those of `units` that are in a group, -1 for others."""
+        return tuple(np.where(self.group[units] == group, self.number[units], -1).tolist())
+
+    def groups_in(self, units: Array) -> list[int]:
+        found = np.unique(self.group[units])
+        return found[found >= 0].tolist()
+
+
+def grouped(tracker: DimensionTracker, units: Sequence[Array]) -> Grouping:
+    """Put units together that are mentioned by the same dimensions; units that are alone in that stay."""
+    signatures = np.zeros(tracker.count, dtype=np.uint64)
+    for index, each in enumerate(units):
+        found, counts = np.unique(each[each != FIXED], return_counts=True)
+        factor = np.uint64((2 * index + 1) * 0x9E3779B97F4A7C15 % 2**64)
+        signatures[found] += factor * (counts.astype(np.uint64) ** np.uint64(3))
+    made = Grouping(np.full(tracker.count, -1, dtype=np.int64), np.full(tracker.count, -1, dtype=np.int64))
+    known: dict[int, int] = {}
+    for index, each in enumerate(units):
+        present = _in_order(each[each != FIXED])
+        for signature in dict.fromkeys(signatures[present].tolist()):
+            mine = present[signatures[present] == np.uint64(signature)]
+            if len(mine) < 2:
+                continue
+            if signature not in known:
+                known[signature] = len(made.dimensions)
+                made.dimensions.append([])
+                made.group[mine] = known[signature]
+            made.dimensions[known[signature]].append(index)
+    for group, indices in enumerate(made.dimensions):
+        maker = next((i for i in indices if i in tracker.made), indices[0])
+        order = _in_order(units[maker][made.group[units[maker]] == group])
+        made.number[order] = np.arange(len(order))
+        made.makers.append(maker)
+        made.sizes.append(len(order))
+    return made
+
+
+def _in_order(units: Array) -> Array:
+    """Return each unit once, in the order of first use."""
+    return units[np.sort(np.unique(units, return_index=True)[1])]
+
 
 _ONE_UNIT = "all of its units go together"
 
@@ -32,20 +85,17 @@ def given_in_graph(requirement: Requirement) -> Source | None:
 
 @dataclass(frozen=True)
 class Writer:
-    """Write down the groups of a run: with the units of each dimension, what numbers count (`known`), and requirements
-    that do not hold once units are gone, where something can be done about that (`wrong`).
-    """
+    """Write down the groups of a run."""
 
     program: Program
     tracker: DimensionTracker
     solution: Solution
-    units: Sequence[Array]
+    units: Sequence[Array]  # of each dimension
     grouping: Grouping
-    known: Assigned
-    wrong: Sequence[Broken]
+    known: Assigned  # what numbers count
+    wrong: Sequence[Broken]  # what does not hold once units are gone, where something can be done about that
 
     def coupling(self) -> Coupling:
-        """Return all groups and refusals."""
         grouping = self.grouping
         numbers, attributes, norms = self._numbers(), self._attributes(), self._norms()
         heads = {group for block in self.tracker.heads for group in self._groups_of(block)}

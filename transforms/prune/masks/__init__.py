@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from .held import masks, remove_masks, set_masks
 from .kernels import kernel_for
-from .neighbours import order_of_inputs, weakest_of
-from .ranking import chosen, scores_of
-from .schedule import PruningSchedule
+from .ranking import chosen, order_of_inputs, scores_of, weakest_of
+from .schedule import PruningSchedule, masks, remove_masks, set_masks
 from .targets import Target, targets
 
 __all__ = [

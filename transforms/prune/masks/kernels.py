@@ -24,9 +24,7 @@ _PAYS = 1.02
 
 
 def kernel_for(program: Program, target: Target, gone: Tensor, options: Weights) -> tuple[bool, str]:
-    """Say whether a layer, whose weight has zeros where `gone` says so, is computed by the kernel, and how the report
-    says so.
-    """
+    """Say whether a layer with zeros where `gone` says is computed by the kernel, and how the report says so."""
     module = program.module(target.owner)
     obstacle = _obstacle(program, module, target, options)
     if obstacle is not None:

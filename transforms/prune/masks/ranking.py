@@ -1,4 +1,4 @@
-"""Which elements go: by their scores, over all layers or in each."""
+"""Which elements go: by their scores, over all layers or in each, or N of every M neighbours."""
 
 from __future__ import annotations
 
@@ -12,31 +12,26 @@ from torch import Tensor
 from ....errors import BudgetError
 from ..settings import Weights
 
-__all__ = ["chosen", "scores_of", "weakest"]
+__all__ = ["chosen", "order_of_inputs", "scores_of", "weakest", "weakest_of"]
 
 
 def chosen(
     weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Weights, amount: float
 ) -> dict[str, Tensor]:
-    """Return which elements of each weight are zero for good where a share is to be gone; what is gone already stays,
-    and counts. Raises BudgetError where nothing would be left of a weight.
-    """
+    """Return which elements of each weight are zero for good, what is gone by now included; see `weakest`."""
     found = scores_of(weights, gone, options)
     return {name: flags | gone[name].to(flags.device) for name, flags in weakest(found, amount, options.scope).items()}
 
 
 def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Weights) -> dict[str, Tensor]:
     """Return how much each element of each weight matters; what is gone matters least."""
-    scores = _random_scores(weights, options.seed) if options.method == "random" else _magnitudes(weights)
+    scores = {name: weight.detach().abs() for name, weight in weights.items()}  # squares would rank them alike
+    if options.method == "random":
+        scores = _random_scores(weights, options.seed)
     given = cast("Mapping[str, Tensor]", options.scores or {})  # a function is for structured pruning alone
     scores = {name: given.get(name, score).to(score.device, torch.float32) for name, score in scores.items()}
     lowest = torch.finfo(torch.float32).min  # below all that is there are those alone that are gone
     return {n: s.clamp(min=lowest).masked_fill(gone[n].to(s.device), -torch.inf) for n, s in scores.items()}
-
-
-def _magnitudes(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the absolute value of each weight: squares would rank them alike."""
-    return {name: weight.detach().abs() for name, weight in weights.items()}
 
 
 def _random_scores(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -49,9 +44,7 @@ def _random_scores(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor
 
 
 def weakest(scores: Mapping[str, Tensor], amount: float, scope: str) -> dict[str, Tensor]:
-    """Return which elements go, to the element the share asked for, of all together or of each; of equal ones the
-    first. Raises BudgetError where nothing would be left of a weight.
-    """
+    """Return which elements go, of all together or of each; of equal ones the first. BudgetError: none would stay."""
     if scope == "layer":
         gone = {name: _lowest([score], amount)[0] for name, score in scores.items()}
     else:
@@ -79,3 +72,69 @@ def _lowest(scores: Sequence[Tensor], amount: float) -> list[Tensor]:
     return [
         torch.from_numpy(part).reshape(score.shape).to(score.device) for part, score in zip(parts, scores, strict=True)
     ]
+
+
+_ROWS = 128
+"""So many rows of a matrix stand for all of them in the search."""
+_ROUNDS = 16
+"""So often each group of inputs is paired with another in one sweep."""
+_SWEEPS = 4
+_LEAST = 1e-3
+"""A sweep that gains less than this share ends the search."""
+
+
+def weakest_of(scores: Tensor, inputs: int, kept: int, of: int, order: Tensor | None = None) -> Tensor:
+    """Return which elements go where `kept` of every `of` stay along dimension `inputs`, as they lie or in an order."""
+    last = scores.movedim(inputs, -1)
+    ordered = last if order is None else last.index_select(-1, order.to(last.device))
+    groups = ordered.reshape(*ordered.shape[:-1], -1, of)
+    gone = torch.ones_like(groups, dtype=torch.bool).scatter_(-1, groups.topk(kept, -1).indices, False)
+    gone = gone.reshape(ordered.shape)
+    if order is not None:
+        gone = torch.empty_like(gone).index_copy_(-1, order.to(gone.device), gone)
+    return gone.movedim(-1, inputs).contiguous()
+
+
+def order_of_inputs(scores: Tensor, inputs: int, kept: int, of: int, seed: int = 0) -> Tensor:
+    """Return an order of a layer's inputs in which `kept` of every `of` keep more of the scores than as they lie.
+    Greedy swaps between random pairs of groups: Pool and Yu, Channel Permutations for N:M Sparsity, 2021, section 3.
+    """
+    rows = scores.detach().float().movedim(inputs, -1).flatten(0, -2).cpu().clamp(min=0)
+    rows = rows[:: max(1, len(rows) // _ROWS)][:_ROWS]
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.arange(rows.shape[1]).reshape(-1, of)
+    if len(groups) < 2:
+        return groups.flatten()
+    for _ in range(_SWEEPS):
+        gained = sum(_exchange(rows, groups, kept, generator) for _ in range(min(_ROUNDS, len(groups))))
+        if gained < _LEAST * float(rows.sum()):
+            break
+    return groups.flatten()
+
+
+def _exchange(rows: Tensor, groups: Tensor, kept: int, generator: torch.Generator) -> float:
+    """Let random pairs of groups exchange one input each, in place; return what that gains."""
+    shuffled = torch.randperm(len(groups), generator=generator)[: len(groups) // 2 * 2].reshape(2, -1)
+    first, second = groups[shuffled[0]], groups[shuffled[1]]
+    now = _kept(rows[:, first], kept) + _kept(rows[:, second], kept)
+    gains = _after(rows, first, second, kept) + _after(rows, second, first, kept).transpose(1, 2) - now[:, None, None]
+    best, place = gains.flatten(1).max(1)
+    take = best > 0
+    pairs, mine, theirs = take.nonzero()[:, 0], place[take] // groups.shape[1], place[take] % groups.shape[1]
+    a, b = first[pairs, mine].clone(), second[pairs, theirs].clone()
+    groups[shuffled[0][pairs], mine], groups[shuffled[1][pairs], theirs] = b, a
+    return float(best[take].sum())
+
+
+def _after(rows: Tensor, mine: Tensor, theirs: Tensor, kept: int) -> Tensor:
+    """Return what each group keeps with its i-th input replaced by the j-th of another: [pairs, i, j]."""
+    size = mine.shape[1]
+    changed = mine[:, None, None, :].repeat(1, size, size, 1)
+    place = torch.arange(size)
+    changed[:, place, :, place] = theirs[None].expand(size, -1, -1)
+    return _kept(rows[:, changed], kept)
+
+
+def _kept(values: Tensor, kept: int) -> Tensor:
+    """Return the sum of the largest of each group, over all rows."""
+    return values.topk(kept, -1).values.sum(-1).sum(0)

@@ -13,6 +13,7 @@ from ....layers.masked import gone_of
 from ....layers.members import FusedMembers, stacked_weights
 from ....layers.moe import MixtureOfExperts
 from ....passes.contract import word_for
+from ....passes.rewriting import layer_of
 from ....passes.sites import Refusal
 from ....runtime.values import is_leaf, qualified, user_class
 from ....tracing.program import Program
@@ -34,20 +35,15 @@ _INPUTS: dict[type[nn.Module], int] = {
 }
 """Layers whose matrices are pruned; along which dimension of their weights the inputs lie."""
 
-_OTHERS = {"transformers.pytorch_utils.Conv1D": 0}
-"""Layers of other libraries, by their full names."""
-
 
 class Target(NamedTuple):
-    """A weight that can be masked, by the names of the layer and of the weight in it: which values are zero for good
-    already, and along which dimension the layer's inputs lie.
-    """
+    """A weight that can be masked, by the names of the layer and of the weight in it."""
 
     owner: str
     name: str
     weight: Tensor
-    gone: Tensor
-    inputs: int
+    gone: Tensor  # which values are zero for good already
+    inputs: int  # the dimension along which the layer's inputs lie
 
     @property
     def path(self) -> str:
@@ -55,16 +51,14 @@ class Target(NamedTuple):
 
 
 def targets(program: Program, keep: Sequence[str]) -> Iterator[Target | Refusal]:
-    """Yield every weight that can be masked, and every layer that cannot, in the model's order; modules that words in
-    `keep` name are left out, with what is in them.
-    """
+    """Yield every weight that can be masked, and every layer that cannot, in the model's order; not those in `keep`."""
     names: dict[Tensor, list[str]] = {}
     for module in program.names.distinct:
         for name, tensor in own_parameters(module).items():
             if tensor is not None:
                 names.setdefault(tensor, []).append(qualified(program.names.name(module), name))
     for module in program.names.distinct:
-        inputs = _inputs(user_class(type(module)))
+        inputs = _inputs(module)
         owner = program.names.name(module)
         if word_for(keep, owner, program) is not None:
             continue
@@ -79,7 +73,9 @@ def targets(program: Program, keep: Sequence[str]) -> Iterator[Target | Refusal]
             if weight is not None and _is_matrix(module, name, weight):
                 gone = gone_of(module).get(name, torch.zeros_like(weight, dtype=torch.bool))
                 target = Target(owner, name, weight.detach(), gone.to(weight.device), inputs)
-                yield _tied(target, names[weight]) or _empty(target) or target
+                tied = next((other for other in names[weight] if other != target.path), None)
+                reason = f"is tied to '{tied}'" if tied is not None else "" if weight.numel() else "has no elements"
+                yield Refusal(f"its {name} {reason}", owner) if reason else target
 
 
 def _is_matrix(module: nn.Module, name: str, weight: Tensor) -> bool:
@@ -99,10 +95,15 @@ def _stacked(module: nn.Module, owner: str) -> Iterator[Refusal]:
         yield Refusal(f"it is no layer that can be masked: its stacked weights {said} stay", owner or "(root)")
 
 
-def _inputs(cls: type[nn.Module]) -> int | None:
+def _inputs(module: nn.Module) -> int | None:
     """Return along which dimension of its weights a layer's inputs lie, or None where it has no matrices to prune."""
-    known = (dim for kind, dim in _INPUTS.items() if issubclass(cls, kind))
-    return next(known, _OTHERS.get(f"{cls.__module__}.{cls.__qualname__}"))
+    known = (dim for kind, dim in _INPUTS.items() if issubclass(user_class(type(module)), kind))
+    return next(known, 0 if _is_inputs_first(module) else None)
+
+
+def _is_inputs_first(module: nn.Module) -> bool:
+    layer = layer_of(module)
+    return layer is not None and layer.inputs_first
 
 
 def _obstacle(module: nn.Module, owner: str) -> str:
@@ -110,19 +111,10 @@ def _obstacle(module: nn.Module, owner: str) -> str:
     if not owner:
         return "the whole model is this layer; put it into an nn.Sequential"
     cls = user_class(type(module))
-    if not is_leaf(module) and f"{cls.__module__}.{cls.__qualname__}" not in _OTHERS:
+    if not is_leaf(module) and not _is_inputs_first(module):
         return f"it is a {cls.__name__}, which has a forward of its own"
     if has_hooks(module):
         return "it has hooks, which see the layer itself"
     if not all(parameter is None or parameter.is_floating_point() for parameter in own_parameters(module).values()):
         return "its weights are no floating-point numbers"
     return ""
-
-
-def _tied(target: Target, names: Sequence[str]) -> Refusal | None:
-    others = [name for name in names if name != target.path]
-    return Refusal(f"its {target.name} is tied to '{others[0]}'", target.owner) if others else None
-
-
-def _empty(target: Target) -> Refusal | None:
-    return None if target.weight.numel() else Refusal(f"its {target.name} has no elements", target.owner)

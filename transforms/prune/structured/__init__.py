@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .choosing import choose, chosen_for_target
 from .costs import Cost, DoesNotRun, cost_of, with_costs
 from .scores import NoScores, scores_of_units
-from .sites import Chosen, sites_of
+from .sites import Chosen, choose, chosen_for_target, sites_of
 
 __all__ = [
     "Chosen",

@@ -32,9 +32,7 @@ Cost = Callable[[Sequence[Chosen]], float]
 
 
 class DoesNotRun(Exception):  # a signal between two modules, turned into refusals by one
-    """A model does not run any more once units are gone; `reasons` has what the removal of each group at fault makes it
-    raise.
-    """
+    """A model does not run any more once units are gone; `reasons` has by group what it raises then."""
 
     def __init__(self, reasons: Mapping[str, str]) -> None:
         super().__init__(f"without units of {', '.join(reasons)} the model does not run")
@@ -42,9 +40,7 @@ class DoesNotRun(Exception):  # a signal between two modules, turned into refusa
 
 
 def cost_of(program: Program, target: str) -> Cost:
-    """Return the function that says what a model costs where units are kept.
-    Raises BudgetError if that takes a run, and there are no example inputs.
-    """
+    """Return what says what a model costs where units are kept; BudgetError: it takes a run, and has no inputs."""
     if target == "units":
         return lambda chosen: float(sum(len(each.kept) for each in chosen))
     if target == "parameters":

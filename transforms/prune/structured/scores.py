@@ -14,9 +14,8 @@ from ....runtime.values import flatten, tensors_by_name
 from ....tracing.examples import Inputs
 from ....tracing.isolation import copied_module
 from ....tracing.program import Program
-from ..checks import check_score
 from ..dependency_groups import Cut, Group, choices_of
-from ..settings import Units
+from ..settings import Units, check_score
 
 __all__ = ["NoScores", "scores_of_units"]
 
@@ -26,9 +25,7 @@ class NoScores(Exception):  # a signal between two modules, turned into a refusa
 
 
 def scores_of_units(program: Program, groups: Sequence[Group], wanted: Units) -> list[Tensor | NoScores]:
-    """Return a score for each unit of each group, of mean one in each group; float64, on the CPU.
-    Raises UsageError if weights, gradients or the user's scores are not finite, or the latter do not fit.
-    """
+    """Return a score for each unit, of mean one in each group, float64 on the CPU; UsageError: they are not finite."""
     make = _given if wanted.scores is not None else _SCORERS[wanted.criterion]
     scorer = make(program, wanted)
     found: list[Tensor | NoScores] = []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.transforms.prune import Prune, masks
-from fxopt.transforms.prune.masks.neighbours import order_of_inputs, weakest_of
+from fxopt.transforms.prune.masks.ranking import order_of_inputs, weakest_of
 
 X = torch.randn(3, 8, 6, 6, generator=torch.Generator().manual_seed(1))
 

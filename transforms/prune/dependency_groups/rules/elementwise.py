@@ -19,7 +19,6 @@ __all__ = [
     "elementwise",
     "embedding",
     "first",
-    "first_and_other",
     "gather",
     "index",
     "index_put",
@@ -106,15 +105,8 @@ def never(_: Sequence[bool | None]) -> bool:
     return False
 
 
-def first_and_other(flags: Sequence[bool | None]) -> bool:
-    """Say whether the first operand is zero, and one of the others."""
-    return bool(flags[0]) and any(flags[1:])
-
-
 def elementwise(zero: _Zero, *, scalars: bool = False) -> Rule:
-    """Return the rule of an operator whose result is zero where `zero` says so of its operands; of the first two,
-    plain numbers count, too, if `scalars` says so.
-    """
+    """Return the rule of an operator that is zero where `zero` says so of its operands, plain `scalars` included."""
 
     def rule(tracker: DimensionTracker, out: Any, *args: Any) -> Any:
         results = results_of(out)

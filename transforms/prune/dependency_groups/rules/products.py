@@ -14,20 +14,20 @@ from ..labels import Block, Labels
 from .elementwise import Rule, labelled, merged, results_of
 
 __all__ = [
+    "BMM",
+    "MM",
+    "MV",
     "added",
     "attention",
-    "bmm",
     "channel_shuffle",
     "convolution",
-    "dot",
     "grouped_mm",
     "in_channels",
     "in_space",
     "linear",
-    "mm",
-    "mv",
     "pixel_shuffle",
     "pixel_unshuffle",
+    "product",
 ]
 
 
@@ -35,9 +35,7 @@ def _contracted(
     tracker: DimensionTracker, sides: tuple[Labels, Labels], summed: tuple[int, int],
     outs: tuple[Mapping[int, int], Mapping[int, int]], shape: Sequence[int], batch: Sequence[int] = (),
 ) -> Labels:  # fmt: skip
-    """Return the labels of a sum of products over the dimension of each side that is `summed`; `outs` says what its
-    others are in the result, and `batch` names dimensions that both sides and the result have.
-    """
+    """Return the labels of a sum of products; `outs` says which dimension of the result each other of a side is."""
     left, right = _summed(tracker, sides, summed)
     blocks: list[Block] = []
     for dim in batch:
@@ -71,24 +69,19 @@ def _summed(tracker: DimensionTracker, sides: tuple[Labels, Labels], summed: tup
     return tracker.keep_whole(left, [i]), tracker.keep_whole(right, [j])
 
 
-def mm(tracker: DimensionTracker, out: Tensor, x: Tensor, y: Tensor, *_: Any) -> Labels:
-    """The product of two matrices."""
-    return _contracted(tracker, (tracker.get(x), tracker.get(y)), (1, 0), ({0: 0}, {1: 1}), out.shape)
+def product(summed: tuple[int, int], *outs: Mapping[int, int], batch: Sequence[int] = ()) -> Rule:
+    """Return the rule of products of matrices and vectors; see `_contracted`."""
+    left, right = outs
+
+    def rule(tracker: DimensionTracker, out: Tensor, x: Tensor, y: Tensor, *_: Any) -> Labels:
+        return _contracted(tracker, (tracker.get(x), tracker.get(y)), summed, (left, right), out.shape, batch)
+
+    return rule
 
 
-def bmm(tracker: DimensionTracker, out: Tensor, x: Tensor, y: Tensor, *_: Any) -> Labels:
-    """Products of matrices, one for each index of a batch."""
-    return _contracted(tracker, (tracker.get(x), tracker.get(y)), (2, 1), ({1: 1}, {2: 2}), out.shape, [0])
-
-
-def mv(tracker: DimensionTracker, out: Tensor, x: Tensor, y: Tensor) -> Labels:
-    """A matrix times a vector."""
-    return _contracted(tracker, (tracker.get(x), tracker.get(y)), (1, 0), ({0: 0}, {}), out.shape)
-
-
-def dot(tracker: DimensionTracker, out: Tensor, x: Tensor, y: Tensor) -> Labels:
-    """The product of two vectors."""
-    return _contracted(tracker, (tracker.get(x), tracker.get(y)), (0, 0), ({}, {}), out.shape)
+MM = product((1, 0), {0: 0}, {1: 1})
+BMM = product((2, 1), {1: 1}, {2: 2}, batch=(0,))
+MV = product((1, 0), {0: 0}, {})
 
 
 def grouped_mm(

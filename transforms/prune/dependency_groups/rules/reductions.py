@@ -12,7 +12,7 @@ from ..labels import Block, Labels
 from .elementwise import Rule, labelled, merged, results_of
 from .products import in_channels
 
-__all__ = ["along", "batch_norm", "cumulative", "group_norm", "layer_norm", "reduction", "rms_norm"]
+__all__ = ["along", "batch_norm", "cumulative", "group_norm", "normalized", "reduction"]
 
 
 def _dims(labels: Labels, given: Any) -> list[int]:
@@ -33,9 +33,7 @@ def _without(labels: Labels, dims: Sequence[int], out: Tensor) -> Labels:
 
 
 def reduction(position: int = 0, *, additive: bool = False, observed: str = "", zero: bool = True) -> Rule:
-    """Return the rule of a reduction over dimensions, at a position behind the first argument: zeros do not change an
-    `additive` one, change an `observed` statistic in a known way, and give zero if `zero`.
-    """
+    """Return the rule of a reduction; zeros do not change an `additive` one, and an `observed` one in a known way."""
 
     def rule(tracker: DimensionTracker, out: Any, x: Tensor, *args: Any) -> Any:
         labels = tracker.get(x)
@@ -80,35 +78,27 @@ def batch_norm(tracker: DimensionTracker, out: Any, x: Tensor, *args: Any) -> li
     return [merged(tracker, [labels, *columns], out[0].shape, lambda flags: is_affine or bool(flags[0]))]
 
 
-def layer_norm(
-    tracker: DimensionTracker, out: Any, x: Tensor, shape: Sequence[int], weight: Any = None, bias: Any = None,
-    *_: Any,
-) -> Any:  # fmt: skip
-    """Normalise over the last dimensions: of the kept indices alone the statistics are others."""
-    return _normalized(tracker, x, len(shape), [weight, bias], out, "layer")
+def normalized(kind: str) -> Rule:
+    """Return the rule of norms over the last dimensions: of the kept indices alone the statistics are others."""
 
+    def rule(tracker: DimensionTracker, out: Any, x: Tensor, shape: Sequence[int], *given: Any) -> Any:
+        labels, rank = tracker.get(x), len(shape)
+        dims = range(len(labels.shape) - rank, len(labels.shape))
+        for block in labels.blocks:
+            inside = [dim for dim in block.dims if dim in dims]
+            if inside and len(block.dims) == rank == 1 and block.zero:
+                tracker.observe(kind, block, inside[0])
+            elif inside:
+                labels = tracker.keep_whole(labels, inside)
+        weights = [tracker.get(each) for each in given if isinstance(each, Tensor)]
+        found = merged(
+            tracker, [labels, *weights], results_of(out)[0].shape, lambda flags: len(flags) > 1 and bool(flags[-1])
+        )
+        for size, dim in zip(tracker.given or (), dims, strict=False):
+            tracker.require(size, found.of(dim), dim)
+        return [found]
 
-def rms_norm(tracker: DimensionTracker, out: Any, x: Tensor, shape: Sequence[int], weight: Any = None, *_: Any) -> Any:
-    """Divide by the root of the mean square, over the last dimensions."""
-    return _normalized(tracker, x, len(shape), [weight], out, "rms")
-
-
-def _normalized(tracker: DimensionTracker, x: Tensor, rank: int, given: Sequence[Any], out: Any, kind: str) -> Any:
-    labels = tracker.get(x)
-    dims = range(len(labels.shape) - rank, len(labels.shape))
-    for block in labels.blocks:
-        inside = [dim for dim in block.dims if dim in dims]
-        if inside and len(block.dims) == rank == 1 and block.zero:
-            tracker.observe(kind, block, inside[0])
-        elif inside:
-            labels = tracker.keep_whole(labels, inside)
-    weights = [tracker.get(each) for each in given if isinstance(each, Tensor)]
-    found = merged(
-        tracker, [labels, *weights], results_of(out)[0].shape, lambda flags: len(flags) > 1 and bool(flags[-1])
-    )
-    for size, dim in zip(tracker.given or (), dims, strict=False):
-        tracker.require(size, found.of(dim), dim)
-    return [found]
+    return rule
 
 
 def group_norm(tracker: DimensionTracker, out: Any, x: Tensor, weight: Any, bias: Any, *args: Any) -> list[Labels]:

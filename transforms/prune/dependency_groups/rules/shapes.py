@@ -10,8 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from ..dimension_tracker import DimensionTracker
-from ..index_classes import FIXED
-from ..labels import Block, Labels
+from ..labels import FIXED, Block, Labels
 from .elementwise import labelled
 
 __all__ = [

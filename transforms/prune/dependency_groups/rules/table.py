@@ -28,7 +28,7 @@ _TABLE: Mapping[str, e.Rule] = {
     "add sub rsub maximum minimum copy hypot ne fmax fmin bitwise_or bitwise_xor logical_or logical_xor gt lt":
         e.elementwise(all, scalars=True),
     "mul bitwise_and logical_and": e.elementwise(any),
-    "addcmul addcdiv": e.elementwise(e.first_and_other),
+    "addcmul addcdiv": e.elementwise(lambda flags: bool(flags[0]) and any(flags[1:])),
     "lerp": e.elementwise(lambda flags: all(flags[:2])),
     "clamp clip clamp_min hardtanh": e.clamp,
     "clamp_max": e.clamp_max,
@@ -62,14 +62,14 @@ _TABLE: Mapping[str, e.Rule] = {
     "tril triu": s.last_two,
     "constant_pad_nd": s.pad,
     # Products.
-    "mm": p.mm,
-    "bmm": p.bmm,
-    "mv": p.mv,
-    "dot": p.dot,
+    "mm": p.MM,
+    "bmm": p.BMM,
+    "mv": p.MV,
+    "dot": p.product((0, 0), {}, {}),
     "_grouped_mm": p.grouped_mm,
-    "addmm": p.added(p.mm),
-    "addmv": p.added(p.mv),
-    "baddbmm": p.added(p.bmm),
+    "addmm": p.added(p.MM),
+    "addmv": p.added(p.MV),
+    "baddbmm": p.added(p.BMM),
     "linear": p.linear,
     "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention scaled_dot_product_attention "
@@ -99,8 +99,8 @@ _TABLE: Mapping[str, e.Rule] = {
     "topk": r.along(1, default=-1, because=_NUMBERS),
     "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit _batch_norm_with_update "
     "_native_batch_norm_legit_no_training _batch_norm_no_update batch_norm": r.batch_norm,
-    "native_layer_norm layer_norm": r.layer_norm,
-    "rms_norm _fused_rms_norm": r.rms_norm,
+    "native_layer_norm layer_norm": r.normalized("layer"),
+    "rms_norm _fused_rms_norm": r.normalized("rms"),
     "native_group_norm": r.group_norm,
 }  # fmt: skip
 

@@ -9,8 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from ..dimension_tracker import DimensionTracker
-from ..index_classes import Array
-from ..labels import Block, Labels
+from ..labels import Array, Block, Labels
 from .elementwise import labelled, results_of
 
 __all__ = ["WHOLE"]
