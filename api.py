@@ -53,22 +53,9 @@ from .tracing.isolation import eagerly, in_phase, outside_inference_mode, plain_
 from .tracing.program import Program, capture_program
 
 __all__ = [
-    "capture",
-    "element_wise",
-    "export",
-    "graphs",
-    "list_passes",
-    "load",
-    "load_state_dict",
-    "optimize",
-    "plan",
-    "report",
-    "restore",
-    "save",
-    "state_dict",
-    "translate_optimizer",
-    "translate_state",
-]
+    "capture", "element_wise", "export", "graphs", "list_passes", "load", "load_state_dict", "optimize", "plan",
+    "report", "restore", "save", "state_dict", "translate_optimizer", "translate_state",
+]  # fmt: skip
 
 M = TypeVar("M", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)

@@ -6,32 +6,11 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
-    "ArchiveError",
-    "BudgetError",
-    "CalibrationError",
-    "CaptureError",
-    "FusedMemberError",
-    "FxoptError",
-    "GuardError",
-    "GuardWarning",
-    "InputError",
-    "MatchFailure",
-    "ModeError",
-    "NothingDoneWarning",
-    "OrderError",
-    "PassError",
-    "PipelineError",
-    "PlanError",
-    "StateError",
-    "StateWarning",
-    "UnverifiedWarning",
-    "UsageError",
-    "VerificationError",
-    "did_you_mean",
-    "expect",
-    "one_line",
-    "positive_integer",
-]
+    "ArchiveError", "BudgetError", "CalibrationError", "CaptureError", "FusedMemberError", "FxoptError", "GuardError",
+    "GuardWarning", "InputError", "MatchFailure", "ModeError", "NothingDoneWarning", "OrderError", "PassError",
+    "PipelineError", "PlanError", "StateError", "StateWarning", "UnverifiedWarning", "UsageError",
+    "VerificationError", "did_you_mean", "expect", "one_line", "positive_integer",
+]  # fmt: skip
 
 
 class FxoptError(Exception):

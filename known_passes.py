@@ -13,19 +13,9 @@ from types import MappingProxyType
 from .errors import PipelineError, did_you_mean
 
 __all__ = [
-    "GROUP",
-    "PRESETS",
-    "PRESET_OPTIONS",
-    "TRANSFORMS",
-    "check_names",
-    "class_name",
-    "entry_points",
-    "listing",
-    "members_of",
-    "own_names",
-    "own_summaries",
-    "pass_names",
-]
+    "GROUP", "PRESETS", "PRESET_OPTIONS", "TRANSFORMS", "check_names", "class_name", "entry_points", "listing",
+    "members_of", "own_names", "own_summaries", "pass_names",
+]  # fmt: skip
 
 GROUP = "fxopt.passes"
 """The entry-point group of passes from other distributions; fxopt's own win where names are equal."""

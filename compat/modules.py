@@ -10,27 +10,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
 __all__ = [
-    "BORROWED",
-    "REGIONS",
-    "REGISTERS",
-    "all_modules",
-    "children_of",
-    "has_global_hooks",
-    "has_hooks",
-    "has_lazy_parameters",
-    "has_pre_hooks",
-    "has_state_hooks",
-    "hooks_of",
-    "modules_by_name",
-    "own_buffers",
-    "own_children",
-    "own_parameters",
-    "own_tensor",
-    "property_access",
-    "read_by_name",
-    "submodule",
+    "BORROWED", "REGIONS", "REGISTERS", "all_modules", "children_of", "has_global_hooks", "has_hooks",
+    "has_lazy_parameters", "has_pre_hooks", "has_state_hooks", "hooks_of", "modules_by_name", "own_buffers",
+    "own_children", "own_parameters", "own_tensor", "property_access", "read_by_name", "submodule",
     "transient_buffers",
-]
+]  # fmt: skip
 
 
 REGISTERS = ("_parameters", "_buffers")

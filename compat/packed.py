@@ -11,17 +11,9 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "Recurrence",
-    "convolution_of",
-    "convolution_packed",
-    "is_packed",
-    "linear_packed",
-    "linear_product",
-    "lstm_as_torch",
-    "lstm_layer",
-    "lstm_packed",
-    "why_no_packing",
-]
+    "Recurrence", "convolution_of", "convolution_packed", "is_packed", "linear_packed", "linear_product",
+    "lstm_as_torch", "lstm_layer", "lstm_packed", "why_no_packing",
+]  # fmt: skip
 
 _OPERATORS: Any = cast("Any", torch.ops).mkldnn
 _NEEDED = (

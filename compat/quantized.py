@@ -18,34 +18,12 @@ from torch import Tensor, nn
 from ..errors import UsageError
 
 __all__ = [
-    "OBSERVERS",
-    "Int8Result",
-    "Observer",
-    "empty_tensor",
-    "float8_product",
-    "has_float8",
-    "int4_packed",
-    "int4_product",
-    "int8_cells",
-    "int8_convolution",
-    "int8_convolution_packed",
-    "int8_lstm",
-    "int8_numbers",
-    "int8_packed",
-    "int8_product_dynamic",
-    "int8_product_of_weights",
-    "int8_product_static",
-    "int8_static_packed",
-    "int8_weight_packed",
-    "is_simulating",
-    "needs_reduced_range",
-    "rounded_with_learned_scale",
-    "runs_simulation",
-    "simulating",
-    "why_no_int8",
-    "why_no_static_int8",
-    "without_torch_function",
-]
+    "OBSERVERS", "Int8Result", "Observer", "empty_tensor", "float8_product", "has_float8", "int4_packed",
+    "int4_product", "int8_cells", "int8_convolution", "int8_convolution_packed", "int8_lstm", "int8_numbers",
+    "int8_packed", "int8_product_dynamic", "int8_product_of_weights", "int8_product_static", "int8_static_packed",
+    "int8_weight_packed", "is_simulating", "needs_reduced_range", "rounded_with_learned_scale", "runs_simulation",
+    "simulating", "why_no_int8", "why_no_static_int8", "without_torch_function",
+]  # fmt: skip
 
 _TORCH: Any = torch
 _OPERATORS: Any = cast("Any", torch.ops).quantized

@@ -17,35 +17,12 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "SAME_MEMORY",
-    "SAME_VERSION",
-    "DispatchMode",
-    "autocast_dtype",
-    "autocast_settings",
-    "cpu_capabilities",
-    "draws_randomly",
-    "fake_tensors",
-    "holders_of",
-    "in_place_format",
-    "is_autocast",
-    "is_cast_by_autocast",
-    "is_plainly_eager",
-    "is_registered_operator",
-    "is_torch_wrapper",
-    "is_transformed",
-    "is_view_operator",
-    "native_functions",
-    "operator_format",
-    "operator_name",
-    "overloads_of",
-    "padding_around",
-    "runs_kernels",
-    "storage_id",
-    "tensor_hooks",
-    "torch_functions_off",
-    "version_of",
-    "wants_gradients",
-]
+    "SAME_MEMORY", "SAME_VERSION", "DispatchMode", "autocast_dtype", "autocast_settings", "cpu_capabilities",
+    "draws_randomly", "fake_tensors", "holders_of", "in_place_format", "is_autocast", "is_cast_by_autocast",
+    "is_plainly_eager", "is_registered_operator", "is_torch_wrapper", "is_transformed", "is_view_operator",
+    "native_functions", "operator_format", "operator_name", "overloads_of", "padding_around", "runs_kernels",
+    "storage_id", "tensor_hooks", "torch_functions_off", "version_of", "wants_gradients",
+]  # fmt: skip
 
 
 class DispatchMode(TorchDispatchMode):

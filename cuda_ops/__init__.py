@@ -24,28 +24,10 @@ from .rotary_embedding import rotary_embedding
 from .rotary_embedding.decompositions import KERNELS as _OF_ROTARY_EMBEDDING
 
 __all__ = [
-    "KERNELS",
-    "NAMES",
-    "Kernel",
-    "add",
-    "add_layer_norm",
-    "add_rms_norm",
-    "bernoulli_sigmoid",
-    "bias_act",
-    "compiled_kernels",
-    "ensemble_mlp",
-    "geglu",
-    "kernels_compute_on",
-    "kernels_in_use",
-    "layer_norm",
-    "linear_cross_entropy",
-    "log_clip",
-    "ops",
-    "rms_norm",
-    "rotary_embedding",
-    "swiglu",
-    "triples",
-]
+    "KERNELS", "NAMES", "Kernel", "add", "add_layer_norm", "add_rms_norm", "bernoulli_sigmoid", "bias_act",
+    "compiled_kernels", "ensemble_mlp", "geglu", "kernels_compute_on", "kernels_in_use", "layer_norm",
+    "linear_cross_entropy", "log_clip", "ops", "rms_norm", "rotary_embedding", "swiglu", "triples",
+]  # fmt: skip
 
 NAMES = defined()
 """Their qualified names; all only compute, so exported programs may hold them."""

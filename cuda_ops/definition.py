@@ -17,19 +17,9 @@ from ..operators import OpInfo, register_operator
 from .gpu import on_gpu
 
 __all__ = [
-    "NAMESPACE",
-    "BatchingRule",
-    "Differentiated",
-    "Kernel",
-    "by_reference",
-    "define",
-    "defined",
-    "describe",
-    "elementwise",
-    "keep_inputs",
-    "looped",
-    "times",
-]
+    "NAMESPACE", "BatchingRule", "Differentiated", "Kernel", "by_reference", "define", "defined", "describe",
+    "elementwise", "keep_inputs", "looped", "times",
+]  # fmt: skip
 
 
 NAMESPACE = "fxopt"

@@ -23,22 +23,10 @@ from ..errors import ArchiveError, one_line
 from ..storage import atomic_file
 
 __all__ = [
-    "FORMAT",
-    "LONGEST_JSON",
-    "MANIFEST",
-    "SCHEMA_VERSION",
-    "UNREADABLE",
-    "WEIGHTS",
-    "checked_entries",
-    "read_container",
-    "read_json",
-    "read_manifest",
-    "read_weights",
-    "regular_file",
-    "stored_once",
-    "weights_bytes",
+    "FORMAT", "LONGEST_JSON", "MANIFEST", "SCHEMA_VERSION", "UNREADABLE", "WEIGHTS", "checked_entries",
+    "read_container", "read_json", "read_manifest", "read_weights", "regular_file", "stored_once", "weights_bytes",
     "write_container",
-]
+]  # fmt: skip
 
 FORMAT = "fxopt-archive"
 SCHEMA_VERSION = 1

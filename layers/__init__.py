@@ -18,17 +18,9 @@ _PLACES = {
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names.split()}
 
 __all__ = [
-    "RBM",
-    "DeepBeliefNetwork",
-    "DeepBeliefRelaxationNetwork",
-    "MixtureOfExperts",
-    "RO3Pooling",
-    "RO3TriadPooling",
-    "RouterOutput",
-    "load_balancing_loss",
-    "router_z_loss",
-    "triangles",
-]
+    "RBM", "DeepBeliefNetwork", "DeepBeliefRelaxationNetwork", "MixtureOfExperts", "RO3Pooling", "RO3TriadPooling",
+    "RouterOutput", "load_balancing_loss", "router_z_loss", "triangles",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

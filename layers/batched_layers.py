@@ -17,24 +17,11 @@ from ..operators import resolve
 from .ensemble import align_members
 
 __all__ = [
-    "attend_members",
-    "batch_norm_members",
-    "convolve_members",
-    "embed_members",
-    "group_norm_members",
-    "layer_norm_members",
-    "member_dim",
-    "member_numel",
-    "member_shape",
-    "member_size",
-    "members_training",
-    "normalize_member",
-    "pool_members",
-    "reshape_members",
-    "results_of_member",
-    "rms_norm_members",
+    "attend_members", "batch_norm_members", "convolve_members", "embed_members", "group_norm_members",
+    "layer_norm_members", "member_dim", "member_numel", "member_shape", "member_size", "members_training",
+    "normalize_member", "pool_members", "reshape_members", "results_of_member", "rms_norm_members",
     "transposed_convolve_members",
-]
+]  # fmt: skip
 
 
 def side_by_side(x: Tensor, spatial: int) -> Tensor:

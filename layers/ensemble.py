@@ -13,21 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = [
-    "align_members",
-    "batched_linear",
-    "concatenate_members",
-    "gather_members",
-    "grouped_linear",
-    "have_one_shape",
-    "select_members",
-    "shared_batched_linear",
-    "shared_grouped_linear",
-    "split_vectors",
-    "stack_members",
-    "sum_members",
-    "unbind_members",
-    "wide_linear",
-]
+    "align_members", "batched_linear", "concatenate_members", "gather_members", "grouped_linear", "have_one_shape",
+    "select_members", "shared_batched_linear", "shared_grouped_linear", "split_vectors", "stack_members",
+    "sum_members", "unbind_members", "wide_linear",
+]  # fmt: skip
 
 
 # -- linear --------------------------------------------------------------------------------------------------------

@@ -14,17 +14,9 @@ from ..runtime.values import qualified, user_class
 from .slices import View
 
 __all__ = [
-    "SEALED",
-    "can_be_independent",
-    "make_independent",
-    "outside_views",
-    "parameters_among",
-    "sealed_names",
-    "slices_alone",
-    "stacked_or_slices",
-    "stores_among",
-    "views_of",
-]
+    "SEALED", "can_be_independent", "make_independent", "outside_views", "parameters_among", "sealed_names",
+    "slices_alone", "stacked_or_slices", "stores_among", "views_of",
+]  # fmt: skip
 
 SEALED = "_fxopt_sealed"
 

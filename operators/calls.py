@@ -21,16 +21,9 @@ from .info import Chance, OpInfo, registered_operator
 from .registry import NAMESPACES, function_name, method_name, operator_info
 
 __all__ = [
-    "canonical_name",
-    "function_of",
-    "function_path",
-    "has_random_effects",
-    "in_place_signature",
-    "info_of",
-    "is_known_function",
-    "mutates",
-    "resolve",
-]
+    "canonical_name", "function_of", "function_path", "has_random_effects", "in_place_signature", "info_of",
+    "is_known_function", "mutates", "resolve",
+]  # fmt: skip
 
 _IN_PLACE_NAMES = "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
 _IN_PLACE_PYTHON = frozenset(getattr(operator, name) for name in _IN_PLACE_NAMES)

@@ -17,21 +17,9 @@ if TYPE_CHECKING:
     from ..runtime.graphs import Miss
 
 __all__ = [
-    "Left",
-    "Row",
-    "applied_rows",
-    "counted",
-    "duration",
-    "headline",
-    "left_alone",
-    "located",
-    "phase_of",
-    "printable",
-    "several",
-    "slower_sizes",
-    "summary",
-    "turned_away",
-]
+    "Left", "Row", "applied_rows", "counted", "duration", "headline", "left_alone", "located", "phase_of",
+    "printable", "several", "slower_sizes", "summary", "turned_away",
+]  # fmt: skip
 
 LONGEST_NAME = 60
 _PHASES = {"eval": "inference", "train": "training"}

@@ -15,17 +15,6 @@ from .triangles import (
 )
 
 __all__ = [
-    "CLOSED",
-    "MEMORY_LIMIT",
-    "NODE_LIMIT",
-    "TYPES",
-    "OrientedGraph",
-    "check_batch",
-    "check_edge_index",
-    "check_edges",
-    "lexicographic",
-    "oriented_edges",
-    "simple_edges",
-    "sums_by_type",
-    "triangles",
-]
+    "CLOSED", "MEMORY_LIMIT", "NODE_LIMIT", "TYPES", "OrientedGraph", "check_batch", "check_edge_index",
+    "check_edges", "lexicographic", "oriented_edges", "simple_edges", "sums_by_type", "triangles",
+]  # fmt: skip

@@ -13,16 +13,9 @@ from ...errors import UsageError, expect
 from .listing import closed_wedges, listed_triangles
 
 __all__ = [
-    "MEMORY_LIMIT",
-    "OrientedGraph",
-    "check_batch",
-    "check_edge_index",
-    "check_edges",
-    "check_nodes",
-    "lexicographic",
-    "simple_edges",
-    "triangles",
-]
+    "MEMORY_LIMIT", "OrientedGraph", "check_batch", "check_edge_index", "check_edges", "check_nodes", "lexicographic",
+    "simple_edges", "triangles",
+]  # fmt: skip
 
 MEMORY_LIMIT = 64 * 2**20
 """Bytes that what is computed on the way may take."""

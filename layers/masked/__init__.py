@@ -6,14 +6,6 @@ from .module import Masked, gone_attribute, gone_of, has_only_masks, masked_modu
 from .semi_structured import obstacle_to_sparse, packed_weight, set_sparse
 
 __all__ = [
-    "Masked",
-    "gone_attribute",
-    "gone_of",
-    "has_only_masks",
-    "masked_module",
-    "obstacle_to_sparse",
-    "packed_weight",
-    "set_gone",
-    "set_sparse",
-    "unmask",
-]
+    "Masked", "gone_attribute", "gone_of", "has_only_masks", "masked_module", "obstacle_to_sparse", "packed_weight",
+    "set_gone", "set_sparse", "unmask",
+]  # fmt: skip

@@ -9,24 +9,7 @@ from .lowerings import LOWERINGS, Compute, Linear, Lowering, Projection, Task, c
 from .router import Router, RouterOutput, load_balancing_loss, router_z_loss
 
 __all__ = [
-    "LOWERINGS",
-    "Compute",
-    "FusedExperts",
-    "Linear",
-    "Lowering",
-    "MixtureOfExperts",
-    "Projection",
-    "Router",
-    "RouterOutput",
-    "Routing",
-    "Task",
-    "added_to",
-    "apply_linear",
-    "choose_lowering",
-    "combine",
-    "load_balancing_loss",
-    "loop_over_experts",
-    "mixture",
-    "possible_lowerings",
-    "router_z_loss",
-]
+    "LOWERINGS", "Compute", "FusedExperts", "Linear", "Lowering", "MixtureOfExperts", "Projection", "Router",
+    "RouterOutput", "Routing", "Task", "added_to", "apply_linear", "choose_lowering", "combine",
+    "load_balancing_loss", "loop_over_experts", "mixture", "possible_lowerings", "router_z_loss",
+]  # fmt: skip

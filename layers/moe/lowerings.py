@@ -14,16 +14,9 @@ from torch.nn import functional as F
 from ...compat import autocast_dtype
 
 __all__ = [
-    "LOWERINGS",
-    "Compute",
-    "Linear",
-    "Lowering",
-    "Projection",
-    "Task",
-    "combine",
-    "loop_over_experts",
+    "LOWERINGS", "Compute", "Linear", "Lowering", "Projection", "Task", "combine", "loop_over_experts",
     "outputs_in_blocks",
-]
+]  # fmt: skip
 
 _SHORT = 4
 """So many tokens of an expert are few: products that start from its weights are faster."""

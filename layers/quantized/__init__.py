@@ -11,28 +11,8 @@ from .static import Geometry, StaticConv, StaticLayer, StaticLinear
 from .trained import TRAINED, FakeQuantized, Freezable, fake_quantized, freezable, freeze
 
 __all__ = [
-    "ASKED",
-    "TRAINED",
-    "FakeQuantized",
-    "Float8Linear",
-    "Freezable",
-    "Geometry",
-    "Int4WeightLinear",
-    "Int8DynamicLSTM",
-    "Int8DynamicLinear",
-    "Int8WeightLinear",
-    "QuantizedLayer",
-    "QuantizedLinear",
-    "Range",
-    "StaticConv",
-    "StaticLayer",
-    "StaticLinear",
-    "TiedInt8Linear",
-    "check_in_floats",
-    "fake_quantized",
-    "freezable",
-    "freeze",
-    "from_numbers",
-    "max_pool_numbers",
-    "to_numbers",
-]
+    "ASKED", "TRAINED", "FakeQuantized", "Float8Linear", "Freezable", "Geometry", "Int4WeightLinear",
+    "Int8DynamicLSTM", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLayer", "QuantizedLinear", "Range",
+    "StaticConv", "StaticLayer", "StaticLinear", "TiedInt8Linear", "check_in_floats", "fake_quantized", "freezable",
+    "freeze", "from_numbers", "max_pool_numbers", "to_numbers",
+]  # fmt: skip

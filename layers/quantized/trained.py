@@ -15,17 +15,9 @@ from ...runtime.values import in_class, user_class
 from .activations import Range
 
 __all__ = [
-    "TRAINED",
-    "FakeQuantized",
-    "FakeQuantizedConv1d",
-    "FakeQuantizedConv2d",
-    "FakeQuantizedConv3d",
-    "FakeQuantizedLinear",
-    "Freezable",
-    "fake_quantized",
-    "freezable",
-    "freeze",
-]
+    "TRAINED", "FakeQuantized", "FakeQuantizedConv1d", "FakeQuantizedConv2d", "FakeQuantizedConv3d",
+    "FakeQuantizedLinear", "Freezable", "fake_quantized", "freezable", "freeze",
+]  # fmt: skip
 
 _AVERAGING = 0.01
 _LARGEST = 255

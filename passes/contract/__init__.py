@@ -15,26 +15,8 @@ from .processes import (
 )
 
 __all__ = [
-    "WORD",
-    "FunctionPass",
-    "Pass",
-    "Text",
-    "ValueMismatch",
-    "check_named",
-    "check_option_types",
-    "check_options_read",
-    "device_type",
-    "format_value",
-    "launch_command",
-    "mesh_of_same_weights",
-    "missing_process_group",
-    "module_words",
-    "names_module",
-    "option_types",
-    "read_value",
-    "require_process_group",
-    "require_same_weights",
-    "snake_case",
-    "type_text",
-    "word_for",
-]
+    "WORD", "FunctionPass", "Pass", "Text", "ValueMismatch", "check_named", "check_option_types",
+    "check_options_read", "device_type", "format_value", "launch_command", "mesh_of_same_weights",
+    "missing_process_group", "module_words", "names_module", "option_types", "read_value", "require_process_group",
+    "require_same_weights", "snake_case", "type_text", "word_for",
+]  # fmt: skip

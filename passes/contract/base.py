@@ -6,12 +6,14 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Self, cast
 
 from torch import fx, nn
 
 from ...errors import UsageError, did_you_mean
+from ...known_passes import TRANSFORMS
+from ...pass_order import ORDER
 from ...tracing.program import Program
 from ..rewriting import Edit
 from ..sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
@@ -65,6 +67,16 @@ class Pass:
     destroys: ClassVar[Mapping[str, str]] = {}
     destroys_later: ClassVar[bool] = False
     includes: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Give one of fxopt's own passes its rules from the table; raise UsageError for names that are no tuple."""
+        super().__init_subclass__(**arguments)
+        if cls.__module__.startswith(f"{TRANSFORMS}.") and (order := ORDER.get(snake_case(cls.__name__))):
+            for rule in fields(order):
+                setattr(cls, rule.name, getattr(order, rule.name))
+        for rule in ("before", "after", "requires", "includes"):
+            if isinstance(names := cls.__dict__.get(rule), str):
+                raise UsageError(f"pass {snake_case(cls.__name__)!r}: {rule}={names!r}; give a tuple: ({names!r},)")
 
     def __new__(cls, *_: Any, **options: Any) -> Self:
         known = dict(inspect.signature(cls.__init__).parameters) if options else {}

@@ -11,25 +11,7 @@ from .root import remember
 from .run import check_kind, copied, run_session
 
 __all__ = [
-    "Group",
-    "Manager",
-    "PassTrace",
-    "Progress",
-    "Record",
-    "Request",
-    "RunContext",
-    "check_kind",
-    "check_optimizer",
-    "copied",
-    "grouped",
-    "hand_over",
-    "lost_hooks_text",
-    "move_optimizer",
-    "needed_record",
-    "record_of",
-    "remember",
-    "restored",
-    "run_session",
-    "state_map_of",
-    "with_lowering",
-]
+    "Group", "Manager", "PassTrace", "Progress", "Record", "Request", "RunContext", "check_kind", "check_optimizer",
+    "copied", "grouped", "hand_over", "lost_hooks_text", "move_optimizer", "needed_record", "record_of", "remember",
+    "restored", "run_session", "state_map_of", "with_lowering",
+]  # fmt: skip

@@ -17,20 +17,9 @@ from ..rewriting import Edit
 from ..sites import Cause, Numerics, Phase, Reason, Refusal, Site
 
 __all__ = [
-    "Candidate",
-    "Group",
-    "Race",
-    "changes",
-    "grouped",
-    "grouped_in_order",
-    "identity",
-    "is_like",
-    "keeps_function",
-    "narrowed",
-    "rewriting",
-    "timed_identity",
-    "with_lowering",
-]
+    "Candidate", "Group", "Race", "changes", "grouped", "grouped_in_order", "identity", "is_like", "keeps_function",
+    "narrowed", "rewriting", "timed_identity", "with_lowering",
+]  # fmt: skip
 
 _MOST_CLASSES = 8  # so many classes of alike sites are judged apart; more are taken several at a time
 _STEPS = 100.0

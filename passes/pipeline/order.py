@@ -6,10 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 
 from ...errors import OrderError, UsageError
-from ...known_passes import TRANSFORMS
-from ...pass_order import ORDER, Order
 from ...runtime.record import Decision
-from ..contract import Pass, snake_case
+from ..contract import Pass
 from ..sites import Phase
 from .registry import find_pass
 
@@ -91,13 +89,13 @@ def _moves_behind(found: Sequence[Pass], number: int, place: int) -> bool:
     """Say whether a pass runs behind a later one that includes its work."""
     name = found[number].name
     between = found[number + 1 : place]
-    return name in order_of(found[place]).includes and not any(name in order_of(each).destroys for each in between)
+    return name in found[place].includes and not any(name in each.destroys for each in between)
 
 
 def check_behind(decisions: Iterable[Decision], passes: Sequence[Pass]) -> None:
     """Raise OrderError where a pass that an earlier call applied has ruled out one of these."""
     applied = dict.fromkeys(decision.pass_name for decision in decisions if decision.status == "applied")
-    for name, earlier in ((name, _order_of_known(name)) for name in applied):
+    for name, earlier in ((name, _known(name)) for name in applied):
         for pass_ in passes if earlier.destroys_later else ():
             if pass_.name in earlier.destroys:
                 raise OrderError(
@@ -107,24 +105,12 @@ def check_behind(decisions: Iterable[Decision], passes: Sequence[Pass]) -> None:
                 )
 
 
-def order_of(pass_: Pass | type[Pass]) -> Order:
-    """Return the rules of a pass: those in the table, where it is one of fxopt's own, and those that it says itself."""
-    kind = pass_ if isinstance(pass_, type) else type(pass_)
-    is_own = kind.__module__.startswith(f"{TRANSFORMS}.")
-    own = ORDER.get(snake_case(kind.__name__), Order()) if is_own else Order()
-    return Order(
-        (*own.before, *pass_.before), (*own.after, *pass_.after), (*own.requires, *pass_.requires),
-        {**own.destroys, **pass_.destroys}, own.destroys_later or pass_.destroys_later,
-        (*own.includes, *pass_.includes),
-    )  # fmt: skip
-
-
-def _order_of_known(name: str) -> Order:
-    """Return the rules of a pass by its name; none of what goes by a name of its own, such as a user's function."""
+def _known(name: str) -> type[Pass]:
+    """Return the class of a pass by its name; `Pass` for what goes by a name of its own, such as a user's function."""
     try:
-        return order_of(find_pass(name))
+        return find_pass(name)
     except UsageError:
-        return Order()
+        return Pass
 
 
 def _check_phases(passes: Sequence[Pass]) -> None:
@@ -139,7 +125,7 @@ def _check_phases(passes: Sequence[Pass]) -> None:
 
 def _check_required(passes: Sequence[Pass]) -> None:
     names = [p.name for p in passes]
-    for name, needed in ((p.name, needed) for p in passes for needed in order_of(p).requires):
+    for name, needed in ((p.name, needed) for p in passes for needed in p.requires):
         if needed not in names:
             raise OrderError(f"{name!r} needs {needed!r} to have run before it; list it first: {needed},{name}")
 
@@ -152,21 +138,20 @@ def _check_finished_once(passes: Sequence[Pass]) -> None:
 
 
 def _rules(passes: Sequence[Pass]) -> Iterator[Rule]:
-    orders = [order_of(pass_) for pass_ in passes]
     for i, j in combinations(range(len(passes)), 2):
         for own, other in ((i, j), (j, i)):
-            a, order, b = passes[own], orders[own], passes[other].name
+            a, b = passes[own], passes[other].name
             if a.finishes and not passes[other].finishes:
                 yield other, own, f"{a.name!r} acts on the finished model, so it must run after {b!r}"
             # What is left by a pass that includes its work runs behind that, so late.
-            if b in order.before and not any(a.name in earlier.includes for earlier in orders[:own]):
+            if b in a.before and not any(a.name in earlier.includes for earlier in passes[:own]):
                 yield own, other, f"{a.name!r} must run before {b!r}"
-            if b in order.after:
+            if b in a.after:
                 yield other, own, f"{a.name!r} must run after {b!r}"
-            if b in order.requires:
+            if b in a.requires:
                 yield other, own, f"{a.name!r} needs {b!r} to have run before it"
-            if b in order.destroys:
-                yield other, own, f"once {a.name!r} has run, {b!r} no longer can: {order.destroys[b]}"
+            if b in a.destroys:
+                yield other, own, f"once {a.name!r} has run, {b!r} no longer can: {a.destroys[b]}"
 
 
 def _advice(passes: Sequence[Pass], rules: Sequence[Rule], broken: Rule) -> str:

@@ -6,16 +6,6 @@ from .causes import Cause, Reason
 from .sites import VOLATILE, Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite, as_plain, is_volatile
 
 __all__ = [
-    "VOLATILE",
-    "Cause",
-    "Goal",
-    "Numerics",
-    "OwnForward",
-    "Phase",
-    "Reason",
-    "Refusal",
-    "Site",
-    "StaleSite",
-    "as_plain",
-    "is_volatile",
-]
+    "VOLATILE", "Cause", "Goal", "Numerics", "OwnForward", "Phase", "Reason", "Refusal", "Site", "StaleSite",
+    "as_plain", "is_volatile",
+]  # fmt: skip

@@ -17,17 +17,8 @@ from ...tracing.program import Program
 from .causes import Cause
 
 __all__ = [
-    "VOLATILE",
-    "Goal",
-    "Numerics",
-    "OwnForward",
-    "Phase",
-    "Refusal",
-    "Site",
-    "StaleSite",
-    "as_plain",
-    "is_volatile",
-]
+    "VOLATILE", "Goal", "Numerics", "OwnForward", "Phase", "Refusal", "Site", "StaleSite", "as_plain", "is_volatile",
+]  # fmt: skip
 
 
 class Numerics(enum.Enum):

@@ -12,26 +12,8 @@ from .pairs import SECONDS_OF_A_KIND, microseconds, time_kind, time_pair, timing
 from .runner import Runner, forward_seconds, runner
 
 __all__ = [
-    "CALLS_OF_EACH",
-    "CALLS_OF_TWO",
-    "DEFAULT_BUDGET",
-    "SECONDS_OF_A_KIND",
-    "BudgetRequest",
-    "Interval",
-    "LiveBytes",
-    "MemoryUse",
-    "Runner",
-    "TimeBudget",
-    "Timings",
-    "collection_paused",
-    "forward_seconds",
-    "last_level_bytes",
-    "memory_use",
-    "microseconds",
-    "race_clock",
-    "runner",
-    "time_candidates",
-    "time_kind",
-    "time_pair",
+    "CALLS_OF_EACH", "CALLS_OF_TWO", "DEFAULT_BUDGET", "SECONDS_OF_A_KIND", "BudgetRequest", "Interval", "LiveBytes",
+    "MemoryUse", "Runner", "TimeBudget", "Timings", "collection_paused", "forward_seconds", "last_level_bytes",
+    "memory_use", "microseconds", "race_clock", "runner", "time_candidates", "time_kind", "time_pair",
     "timing_figures",
-]
+]  # fmt: skip

@@ -20,17 +20,9 @@ from .inactive import is_as_found
 from .portable import PortableGraph, copy_graph
 
 __all__ = [
-    "Capture",
-    "RegionPlan",
-    "Specialization",
-    "capture_of",
-    "check_picklable",
-    "forget_derived",
-    "required_capture",
-    "specializations_of",
-    "with_graph",
-    "with_specializations",
-]
+    "Capture", "RegionPlan", "Specialization", "capture_of", "check_picklable", "forget_derived", "required_capture",
+    "specializations_of", "with_graph", "with_specializations",
+]  # fmt: skip
 
 
 @dataclass

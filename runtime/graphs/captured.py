@@ -34,22 +34,9 @@ from .selection import explain_miss, select
 from .source import generate
 
 __all__ = [
-    "EVAL_ONLY",
-    "Capture",
-    "Captured",
-    "Guard",
-    "Specialization",
-    "capture_of",
-    "class_for",
-    "deactivate_again",
-    "drop_specializations",
-    "install",
-    "own",
-    "own_class",
-    "recompile",
-    "select",
-    "uninstall",
-]
+    "EVAL_ONLY", "Capture", "Captured", "Guard", "Specialization", "capture_of", "class_for", "deactivate_again",
+    "drop_specializations", "install", "own", "own_class", "recompile", "select", "uninstall",
+]  # fmt: skip
 
 
 if TYPE_CHECKING:

@@ -12,16 +12,9 @@ from ...errors import CaptureError
 from .contexts import Context, Surrounding
 
 __all__ = [
-    "ContextRegion",
-    "Region",
-    "WrappedRegion",
-    "add_region",
-    "context_regions",
-    "regions_of",
-    "remove_region",
-    "replicate_regions",
-    "share_children",
-]
+    "ContextRegion", "Region", "WrappedRegion", "add_region", "context_regions", "regions_of", "remove_region",
+    "replicate_regions", "share_children",
+]  # fmt: skip
 
 
 class Region(nn.Module):

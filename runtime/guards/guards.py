@@ -35,26 +35,9 @@ from .sources import (
 from .spelling import told_name
 
 __all__ = [
-    "NOT_HELD",
-    "Check",
-    "Equals",
-    "Guard",
-    "GuardMiss",
-    "Has",
-    "Is",
-    "IsNot",
-    "Lacks",
-    "Tally",
-    "Truth",
-    "equal",
-    "exactly",
-    "fits",
-    "in_evaluation",
-    "is_tensor",
-    "of_class",
-    "require",
-    "same_type",
-]
+    "NOT_HELD", "Check", "Equals", "Guard", "GuardMiss", "Has", "Is", "IsNot", "Lacks", "Tally", "Truth", "equal",
+    "exactly", "fits", "in_evaluation", "is_tensor", "of_class", "require", "same_type",
+]  # fmt: skip
 
 
 NOT_HELD = (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError)

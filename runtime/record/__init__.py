@@ -6,14 +6,6 @@ from .plan import SCHEMA_VERSION, STATUSES, Decision, Measured, Plan
 from .record import PassTrace, Record, needed_record, record_of, state_map_of
 
 __all__ = [
-    "SCHEMA_VERSION",
-    "STATUSES",
-    "Decision",
-    "Measured",
-    "PassTrace",
-    "Plan",
-    "Record",
-    "needed_record",
-    "record_of",
+    "SCHEMA_VERSION", "STATUSES", "Decision", "Measured", "PassTrace", "Plan", "Record", "needed_record", "record_of",
     "state_map_of",
-]
+]  # fmt: skip

@@ -18,19 +18,9 @@ from ..values import class_recipe, is_sharded, subclass, user_class
 from .state_map import StateMap
 
 __all__ = [
-    "ADDED_TENSORS",
-    "RECORD_KEY",
-    "SETTLED",
-    "STATE_MAP",
-    "VIEWS",
-    "KeepsOriginalNames",
-    "Loading",
-    "absent_from_checkpoints",
-    "checkpointing_class",
-    "cut_from_sharded",
-    "translate_on_load",
-    "translate_saved",
-]
+    "ADDED_TENSORS", "RECORD_KEY", "SETTLED", "STATE_MAP", "VIEWS", "KeepsOriginalNames", "Loading",
+    "absent_from_checkpoints", "checkpointing_class", "cut_from_sharded", "translate_on_load", "translate_saved",
+]  # fmt: skip
 
 RECORD_KEY = "_fxopt_record"
 """Where the root of an optimized model keeps its record, in its `__dict__`."""

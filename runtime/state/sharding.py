@@ -16,17 +16,9 @@ from ..values import is_sharded, tensors_by_name
 from .state_map import StateMap, listing
 
 __all__ = [
-    "InParts",
-    "all_parameters",
-    "functional_state",
-    "gathered",
-    "leave_to_other_ranks",
-    "refuse_sharded",
-    "sharded_like",
-    "sharded_state",
-    "whole_state",
-    "writes_files",
-]
+    "InParts", "all_parameters", "functional_state", "gathered", "leave_to_other_ranks", "refuse_sharded",
+    "sharded_like", "sharded_state", "whole_state", "writes_files",
+]  # fmt: skip
 
 
 class InParts(ABC, nn.Module):

@@ -19,18 +19,9 @@ from torch import Tensor
 from ...errors import StateError
 
 __all__ = [
-    "Concatenate",
-    "ConcatenateOfSome",
-    "Mask",
-    "Rename",
-    "Select",
-    "Stack",
-    "StackOfSome",
-    "StateStep",
-    "merge",
-    "packed",
-    "unpacked",
-]
+    "Concatenate", "ConcatenateOfSome", "Mask", "Rename", "Select", "Stack", "StackOfSome", "StateStep", "merge",
+    "packed", "unpacked",
+]  # fmt: skip
 
 
 class StateStep(ABC):

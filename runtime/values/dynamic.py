@@ -16,17 +16,9 @@ from torch import nn
 from ...compat import REGISTERS
 
 __all__ = [
-    "Quiet",
-    "Remade",
-    "cached_by_class",
-    "class_recipe",
-    "empty_module",
-    "identity",
-    "in_class",
-    "same_kind",
-    "subclass",
-    "user_class",
-]
+    "Quiet", "Remade", "cached_by_class", "class_recipe", "empty_module", "identity", "in_class", "same_kind",
+    "subclass", "user_class",
+]  # fmt: skip
 
 _Key = tuple[type, tuple[type, ...], object]
 _classes: weakref.WeakValueDictionary[_Key, type] = weakref.WeakValueDictionary()

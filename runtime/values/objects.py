@@ -16,18 +16,9 @@ from .dynamic import cached_by_class
 from .plain_types import PLAIN_TYPES
 
 __all__ = [
-    "copied_object",
-    "has_attributes",
-    "is_namedtuple",
-    "is_object",
-    "is_whole",
-    "makes_objects",
-    "objects_in",
-    "parts_of",
-    "state_of",
-    "tensors_in",
-    "tensors_within",
-]
+    "copied_object", "has_attributes", "is_namedtuple", "is_object", "is_whole", "makes_objects", "objects_in",
+    "parts_of", "state_of", "tensors_in", "tensors_within",
+]  # fmt: skip
 
 _ATOMS = (
     type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, enum.Enum, nn.Module,

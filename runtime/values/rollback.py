@@ -21,16 +21,9 @@ from .objects import copied_object, makes_objects, parts_of, state_of
 from .signature import Absent
 
 __all__ = [
-    "Kept",
-    "Path",
-    "announce_changes",
-    "changed_paths",
-    "contents",
-    "graft",
-    "keep",
-    "put_members_back",
+    "Kept", "Path", "announce_changes", "changed_paths", "contents", "graft", "keep", "put_members_back",
     "same_members",
-]
+]  # fmt: skip
 
 Path: TypeAlias = "tuple[str | int, ...]"
 """Where something is in an object: the names of attributes, the keys and the places of items."""

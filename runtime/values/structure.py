@@ -16,17 +16,9 @@ from .objects import copied_object, is_namedtuple, is_object, parts_of
 from .plain_types import PLAIN_TYPES
 
 __all__ = [
-    "Arguments",
-    "TensorFunction",
-    "aliased",
-    "are_plain",
-    "copied",
-    "flatten",
-    "map_leaves",
-    "map_tensors",
-    "plain",
+    "Arguments", "TensorFunction", "aliased", "are_plain", "copied", "flatten", "map_leaves", "map_tensors", "plain",
     "structure",
-]
+]  # fmt: skip
 
 
 Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"

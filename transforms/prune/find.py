@@ -17,7 +17,7 @@ from ...runtime.state import packed
 from ...tracing.program import Program
 from .dependency_groups import Group, Refused, coupling
 from .masks import Target, chosen, kernel_for, order_of_inputs, scores_of, targets, weakest_of
-from .settings import Options, Units, Weights
+from .settings import Options
 from .structured import (
     Chosen,
     Cost,
@@ -42,7 +42,7 @@ def find(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
     return _units(program, wanted) if wanted.method == "structured" else _weights(program, wanted)
 
 
-def _weights(program: Program, wanted: Weights) -> Iterator[Site | Refusal]:
+def _weights(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
     found = [_as_fits(each, wanted) for each in targets(program, wanted.keep)]
     yield from (each for each in found if isinstance(each, Refusal))
     fitting = [each for each in found if isinstance(each, Target)]
@@ -64,7 +64,7 @@ def _weights(program: Program, wanted: Weights) -> Iterator[Site | Refusal]:
         yield Site(program, owner, {}, detail=detail, data=data)
 
 
-def _as_fits(found: Target | Refusal, wanted: Weights) -> Target | Refusal:
+def _as_fits(found: Target | Refusal, wanted: Options) -> Target | Refusal:
     """Return a target, or why its inputs make no whole groups."""
     if isinstance(found, Refusal) or wanted.method != "nm":
         return found
@@ -73,7 +73,7 @@ def _as_fits(found: Target | Refusal, wanted: Weights) -> Target | Refusal:
     return Refusal(reason, found.owner) if count % of else found
 
 
-def _of_all(found: Sequence[Target], wanted: Weights) -> dict[str, Tensor]:
+def _of_all(found: Sequence[Target], wanted: Options) -> dict[str, Tensor]:
     """Return which elements of each weight are zero for good, by its qualified name; what was gone before stays so."""
     gone = {target.path: target.gone for target in found}
     if wanted.schedule != "one_shot":
@@ -81,7 +81,7 @@ def _of_all(found: Sequence[Target], wanted: Weights) -> dict[str, Tensor]:
     return chosen({target.path: target.weight for target in found}, gone, wanted, wanted.amount)
 
 
-def _of_neighbours(found: Sequence[Target], wanted: Weights, orders: dict[str, list[int]]) -> dict[str, Tensor]:
+def _of_neighbours(found: Sequence[Target], wanted: Options, orders: dict[str, list[int]]) -> dict[str, Tensor]:
     """Return the same where N of M stay; `orders` is told in which order the inputs of each weight are grouped."""
     weights, gone = {t.path: t.weight for t in found}, {t.path: t.gone for t in found}
     scores, (kept, of), masks = scores_of(weights, gone, wanted), wanted.kept_of, dict[str, Tensor]()
@@ -93,7 +93,7 @@ def _of_neighbours(found: Sequence[Target], wanted: Weights, orders: dict[str, l
     return masks
 
 
-def _detail(targets: Sequence[Target], gone: Sequence[Tensor], wanted: Weights) -> str:
+def _detail(targets: Sequence[Target], gone: Sequence[Tensor], wanted: Options) -> str:
     """Say how much is gone, by which pattern, and what a schedule plans."""
     zeros, size = sum(int(flags.sum()) for flags in gone), sum(flags.numel() for flags in gone)
     said = f"{zeros} of {size} weights are zero"
@@ -106,7 +106,7 @@ def _detail(targets: Sequence[Target], gone: Sequence[Tensor], wanted: Weights) 
     return f"{said}, as they were: nothing had to be done" if zeros and was_zero else said
 
 
-def _units(program: Program, wanted: Units) -> Iterator[Site | Refusal]:
+def _units(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
     found = coupling(program)
     of_kind = [group for group in found.groups if group.kind in wanted.kinds]
     obstacles = [(group, _obstacle(program, group, wanted)) for group in of_kind]
@@ -123,7 +123,7 @@ def _units(program: Program, wanted: Units) -> Iterator[Site | Refusal]:
 
 
 def _kept(
-    program: Program, scored: Sequence[tuple[Group, Tensor]], wanted: Units
+    program: Program, scored: Sequence[tuple[Group, Tensor]], wanted: Options
 ) -> tuple[list[Chosen], Cost, list[Refused]]:
     """Return what is kept of each group, by which cost, and the groups without whose units the model does not run."""
     cost, failing = cost_of(program, wanted.target), list[Refused]()
@@ -142,7 +142,7 @@ def _kept(
     return [], cost, failing
 
 
-def _multiple(program: Program, group: Group, wanted: Units) -> int:
+def _multiple(program: Program, group: Group, wanted: Options) -> int:
     """Return of how many units a multiple stays: `grouped_mm` takes stacked matrices with rows of whole 16 bytes."""
     multiple = wanted.round_to
     for cut in group.cuts if group.kind not in ("heads", "experts") else ():
@@ -158,7 +158,7 @@ def _multiplies_groups(capture: Capture) -> bool:
     return any("grouped_mm" in getattr(node.target, "__name__", "") for node in nodes)
 
 
-def _obstacle(program: Program, group: Group, wanted: Units) -> str | None:
+def _obstacle(program: Program, group: Group, wanted: Options) -> str | None:
     owners = dict.fromkeys(cut.tensor.rpartition(".")[0] for cut in group.cuts)
     word = next(filter(None, (word_for(wanted.keep, owner, program) for owner in owners)), None)
     if word is not None:
@@ -168,7 +168,7 @@ def _obstacle(program: Program, group: Group, wanted: Units) -> str | None:
     return "it has one unit only" if group.size < 2 else None
 
 
-def _too_few(group: Group, wanted: Units) -> str | None:
+def _too_few(group: Group, wanted: Options) -> str | None:
     """Return why so many experts cannot go: each token goes to several."""
     goes_to = f"each token goes to {group.least} of its {group.size} experts"
     if group.size <= group.least:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -19,8 +18,6 @@ __all__ = [
     "KINDS",
     "Kind",
     "Options",
-    "Units",
-    "Weights",
     "check_options",
     "check_score",
     "check_scores",
@@ -36,36 +33,25 @@ Scores = Mapping[str, Tensor] | Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class _Any:
-    """What all methods read; `Prune` says what each option means."""
+class Options:
+    """What the user asks for; `Prune` says what each option means."""
 
     method: Literal["magnitude", "random", "nm", "structured"] = "magnitude"
-    keep: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Share(_Any):
     amount: float = 0.5
     scope: Literal["global", "layer"] = "global"
-
-
-@dataclass(frozen=True)
-class _Magnitude(_Share):
-    schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
-    scores: Scores | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True)
-class _Random(_Share):
-    schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class _Neighbours(_Any):
+    norm: Literal["l1", "l2"] = "l2"
     pattern: str | None = None
     permute: bool = False
+    keep: tuple[str, ...] = ()
+    schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
+    seed: int = 0
+    criterion: Literal["magnitude", "batchnorm", "taylor", "routing", "random"] = "magnitude"
+    kinds: tuple[Kind, ...] = KINDS
+    target: Literal["units", "parameters", "flops", "latency"] = "units"
+    round_to: int = 1
     scores: Scores | None = field(default=None, compare=False, repr=False)
+    loss: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    data: Iterable[Any] | None = field(default=None, compare=False, repr=False)
 
     @property
     def kept_of(self) -> tuple[int, int]:
@@ -78,33 +64,16 @@ class _Neighbours(_Any):
         return kept, of
 
 
-@dataclass(frozen=True)
-class Weights(_Magnitude, _Random, _Neighbours):
-    """What the methods for single weights read."""
-
-
-@dataclass(frozen=True)
-class Units(_Share):
-    """What structured pruning reads."""
-
-    norm: Literal["l1", "l2"] = "l2"
-    seed: int = 0
-    criterion: Literal["magnitude", "batchnorm", "taylor", "routing", "random"] = "magnitude"
-    kinds: tuple[Kind, ...] = KINDS
-    target: Literal["units", "parameters", "flops", "latency"] = "units"
-    round_to: int = 1
-    scores: Scores | None = field(default=None, compare=False, repr=False)
-    loss: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    data: Iterable[Any] | None = field(default=None, compare=False, repr=False)
-
-
-@dataclass(frozen=True)
-class Options(Weights, Units):
-    """All options, of which each method reads its own."""
-
-
-_READ = {"magnitude": _Magnitude, "random": _Random, "nm": _Neighbours, "structured": Units}
-"""Method -> the options that it reads."""
+_READ_BY = {
+    "amount": ("magnitude", "random", "structured"),
+    "scope": ("magnitude", "random", "structured"),
+    "schedule": ("magnitude", "random"),
+    "seed": ("random", "structured"),
+    "scores": ("magnitude", "nm", "structured"),
+    **dict.fromkeys(("pattern", "permute"), ("nm",)),
+    **dict.fromkeys(("norm", "criterion", "kinds", "target", "round_to"), ("structured",)),
+}
+"""Option -> the methods that read it; all read the others, or none without `criterion`."""
 
 
 def check_options(options: Options) -> None:
@@ -113,12 +82,7 @@ def check_options(options: Options) -> None:
     check_option_types(cast("Pass", options))
     if options.schedule != "one_shot" and options.scores is not None:
         raise UsageError("pass 'prune': a schedule ranks by magnitude, later than now; leave scores or schedule out")
-    names = {method: {each.name for each in dataclasses.fields(kind)} for method, kind in _READ.items()}
-    read_by = {
-        each.name: tuple(method for method, read in names.items() if each.name in read)
-        for each in dataclasses.fields(Options)
-    }
-    check_options_read("prune", options, "method", read_by)
+    check_options_read("prune", options, "method", _READ_BY)
     _check_runs(options)
 
 
@@ -138,7 +102,7 @@ def _check_numbers(options: Options) -> None:
         raise _wrong("seed", options.seed, "give a number from 0 to below 2**63")
 
 
-def _check_runs(options: Units) -> None:
+def _check_runs(options: Options) -> None:
     """Make sure that a criterion that runs the model has what it needs, and others are not given it."""
     loss, data = options.loss, options.data
     if loss is not None and not callable(loss):

@@ -22,18 +22,9 @@ from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners, TensorReads
 
 __all__ = [
-    "CONVOLUTIONS",
-    "Candidate",
-    "already_quantized",
-    "candidates",
-    "is_candidate",
-    "linear_of",
-    "linears",
-    "objection",
-    "obstacle",
-    "tied_to",
-    "weight_of",
-]
+    "CONVOLUTIONS", "Candidate", "already_quantized", "candidates", "is_candidate", "linear_of", "linears",
+    "objection", "obstacle", "tied_to", "weight_of",
+]  # fmt: skip
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Those that `int8_static` takes."""

@@ -68,9 +68,10 @@ class Quantize(Pass, Settings):
         object.__setattr__(self, "goal", Goal.SIZE if self.aim == "size" else Goal.SPEED)
         object.__setattr__(self, "profiles_itself", scheme is None or scheme.profiles_itself)
         if scheme is not None and scheme.folds_norms:  # and leaves the other norms as they were
-            object.__setattr__(self, "includes", ("fold_batchnorm",))
+            object.__setattr__(self, "includes", ("fold_batchnorm", *self.includes))
         else:
-            object.__setattr__(self, "destroys", {"fold_batchnorm": "it works on the weights as they were"})
+            why = "it works on the weights as they were"
+            object.__setattr__(self, "destroys", {**self.destroys, "fold_batchnorm": why})
         object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
         object.__setattr__(self, "calibration", replayable(self.calibration))
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fxopt.errors import OrderError
+import fxopt
+from fxopt.errors import OrderError, UsageError
 from fxopt.known_passes import PRESET_OPTIONS, PRESETS, own_names
 from fxopt.pass_order import ORDER
 from fxopt.passes.contract import Pass
@@ -179,3 +180,18 @@ def test_the_table_names_own_passes_and_the_page_of_passes_shows_it():
         assert {name, *order.requires}.union(*columns) <= own
         cells = (", ".join(f"`{each}`" for each in column) for column in columns)
         assert f"| `{name}` | {' | '.join(cells)} |" in page
+
+
+def test_a_pass_that_extends_one_of_the_table_keeps_its_rules() -> None:
+    class Packed(fxopt.Pack):
+        before = (*fxopt.Pack.before, "other")
+
+    assert fxopt.Pack.destroys and Packed.destroys == fxopt.Pack.destroys and Packed.before == ("other",)
+    with pytest.raises(OrderError, match="once 'packed' has run, 'prune' no longer can"):
+        check_order([Packed(), fxopt.Prune()])
+
+
+@pytest.mark.parametrize("rule", ["before", "after", "requires", "includes"])
+def test_rules_that_are_no_tuple_are_refused(rule: str) -> None:
+    with pytest.raises(UsageError, match=rf"pass 'loose': {rule}='pack'; give a tuple: \('pack',\)"):
+        type("Loose", (fxopt.Pass,), {rule: "pack"})

@@ -8,14 +8,6 @@ from .table import Lowering, LoweringRule, lowerings_for, rule_called
 from .units import Task, leaving_units
 
 __all__ = [
-    "BatchingRule",
-    "Lowering",
-    "LoweringRule",
-    "Task",
-    "Unit",
-    "Writer",
-    "leaving_units",
-    "lowerings_for",
-    "rebuild",
+    "BatchingRule", "Lowering", "LoweringRule", "Task", "Unit", "Writer", "leaving_units", "lowerings_for", "rebuild",
     "rule_called",
-]
+]  # fmt: skip

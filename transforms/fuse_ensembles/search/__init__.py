@@ -9,27 +9,7 @@ from .packs import Ensemble, Flags, Gathered, Join, Operand, Pack, Parameters, S
 from .places import Case, Place, places_of, present_cases, rewritten_specializations
 
 __all__ = [
-    "Case",
-    "Ensemble",
-    "Flags",
-    "Gathered",
-    "GradientReach",
-    "Join",
-    "Operand",
-    "Pack",
-    "Parameters",
-    "Place",
-    "Selected",
-    "Shared",
-    "attribute",
-    "find_ensembles",
-    "gives_new_value",
-    "is_stacked",
-    "may_share_memory",
-    "places_of",
-    "present_cases",
-    "rewritten_specializations",
-    "same_shape",
-    "used_by",
-    "writes_to_fresh_value",
-]
+    "Case", "Ensemble", "Flags", "Gathered", "GradientReach", "Join", "Operand", "Pack", "Parameters", "Place",
+    "Selected", "Shared", "attribute", "find_ensembles", "gives_new_value", "is_stacked", "may_share_memory",
+    "places_of", "present_cases", "rewritten_specializations", "same_shape", "used_by", "writes_to_fresh_value",
+]  # fmt: skip

@@ -16,23 +16,9 @@ from ..inlining import Operation
 from .canonicalization import same_type, writes_to_fresh_value
 
 __all__ = [
-    "Ensemble",
-    "Flags",
-    "Gathered",
-    "Join",
-    "Operand",
-    "Pack",
-    "Parameters",
-    "Selected",
-    "Shared",
-    "attribute",
-    "dimensional_slots",
-    "is_one_of_several_places",
-    "is_stacked",
-    "operand_ranks",
-    "selected",
-    "selection",
-]
+    "Ensemble", "Flags", "Gathered", "Join", "Operand", "Pack", "Parameters", "Selected", "Shared", "attribute",
+    "dimensional_slots", "is_one_of_several_places", "is_stacked", "operand_ranks", "selected", "selection",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,6 @@ from .experts import choices_of
 from .groups import Attribute, Coupling, Cut, Group, Kind, Norm, Number, Refused, Router
 
 __all__ = [
-    "Attribute",
-    "Coupling",
-    "Cut",
-    "Group",
-    "Kind",
-    "Norm",
-    "Number",
-    "Refused",
-    "ResizedAttention",
-    "Router",
-    "choices_of",
-    "coupling",
-]
+    "Attribute", "Coupling", "Cut", "Group", "Kind", "Norm", "Number", "Refused", "ResizedAttention", "Router",
+    "choices_of", "coupling",
+]  # fmt: skip

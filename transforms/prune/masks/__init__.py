@@ -8,15 +8,6 @@ from .schedule import PruningSchedule, masks, remove_masks, set_masks
 from .targets import Target, targets
 
 __all__ = [
-    "PruningSchedule",
-    "Target",
-    "chosen",
-    "kernel_for",
-    "masks",
-    "order_of_inputs",
-    "remove_masks",
-    "scores_of",
-    "set_masks",
-    "targets",
-    "weakest_of",
-]
+    "PruningSchedule", "Target", "chosen", "kernel_for", "masks", "order_of_inputs", "remove_masks", "scores_of",
+    "set_masks", "targets", "weakest_of",
+]  # fmt: skip

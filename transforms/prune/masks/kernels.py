@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ....layers.masked import obstacle_to_sparse, packed_weight
 from ....passes.timing import time_candidates
 from ....tracing.program import Program
-from ..settings import Weights
+from ..settings import Options
 from .targets import Target
 
 __all__ = ["kernel_for"]
@@ -23,7 +23,7 @@ _PAYS = 1.02
 """What is not clearly faster by this stays dense."""
 
 
-def kernel_for(program: Program, target: Target, gone: Tensor, options: Weights) -> tuple[bool, str]:
+def kernel_for(program: Program, target: Target, gone: Tensor, options: Options) -> tuple[bool, str]:
     """Say whether a layer with zeros where `gone` says is computed by the kernel, and how the report says so."""
     module = program.module(target.owner)
     obstacle = _obstacle(program, module, target, options)
@@ -38,7 +38,7 @@ def kernel_for(program: Program, target: Target, gone: Tensor, options: Weights)
     return True, f"computed by the sparse kernel in evaluation, {ratio:.2f} times as fast"
 
 
-def _obstacle(program: Program, module: nn.Module, target: Target, options: Weights) -> str | None:
+def _obstacle(program: Program, module: nn.Module, target: Target, options: Options) -> str | None:
     found = obstacle_to_sparse(module, target.weight)
     if found is None and options.kept_of != (2, 4):
         return "the sparse kernel is for 2:4"

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 
 from ....errors import BudgetError
-from ..settings import Weights
+from ..settings import Options
 
 __all__ = ["chosen", "order_of_inputs", "scores_of", "weakest", "weakest_of"]
 
 
 def chosen(
-    weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Weights, amount: float
+    weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Options, amount: float
 ) -> dict[str, Tensor]:
     """Return which elements of each weight are zero for good, what is gone by now included; see `weakest`."""
     found = scores_of(weights, gone, options)
     return {name: flags | gone[name].to(flags.device) for name, flags in weakest(found, amount, options.scope).items()}
 
 
-def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Weights) -> dict[str, Tensor]:
+def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
     """Return how much each element of each weight matters; what is gone matters least."""
     scores = {name: weight.detach().abs() for name, weight in weights.items()}  # squares would rank them alike
     if options.method == "random":

@@ -16,7 +16,7 @@ from ....passes.driver import Record, record_of, remember
 from ....passes.pipeline import Decision, parse
 from ....runtime.state import Mask, packed, unpacked
 from ....runtime.values import is_sharded, qualified
-from ..settings import Weights
+from ..settings import Options
 from .ranking import chosen
 
 __all__ = ["PruningSchedule", "masks", "remove_masks", "set_masks"]
@@ -207,7 +207,7 @@ def _check_masks(model: nn.Module) -> None:
         raise UsageError("this model has no masks (any more), so there is nothing to schedule; run prune again")
 
 
-def _options(model: nn.Module) -> Weights:
+def _options(model: nn.Module) -> Options:
     record = record_of(model)
     pipeline = () if record is None else record.plan.pipeline
     passes = [pass_ for text in pipeline if text.startswith("prune{") for pass_ in parse(text)]

@@ -7,14 +7,6 @@ from .scores import NoScores, scores_of_units
 from .sites import Chosen, choose, chosen_for_target, sites_of
 
 __all__ = [
-    "Chosen",
-    "Cost",
-    "DoesNotRun",
-    "NoScores",
-    "choose",
-    "chosen_for_target",
-    "cost_of",
-    "scores_of_units",
-    "sites_of",
-    "with_costs",
-]
+    "Chosen", "Cost", "DoesNotRun", "NoScores", "choose", "chosen_for_target", "cost_of", "scores_of_units",
+    "sites_of", "with_costs",
+]  # fmt: skip

@@ -19,7 +19,7 @@ from ....passes.timing import runner, time_candidates
 from ....runtime.values import qualified, tensors_by_name
 from ....tracing.isolation import copied_module, shallow_clone
 from ....tracing.program import Program, deactivate
-from ..settings import Units
+from ..settings import Options
 from ..write import rewrite
 from .sites import Chosen, kept_indices, sites_of
 
@@ -155,7 +155,7 @@ def _pruned(program: Program, chosen: Sequence[Chosen]) -> nn.Module:
 
 
 def with_costs(
-    model: nn.Module, chosen: Sequence[Chosen], sites: Sequence[Site], wanted: Units, cost: Cost
+    model: nn.Module, chosen: Sequence[Chosen], sites: Sequence[Site], wanted: Options, cost: Cost
 ) -> Iterator[Site]:
     """Yield the sites with what they save, should one be undone; the first one also with what all of them are for."""
     shapes = _shapes_left(model, chosen)

@@ -15,7 +15,7 @@ from ....tracing.examples import Inputs
 from ....tracing.isolation import copied_module
 from ....tracing.program import Program
 from ..dependency_groups import Cut, Group, choices_of
-from ..settings import Units, check_score
+from ..settings import Options, check_score
 
 __all__ = ["NoScores", "scores_of_units"]
 
@@ -24,7 +24,7 @@ class NoScores(Exception):  # a signal between two modules, turned into a refusa
     """A group has nothing that its units can be judged by."""
 
 
-def scores_of_units(program: Program, groups: Sequence[Group], wanted: Units) -> list[Tensor | NoScores]:
+def scores_of_units(program: Program, groups: Sequence[Group], wanted: Options) -> list[Tensor | NoScores]:
     """Return a score for each unit, of mean one in each group, float64 on the CPU; UsageError: they are not finite."""
     make = _given if wanted.scores is not None else _SCORERS[wanted.criterion]
     scorer = make(program, wanted)
@@ -71,7 +71,7 @@ def _sums(model: nn.Module, group: Group, of: Callable[[str, Tensor], Tensor]) -
     return torch.stack(parts).sum(0)
 
 
-def _magnitude(program: Program, wanted: Units) -> _Scorer:
+def _magnitude(program: Program, wanted: Options) -> _Scorer:
     power = 1 if wanted.norm == "l1" else 2
 
     def size(_name: str, weight: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def _magnitude(program: Program, wanted: Units) -> _Scorer:
     return lambda _, group: _sums(program.model, group, size) ** (1 / power)
 
 
-def _batchnorm(program: Program, _wanted: Units) -> _Scorer:
+def _batchnorm(program: Program, _wanted: Options) -> _Scorer:
     def score(_number: int, group: Group) -> Tensor:
         parts: list[Tensor] = []
         for cut in group.cuts:
@@ -95,7 +95,7 @@ def _batchnorm(program: Program, _wanted: Units) -> _Scorer:
     return score
 
 
-def _random(_: Program, wanted: Units) -> _Scorer:
+def _random(_: Program, wanted: Options) -> _Scorer:
     def score(number: int, group: Group) -> Tensor:
         generator = torch.Generator().manual_seed(wanted.seed + number)
         return torch.rand(group.size, generator=generator, dtype=torch.float64)
@@ -103,7 +103,7 @@ def _random(_: Program, wanted: Units) -> _Scorer:
     return score
 
 
-def _taylor(program: Program, wanted: Units) -> _Scorer:
+def _taylor(program: Program, wanted: Options) -> _Scorer:
     gradients = _gradients(program, wanted)
     model = program.model
 
@@ -114,7 +114,7 @@ def _taylor(program: Program, wanted: Units) -> _Scorer:
     return lambda _, group: _sums(model, group, product).abs()
 
 
-def _routing(program: Program, wanted: Units) -> _Scorer:
+def _routing(program: Program, wanted: Options) -> _Scorer:
     """Count how often each expert is chosen, on the user's batches or the example inputs."""
     batches, loss = wanted.data, cast("Any", wanted.loss)
 
@@ -135,7 +135,7 @@ def _routing(program: Program, wanted: Units) -> _Scorer:
     return score
 
 
-def _given(program: Program, wanted: Units) -> _Scorer:
+def _given(program: Program, wanted: Options) -> _Scorer:
     scores = wanted.scores
 
     def of(name: str, tensor: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def _asked(scores: Any, name: str, tensor: Tensor) -> Any:
         raise UsageError(f"pass 'prune': the function scores= raises for '{name}': {raised}") from error
 
 
-_SCORERS: dict[str, Callable[[Program, Units], _Scorer]] = {
+_SCORERS: dict[str, Callable[[Program, Options], _Scorer]] = {
     "magnitude": _magnitude, "batchnorm": _batchnorm, "taylor": _taylor, "random": _random,
     "routing": _routing,
 }  # fmt: skip
@@ -169,7 +169,7 @@ _SCORERS: dict[str, Callable[[Program, Units], _Scorer]] = {
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _gradients(program: Program, wanted: Units) -> dict[str, Tensor]:
+def _gradients(program: Program, wanted: Options) -> dict[str, Tensor]:
     """Return the gradients of all parameters, summed over the batches; a copy of the model runs."""
     model = copied_module(program.model).requires_grad_(True)
     model.zero_grad()
@@ -183,7 +183,7 @@ def _gradients(program: Program, wanted: Units) -> dict[str, Tensor]:
     return found
 
 
-def _losses(model: nn.Module, program: Program, wanted: Units) -> Iterable[Tensor]:
+def _losses(model: nn.Module, program: Program, wanted: Options) -> Iterable[Tensor]:
     """Yield the losses of the user's batches, or how large the outputs of the example calls are."""
     if wanted.data is not None:
         for batch in wanted.data:

@@ -16,7 +16,7 @@ from ....passes.sites import Site
 from ....runtime.values import tensors_by_name
 from ....tracing.program import Program
 from ..dependency_groups import Group
-from ..settings import Units
+from ..settings import Options
 
 __all__ = ["Chosen", "choose", "chosen_for_target", "kept_indices", "sites_of"]
 
@@ -189,7 +189,7 @@ _CLOSE = 0.005
 
 
 def choose(
-    groups: Sequence[Group], scores: Sequence[Tensor], share: float, wanted: Units, multiples: Sequence[int] = ()
+    groups: Sequence[Group], scores: Sequence[Tensor], share: float, wanted: Options, multiples: Sequence[int] = ()
 ) -> list[Chosen]:
     """Return what is kept where `share` of the units goes, in multiples; BudgetError: nothing is left in a layer."""
     counts = _counts_in_all(groups, scores, share) if wanted.scope == "global" else _counts_in_each(groups, share)

@@ -12,24 +12,9 @@ from ..dimension_tracker import DimensionTracker
 from ..labels import Block, Labels
 
 __all__ = [
-    "Rule",
-    "add_index",
-    "clamp",
-    "clamp_max",
-    "elementwise",
-    "embedding",
-    "first",
-    "gather",
-    "index",
-    "index_put",
-    "index_select",
-    "labelled",
-    "masked_fill",
-    "merged",
-    "never",
-    "results_of",
-    "where",
-]
+    "Rule", "add_index", "clamp", "clamp_max", "elementwise", "embedding", "first", "gather", "index", "index_put",
+    "index_select", "labelled", "masked_fill", "merged", "never", "results_of", "where",
+]  # fmt: skip
 
 Rule: TypeAlias = "Callable[..., Any]"
 """A function of the tracker, an operator's result and its arguments by position, which gives the result's labels."""

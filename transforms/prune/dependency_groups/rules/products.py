@@ -14,21 +14,9 @@ from ..labels import Block, Labels
 from .elementwise import Rule, labelled, merged, results_of
 
 __all__ = [
-    "BMM",
-    "MM",
-    "MV",
-    "added",
-    "attention",
-    "channel_shuffle",
-    "convolution",
-    "grouped_mm",
-    "in_channels",
-    "in_space",
-    "linear",
-    "pixel_shuffle",
-    "pixel_unshuffle",
-    "product",
-]
+    "BMM", "MM", "MV", "added", "attention", "channel_shuffle", "convolution", "grouped_mm", "in_channels",
+    "in_space", "linear", "pixel_shuffle", "pixel_unshuffle", "product",
+]  # fmt: skip
 
 
 def _contracted(

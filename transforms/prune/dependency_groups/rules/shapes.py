@@ -14,26 +14,9 @@ from ..labels import FIXED, Block, Labels
 from .elementwise import labelled
 
 __all__ = [
-    "as_strided",
-    "cat",
-    "expand",
-    "flip",
-    "glu",
-    "last_two",
-    "pad",
-    "permute",
-    "repeat",
-    "repeat_interleave",
-    "select",
-    "slice_",
-    "split",
-    "split_with_sizes",
-    "stack",
-    "transpose",
-    "unbind",
-    "unsqueeze",
-    "view",
-]
+    "as_strided", "cat", "expand", "flip", "glu", "last_two", "pad", "permute", "repeat", "repeat_interleave",
+    "select", "slice_", "split", "split_with_sizes", "stack", "transpose", "unbind", "unsqueeze", "view",
+]  # fmt: skip
 
 
 def view(tracker: DimensionTracker, out: Tensor, x: Tensor, *_: Any) -> Labels:
