@@ -20,7 +20,7 @@ from ..compat.export import batches_by_vmap
 from ..compat.quantized import simulating
 from ..errors import ArchiveError, FxoptError, InputError, UsageError, one_line
 from ..operators import canonical_name, has_random_effects
-from ..passes.verification import distance, form_problem, rounding
+from ..passes.verification import distance, form_difference, rounding
 from ..runtime.values import flatten, map_tensors, plain, structure, tensors_in
 from ..storage import atomic_file
 from ..tracing.examples import Inputs, check_whole
@@ -182,7 +182,7 @@ def _results(module: nn.Module, call: Inputs) -> dict[str, Any]:
 def _difference(expected: Any, found: Any) -> str:
     if not isinstance(expected, Tensor):
         return "" if expected == found or expected != expected else f"is {found!r}, not {expected!r}"
-    return form_problem(expected, found) or distance(expected, found, rounding(expected)).problem
+    return form_difference(expected, found) or distance(expected, found, rounding(expected)).problem
 
 
 def _listed(names: Mapping[str, Any]) -> str:

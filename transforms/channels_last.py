@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from ..operators import laid_last
 from ..passes.contract import Pass
-from ..passes.rewriting import Edit, LayerCall, call_of_layer, lay_out_readers, objection_to_module, readers_in
+from ..passes.rewriting import Edit, LayerCall, call_of_layer, lay_out_readers, readers_in, reason_against_module
 from ..passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ..runtime.graphs import Region
 from ..tracing.program import Program
@@ -62,7 +62,7 @@ def _found_in(program: Program) -> Iterator[Site | Refusal]:
     """Yield all convolutions of a model as one site, and those that stay as they are."""
     calls: dict[_Graph, list[LayerCall]] = {}
     for number, call, module, base in _convolutions(program):
-        reason = objection_to_module(module, base)
+        reason = reason_against_module(module, base)
         if reason:
             yield Refusal(reason, call.qualified_name)
         else:

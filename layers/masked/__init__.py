@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .module import Masked, gone_attribute, gone_of, has_only_masks, masked_module, set_gone, unmask
-from .semi_structured import obstacle_to_sparse, packed_weight, set_sparse
+from .semi_structured import packed_weight, reason_against_sparse, set_sparse
 
 __all__ = [
-    "Masked", "gone_attribute", "gone_of", "has_only_masks", "masked_module", "obstacle_to_sparse", "packed_weight",
-    "set_gone", "set_sparse", "unmask",
+    "Masked", "gone_attribute", "gone_of", "has_only_masks", "masked_module", "packed_weight",
+    "reason_against_sparse", "set_gone", "set_sparse", "unmask",
 ]  # fmt: skip

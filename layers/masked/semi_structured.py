@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...operators import Cache
 
-__all__ = ["forget_packed", "forget_sparse", "obstacle_to_sparse", "packed_weight", "set_sparse", "sparse_linear"]
+__all__ = ["forget_packed", "forget_sparse", "packed_weight", "reason_against_sparse", "set_sparse", "sparse_linear"]
 
 _SPARSE = "_fxopt_sparse"
 """In the `__dict__` of a linear layer whose weight is packed: what keeps the packed weight."""
@@ -21,7 +21,7 @@ _ROWS, _COLUMNS = 32, 64
 """The kernel's tiles, in 16-bit floats (torch.sparse.to_sparse_semi_structured)."""
 
 
-def obstacle_to_sparse(module: nn.Module, weight: Tensor) -> str | None:
+def reason_against_sparse(module: nn.Module, weight: Tensor) -> str | None:
     """Return why no kernel computes a layer with this 2:4 weight, or None."""
     if not weight.is_cuda:
         return "there is no sparse kernel for CPUs" if weight.device.type == "cpu" else "it is not on a CUDA device"
@@ -57,7 +57,7 @@ def sparse_linear(module: nn.Module, args: tuple[Any, ...]) -> Tensor | None:
     if packing is None or module.training or torch.is_grad_enabled() or len(args) != 1:
         return None
     weight, x = module.weight, args[0]
-    if not isinstance(weight, Tensor) or not isinstance(x, Tensor) or obstacle_to_sparse(module, weight) is not None:
+    if not isinstance(weight, Tensor) or not isinstance(x, Tensor) or reason_against_sparse(module, weight) is not None:
         return None
     if x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
         return None

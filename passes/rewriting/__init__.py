@@ -11,13 +11,13 @@ from .inlining import (
     Opener,
     bound,
     lasting_guards,
-    obstacle_at,
-    obstacle_to_inlining,
+    reason_against_inlining,
+    reason_against_opening,
     received,
     substituted,
     unmet_guards,
 )
-from .layers import LAYERS, Layer, LayerCall, call_of_layer, layer_of, objection_to_module, shape_of, tensor_read
+from .layers import LAYERS, Layer, LayerCall, call_of_layer, layer_of, reason_against_module, shape_of, tensor_read
 from .memory_order import lay_out_readers, readers_in
 from .patterns import Match, Pattern, anything, either, module, operation
 from .snapshot import Snapshot
@@ -28,7 +28,7 @@ __all__ = [
     "LAYERS", "Checks", "Edit", "Held", "Layer", "LayerCall", "Match", "Opener", "Pattern", "Snapshot",
     "UnnotedChange", "anything", "asks_unchanged", "bound", "call_in", "call_of_layer", "either", "handed_out",
     "has_effects", "hold_written_out", "is_undisturbed", "lasting_guards", "lay_out_readers", "layer_of",
-    "leave_views", "module", "objection_to_module", "obstacle_at", "obstacle_to_inlining", "only_reading",
-    "opened_by", "operation", "paths_to", "readers_in", "received", "shape_of", "stack_members", "substituted",
-    "tensor_of", "tensor_read", "unmet_guards", "writes", "written_values",
+    "leave_views", "module", "only_reading", "opened_by", "operation", "paths_to", "readers_in",
+    "reason_against_inlining", "reason_against_module", "reason_against_opening", "received", "shape_of",
+    "stack_members", "substituted", "tensor_of", "tensor_read", "unmet_guards", "writes", "written_values",
 ]  # fmt: skip

@@ -34,17 +34,17 @@ from ...runtime.values import map_leaves, user_class
 from ..sites import VOLATILE, is_volatile
 
 __all__ = [
-    "Checks", "Opener", "bound", "lasting_guards", "obstacle_at", "obstacle_to_inlining", "received", "substituted",
-    "unmet_guard", "unmet_guards",
+    "Checks", "Opener", "bound", "lasting_guards", "reason_against_inlining", "reason_against_opening", "received",
+    "substituted", "unmet_guard", "unmet_guards",
 ]  # fmt: skip
 
 
-def obstacle_to_inlining(module: nn.Module) -> str | None:
+def reason_against_inlining(module: nn.Module) -> str | None:
     """Return why a module, or one inside it, must stay one call (hooks, parametrizations, contexts), or None."""
-    return next((reason for reason in map(obstacle_at, all_modules(module)) if reason is not None), None)
+    return next((reason for reason in map(reason_against_opening, all_modules(module)) if reason is not None), None)
 
 
-def obstacle_at(module: nn.Module) -> str | None:
+def reason_against_opening(module: nn.Module) -> str | None:
     """Return why a module must stay one call, whatever is inside it, or None; all that look into modules ask this."""
     if isinstance(module, WrappedRegion):
         return f"it opens {module.context}"

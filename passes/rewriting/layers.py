@@ -18,10 +18,10 @@ from ...operators import Derived, canonical_name, normalized_arguments
 from ...runtime.values import qualified, user_class
 from ...tracing.examples import TensorMeta
 from ...tracing.program import Program
-from .inlining import obstacle_to_inlining
+from .inlining import reason_against_inlining
 
 __all__ = [
-    "LAYERS", "Layer", "LayerCall", "call_of_layer", "layer_of", "objection_to_module", "shape_of", "tensor_read",
+    "LAYERS", "Layer", "LayerCall", "call_of_layer", "layer_of", "reason_against_module", "shape_of", "tensor_read",
 ]  # fmt: skip
 
 _OPERATORS: Mapping[type[nn.Module], str] = {
@@ -195,9 +195,9 @@ def _call_of_function(program: Program, owner: str, node: fx.Node) -> LayerCall 
     return LayerCall(name, settings, shape, program=program, owner=owner, node=node, x=x, weight=weight, bias=bias)
 
 
-def objection_to_module(module: nn.Module, base: type[nn.Module]) -> str:
+def reason_against_module(module: nn.Module, base: type[nn.Module]) -> str:
     """Return why what a module computes cannot be written into the graph as what its class `base` does, or ""."""
-    reason, kind = obstacle_to_inlining(module), user_class(type(module))
+    reason, kind = reason_against_inlining(module), user_class(type(module))
     if reason is not None:
         return reason
     if kind is not base:

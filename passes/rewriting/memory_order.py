@@ -13,7 +13,7 @@ from ...runtime.graphs import capture_of
 from ...runtime.values import user_class
 from ...tracing.program import Program
 from .edit import Edit
-from .inlining import obstacle_to_inlining
+from .inlining import reason_against_inlining
 from .layers import call_of_layer, shape_of
 
 __all__ = ["lay_out_readers", "readers_in"]
@@ -114,7 +114,7 @@ class _Graph:
         if node.op != "call_module":
             return canonical_name(node)
         module = self.program.callee(self.owner, node)
-        return None if obstacle_to_inlining(module) else operator_of_module(user_class(type(module)))
+        return None if reason_against_inlining(module) else operator_of_module(user_class(type(module)))
 
     def _is_captured(self, node: fx.Node) -> bool:
         if node.op != "call_module":

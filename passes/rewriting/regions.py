@@ -25,7 +25,7 @@ from ...runtime.graphs import (
 )
 from ...runtime.guards import require
 from ...runtime.values import Signature, map_leaves
-from .inlining import obstacle_at, received, substituted, unmet_guard
+from .inlining import reason_against_opening, received, substituted, unmet_guard
 from .order import check_runs_as_one
 from .tree_edit import TreeEdit
 
@@ -185,7 +185,7 @@ def inline(edit: TreeEdit, call: fx.Node) -> list[fx.Node]:
 
 def _check_always_runs(module: nn.Module, capture: Capture, given: Mapping[str, Any], name: str) -> None:
     """Make sure that calling the module means running its graph, and that alone."""
-    reason = obstacle_at(module)
+    reason = reason_against_opening(module)
     if reason is not None:
         raise MatchFailure(f"'{name}' must stay one call: {reason}")
     guard = unmet_guard(module, capture, given)

@@ -24,7 +24,7 @@ from ...runtime.values import user_class
 from ...tracing.program import Program
 from ...tracing.rules import leaf_graph
 from .effects import overwrites_unseen, writes
-from .inlining import bound, lasting_guards, obstacle_to_inlining
+from .inlining import bound, lasting_guards, reason_against_inlining
 
 __all__ = ["Call", "Held", "call_in", "is_undisturbed"]
 
@@ -95,7 +95,7 @@ def _in_capture(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Nod
         return None
     (specialization,) = capture.specializations
     call = _only_call(specialization.graph)
-    if call is None or canonical_name(call) != operator or obstacle_to_inlining(module) is not None:
+    if call is None or canonical_name(call) != operator or reason_against_inlining(module) is not None:
         return None
     given = bound(capture, node.args, dict(node.kwargs))
     if given is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .allowances import gradients_within
-from .compare import distance, form_problem, half_the_digits, rounding, scale_of
+from .compare import distance, form_difference, half_the_digits, rounding, scale_of
 from .demands import Verdict
 from .float64 import Float64Mode, double_defaults, narrow, widened
 from .inputs import (
@@ -26,7 +26,7 @@ from .whole_model import Original, Simulation
 
 __all__ = [
     "NO_ELEMENTS", "Data", "Float64Mode", "MapState", "Neighbour", "Original", "Reference", "Simulation", "Sizes",
-    "Tape", "Tolerance", "Verdict", "depends_on_mode", "distance", "double_defaults", "form_problem",
+    "Tape", "Tolerance", "Verdict", "depends_on_mode", "distance", "double_defaults", "form_difference",
     "gradients_within", "half_the_digits", "jittered", "modes_to_check", "narrow", "neighbours", "perturbed_inputs",
     "perturbed_state", "reference", "rounding", "scale_of", "smaller", "verify", "widened",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .tolerances import NATIVE_UNITS, NOTHING, STANDS_FOR_INFINITY, Tolerance
 
 __all__ = [
-    "Distance", "bitwise_problem", "deviation", "distance", "drift", "form_problem", "half_the_digits", "rounding",
+    "Distance", "bitwise_difference", "deviation", "distance", "drift", "form_difference", "half_the_digits", "rounding",
     "scale_of",
 ]  # fmt: skip
 
@@ -28,7 +28,7 @@ class Distance:
 _SAME = Distance(0.0)
 
 
-def form_problem(expected: Any, actual: Any) -> str:
+def form_difference(expected: Any, actual: Any) -> str:
     """Return what differs in the type, shape, dtype or device of two leaves, as a clause, or ""."""
     if not isinstance(expected, Tensor) or not isinstance(actual, Tensor):
         same = type(expected) is type(actual)
@@ -44,7 +44,7 @@ def _plain(value: object) -> str:
     return str(list(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
 
 
-def bitwise_problem(expected: Any, actual: Any) -> str:
+def bitwise_difference(expected: Any, actual: Any) -> str:
     """Return where two leaves of one form differ in any bit that counts (NaN equals NaN), as a clause, or ""."""
     if not isinstance(expected, Tensor):
         return "" if expected == actual or (expected != expected and actual != actual) else "differs"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .allowances import learn_response, within
-from .compare import bitwise_problem, distance, drift, form_problem
+from .compare import bitwise_difference, distance, drift, form_difference
 from .outcome import Outcome, Quantities, is_gradient
 from .tolerances import DRIFT, DRIFT_UNITS, ENOUGH, LOUD, NATIVE_FACTOR, NOTHING, Tolerance
 from .translation import Objection
@@ -153,7 +153,7 @@ def check_same_quantities(before: Quantities, after: Quantities) -> None:
 def check_form(before: Quantities, after: Quantities) -> None:
     """Object to another shape, dtype or device."""
     for label, expected in before.items():
-        problem = form_problem(expected, after[label]) if expected is not None else ""
+        problem = form_difference(expected, after[label]) if expected is not None else ""
         if problem:
             raise Objection(f"{label} {problem}")
 
@@ -177,7 +177,7 @@ def _error_around(expected: Quantities, found: Quantities, budget: float) -> flo
 def check_bits(before: Quantities, after: Quantities) -> None:
     """Object to outputs, arguments or buffers that are not bitwise the same; gradients may be summed differently."""
     for label, expected in before.items():
-        problem = "" if is_gradient(label) else bitwise_problem(expected, after[label])
+        problem = "" if is_gradient(label) else bitwise_difference(expected, after[label])
         if problem:
             raise Objection(f"{label} {problem}")
 
@@ -197,7 +197,7 @@ def largest_gap(
     for label, expected in before.items():
         found = after[label]
         if isinstance(expected, Tensor) and isinstance(found, Tensor) and expected.shape != found.shape:
-            raise Objection(f"{label} {form_problem(expected, found)}")
+            raise Objection(f"{label} {form_difference(expected, found)}")
         apart = distance(expected, found, tolerances.get(label, NOTHING), fewer_infinities=fewer_infinities)
         if apart.problem:
             stale = " is stale:" if label.startswith("buffer ") else ""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import FxoptError, VerificationError
 from ...runtime.state import StateMap
-from .compare import Tolerance, bitwise_problem, distance, form_problem
+from .compare import Tolerance, bitwise_difference, distance, form_difference
 from .inputs import perturbed_state
 from .module_harness import ModuleHarness
 from .outcome import Outcome, Quantities, differentiable
@@ -88,7 +88,7 @@ class Translation:
             if self.steps.is_lossy:  # what is left must come back: what was cut away cannot
                 state, back = self.steps.forward(state), self.steps.forward(back)
         for name, tensor in state.items():
-            problem = form_problem(tensor, back.get(name)) or bitwise_problem(tensor, back[name])
+            problem = form_difference(tensor, back.get(name)) or bitwise_difference(tensor, back[name])
             if problem:
                 raise Objection(f"{name} {problem} after the state map is applied and reversed")
 
@@ -110,7 +110,7 @@ class Translation:
             problem = "is gone" if id(tensor) not in reached else ""
             if name in found:
                 other = found[name].detach()
-                problem = form_problem(tensor, other) or distance(tensor.detach(), other, self._slack).problem
+                problem = form_difference(tensor, other) or distance(tensor.detach(), other, self._slack).problem
             if problem:
                 raise Objection(f"{name} {problem} after it was saved under the original names and loaded")
 

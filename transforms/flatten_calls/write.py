@@ -22,9 +22,9 @@ from ...passes.rewriting import (
     asks_unchanged,
     bound,
     lasting_guards,
-    obstacle_at,
     opened_by,
     paths_to,
+    reason_against_opening,
     received,
     writes,
 )
@@ -223,7 +223,7 @@ class _Writer(Opener):
         """Write what a called module computes; None where it stays a call."""
         path = qualified(place[0], str(node.target))
         module = self.owner.get_submodule(path)
-        reason = obstacle_at(module)
+        reason = reason_against_opening(module)
         if reason is not None or isinstance(module, Region) or not _is_held(self.owner, path):
             self.closed[path] = reason or ""
             return None

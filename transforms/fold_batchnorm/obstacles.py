@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...layers.masked import has_only_masks
 from ...layers.sync_batch_norm import SYNCHRONIZED
-from ...passes.rewriting import LAYERS, obstacle_to_inlining
+from ...passes.rewriting import LAYERS, reason_against_inlining
 from ...runtime.graphs import Region
 from ...runtime.values import qualified, user_class
 from ...tracing.examples import TensorMeta
@@ -73,7 +73,7 @@ def _obstacle_in_modules(pair: Pair, program: Program, also: tuple[type[nn.Modul
     if isinstance(program.module(pair.owner), Region):
         return "they are called in a region that does not own them"
     for what, module in pair.modules:
-        reason = obstacle_to_inlining(module)
+        reason = reason_against_inlining(module)
         if reason is not None:
             return f"the {what} cannot be folded: {reason}"
         if tails and module is pair.norm.module and has_own_forward(module):

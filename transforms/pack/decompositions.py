@@ -11,7 +11,7 @@ from torch import fx
 from ...cuda_ops import KERNELS
 from ...layers.packed import Activation, known_activations
 from ...operators import canonical_name
-from ...passes.rewriting import Pattern, lasting_guards, obstacle_to_inlining
+from ...passes.rewriting import Pattern, lasting_guards, reason_against_inlining
 from ...runtime.graphs import Specialization, capture_of
 from ...tracing.examples import TensorMeta
 from ...tracing.program import Program
@@ -29,7 +29,7 @@ def written_out(program: Program, owner: str, user: fx.Node, x: fx.Node) -> Acti
         return None
     module = program.callee(owner, user)
     capture = capture_of(module)
-    if capture is None or len(capture.specializations) != 1 or obstacle_to_inlining(module) is not None:
+    if capture is None or len(capture.specializations) != 1 or reason_against_inlining(module) is not None:
         return None
     (specialization,), inner = capture.specializations, program.name_of(module)
     try:

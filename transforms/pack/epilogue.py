@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...layers.packed import NO_ACTIVATION, Activation, known_activations
-from ...passes.rewriting import Held, LayerCall, call_in, is_undisturbed, obstacle_to_inlining, shape_of
+from ...passes.rewriting import Held, LayerCall, call_in, is_undisturbed, reason_against_inlining, shape_of
 from ...runtime.values import user_class
 from .decompositions import written_out
 
@@ -110,7 +110,7 @@ def _relu_in_place(layer: LayerCall, total: fx.Node) -> tuple[fx.Node, Activatio
     if user is None or user.op != "call_module":
         return None
     module = layer.program.callee(layer.owner, user)
-    is_relu = user_class(type(module)) is nn.ReLU and obstacle_to_inlining(module) is None
+    is_relu = user_class(type(module)) is nn.ReLU and reason_against_inlining(module) is None
     return (user, next(known_activations())) if is_relu else None
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear, TransposedLinear, why_not_packed
-from ...passes.rewriting import LayerCall, call_in, call_of_layer, is_undisturbed, objection_to_module, shape_of
+from ...passes.rewriting import LayerCall, call_in, call_of_layer, is_undisturbed, reason_against_module, shape_of
 from ...tracing.program import Program, is_called
 
 __all__ = ["Packable", "graphs_in", "packable_at"]
@@ -99,7 +99,7 @@ def packable_at(program: Program, owner: str, node: fx.Node) -> Packable | None:
     call = call_of_layer(program, owner, node)
     if call is None or call.x is None or call.rank == 1:
         return None
-    if call.module is not None and call.base is not None and (reason := objection_to_module(call.module, call.base)):
+    if call.module is not None and call.base is not None and (reason := reason_against_module(call.module, call.base)):
         objection = reason
     elif call.weight is None:
         objection = "its weight is no parameter of its own"

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from ...compat import own_parameters
 from ...layers.packed import PackedLSTM, Recurrence, why_not_packed
 from ...passes.kinds import allowed_error, error_of
-from ...passes.rewriting import Edit, objection_to_module, shape_of
+from ...passes.rewriting import Edit, reason_against_module, shape_of
 from ...passes.sites import Cause, Refusal, Site
 from ...runtime.graphs import Region
 from ...runtime.values import qualified
@@ -118,7 +118,7 @@ def _found(program: Program, owner: str, number: int, node: fx.Node) -> _Found |
 
 
 def _objection(program: Program, owner: str, module: nn.LSTM, node: fx.Node) -> str:
-    reason = objection_to_module(module, nn.LSTM)
+    reason = reason_against_module(module, nn.LSTM)
     if reason:
         return reason
     if module.proj_size:

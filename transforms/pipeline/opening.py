@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from ...compat import submodule
 from ...errors import GuardError, MatchFailure
-from ...passes.rewriting import Opener, obstacle_at, unmet_guards
+from ...passes.rewriting import Opener, reason_against_opening, unmet_guards
 from ...runtime.graphs import Capture, capture_of, specializations_of
 from ...runtime.guards import NOT_HELD, SELF, Argument, Attribute, Constant, Guard, Item, Source, reader, require
 from ...runtime.values import keep, qualified
@@ -82,7 +82,7 @@ def opened_graph(model: nn.Module, chosen: Mapping[str, int], unpacked: Mapping[
 def why_closed(module: nn.Module) -> str | None:
     """Return why a module must stay one call, or None."""
     capture = capture_of(module)
-    return "it has no graph" if capture is None or not capture.specializations else obstacle_at(module)
+    return "it has no graph" if capture is None or not capture.specializations else reason_against_opening(module)
 
 
 def depends_on_mode(module: nn.Module) -> bool:

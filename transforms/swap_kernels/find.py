@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...cuda_ops import Kernel
 from ...operators import canonical_name, operator_of_module
-from ...passes.rewriting import Held, Match, obstacle_to_inlining, unmet_guards
+from ...passes.rewriting import Held, Match, reason_against_inlining, unmet_guards
 from ...runtime.graphs import Specialization, capture_of
 from ...runtime.guards import SELF, Argument, Attribute, Guard, is_switch
 from ...runtime.values import user_class
@@ -94,7 +94,7 @@ def _called(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iter
     (specialization,) = capture.specializations
     result = specialization.graph.output_node().args[0]
     given = capture.parameters.bind(node.args, dict(node.kwargs))
-    if not isinstance(result, fx.Node) or obstacle_to_inlining(module):
+    if not isinstance(result, fx.Node) or reason_against_inlining(module):
         return
     if not all(_is_sealed(guard, module) for guard in unmet_guards(module, specialization, given)):
         return

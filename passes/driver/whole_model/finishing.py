@@ -22,7 +22,7 @@ from ....tracing.recording import copy_inputs
 from ...contract import Pass
 from ...pipeline import Decision, Ranks, heard_of_any, on_all_ranks
 from ...sites import Goal, Numerics, Site
-from ...verification import Tolerance, distance, form_problem, half_the_digits, scale_of
+from ...verification import Tolerance, distance, form_difference, half_the_digits, scale_of
 from .first_step import FirstStep
 
 __all__ = ["finished"]
@@ -126,7 +126,7 @@ def _difference(before: Sequence[Tensor], after: Sequence[Tensor], pass_: Pass) 
     if len(before) != len(after):
         return f"{len(before)} tensors before, {len(after)} after"
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
-        problem = form_problem(old, new) or distance(old, new, _tolerance(old, pass_)).problem
+        problem = form_difference(old, new) or distance(old, new, _tolerance(old, pass_)).problem
         if problem:
             return f"output {number} {problem}"
     return ""

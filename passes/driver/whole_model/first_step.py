@@ -20,7 +20,7 @@ from ....tracing.recording import copy_inputs
 from ...contract import Pass
 from ...pipeline import Ranks, heard_of_any
 from ...sites import Numerics
-from ...verification import distance, form_problem, gradients_within
+from ...verification import distance, form_difference, gradients_within
 
 __all__ = ["FirstStep"]
 
@@ -73,7 +73,7 @@ class FirstStep:
             # All of them on every rank: whole tensors are gathered from all.
             gradient = _whole(found.get(name))
             actual = torch.zeros_like(expected) if gradient is None else gradient
-            wrong = form_problem(expected, actual) or distance(expected, actual, tolerances[name]).problem
+            wrong = form_difference(expected, actual) or distance(expected, actual, tolerances[name]).problem
             problem = problem or (f"the gradient of '{name}' {wrong}" if wrong else "")
         return problem
 

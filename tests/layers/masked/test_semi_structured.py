@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor, nn
 
-from fxopt.layers.masked import obstacle_to_sparse
+from fxopt.layers.masked import reason_against_sparse
 
 
 @pytest.mark.parametrize(
@@ -21,5 +21,5 @@ def test_what_the_kernel_takes(layer: nn.Module, reason: str | None) -> None:
     class OnCuda(Tensor):
         is_cuda = True  # pyright: ignore[reportAssignmentType]
 
-    found = obstacle_to_sparse(layer, layer.weight.detach().as_subclass(OnCuda))  # pyright: ignore[reportCallIssue]
+    found = reason_against_sparse(layer, layer.weight.detach().as_subclass(OnCuda))  # pyright: ignore[reportCallIssue]
     assert found is None if reason is None else reason in str(found)

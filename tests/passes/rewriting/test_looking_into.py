@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 
 import fxopt
 from fxopt.errors import MatchFailure
-from fxopt.passes.rewriting import Edit, obstacle_at
+from fxopt.passes.rewriting import Edit, reason_against_opening
 from fxopt.passes.sites import Site
 
 X = torch.randn(2, 4)
@@ -66,10 +66,10 @@ def test_edits_look_into_no_module_that_must_stay_one_call(reason: str) -> None:
     kind, change = CLOSED[reason]
     program = fxopt.capture(Outer(kind()), (X,))
     inner = program.module("inner")
-    assert obstacle_at(inner) is None or kind is Calling
+    assert reason_against_opening(inner) is None or kind is Calling
     change(inner)
     edit = Edit(program, Site(program, "", {}), "test_pass")
     (call,) = edit.graph.find_nodes(op="call_module", target="inner")
     with pytest.raises(MatchFailure, match=f"'inner' must stay one call: {reason}"):
         edit.inline(call)
-    assert obstacle_at(inner) == reason
+    assert reason_against_opening(inner) == reason

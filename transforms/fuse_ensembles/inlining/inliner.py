@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from .... import operators
 from ....compat import submodule
-from ....passes.rewriting import Checks, Opener, bound, obstacle_to_inlining, received, unmet_guards, writes
+from ....passes.rewriting import Checks, Opener, bound, reason_against_inlining, received, unmet_guards, writes
 from ....runtime.graphs import Capture, Specialization, capture_of
 from ....runtime.guards import SELF, Attribute, Guard, Item, Source, is_outside, module_at, require
 from ....runtime.values import map_leaves
@@ -66,7 +66,7 @@ class InlinedGraphs:
         """Return why a module must stay one call, or None."""
         kind = self.kind(module)
         if kind not in self._obstacles:
-            self._obstacles[kind] = obstacle_to_inlining(module)
+            self._obstacles[kind] = reason_against_inlining(module)
         return self._obstacles[kind]
 
 

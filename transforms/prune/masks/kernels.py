@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....layers.masked import obstacle_to_sparse, packed_weight
+from ....layers.masked import packed_weight, reason_against_sparse
 from ....passes.timing import time_candidates
 from ....tracing.program import Program
 from ..settings import Options
@@ -39,7 +39,7 @@ def kernel_for(program: Program, target: Target, gone: Tensor, options: Options)
 
 
 def _obstacle(program: Program, module: nn.Module, target: Target, options: Options) -> str | None:
-    found = obstacle_to_sparse(module, target.weight)
+    found = reason_against_sparse(module, target.weight)
     if found is None and options.kept_of != (2, 4):
         return "the sparse kernel is for 2:4"
     if found is None and options.permute:

@@ -36,8 +36,8 @@ def packed(monkeypatch: Any) -> list[Tensor]:
         found.append(weight.detach().clone())
         return found[-1]
 
-    for place in (inspect.getmodule(KERNELS.obstacle_to_sparse), KERNELS):
-        monkeypatch.setattr(place, "obstacle_to_sparse", lambda *_: None)
+    for place in (inspect.getmodule(KERNELS.reason_against_sparse), KERNELS):
+        monkeypatch.setattr(place, "reason_against_sparse", lambda *_: None)
         monkeypatch.setattr(place, "packed_weight", pack)
     return found
 
