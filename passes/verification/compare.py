@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .tolerances import NATIVE_UNITS, NOTHING, STANDS_FOR_INFINITY, Tolerance
 
 __all__ = [
-    "Distance", "bitwise_difference", "deviation", "distance", "drift", "form_difference", "half_the_digits", "rounding",
-    "scale_of",
+    "Distance", "bitwise_difference", "deviation", "distance", "drift", "form_difference", "half_the_digits",
+    "rounding", "scale_of",
 ]  # fmt: skip
 
 
