@@ -40,7 +40,7 @@ FILES = (
     "transforms/eliminate_dead_code.py", "transforms/eliminate_common_subexpressions.py",
     "transforms/fold_constants.py", "transforms/fold_batchnorm/fold_batchnorm.py", "transforms/fold_batchnorm/write.py",
     f"{ENSEMBLES}/fuse_ensembles.py", f"{ENSEMBLES}/search/isomorphism.py", f"{ENSEMBLES}/search/packs.py",
-    f"{ENSEMBLES}/lowerings/packwise.py", f"{ENSEMBLES}/lowerings/vmap.py", f"{ENSEMBLES}/lowerings/units.py",
+    f"{ENSEMBLES}/lowerings/packwise.py", f"{ENSEMBLES}/lowerings/units.py",
     f"{ENSEMBLES}/lowerings/batching_rules.py", f"{ENSEMBLES}/lowerings/rebuilding.py",
     "layers/ensemble.py", "layers/batched_layers.py", "layers/batched_recurrent.py",
     "layers/members.py", "layers/vectorized.py",
