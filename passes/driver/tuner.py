@@ -10,9 +10,10 @@ from typing import Any
 from torch import nn
 
 from ...errors import MatchFailure, PassError
+from ...runtime.record import Measured
 from ...tracing.isolation import copied_module
 from ..contract import Pass
-from ..pipeline import Measured, supervised
+from ..pipeline import supervised
 from ..rewriting import Edit
 from ..sites import Cause, Phase, Reason, Site
 from .comparison import UNNAMED, Comparison

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...runtime.record import SCHEMA_VERSION, STATUSES, Decision, Measured, Plan
+from ...runtime.record import Decision, Plan
 from .choosing import PassLike, asked_for, chosen_passes, refuse_unfit, unfinished
 from .order import check_behind, check_order
 from .pipeline import parse
@@ -12,7 +12,7 @@ from .supervision import supervised, switches_kept
 from .twins import as_in_twin
 
 __all__ = [
-    "SCHEMA_VERSION", "STATUSES", "Decision", "Measured", "PassInfo", "PassLike", "Plan", "Ranks", "as_in_twin",
+    "Decision", "PassInfo", "PassLike", "Plan", "Ranks", "as_in_twin",
     "asked_for", "available", "check_behind", "check_order", "chosen_passes", "find_pass", "heard_of_any",
     "on_all_ranks", "optimized_on_all", "parse", "ranks", "refuse_unfit", "supervised", "switches_kept", "unfinished",
 ]  # fmt: skip

@@ -14,10 +14,9 @@ from .inlining import (
     reason_against_inlining,
     reason_against_opening,
     received,
-    substituted,
     unmet_guards,
 )
-from .layers import LAYERS, Layer, LayerCall, call_of_layer, layer_of, reason_against_module, shape_of, tensor_read
+from .layers import LAYERS, Layer, LayerCall, call_of_layer, layer_of, reason_against_module, shape_of
 from .memory_order import lay_out_readers, readers_in
 from .patterns import Match, Pattern, anything, either, module, operation
 from .snapshot import Snapshot
@@ -30,5 +29,5 @@ __all__ = [
     "has_effects", "hold_written_out", "is_undisturbed", "lasting_guards", "lay_out_readers", "layer_of",
     "leave_views", "module", "only_reading", "opened_by", "operation", "paths_to", "readers_in",
     "reason_against_inlining", "reason_against_module", "reason_against_opening", "received", "shape_of",
-    "stack_members", "substituted", "tensor_of", "tensor_read", "unmet_guards", "writes", "written_values",
+    "stack_members", "tensor_of", "unmet_guards", "writes", "written_values",
 ]  # fmt: skip

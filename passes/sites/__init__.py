@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .causes import Cause, Reason
-from .sites import VOLATILE, Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite, as_plain, is_volatile
+from .sites import VOLATILE, Goal, Numerics, OwnForward, Phase, Refusal, Site, StaleSite, is_volatile
 
 __all__ = [
     "VOLATILE", "Cause", "Goal", "Numerics", "OwnForward", "Phase", "Reason", "Refusal", "Site", "StaleSite",
-    "as_plain", "is_volatile",
+    "is_volatile",
 ]  # fmt: skip
