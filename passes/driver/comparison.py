@@ -57,8 +57,8 @@ class Comparison:
         self._phase = group.phase or pass_.phase
         self._hurried = hurried and self._check
         self._brief, self._simulated = brief or hurried, simulated
-        self._references: list[verification.Reference] | None = None
-        self._simulation: verification.Simulation | None = None
+        self._references: verification.References | None = None
+        self._simulation: verification.References | None = None
         self.before = self.runner()
         self.choices = self._affordable()
         if not self.choices:
@@ -99,35 +99,24 @@ class Comparison:
         """Run the module as it was, unless that was done; the group is not rewritten yet."""
         if self._references is not None:
             return
-        with self._running():
-            lossy = self.pass_.numerics is Numerics.APPROXIMATE
-            brief = self._brief or lossy or self.pass_.numerics is Numerics.SEMANTIC
-            self._references = self._taken(shallow_clone(self._owner) if lossy else self._owner, brief=brief)
-            if self._simulated is not None and self.checks:
-                self._simulation = self._simulation_of(self._simulated)
-
-    def _taken(self, module: nn.Module, *, brief: bool) -> list[verification.Reference]:
         if not self.checks:
-            return []
-        lossy = self.pass_.numerics is Numerics.APPROXIMATE
+            return
+        lossy, semantic = (self.pass_.numerics is each for each in (Numerics.APPROXIMATE, Numerics.SEMANTIC))
         coarse = lossy and self.pass_.error_budget >= _COARSE
         modes, gradients = self._modes()
         is_whole = not self.group.owner and self._budget.forward > _COMPARED_SMALLER_FROM
         is_smaller = is_whole and self.pass_.numerics is Numerics.EXACT and not gradients
         sizes = verification.Sizes.SMALLER_AND_RECORDED if is_smaller else verification.Sizes.RECORDED
-        return [
-            verification.reference(
-                module, self._compared_calls, training=mode, gradients=gradients, seed=self._seed, brief=brief,
-                lasting=lossy, widest=self._widest(coarse=coarse), sizes=sizes,
-            )
-            for mode in modes
-        ]  # fmt: skip
-
-    def _simulation_of(self, module: nn.Module) -> verification.Simulation:
-        modes, gradients = self._modes()
-        return verification.Simulation.taken(
-            module, self._compared_calls, modes=modes, gradients=gradients, seed=self._seed, widest=self._widest()
+        taken = partial(
+            verification.References.taken, calls=self._compared_calls, modes=modes, gradients=gradients, seed=self._seed
         )
+        with self._running():
+            self._references = taken(
+                shallow_clone(self._owner) if lossy else self._owner, brief=self._brief or lossy or semantic,
+                lasting=lossy, widest=self._widest(coarse=coarse), sizes=sizes,
+            )  # fmt: skip
+            if self._simulated is not None:  # noise would fill what is zero there
+                self._simulation = taken(self._simulated, steady=True, brief=True, widest=self._widest())
 
     def _widest(self, *, coarse: bool = False) -> torch.dtype:
         """Return the type of exact runs; autocast casts float32 down, and remembers what it has cast."""
@@ -149,23 +138,17 @@ class Comparison:
 
     def verdict(self, edit: Edit) -> verification.Verdict | None:
         """Return the worst verdict on a rewrite over the phases, or None where nothing can be checked."""
+        pass_, owner, state_map, found = self.pass_, self._owner, edit.state_map(), list[verification.Verdict]()
         with self._running():
-            verdicts = self._verdicts(edit)
-        return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error), default=None)
-
-    def _verdicts(self, edit: Edit) -> list[verification.Verdict]:
-        state_map, pass_ = edit.state_map(), self.pass_
-        verdicts = [
-            verification.verify(
-                reference, self._owner, map_state=state_map.forward, numerics=pass_.numerics,
-                budget=pass_.error_budget, keeps_form=pass_.keeps_form,
-            )
-            for reference in self._references or ()
-        ]  # fmt: skip
-        # What a lossy pass takes away does not come back: of these only the way there counts.
-        if self._simulation is not None:
-            verdicts += self._simulation.verdicts(self._owner, partial(StateMap.forward, state_map))
-        return verdicts
+            if self._references is not None:
+                found += self._references.verdicts(
+                    owner, map_state=state_map.forward, numerics=pass_.numerics, budget=pass_.error_budget,
+                    keeps_form=pass_.keeps_form,
+                )  # fmt: skip
+            if self._simulation is not None:
+                # What a lossy pass takes away does not come back: of these only the way there counts.
+                found += self._simulation.verdicts(owner, map_state=partial(StateMap.forward, state_map))
+        return verification.worst(found)
 
     def runner(self) -> timing.Runner | None:
         """Return a function that calls the module as it runs now, to be timed; unchanged modules in it are inactive."""
@@ -210,7 +193,7 @@ class Comparison:
             return {"checked": self._unchecked()}
         if verdict.checked_in == verification.NO_ELEMENTS:
             return {"checked": "unverified: empty examples"}
-        if self.pass_.numerics is Numerics.SEMANTIC and self._simulation is None:
+        if self.pass_.numerics is Numerics.SEMANTIC and self._simulated is None:
             return {"checked": "that it runs (its results differ by design)"}
         return {
             "checked": f"{verdict.checked_in} on one call" if self._hurried else verdict.checked_in,

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from ...runtime.record import Measured
 from ..sites import Cause, Refusal
 from ..timing import Interval, time_kind, timing_figures
-from ..verification import Tolerance, distance, rounding, scale_of
+from ..verification import NATIVE_FACTOR, Tolerance, distance, rounding, scale_of
 
 __all__ = [
     "LEAST_GAIN",
@@ -29,9 +29,6 @@ __all__ = [
 
 LEAST_GAIN = 1.01
 """What gains less by itself stays as it is; of the rest the whole model tells."""
-_OWN = 4.0
-"""The new way may err four times as much as the layer does, by units in the last place of the scale, and by what
-rounding adds up to in a sum one after another: the square root of the number of terms."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +51,12 @@ class Judgement:
 
 
 def allowed_error(error: float, own: Tensor, exact: Tensor, terms: int = 1) -> float:
-    """Return how far off results equal but for rounding may be, where the layer itself errs by `error` from `exact`.
-
-    `terms`: how many products each result is the sum of, where they are not added one after another in both ways.
+    """Return how far off results equal but for rounding may be, where the layer itself errs by `error` from `exact`:
+    a few times that, units in the last place, and what sums of so many `terms` differ by that are added in another
+    order, the square root of their number. `terms` is 0 where both ways add alike.
     """
-    summed = math.sqrt(terms) * torch.finfo(own.dtype).eps * scale_of(exact)
-    return _OWN * error + rounding(own).absolute + summed
+    summed = math.sqrt(terms) * torch.finfo(own.dtype).eps * scale_of(exact) if terms else 0.0
+    return NATIVE_FACTOR * error + rounding(own).absolute + summed
 
 
 def error_of(expected: Any, found: Any) -> float:

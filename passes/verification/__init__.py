@@ -16,17 +16,17 @@ from .inputs import (
     perturbed_state,
     smaller,
 )
-from .reference import reference
+from .reference import References, reference, worst
 from .samples import Data, Reference, Sizes
 from .tape import Tape
-from .tolerances import Tolerance
+from .tolerances import MEANING, NATIVE_FACTOR, Tolerance
 from .translation import MapState
 from .verify import NO_ELEMENTS, verify
-from .whole_model import Original, Simulation
+from .whole_model import Original
 
 __all__ = [
-    "NO_ELEMENTS", "Data", "Float64Mode", "MapState", "Neighbour", "Original", "Reference", "Simulation", "Sizes",
-    "Tape", "Tolerance", "Verdict", "depends_on_mode", "distance", "double_defaults", "form_difference",
-    "gradients_within", "half_the_digits", "jittered", "modes_to_check", "narrow", "neighbours", "perturbed_inputs",
-    "perturbed_state", "reference", "rounding", "scale_of", "smaller", "verify", "widened",
+    "MEANING", "NATIVE_FACTOR", "NO_ELEMENTS", "Data", "Float64Mode", "MapState", "Neighbour", "Original", "Reference",
+    "References", "Sizes", "Tape", "Tolerance", "Verdict", "depends_on_mode", "distance", "double_defaults",
+    "form_difference", "gradients_within", "half_the_digits", "jittered", "modes_to_check", "narrow", "neighbours",
+    "perturbed_inputs", "perturbed_state", "reference", "rounding", "scale_of", "smaller", "verify", "widened", "worst",
 ]  # fmt: skip

@@ -27,6 +27,7 @@ from .tolerances import (
     NATIVE_UNITS,
     NOISE,
     NOTHING,
+    REPORTED,
     RESPONSE,
     SAFETY,
     SMALL,
@@ -143,7 +144,7 @@ class Allowances:
                 max(
                     self._least[label].absolute if label in self._least else 0.0,
                     least.absolute * scale
-                    + self._share(sample, label, typical) * max(scale, 1e-6 * around)
+                    + self._share(sample, label, typical) * max(scale, AS_GOOD_AS_ZERO * around)
                     + self._cancelled(sample, label, scale, around),
                 ),
                 self._unit(label, scale, around),
@@ -155,7 +156,7 @@ class Allowances:
     def _unit(self, label: str, scale: float, around: float) -> float:
         """Return what errors are reported relative to: for what is mere rounding noise, its neighbours' scale."""
         is_noise = self._native.distance.get(label, 0.0) > NOISE
-        return around if is_noise else max(scale, 1e-12 * around)
+        return around if is_noise else max(scale, REPORTED * around)
 
     def _share(self, sample: Measured, label: str, typical: float) -> float:
         """Return what part of its scale a tensor may be off by; `typical` tensors were."""

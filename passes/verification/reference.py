@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from ...errors import InputError
 from ...runtime.graphs import capture_of, select
 from ...runtime.values import Arguments
 from ...tracing.examples import Inputs
+from .demands import Verdict
 from .execution import Conditions
 from .inputs import (
     Asked,
@@ -38,9 +40,11 @@ from .module_harness import ModuleHarness
 from .outcome import Outcome
 from .runs import Runs, coarsest_epsilon, raised_by
 from .samples import Data, Reference, Sample, Sizes
+from .tape import SteadyDraws
 from .uses import taken_uses
+from .verify import verify
 
-__all__ = ["reference"]
+__all__ = ["References", "reference", "worst"]
 
 _CALLS = 3
 """Of a module called often, this many calls are run, or one for each of its graphs if these are more."""
@@ -72,6 +76,43 @@ def reference(
     runs = Runs(ModuleHarness(module), conditions)
     made = _Maker(runs, brief, sizes).make([(call.args, call.kwargs) for call in calls])
     return replace(made, original=runs) if lasting else made
+
+
+@dataclass(frozen=True)
+class References:
+    """What a module gives in each mode, to compare rewritten modules with."""
+
+    runs: Sequence[Reference]
+    is_steady: bool = False  # whether each random draw was served the same number, and is again
+
+    @classmethod
+    def taken(
+        cls, module: nn.Module, calls: Sequence[Inputs], modes: Sequence[bool | None], *, steady: bool = False,
+        **how: Any,
+    ) -> References:  # fmt: skip
+        """Run a module, which is left as it was, in each mode; for `how` see `reference`. `steady`: sizes inside the
+        rewritten module may differ, so that no random draws fit both: each is then served the same number.
+        """
+        found = cls([reference(module, calls, training=mode, **how) for mode in modes])
+        if not (steady and found.are_random):
+            return found
+        with SteadyDraws():
+            return cls([reference(module, calls, training=mode, whole=True, **how) for mode in modes], True)
+
+    @property
+    def are_random(self) -> bool:
+        """Say whether random operators run."""
+        return any(each.conditions.random for each in self.runs)
+
+    def verdicts(self, module: nn.Module, **asked: Any) -> list[Verdict]:
+        """Return what a rewritten module is worth in each mode; for what is `asked` see `verify`."""
+        with SteadyDraws() if self.is_steady else nullcontext():
+            return [verify(each, module, **asked) for each in self.runs]
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict | None:
+    """Return the verdict that says most against a rewrite; None where there is none."""
+    return min(verdicts, key=lambda each: (each.ok, not each.is_rounded, -each.meaning_error), default=None)
 
 
 def _spread(firsts: Sequence[int], count: int) -> list[int]:

@@ -11,9 +11,9 @@ import torch
 
 __all__ = [
     "AS_GOOD_AS_ZERO", "AT_A_PLACE", "CANCELLED", "CLOSE", "DERIVED", "DOUBLE", "DRIFT", "DRIFT_UNITS", "ECHOES",
-    "ENOUGH", "EXACT", "FEW_ROWS", "FLIPS", "IN_MEAN", "JUMPS", "JUMP_UNITS", "LOUD", "NATIVE_FACTOR", "NATIVE_UNITS",
-    "NOISE", "NOTHING", "PROBES", "RESPONSE", "ROUNDING", "SAFETY", "SMALL", "STANDS_FOR_INFINITY", "STATE_UNITS",
-    "UNITS", "Tolerance",
+    "ENOUGH", "EXACT", "FEW_ROWS", "FLIPS", "IN_MEAN", "JUMPS", "JUMP_UNITS", "LOUD", "MEANING", "NATIVE_FACTOR",
+    "NATIVE_UNITS", "NOISE", "NOTHING", "PROBES", "REPORTED", "RESPONSE", "ROUNDING", "SAFETY", "SMALL",
+    "STANDS_FOR_INFINITY", "STATE_UNITS", "UNITS", "Tolerance",
 ]  # fmt: skip
 
 
@@ -31,7 +31,10 @@ NOTHING = Tolerance(0.0, 0.0)
 
 # In exact runs
 
-EXACT = {torch.float64: Tolerance(1e-10, 2e-13), torch.float32: Tolerance(2e-5, 2e-5)}
+MEANING = 1e-10
+"""Of the scale, in float64: what one layer may be off by that is computed in another way, as in a fold."""
+
+EXACT = {torch.float64: Tolerance(MEANING, 2e-13), torch.float32: Tolerance(2e-5, 2e-5)}
 """Of the element and of the scale: a thousand units of float64, as sums in another order make in long reductions."""
 
 DERIVED = 100.0
@@ -46,7 +49,7 @@ CANCELLED = 256.0
 # In the module's own types
 
 NATIVE_FACTOR = 4.0
-"""A rewrite may err 4 times as much as the original: its one run may have been a lucky one."""
+"""A rewrite, a layer or an optimizer's step may err 4 times as much as the original, whose run may be a lucky one."""
 
 NATIVE_UNITS = 8.0
 """And by these units, whatever the original errs: it may err by nothing at all."""
@@ -57,7 +60,7 @@ DOUBLE = 1e-9
 ROUNDING = 1e-12
 """Of the arguments, in float64: what is left where numbers as large as they cancel, as in a norm of equal values."""
 
-CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
+CLOSE = {torch.float64: MEANING, torch.float32: 2e-5, torch.float16: 2**-8, torch.bfloat16: 2**-5}
 """Of the scale, in a whole model: what needs no look at float64; 4 units in narrow types."""
 
 STATE_UNITS = 16
@@ -73,6 +76,9 @@ NOISE = 0.5
 
 AS_GOOD_AS_ZERO = 1e-6
 """A tensor that is smaller than this part of all others of its kind is judged beside them: float32 has seven digits."""
+
+REPORTED = 1e-12
+"""Errors of a tensor are told relative to this part of all others of its kind at the least: it may be all zero."""
 
 SMALL = 64
 """A tensor with fewer elements may come out right by luck: its own error is then read off the other tensors too."""

@@ -12,15 +12,12 @@ import torch
 from torch import Tensor
 
 from ...passes.kinds import Judgement, allowed_error, figures_of, gain_judgement
-from ...passes.verification import Float64Mode, Tolerance, distance, double_defaults, scale_of
+from ...passes.verification import MEANING, Float64Mode, Tolerance, distance, double_defaults, scale_of
 from ...tracing.program import Program
 from ..swap_kernels import Occurrence
 from .excerpt import Compute, Excerpt, excerpt_of
 
 __all__ = ["Judge"]
-
-_MEANING = 1e-10
-"""What may differ in float64, relative to the scale."""
 
 _SOME = 2
 """So many rows and heads are compared, and of long sequences one: each is by itself."""
@@ -106,7 +103,7 @@ def _objection(meant: Tensor, computed: Tensor, own: Tensor, found: Tensor, keys
     if found.shape != own.shape or found.dtype != own.dtype:
         return f"the operator gives {tuple(found.shape)} of {found.dtype}, and not {tuple(own.shape)} of {own.dtype}"
     scale = scale_of(meant)
-    seen = distance(meant, computed, Tolerance(0.0, _MEANING * scale))
+    seen = distance(meant, computed, Tolerance(0.0, MEANING * scale))
     if seen.problem:
         return f"the operator is off by {seen.error:.1e} of the scale in float64"
     error = float((own.double() - meant).abs().max())

@@ -10,13 +10,10 @@ from torch import Tensor
 
 from ...layers.folded import Fold
 from ...passes.rewriting import LayerCall
-from ...passes.verification import Tolerance, distance, scale_of
+from ...passes.verification import MEANING, Tolerance, distance, scale_of
 from .parts import Norm
 
 __all__ = ["fault"]
-
-_MOST = 1e-10
-"""What a fold may be off by in float64, relative to what it computes with."""
 
 
 def fault(layer: LayerCall, norm: Norm, fold: Fold, tensors: Sequence[Tensor]) -> str:
@@ -44,7 +41,7 @@ def _fault(layer: LayerCall, norm: Norm, fold: Fold, wide: Sequence[Tensor]) -> 
     found = layer.compute(x, own)
     if not fold.biased:
         found = found + bias.view(-1, *[1] * layer.rank)
-    seen = distance(expected, found, Tolerance(0.0, _MOST * max(scale_of(expected), scale_of(bias))))
+    seen = distance(expected, found, Tolerance(0.0, MEANING * max(scale_of(expected), scale_of(bias))))
     return f"folded, it is off by {seen.error:.1e} of the scale in float64" if seen.problem else ""
 
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from ....operators import is_dense
+from ...kinds import allowed_error
 from ...pipeline import Ranks
 from ...timing import time_candidates
-from ...verification import Tolerance, distance, rounding
+from ...verification import Tolerance, distance
 from .gate import forms_of, has_flags, has_plain_options, reset_form, set_form
 
 __all__ = ["Choice", "choose_form"]
@@ -25,8 +26,6 @@ _ELEMENTS = 2**22
 _OF_ONE = 2**20  # a tensor with more elements is as slow for each of them as one with so many
 _OF_ONE_COMPARED = 2**12
 _STEPS = 3
-_OWN_ERRORS = 4.0
-"""As of rewrites, of a form: it may err so many times as much as the one that is there, and units in the last place."""
 _OF_GRADIENTS = 1e-2
 Group = tuple[dict[str, Any], list[Tensor]]
 """The options of a group, and the tensors that stand for its parameters."""
@@ -180,10 +179,7 @@ def stepping(optimizer: Optimizer, form: str) -> Callable[[], object]:
 
 
 def deviation(optimizer: Optimizer, form: str) -> tuple[float, str]:
-    """Return the largest relative error of steps in a form beside float64, and what is wrong, or "".
-
-    A form may err four times as much as the one that is there.
-    """
+    """Return the largest relative error of steps in a form beside float64, and what is wrong, or ""."""
     groups = _groups(optimizer, _OF_ONE_COMPARED)
     wide = [(options, [tensor.double() for tensor in tensors]) for options, tensors in groups]
     pairs = zip(
@@ -192,7 +188,7 @@ def deviation(optimizer: Optimizer, form: str) -> tuple[float, str]:
     errors = [0.0]
     for exact, own, new in pairs:
         off = (own.double() - exact).abs().max().nan_to_num().item() if own.numel() else 0.0
-        found = distance(exact, new.double(), Tolerance(0.0, _OWN_ERRORS * off + rounding(own).absolute))
+        found = distance(exact, new.double(), Tolerance(0.0, allowed_error(off, own, exact, terms=0)))
         if found.problem:
             return found.error, found.problem
         errors.append(found.error)

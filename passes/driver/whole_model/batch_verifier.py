@@ -43,7 +43,7 @@ class BatchVerifier:
 
     tuner: Tuner
     _pass: Pass = field(init=False)
-    _references: list[verification.Reference] = field(init=False)
+    _references: verification.References = field(init=False)
     _standing: list[Edit] = field(init=False)
     _seconds: float = field(default=0.0, init=False)
 
@@ -96,8 +96,7 @@ class BatchVerifier:
         self._pass, self._standing = pass_, []
         with self._measured():
             self._references = self._taken(suitable)
-        called = [group for group in suitable if self._is_called(group)] if self._references else []
-        right, wrong = self._judged(called)
+        right, wrong = self._judged([group for group in suitable if self._can_judge(group)])
         return [*right, *in_halves(wrong, self._judged)]
 
     @contextmanager
@@ -125,25 +124,24 @@ class BatchVerifier:
         capture = capture_of(self._context.program.module(group.owner))
         return capture is not None and len(capture.specializations) == 1
 
-    def _is_called(self, group: Group) -> bool:
-        return all(group.owner in reference.called for reference in self._references)
+    def _can_judge(self, group: Group) -> bool:
+        """Say whether the runs call a group's module, exactly; random draws would hang on the order of nodes."""
+        runs = self._references.runs
+        is_exact = not self._references.are_random and all(each.conditions.wide is not None for each in runs)
+        return is_exact and all(group.owner in each.called for each in runs)
 
     def _has_time(self, seconds: float) -> bool:
         budget = self._context.budget
         return budget.spent + seconds <= budget.for_sites
 
-    def _taken(self, groups: Sequence[Group]) -> list[verification.Reference]:
-        """Return the runs of the whole model as it is; none where random draws hang on the order of its nodes."""
+    def _taken(self, groups: Sequence[Group]) -> verification.References:
+        """Return the runs of the whole model as it is."""
         program, inner = self._context.program, [group.owner for group in groups]
-        modes, calls = verification.modes_to_check(program.model, Phase.EVAL, program.training), program.whole_calls
-        references = [
-            verification.reference(
-                program.model, calls, training=mode, gradients=False, seed=self._context.request.seed, inner=inner,
-                sizes=verification.Sizes.SMALLER,
-            )
-            for mode in modes
-        ]  # fmt: skip
-        return [] if any(each.conditions.random or each.conditions.wide is None for each in references) else references
+        modes = verification.modes_to_check(program.model, Phase.EVAL, program.training)
+        return verification.References.taken(
+            program.model, program.whole_calls, modes, gradients=False, seed=self._context.request.seed, inner=inner,
+            sizes=verification.Sizes.SMALLER,
+        )  # fmt: skip
 
     def _judged(self, groups: Sequence[Group]) -> tuple[Sequence[Group], Sequence[Group]]:
         """Write groups beside those that stand; return those that stay, and those of which some may be wrong."""
@@ -152,22 +150,19 @@ class BatchVerifier:
             return (), ()
         if self._has_time(_VERIFYING * self._seconds):
             verdict = self._verdict(batch)
-            if verdict.ok and not verdict.is_rounded:
+            if verdict is not None and verdict.ok and not verdict.is_rounded:
                 self._standing += batch.edits
                 return batch.keep(verdict, **(_BY_THE_WHOLE if self._is_for_speed else {})), ()
         batch.undo()
         is_open = len(batch.written) >= _FEWEST and self._has_time(self._seconds)
         return (), batch.groups if is_open else ()
 
-    def _verdict(self, batch: Batch) -> verification.Verdict:
+    def _verdict(self, batch: Batch) -> verification.Verdict | None:
         """Return the worst verdict on the whole model with a batch in it."""
         map_state, model = composed((*self._standing, *batch.edits)).forward, self._context.program.model
         with self._measured():
-            verdicts = [
-                verification.verify(each, model, map_state=map_state, numerics=self._pass.numerics)
-                for each in self._references
-            ]
-        return min(verdicts, key=lambda verdict: (verdict.ok and not verdict.is_rounded, -verdict.meaning_error))
+            found = self._references.verdicts(model, map_state=map_state, numerics=self._pass.numerics)
+        return verification.worst(found)
 
 
 def _is_judged(pass_: Pass, group: Group) -> bool:

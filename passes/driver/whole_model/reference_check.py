@@ -117,19 +117,15 @@ class ReferenceCheck:
         expected = with_references(original, [(self._pass, group.sites[0]) for group in batch.groups])
         if expected is None:
             return None
-        phase = self._pass.phase
+        phase, wide = self._pass.phase, torch.float32 if hurried else torch.float64
         modes = verification.modes_to_check(program.model, phase, program.training)
-        simulation = verification.Simulation.taken(
-            expected,
-            self._calls,
-            modes=modes[:1] if hurried else modes,
-            gradients=phase.covers_training and not hurried,
-            seed=self._context.request.seed,
-            sizes=verification.Sizes.SMALLER,
-            widest=torch.float32 if hurried else torch.float64,
-        )
-        verdicts = simulation.verdicts(program.model, self._mapping(composed(batch.edits)))
-        return min(verdicts, key=lambda verdict: (verdict.ok, -verdict.meaning_error))
+        references = verification.References.taken(
+            expected, self._calls, modes[:1] if hurried else modes, steady=True, brief=True,
+            gradients=phase.covers_training and not hurried, seed=self._context.request.seed,
+            sizes=verification.Sizes.SMALLER, widest=wide,
+        )  # fmt: skip
+        found = references.verdicts(program.model, map_state=self._mapping(composed(batch.edits)))
+        return verification.worst(found)
 
     def _mapping(self, total: StateMap) -> verification.MapState:
         """Return the map of all that is written; what regions borrow goes by the names of those who lend it."""

@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from .original import Original
-from .simulation import Simulation
 
-__all__ = ["Original", "Simulation"]
+__all__ = ["Original"]

@@ -19,7 +19,7 @@ from fxopt.passes.driver import Manager
 from fxopt.passes.rewriting import Edit
 from fxopt.passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from fxopt.passes.timing import TimeBudget
-from fxopt.passes.verification import Simulation
+from fxopt.passes.verification import References
 from fxopt.runtime.state import Select
 from fxopt.tracing.program import Program
 
@@ -144,9 +144,9 @@ def test_where_time_ends_what_is_wrong_is_found_briefly_and_the_rest_is_compared
 
 
 def test_where_only_the_full_comparison_objects_and_time_ends_it_raises(monkeypatch: pytest.MonkeyPatch):
-    real = Simulation.taken
+    real = References.taken
     monkeypatch.setattr(  # briefly nothing is compared
-        Simulation, "taken", lambda module, calls, **how: real(module, calls if how["modes"][1:] else (), **how)
+        References, "taken", lambda module, calls, modes, **how: real(module, calls if modes[1:] else (), modes, **how)
     )
     with pytest.raises(BudgetError, match=r"pass 'halve': .*was spent before it was known at which of 4 places"):
         ended(("2",), budget=0.0)
