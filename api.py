@@ -23,19 +23,17 @@ from .passes.driver import (
     copied,
     hand_over,
     move_optimizer,
-    needed_record,
-    record_of,
     restored,
     run_session,
-    state_map_of,
 )
-from .passes.pipeline import PassInfo, PassLike, Plan, asked_for, available, chosen_passes, refuse_unfit, unfinished
+from .passes.pipeline import PassInfo, PassLike, asked_for, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
 from .passes.timing import BudgetRequest, collection_paused
 from .reporting.notes import notes, warn_of
 from .reporting.progress import progress_line
 from .reporting.report import Report
 from .runtime.graphs import attach, detach, misses_in, rank_local
+from .runtime.record import Plan, needed_record, record_of, state_map_of
 from .runtime.state import (
     StateMap,
     element_wise,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from .errors import UsageError, VerificationError
-from .passes.driver import state_map_of
 from .passes.sites import Numerics
 from .passes.verification import MapState, Verdict, reference, verify
 from .runtime.graphs import capture_of
+from .runtime.record import state_map_of
 from .tracing.examples import check_whole, normalize_inputs
 
 __all__ = ["NotEquivalentError", "assert_equivalent"]

@@ -15,7 +15,7 @@ from ..deploy.factory import build_model, importable
 from ..deploy.opening import FileKind, kind_of_file
 from ..deploy.source import inputs_beside, load_weights, read_inputs
 from ..errors import UsageError
-from ..passes.driver import record_of
+from ..runtime.record import record_of
 
 __all__ = ["factory_for", "graphs_of", "open_model", "weights_of_both"]
 

@@ -219,8 +219,8 @@ def inspect(
     check_read(model, weights=weights, inputs=inputs)
     from .. import api
     from ..errors import UsageError, did_you_mean
-    from ..passes.driver import record_of
     from ..reporting.inspection import inspection, inspection_json
+    from ..runtime.record import record_of
     from .arguments import graphs_of
 
     opened, example_inputs = _open(model, weights, inputs, trust)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..compat import modules_by_name
 from ..errors import ArchiveError, InputError, StateError, UsageError, one_line
-from ..passes.driver import Record
-from ..passes.pipeline import Plan, parse
+from ..passes.pipeline import parse
+from ..runtime.record import Plan, Record
 from ..runtime.state import StateMap
 from ..runtime.values import map_tensors
 from ..tracing.examples import Inputs

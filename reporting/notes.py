@@ -13,15 +13,16 @@ from torch import nn
 from ..compat import all_modules
 from ..errors import NothingDoneWarning, UnverifiedWarning, UsageError
 from ..passes.driver import lost_hooks_text
-from ..passes.pipeline import Decision, find_pass
+from ..passes.pipeline import find_pass
 from ..passes.sites import Cause, Phase
 from ..runtime.graphs import capture_of
+from ..runtime.record import Decision
 from ..runtime.values import all_tensors, is_sharded
 from ..storage import byte_text
 from .wording import slower_sizes
 
 if TYPE_CHECKING:
-    from ..passes.driver import Record
+    from ..runtime.record import Record
 
 __all__ = ["in_one_line", "notes", "warn_of"]
 

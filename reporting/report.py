@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
-    from ..passes.driver import Record
     from ..runtime.graphs import Miss
+    from ..runtime.record import Record
 
 __all__ = ["SCHEMA_VERSION", "Report"]
 

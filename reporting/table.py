@@ -15,8 +15,8 @@ from rich.text import Text
 from .wording import Left, Row, applied_rows, headline, left_alone, phase_of, printable, summary, turned_away
 
 if TYPE_CHECKING:
-    from ..passes.driver import Record
     from ..runtime.graphs import Miss
+    from ..runtime.record import Record
 
 __all__ = ["ReportTable", "cells", "plain_text", "titles"]
 

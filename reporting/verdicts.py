@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from ..passes.driver import record_of, state_map_of
 from ..passes.sites import Numerics
 from ..passes.verification import Verdict, reference, verify
 from ..runtime.graphs import capture_of
+from ..runtime.record import record_of, state_map_of
 from ..runtime.values import plain
 from ..tracing.examples import Inputs
 from .table import plain_text

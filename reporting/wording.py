@@ -12,9 +12,8 @@ from ..passes.sites import Cause, Goal, Numerics
 from ..storage import byte_text
 
 if TYPE_CHECKING:
-    from ..passes.driver import Record
-    from ..passes.pipeline import Decision
     from ..runtime.graphs import Miss
+    from ..runtime.record import Decision, Record
 
 __all__ = [
     "Left", "Row", "applied_rows", "counted", "duration", "headline", "left_alone", "located", "phase_of",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...runtime.record import PassTrace, Record, needed_record, record_of, state_map_of
 from .context import Progress, Request, RunContext
 from .groups import Group, grouped, with_lowering
 from .manager import Manager
@@ -11,7 +10,6 @@ from .root import remember
 from .run import check_kind, copied, run_session
 
 __all__ = [
-    "Group", "Manager", "PassTrace", "Progress", "Record", "Request", "RunContext", "check_kind", "check_optimizer",
-    "copied", "grouped", "hand_over", "lost_hooks_text", "move_optimizer", "needed_record", "record_of", "remember",
-    "restored", "run_session", "state_map_of", "with_lowering",
+    "Group", "Manager", "Progress", "Request", "RunContext", "check_kind", "check_optimizer", "copied", "grouped",
+    "hand_over", "lost_hooks_text", "move_optimizer", "remember", "restored", "run_session", "with_lowering",
 ]  # fmt: skip

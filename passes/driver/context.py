@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ...errors import PassError
+from ...runtime.record import Plan
 from ...settings import Measure, Settings
 from ...tracing.examples import Inputs
 from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
-from ..pipeline import Plan
 from ..rewriting import Snapshot
 from ..sites import Goal, Phase
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...runtime.record import Decision
 from ...runtime.state import StateMap
 from ...tracing.analyses import Described, HashLevel, StructuralHash
 from ...tracing.examples import Inputs
 from ...tracing.program import Program
 from ..contract import Pass
-from ..pipeline import Decision
 from ..rewriting import Edit
 from ..sites import Numerics, Refusal, Site
 from .groups import Group, identity, timed_identity

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from ...runtime.record import Record
+from ...runtime.record import Decision, Record
 from ...runtime.state import StateMap
 from ..contract import Pass
-from ..pipeline import Decision
 from ..rewriting import Edit
 from ..sites import Cause, Phase, Reason, Refusal, Site
 from .groups import Candidate, Group

@@ -12,11 +12,10 @@ from typing import Any
 from torch import nn
 
 from ...errors import MatchFailure, PassError, PlanError, one_line
-from ...runtime.record import Measured, PassTrace
+from ...runtime.record import Decision, Measured, PassTrace, Plan
 from ...tracing.isolation import shallow_clone
 from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
-from ..pipeline import Decision, Plan
 from ..rewriting import Snapshot
 from ..sites import Cause, Goal, Numerics, Reason, Refusal, Site, StaleSite
 from .context import Progress, RunContext

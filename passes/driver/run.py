@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import InputError, UsageError
 from ...runtime.graphs import EVAL_ONLY, attach, capture_of, deactivate_again, detach, rank_local
-from ...runtime.record import Record, record_of
+from ...runtime.record import Decision, Plan, Record, record_of
 from ...runtime.state import RECORD_KEY, InParts, StateMap
 from ...runtime.values import ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ...settings import Measure
@@ -27,7 +27,7 @@ from ...tracing.isolation import (
 )
 from ...tracing.program import Program, call_forms, captured_on, deactivate, is_on_meta
 from ..contract import Pass, check_option_types
-from ..pipeline import Decision, Plan, Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
+from ..pipeline import Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
 from ..timing import TimeBudget, collection_paused, forward_seconds
 from .context import Request, RunContext

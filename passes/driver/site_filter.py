@@ -10,10 +10,10 @@ from torch import nn
 from ...compat import submodule
 from ...errors import CaptureError, PassError, PlanError, UsageError
 from ...runtime.graphs import specializations_of
+from ...runtime.record import Decision
 from ...runtime.state import holder_of
 from ...tracing.program import Program
 from ..contract import Pass
-from ..pipeline import Decision
 from ..rewriting import Snapshot, UnnotedChange, only_reading
 from ..sites import VOLATILE, Cause, Phase, Reason, Refusal, Site, is_volatile
 from ..verification import depends_on_mode

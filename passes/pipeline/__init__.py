@@ -1,8 +1,7 @@
-"""From text to passes: parser, registry, order, supervision; the plan of decisions, and how ranks agree on one."""
+"""From text to passes: parser, registry, order, supervision; how ranks agree on a plan."""
 
 from __future__ import annotations
 
-from ...runtime.record import Decision, Plan
 from .choosing import PassLike, asked_for, chosen_passes, refuse_unfit, unfinished
 from .order import check_behind, check_order
 from .pipeline import parse
@@ -12,7 +11,7 @@ from .supervision import supervised, switches_kept
 from .twins import as_in_twin
 
 __all__ = [
-    "Decision", "PassInfo", "PassLike", "Plan", "Ranks", "as_in_twin",
-    "asked_for", "available", "check_behind", "check_order", "chosen_passes", "find_pass", "heard_of_any",
-    "on_all_ranks", "optimized_on_all", "parse", "ranks", "refuse_unfit", "supervised", "switches_kept", "unfinished",
+    "PassInfo", "PassLike", "Ranks", "as_in_twin", "asked_for", "available", "check_behind", "check_order",
+    "chosen_passes", "find_pass", "heard_of_any", "on_all_ranks", "optimized_on_all", "parse", "ranks", "refuse_unfit",
+    "supervised", "switches_kept", "unfinished",
 ]  # fmt: skip

@@ -20,9 +20,8 @@ from ...operators import (
 )
 from ...runtime.graphs import Capture, capture_of
 from ...runtime.guards import require
-from ...runtime.values import qualified, user_class
+from ...runtime.values import TensorMeta, qualified, user_class
 from ...tracing.analyses import StructuralHash
-from ...tracing.examples import TensorMeta
 from ...tracing.program import Program
 from .inlining import bound, unmet_guard
 

@@ -30,7 +30,7 @@ from ...runtime.graphs import (
 )
 from ...runtime.guards import Guard, in_evaluation
 from ...runtime.state import Holder, holder_of
-from ...tracing.examples import Meta, meta_of
+from ...runtime.values import Meta, meta_of
 from ...tracing.program import Program
 from ..sites import Site
 from .changes import Journal

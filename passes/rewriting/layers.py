@@ -15,8 +15,7 @@ from torch.func import functional_call
 from ...compat import own_parameters, own_tensor
 from ...layers.masked import Masked
 from ...operators import Derived, canonical_name, normalized_arguments
-from ...runtime.values import qualified, user_class
-from ...tracing.examples import TensorMeta
+from ...runtime.values import TensorMeta, qualified, user_class
 from ...tracing.program import Program
 from .inlining import reason_against_inlining
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from fxopt.deploy import archive
 from fxopt.errors import ArchiveError, UsageError
-from fxopt.passes.driver import Record
-from fxopt.passes.pipeline import Decision, Plan
+from fxopt.runtime.record import Decision, Plan, Record
 from fxopt.runtime.state import StateMap
 from fxopt.tracing.isolation import skeleton_of
 

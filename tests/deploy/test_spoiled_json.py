@@ -16,7 +16,7 @@ from torch import nn
 
 import fxopt
 from fxopt.deploy.container import write_container
-from fxopt.passes.pipeline import Plan
+from fxopt.runtime.record import Plan
 
 OTHERS: tuple[Any, ...] = ("deleted", "renamed", None, True, -1, 2**63, 1e308, "", "float7", [], {}, {"a": [1]})
 TRIED = 100

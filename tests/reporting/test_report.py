@@ -15,11 +15,10 @@ from torch import nn
 
 import fxopt
 from fxopt.errors import UsageError
-from fxopt.passes.driver import PassTrace, Record
-from fxopt.passes.pipeline import Decision, Plan
 from fxopt.reporting.html import PAGE_MARK
 from fxopt.reporting.report import Report
 from fxopt.reporting.wording import clipped, duration, printable
+from fxopt.runtime.record import Decision, PassTrace, Plan, Record
 
 IMAGE = torch.ones(2, 3, 2, 2)
 SLOW = fxopt.Cause.NO_FASTER

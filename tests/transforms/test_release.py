@@ -17,7 +17,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 import fxopt
 from fxopt.compat.packed import why_no_packing
 from fxopt.errors import FxoptError, StateError
-from fxopt.passes.pipeline import Plan
+from fxopt.runtime.record import Plan
 
 ROWS = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))

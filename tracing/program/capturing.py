@@ -15,9 +15,18 @@ from torch import nn
 from ...compat import all_modules, is_torch_wrapper, own_buffers
 from ...runtime.graphs import Capture, Specialization, capture_of, install, required_capture, uninstall
 from ...runtime.guards import Source, require
-from ...runtime.values import ModelNames, Signature, is_container, is_leaf, runs_as_sequential, signature_of
+from ...runtime.values import (
+    ModelNames,
+    Signature,
+    is_container,
+    is_leaf,
+    meta_key,
+    meta_of,
+    runs_as_sequential,
+    signature_of,
+)
 from ..analyses import StructuralHash
-from ..examples import Untraceable, meta_key, meta_of
+from ..examples import Untraceable
 from ..isolation import compiles, is_in_compiled
 from ..reads import raised_at
 from ..recording import Call, Recording

@@ -14,8 +14,7 @@ from torch.fx.node import map_arg
 
 from ...compat import all_modules, fake_tensors, own_buffers, own_parameters
 from ...runtime.graphs import capture_of, select
-from ...runtime.values import is_leaf
-from ..examples import Meta, TensorMeta, meta_of
+from ...runtime.values import Meta, TensorMeta, is_leaf, meta_of
 from ..isolation import preserved
 
 __all__ = ["GraphRunner", "changed_metas", "function_of_node"]

@@ -12,9 +12,9 @@ from ...compat import own_children
 from ...errors import CaptureError
 from ...runtime.graphs import Capture, Specialization
 from ...runtime.guards import Argument, Equals, Guard, IsNot, key_of, length_of
-from ...runtime.values import INTERNAL, ModelNames, is_plain_structure, signature_of
+from ...runtime.values import INTERNAL, Meta, ModelNames, is_plain_structure, meta_key, meta_of, signature_of
 from ..analyses import tree_uses_host_random
-from ..examples import Meta, Untraceable, meta_key, meta_of
+from ..examples import Untraceable
 from ..reads import listing_of
 from ..recording import Call
 from ..trace import ModuleTracer

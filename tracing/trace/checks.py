@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 
 from ...compat import operator_format
 from ...runtime.guards import DESCRIPTIONS, SWITCHES, require
-from ...runtime.values import Path, keep
+from ...runtime.values import Path, TensorMeta, keep
 from ..analyses import function_uses_host_random, has_random_effects, module_has_random_effects, tree_uses_host_random
-from ..examples import TensorMeta, Untraceable
+from ..examples import Untraceable
 from ..isolation import Change
 from ..proxies import Tracer
 from ..reads import source_of, user_frame

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from ...compat import all_modules, property_access
 from ...runtime.graphs import Specialization
 from ...runtime.guards import Source
-from ...runtime.values import Absent, ModelNames, Signature, copied
-from ..examples import Untraceable, meta_of
+from ...runtime.values import Absent, ModelNames, Signature, copied, meta_of
+from ..examples import Untraceable
 from ..isolation import AttributeState, AutocastState, Change, Changes, Watch, is_repeatable
 from ..proxies import UNKNOWN, MethodProxy, Session, ValueProxy, asks_memo, examples_of, is_tensor_method
 from ..reads import DataFlow, NestedReads, OutsideReads, container_lengths, source_of

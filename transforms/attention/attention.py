@@ -17,7 +17,7 @@ from ...passes.kinds import Judgement
 from ...passes.rewriting import Edit, Held
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...runtime.guards import SELF, Attribute, Guard, Truth, attribute_at
-from ...tracing.examples import TensorMeta
+from ...runtime.values import TensorMeta
 from ...tracing.program import Program
 from ..swap_kernels import Occurrence
 from .decompositions import WRITTEN_OUT, number_of

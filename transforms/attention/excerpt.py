@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
 from ...operators import canonical_name
-from ...tracing.examples import TensorMeta
+from ...runtime.values import TensorMeta
 from ..swap_kernels import Occurrence, is_cast
 
 __all__ = ["Compute", "Excerpt", "excerpt_of"]

@@ -14,8 +14,7 @@ from ...operators import canonical_name, operator_info, operator_of_module
 from ...passes.contract import names_module
 from ...passes.sites import Refusal, Site
 from ...runtime.graphs import Context, WrappedRegion, capture_of, required_capture, specializations_of
-from ...runtime.values import is_leaf, qualified, user_class
-from ...tracing.examples import TensorMeta
+from ...runtime.values import TensorMeta, is_leaf, qualified, user_class
 from ...tracing.program import CallSites, Program
 from .leaf import AutocastLeaf
 from .lists import Kind, kind_of_layer

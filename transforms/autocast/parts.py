@@ -10,7 +10,7 @@ from torch import fx
 
 from ...operators import canonical_name, mutates
 from ...runtime.guards import require
-from ...tracing.examples import TensorMeta
+from ...runtime.values import TensorMeta
 from .lists import Kind, kind_of, kind_of_fused
 
 __all__ = ["Judge", "in_float32", "kind_of_operation", "parts_of"]

@@ -10,8 +10,7 @@ from ...layers.masked import has_only_masks
 from ...layers.sync_batch_norm import SYNCHRONIZED
 from ...passes.rewriting import LAYERS, reason_against_inlining
 from ...runtime.graphs import Region
-from ...runtime.values import qualified, user_class
-from ...tracing.examples import TensorMeta
+from ...runtime.values import TensorMeta, qualified, user_class
 from ...tracing.program import CallSites, Program, TensorOwners, TensorReads
 from .find import Pair, evaluated
 from .own_forward import tail_of

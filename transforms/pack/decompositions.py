@@ -13,7 +13,7 @@ from ...layers.packed import Activation, known_activations
 from ...operators import canonical_name
 from ...passes.rewriting import Pattern, lasting_guards, reason_against_inlining
 from ...runtime.graphs import Specialization, capture_of
-from ...tracing.examples import TensorMeta
+from ...runtime.values import TensorMeta
 from ...tracing.program import Program
 from ..swap_kernels import spelled
 

@@ -15,9 +15,9 @@ from ...layers.members import FusedMembers, stacked_weights
 from ...layers.quantized import ASKED, FakeQuantized, Geometry, QuantizedLayer
 from ...operators import Derived
 from ...passes.contract import word_for
-from ...passes.driver import record_of
 from ...passes.rewriting import Layer, layer_of
 from ...passes.sites import Refusal
+from ...runtime.record import record_of
 from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners, TensorReads
 

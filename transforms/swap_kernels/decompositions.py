@@ -14,7 +14,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from ...errors import UsageError
 from ...operators import canonical_name, normalized_arguments, operator_info
 from ...passes.rewriting import Held, Match, Pattern, operation
-from ...tracing.examples import TensorMeta
+from ...runtime.values import TensorMeta
 
 __all__ = ["Spelled", "is_cast", "spelled", "tensor", "through", "uncast"]
 

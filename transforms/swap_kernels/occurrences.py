@@ -17,7 +17,7 @@ from ...errors import UsageError
 from ...passes.rewriting import Edit, Held, Match, hold_written_out
 from ...runtime.graphs import Specialization, required_capture
 from ...runtime.guards import Guard, Method, Truth
-from ...tracing.examples import TensorMeta, meta_of
+from ...runtime.values import TensorMeta, meta_of
 from ...tracing.program import Program
 from .decompositions import is_cast, uncast
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import fx
 
 from ...operators import canonical_name, info_of, normalized_arguments
-from ...tracing.examples import TensorMeta
+from ...runtime.values import TensorMeta
 
 __all__ = ["Block", "Call", "Part", "PartSize", "Stop", "parts_in", "result_of"]
 

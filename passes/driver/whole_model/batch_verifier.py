@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ....runtime.graphs import capture_of
-from ....runtime.record import Measured
+from ....runtime.record import Decision, Measured
 from ... import verification
 from ...contract import Pass
-from ...pipeline import Decision
 from ...rewriting import Edit
 from ...sites import Goal, Numerics, Phase, Refusal
 from ..batch import Batch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ....compat import all_modules
 from ....compat.distributed import shard_again
 from ....errors import FxoptError, PassError
-from ....runtime.record import Record
+from ....runtime.record import Decision, Record
 from ....runtime.state import RECORD_KEY
 from ....runtime.values import tensors_in
 from ....tracing.examples import Inputs
@@ -20,7 +20,7 @@ from ....tracing.isolation import in_phase, preserved
 from ....tracing.program import Program, is_on_meta
 from ....tracing.recording import copy_inputs
 from ...contract import Pass
-from ...pipeline import Decision, Ranks, heard_of_any, on_all_ranks
+from ...pipeline import Ranks, heard_of_any, on_all_ranks
 from ...sites import Goal, Numerics, Site
 from ...verification import Tolerance, distance, form_difference, half_the_digits, scale_of
 from .first_step import FirstStep

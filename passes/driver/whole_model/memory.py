@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ....errors import BudgetError
+from ....runtime.record import Decision
 from ....tracing.isolation import in_phase
 from ....tracing.program import Program, is_on_meta
 from ...contract import Pass
-from ...pipeline import Decision
 from ...sites import Goal
 from ...timing import MemoryUse, memory_use
 

@@ -16,8 +16,8 @@ from torch import Tensor, distributed, nn
 
 import fxopt
 from fxopt.passes.contract import Pass
-from fxopt.passes.driver import record_of
 from fxopt.passes.sites import Goal, Numerics, Phase, Refusal, Site
+from fxopt.runtime.record import record_of
 from fxopt.tracing.program import Program
 
 COMPARED = "outputs and the gradients of a first step are as before"

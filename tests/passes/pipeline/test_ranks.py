@@ -13,8 +13,9 @@ import torch
 from torch import distributed, nn
 
 from fxopt.errors import BudgetError, PassError, UsageError
-from fxopt.passes.pipeline import Decision, Plan, optimized_on_all, ranks
+from fxopt.passes.pipeline import optimized_on_all, ranks
 from fxopt.passes.pipeline.ranks import Ranks
+from fxopt.runtime.record import Decision, Plan
 from fxopt.transforms.eliminate_dead_code import EliminateDeadCode
 
 PASSES = (EliminateDeadCode(),)

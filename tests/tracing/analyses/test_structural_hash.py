@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.operators import Cache
-from fxopt.runtime.values import Factors, ModelNames, tensors_by_name
+from fxopt.runtime.values import Factors, ModelNames, meta_key, tensors_by_name
 from fxopt.tracing.analyses import HashLevel, StructuralHash
-from fxopt.tracing.examples import Inputs, meta_key
+from fxopt.tracing.examples import Inputs
 from fxopt.tracing.program import capture_program
 
 

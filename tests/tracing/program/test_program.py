@@ -10,8 +10,8 @@ from torch import nn
 
 from fxopt.errors import CaptureError, InputError, UsageError
 from fxopt.runtime.graphs import capture_of, install, own, recompile, select, uninstall
-from fxopt.runtime.values import user_class
-from fxopt.tracing.examples import Inputs, TensorMeta, meta_of
+from fxopt.runtime.values import TensorMeta, meta_of, user_class
+from fxopt.tracing.examples import Inputs
 from fxopt.tracing.program import Program, capture_program
 from fxopt.tracing.trace import ModuleTracer
 

@@ -208,7 +208,7 @@ def test_every_spelling_is_fused_and_equivalent(spelling: type[nn.Module], lower
     assert calls(fast) <= 4
     for batch in (4, 1, 9):
         inputs = (example(model, batch),)
-        assert_equivalent(model, fast, inputs, map_state=fxopt.passes.driver.record_of(fast).state_map.forward)
+        assert_equivalent(model, fast, inputs, map_state=fxopt.runtime.record.record_of(fast).state_map.forward)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -390,7 +390,7 @@ def test_unequal_tails() -> None:
     fast = fused(model)
     assert any(d.status == "applied" for d in fxopt.plan(fast).decisions)
     assert_equivalent(
-        model, fast, (torch.randn(4, 5),), map_state=fxopt.passes.driver.record_of(fast).state_map.forward
+        model, fast, (torch.randn(4, 5),), map_state=fxopt.runtime.record.record_of(fast).state_map.forward
     )
 
 

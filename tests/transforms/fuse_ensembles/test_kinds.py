@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.driver import record_of
+from fxopt.runtime.record import record_of
 from fxopt.testing import assert_equivalent
 from fxopt.transforms.fuse_ensembles import FuseEnsembles, Lowering
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.passes.driver import record_of
 from fxopt.runtime.graphs import capture_of
+from fxopt.runtime.record import record_of
 from fxopt.testing import assert_equivalent
 from fxopt.transforms.fuse_ensembles import FuseEnsembles, Lowering
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fxopt
-from fxopt.passes.driver import record_of
 from fxopt.runtime.graphs import capture_of, fallback_of, misses_in
+from fxopt.runtime.record import record_of
 from fxopt.transforms.fuse_ensembles import FuseEnsembles, Lowering
 
 N = 4

@@ -8,8 +8,8 @@ from torch import nn
 
 import fxopt
 from fxopt.compat.packed import why_no_packing
-from fxopt.passes.pipeline import Plan
 from fxopt.passes.timing import Interval
+from fxopt.runtime.record import Plan
 from fxopt.transforms.pack import Pack, layers, timing
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ....compat import modules_by_name, own_parameters
 from ....errors import StateError, UsageError, did_you_mean, expect
 from ....layers.masked import gone_of, set_gone, unmask
-from ....passes.driver import Record, record_of, remember
-from ....passes.pipeline import Decision, parse
+from ....passes.driver import remember
+from ....passes.pipeline import parse
+from ....runtime.record import Decision, Record, record_of
 from ....runtime.state import Mask, packed, unpacked
 from ....runtime.values import is_sharded, qualified
 from ..settings import Options

@@ -13,8 +13,7 @@ from ....compat import has_hooks
 from ....layers.quantized import FakeQuantized, Freezable, Range
 from ....operators import canonical_name, has_random_effects, normalized_arguments, operator_info, operator_of_module
 from ....runtime.graphs import Region, required_capture
-from ....runtime.values import user_class
-from ....tracing.examples import TensorMeta
+from ....runtime.values import TensorMeta, user_class
 from ....tracing.program import CallSites, Program
 from ...fold_batchnorm import obstacles, pairs_in
 

@@ -27,8 +27,7 @@ from ....passes.rewriting import Edit, call_of_layer
 from ....passes.sites import Site
 from ....runtime.guards import Attribute, Call, Guard, Lacks, Source, Truth, exactly, key_of, module_at, of_class
 from ....runtime.state import QuantizeTrained, QuantizeWeight, StateStep
-from ....runtime.values import qualified, user_class
-from ....tracing.examples import TensorMeta
+from ....runtime.values import TensorMeta, qualified, user_class
 from ...fold_batchnorm import source_of, write_check
 from ..layers import CONVOLUTIONS, is_candidate, objection
 from ..write import instead_of, put

@@ -70,7 +70,7 @@ def test_chains_become_one_operator(name: str) -> None:
     found = [node.args for node in nodes if node.target.__name__ == "ensemble_mlp"]
     assert [(len(weights), activation) for _, weights, _, activation in found] == expected
     assert sum("linear" in node.target.__name__ for node in nodes) == linears
-    assert_equivalent(model, fast, [(x,)], map_state=fxopt.passes.driver.record_of(fast).state_map.forward)
+    assert_equivalent(model, fast, [(x,)], map_state=fxopt.runtime.record.record_of(fast).state_map.forward)
     assert fxopt.state_dict(fast).keys() == model.state_dict().keys()
 
 
