@@ -38,10 +38,9 @@ _COARSE = 1e-3
 
 
 class Comparison:
-    """Verify candidates against, and time them beside, the module around a group as it was before it is written.
-
-    `timed`: seconds for timing; too few are none. `brief` compares on the recorded inputs only: an equal group was
-    verified with noise. `hurried`: no time is left, so one call, one mode, float32. `simulated`: see `Pass.reference`.
+    """Verify candidates against, and time them beside, the module around a group as it was. `timed`: seconds for
+    timing. `brief`: on recorded inputs only, as an equal group was verified with noise. `hurried`: no time is left, so
+    one call, one mode, float32. `simulated`: see `Pass.reference`.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from torch import nn
 from ...compat import DispatchMode
 from ...compat.operators import written_arguments
 from ...errors import MatchFailure
-from ...runtime.values import ModelNames, change_count, qualified, tensors_in
+from ...runtime.values import ChangeCounts, ModelNames, qualified, tensors_in
 from ...tracing.isolation import AttributeState, ParameterData
 from ...tracing.program import Program
 from .snapshot import GraphState, ModuleState, Snapshot
@@ -114,13 +114,12 @@ def only_reading(program: Program, snapshot: Snapshot) -> Generator[None]:
     watch = Watch(snapshot, program, "")
     renormalised = {id(m.weight) for m in program.names.distinct if vars(m).get("max_norm") is not None}
     parameters = {name: p for name, p in program.names.parameters().items() if id(p) not in renormalised}
-    counts = list(map(change_count, parameters.values()))
+    counts = ChangeCounts(parameters.values())
     with watch.data.watched():
         yield
     try:
-        for name, parameter, count in zip(parameters, parameters.values(), counts, strict=True):
-            if change_count(parameter) != count:
-                raise UnnotedChange(_IN_PLACE, name)
+        for written in counts.changed():
+            raise UnnotedChange(_IN_PLACE, next(name for name, each in parameters.items() if each is written))
         watch.check()
     except UnnotedChange:
         watch.restore()

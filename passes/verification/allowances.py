@@ -62,9 +62,9 @@ class _Seen:
 
 
 class Allowances:
-    """Turn rounding errors that were seen into tolerances: at first those of the original, `measured` in its own
-    types. Where these do not tell enough (a ReLU or an argmax may fall on either side) more is learned from noise.
-    `is_rounded`: there are new tensors, made in the module's own types; `least`: what may differ in any case.
+    """Turn rounding errors that were seen into tolerances: those of the original, `measured` in its own types; more is
+    learned from noise where a ReLU or an argmax may fall on either side. `is_rounded`: there are new tensors, made in
+    the module's own types; `least`: what may differ in any case.
     """
 
     def __init__(
@@ -200,9 +200,8 @@ def gradients_within(gradients: Mapping[str, Tensor], share: float) -> dict[str,
 
 
 def beside_neighbours(values: Quantities, share: float) -> dict[str, float]:
-    """Return each tensor's scale; of gradients that are no larger than a share of their neighbours' (of a key's
-    bias in attention, which is zero but for rounding), that of the gradients of their module or, where all of these
-    are as good as zero, of all gradients.
+    """Return each tensor's scale. For a gradient that is no larger than a share of its module's (of a key's bias in
+    attention, which is zero but for rounding) it is the module's, or that of all gradients if these are zero too.
     """
     scales = _scales(values)
     layers: dict[str, float] = {}

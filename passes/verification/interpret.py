@@ -20,9 +20,9 @@ __all__ = ["graph_forward", "own_forward"]
 
 
 def graph_forward(module: nn.Module, arguments: Arguments, tape: Tape | None) -> Callable[..., Any] | None:
-    """Return a forward that interprets the graph which a call with `arguments` runs, or None where it runs no
-    graph. It is chosen in the module's own types, as guards may ask for these; what the forward is given may have
-    wider ones. Give it to `module` only for a while: its capture is replaced too.
+    """Return a forward that interprets the graph which a call with `arguments` runs, None where it runs none. Guards
+    are asked in the module's own types; what the forward is given may be wider. Give it to `module` only for a while:
+    its capture is replaced too.
     """
     capture = capture_of(module)
     if capture is None:

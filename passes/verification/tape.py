@@ -24,10 +24,9 @@ _FIRST_PLACE = 2**62
 
 
 class Tape(DispatchMode):
-    """Serve every random operator from draws named (seed, key, count), computed in float64. Whoever runs a graph says
-    `at(key)` before each node; one that is not keyed counts all draws in their order. A tuple of keys stands for
-    members, whose draws are stacked on the dimension that they fit along. Where the tape stands is known by the seed of
-    the CPU generator: a checkpoint that puts that back is served the same draws again.
+    """Serve random operators from draws named (seed, key, count), in float64; `at(key)` precedes each node, and what is
+    not keyed counts all draws. The draws of a tuple of keys, for members, are stacked on the dimension that they fit. A
+    checkpoint that puts back the seed of the CPU generator is served the same draws again.
     """
 
     def __init__(self, seed: int, *, keyed: bool = True) -> None:

@@ -59,9 +59,9 @@ _Kept = dict[tuple[int, str, bool], _Cut]
 
 
 class SharedSlices:
-    """Let members of an ensemble that run one by one share what was cut of their stacked parameters.
-    Autograd then has one node, not one for each member whose backward fills a tensor of the size of all. Slices are
-    kept between calls while the parameter is the same, and has no gradient; copies keep nothing.
+    """Let members of an ensemble that run one by one share what was cut of their stacked parameters: one node of
+    autograd instead of one that fills a whole tensor for each member. Slices are kept while the parameter is the same
+    and has no gradient; copies keep nothing.
     """
 
     def __init__(self) -> None:

@@ -271,8 +271,8 @@ class GuardMiss(Exception):
 
 def require(value: Any, expected: Any, reason: str, restart: bool | Kept = True, tally: Tally | None = None) -> None:
     """Check, in the middle of a graph, that `value` is still what a decision was based on; booleans are its truth.
-    Raises a GuardMiss if the module may start over (`restart`, or a function that takes back what has happened), and
-    else a GuardError. `tally` counts the checks where the value hangs on data.
+    Raises GuardMiss if the module may start over (`restart`, or what takes changes back), else GuardError. `tally`
+    counts the checks of data.
     """
     if tally is not None:
         tally.checks += 1

@@ -44,9 +44,8 @@ def absent_from_checkpoints(module: nn.Module) -> frozenset[str]:
 
 
 class KeepsOriginalNames(nn.Module):
-    """Mix into the class of a module whose tensors were moved, or were moved inside it.
-    Its state dict has the original names, and `load_state_dict` takes these and the new ones. Sharded tensors are the
-    exception: they are saved and loaded under their new names.
+    """Mix into the class of a module that has moved tensors: its state dict has the original names, and
+    `load_state_dict` takes these and the new ones. Sharded tensors are saved and loaded under their new names.
     """
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

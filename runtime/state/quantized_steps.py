@@ -129,9 +129,9 @@ class QuantizeTrained(StateStep):
 
 
 def quantized(weight: Tensor, form: str, group: int = 0) -> tuple[Tensor, Tensor]:
-    """Return numbers [outputs, ...] and scales that hold a weight [outputs, ...], best where its largest elements are.
-    Numbers are int8, or bytes: of float8_e4m3fn, or two of 4 bits. Scales [outputs], [1] or [outputs, inputs / group]
-    are float32, for int4 bfloat16.
+    """Return numbers [outputs, ...] and scales that hold a weight [outputs, ...], best where its largest elements are:
+    int8, or bytes of float8_e4m3fn or two of 4 bits. Scales [outputs], [1] or [outputs, inputs / group] are float32,
+    for int4 bfloat16.
     """
     rows = _rows(weight, group).float()
     scales = _scales(rows.abs().amax(-1), form, weight.dtype)

@@ -120,9 +120,8 @@ def _stored(model: nn.Module) -> dict[str, Tensor]:
 
 
 def functional_state(state: Mapping[str, Tensor], state_map: StateMap, model: nn.Module) -> dict[str, Tensor]:
-    """Return tensors with original names under new names; gradients flow from merged tensors to those given.
-    The model supplies what is absent. Raises a StateError, by original name, for a wrong name or shape, or a sharded
-    model.
+    """Return tensors with original names under new names, with gradients from merged tensors to those given; the model
+    supplies what is absent. StateError, by original name, for a wrong name or shape, or a sharded model.
     """
     refuse_sharded(model, "translating a state needs whole tensors", "use torch.func.functional_call before sharding")
     current = tensors_by_name(model)

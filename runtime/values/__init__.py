@@ -15,7 +15,7 @@ from .dynamic import (
     user_class,
 )
 from .generators import ANNOUNCES, RandomState, announce, generators_now, take_back
-from .held_tensors import ChangeCounts, change_count, plain_tensors
+from .held_tensors import ChangeCounts, change_count, held_tensors, plain_tensors
 from .leaves import CONTAINERS, counts_items, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
 from .meta import Meta, TensorMeta, meta_key, meta_of
 from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, is_sharded, qualified, tensors_by_name
@@ -53,7 +53,7 @@ __all__ = [
     "TensorFunction", "TensorMeta", "aliased", "all_inside", "all_tensors", "announce", "announce_changes",
     "are_plain", "cached_by_class", "change_count", "changed_paths", "class_recipe", "contents", "copied",
     "copied_object", "counts_items", "empty_module", "flatten", "generators_now", "given", "graft", "has_attributes",
-    "in_class", "is_container", "is_leaf", "is_library", "is_meta", "is_namedtuple", "is_object",
+    "held_tensors", "in_class", "is_container", "is_leaf", "is_library", "is_meta", "is_namedtuple", "is_object",
     "is_plain_structure", "is_scripted", "is_sharded", "is_whole", "keep", "map_leaves", "map_tensors", "meta_key",
     "meta_of", "objects_in", "parts_of", "plain", "plain_tensors", "put_members_back", "qualified",
     "runs_as_sequential", "same_kind", "same_members", "signature_of", "state_of", "structure", "subclass",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...compat import own_buffers, version_of
 from .names import INTERNAL
 
-__all__ = ["ChangeCounts", "change_count", "plain_tensors"]
+__all__ = ["ChangeCounts", "change_count", "held_tensors", "plain_tensors"]
 
 _DEPTH = 3
 """Containers within containers are looked into down to this depth."""
@@ -39,17 +39,18 @@ def _within(value: Any, depth: int) -> Iterator[Tensor]:
             yield from _within(item, depth - 1)
 
 
+def held_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the buffers of a module, and the tensors in its attributes and in containers there."""
+    yield from (buffer for buffer in own_buffers(module).values() if buffer is not None)
+    yield from plain_tensors(module)
+
+
 class ChangeCounts:
-    """Hold how often buffers and tensors in plain attributes were changed in place, to see which were since."""
+    """Hold how often tensors were changed in place, to see which were since."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._counts = [
-            (module, tensor, change_count(tensor))
-            for module in modules
-            for tensor in (*own_buffers(module).values(), *plain_tensors(module))
-            if tensor is not None
-        ]
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._counts = [(tensor, change_count(tensor)) for tensor in tensors]
 
-    def changed(self) -> set[nn.Module]:
-        """Return the modules with tensors that were changed."""
-        return {module for module, tensor, count in self._counts if change_count(tensor) != count}
+    def changed(self) -> list[Tensor]:
+        """Return the tensors that were changed."""
+        return [tensor for tensor, count in self._counts if change_count(tensor) != count]

@@ -66,9 +66,9 @@ def counts_items(cls: type) -> bool:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Tell whether a module is an operation of its own, never looked into.
-    These are torch.nn's modules, subclasses that keep their forward, fxopt's own layers, PyTorch Geometric's message
-    passing, aggregations and norms that count the graphs, and what TorchScript compiled.
+    """Tell whether a module is an operation of its own, never looked into: torch.nn's, subclasses that keep its
+    forward, fxopt's layers, what TorchScript compiled, and PyTorch Geometric's message passing, aggregations and norms
+    that count the graphs.
     """
     if is_scripted(module):
         return True

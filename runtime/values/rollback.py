@@ -122,9 +122,8 @@ _subscriptions = _Subscriptions()
 def keep(
     *kept: Any, random: bool = False, attributes: Iterable[tuple[Any, str]] = (), subscribes: bool = False
 ) -> Kept:
-    """Note, in a graph, what is in the objects that it is going to change: objects and paths follow `kept` in turn.
-    `attributes` are `__setattr__` methods of modules and names. With `subscribes`, only what called modules do and
-    announce counts.
+    """Note, in a graph, what is in objects that it is going to change: objects and paths follow `kept` in turn.
+    `attributes`: `__setattr__` methods of modules, and names. `subscribes`: only what called modules announce counts.
     """
     compiling = torch.compiler.is_compiling()
     found = Kept()

@@ -65,10 +65,9 @@ class Described:
 
 
 class StructuralHash:
-    """Describe modules as they are now, each once; use another one after a change. Modules are alike that have one
-    class (which stands for the code of their graphs), the same settings and flags, the same names, shapes, types,
-    devices, strides and `requires_grad` of their tensors, and under the same names children that are alike. A module
-    with hooks is like no other. `numbers` are shared where several objects are to be compared.
+    """Describe modules as they are now, each once. Alike are those of one class with the same settings, flags, forms of
+    tensors and `requires_grad`, and children that are alike under the same names; one with hooks is like no other.
+    `numbers` are shared where several objects are to be compared.
     """
 
     def __init__(self, alike: HashLevel = HashLevel.TRACED, numbers: dict[Hashable, int] | None = None) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from ...runtime.values import (
     PLAIN_TYPES,
+    ChangeCounts,
     Path,
-    change_count,
     changed_paths,
     contents,
     is_object,
@@ -48,15 +48,14 @@ class Watch:
         self._values = [value for value in held if _is_mutable(value)]
         self._states = [state_of(value) for value in self._values]
         plain = [value for value in values if type(value) is Tensor]
-        self._tensors = [(tensor, change_count(tensor)) for tensor in (*plain, *tensors_within(held))]
+        self._tensors = ChangeCounts((*plain, *tensors_within(held)))
         outside = any(changes.is_outside(value) for value in self._values)
         self._roots = {node: contents(root) for node, root in changes.roots.items()} if outside else {}
 
     def changed(self) -> list[Any]:
         """Return the tensors, objects and containers that were changed in place."""
-        tensors = [tensor for tensor, count in self._tensors if change_count(tensor) != count]
         pairs = zip(self._values, self._states, strict=True)
-        return [*tensors, *(value for value, state in pairs if state_of(value) != state)]
+        return [*self._tensors.changed(), *(value for value, state in pairs if state_of(value) != state)]
 
     def lasting(self) -> Change | None:
         """Return what was changed that outlives the call, or None."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ...compat import all_modules, modules_by_name, own_buffers, own_parameters, transient_buffers
 from ...errors import StateError
 from ...runtime.graphs import capture_of
-from ...runtime.values import INTERNAL, all_tensors, is_scripted, plain_tensors
+from ...runtime.values import INTERNAL, all_tensors, held_tensors, is_scripted
 
 __all__ = ["Holding", "copied_module", "held_in", "parts_of", "plain_registries", "shallow_clone", "skeleton_of"]
 
@@ -49,9 +49,7 @@ def copied_module(module: M, memo: dict[int, Any] | None = None) -> M:
 def _left_behind(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that still have the graph that they come from."""
     for inner in all_modules(module):
-        for tensor in (*own_buffers(inner).values(), *plain_tensors(inner)):
-            if tensor is not None and not tensor.is_leaf:
-                yield tensor
+        yield from (tensor for tensor in held_tensors(inner) if not tensor.is_leaf)
 
 
 def shallow_clone(module: M) -> M:

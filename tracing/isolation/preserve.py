@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...compat import BORROWED, REGIONS, all_modules, own_buffers, own_parameters
 from ...errors import InputError
 from ...runtime.graphs import FOUND, context_regions
-from ...runtime.values import INTERNAL, RandomState, change_count, plain_tensors, put_members_back, same_members
+from ...runtime.values import INTERNAL, ChangeCounts, RandomState, plain_tensors, put_members_back, same_members
 from .parameter_data import ParameterData, data_of, storage_of
 
 __all__ = ["AttributeState", "Contents", "ModelState", "in_phase", "memory_of", "preserved", "restoring"]
@@ -157,10 +157,9 @@ class Contents:
 
 
 class ModelState:
-    """Hold what running a model may change, to put it back, any number of times. These are: buffers (in place),
-    attributes of every module with the plain containers and tensors in them, registries, training flags, `.grad`, and
-    the random state of torch (CPU, CUDA), Python and numpy. Parameters are not copied, but for those whose `data` is
-    reached for while it is watched.
+    """Hold what running a model may change, to put it back any number of times: buffers, attributes with the containers
+    and tensors in them, registries, flags, `.grad` and the random state of torch, Python and numpy. Parameters are
+    copied only where their `data` is reached for while it is watched.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -172,11 +171,11 @@ class ModelState:
         held = [b for module in modules for b in own_buffers(module).values() if b is not None]
         held += [m.weight for m in modules if isinstance(m, _RENORMALISING) and m.max_norm is not None]
         self._copies = [(tensor, tensor.detach().clone()) for tensor in held]
-        self._counts = {key: change_count(p) for key, p in self._parameters.items()}
+        self._counts = ChangeCounts(self._parameters.values())
         plain = list({id(tensor): tensor for module in modules for tensor in plain_tensors(module)}.values())
         self.tensors = (*self._parameters.values(), *held, *plain)
         plain = [tensor for tensor in plain if not tensor.is_inference()]
-        self._plain = [(tensor, tensor.detach().clone(), change_count(tensor)) for tensor in plain]
+        self._plain, self._plain_copies = ChangeCounts(plain), {id(tensor): tensor.detach().clone() for tensor in plain}
         self.data = ParameterData((*self._parameters.values(), *plain))
         self.is_meta = bool(self._parameters) and all(p.is_meta for p in self._parameters.values())
         self._gradients = [(p, p.grad) for p in self._parameters.values()]
@@ -200,9 +199,8 @@ class ModelState:
             for tensor, copy in self._copies:
                 # Past the count of changes: a caller may still want gradients through what the buffer was.
                 data_of(tensor).copy_(copy)
-            for tensor, copy, count in self._plain:
-                if change_count(tensor) != count:
-                    data_of(tensor).copy_(copy)
+            for tensor in self._plain.changed():
+                data_of(tensor).copy_(self._plain_copies[id(tensor)])
         self.data.restore()
         for parameter, gradient in self._gradients:
             if parameter.grad is not gradient:
@@ -212,8 +210,8 @@ class ModelState:
     def check_parameters(self, model: nn.Module) -> None:
         """Raise InputError if a parameter was changed in place, for that cannot be taken back."""
         kept = {id(tensor) for tensor, _ in self._copies}
-        for key, parameter in self._parameters.items():
-            if change_count(parameter) != self._counts[key] and key not in kept:
+        for parameter in self._counts.changed():
+            if id(parameter) not in kept:
                 name = next((name for name, p in model.named_parameters() if p is parameter), "?")
                 raise InputError(
                     f"the model changes its parameter {name!r} in place when it is called; running it on example "

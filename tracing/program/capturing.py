@@ -64,8 +64,8 @@ class Opaque:
 @dataclass
 class Captures:
     """What capturing a model gave, by the modules' names; `leaves` are never looked into. It is `uncertain` whether
-    other numbers might have given more: a forward failed, or decided by data. `names` are those of the model's modules,
-    if still all once the captures are installed; see `Program` for the rest.
+    other numbers might have given more: a forward failed, or decided by data. `names`: of the model's modules, if they
+    are still all there. See `Program` for the rest.
     """
 
     captured: dict[str, Capture]

@@ -38,9 +38,9 @@ class Interception(Protocol):
 
 
 class Tracer(Protocol):
-    """A tracer, as its parts and the proxies that it hands out know it. `changes` are those that outlive the call,
-    `places` says where a placeholder's value is in the arguments; questions are `liftable` to before the graph runs
-    while no tensor was reshaped in place; `failure` is why the module was given up.
+    """A tracer, as its parts and proxies know it. `changes` outlive the call, `places` says where placeholders are in
+    the arguments; questions are `liftable` to before the graph runs while no tensor was reshaped in place; `failure` is
+    why the module was given up.
     """
 
     changes: Changes

@@ -45,9 +45,8 @@ class Reached(NamedTuple):
 
 
 def reached_functions(modules: Sequence[nn.Module], *, hooks: bool = True) -> Iterator[Reached]:
-    """Yield each function that calling `modules` may run, but for the forwards of those inside, nearest first. These
-    are their forwards, `hooks` (and a `__call__` of their own), what they name, and methods that they name of the
-    modules inside. What is called in other ways is not found.
+    """Yield each function that calling `modules` may run, but for the forwards of those inside, nearest first: their
+    forwards, `hooks` and own `__call__`, what these name, and the methods of modules inside that they name.
     """
     methods: Mapping[str, list[Any]] | None = None
     pending = deque(_entries(modules, hooks))

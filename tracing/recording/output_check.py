@@ -66,9 +66,8 @@ def expectations(
 def disagreeing(
     model: nn.Module, captured: Mapping[str, Capture], expected: Sequence[Expectation], state: ModelState, *, grad: bool
 ) -> list[str]:
-    """Return the names of the captured modules without which the model gives what its original forward gives. The
-    graphs, which are installed, are taken out, and come back in groups, innermost first; one that does not agree is
-    halved, and those found stay out.
+    """Return the names of the captured modules without which the model gives what its original forward gives. Installed
+    graphs are taken out, and come back in groups, innermost first; a group that disagrees is halved.
     """
     if _agrees(model, expected, state, grad):
         return []

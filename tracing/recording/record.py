@@ -20,6 +20,7 @@ from ...runtime.values import (
     are_plain,
     change_count,
     copied,
+    held_tensors,
     map_leaves,
     map_tensors,
     objects_in,
@@ -124,8 +125,8 @@ def record(
     exact: bool = True,
 ) -> Recording:
     """Run `model` once for each of `inputs`, return how its modules (None: all) were called, and put back `state`. If
-    not `exact`, tensors changed in place have later numbers, and the model runs once. With `grad`, or where it needs
-    gradients to run, outputs are attached. InputError, chained, names the innermost module that raises.
+    not `exact`, tensors changed in place have later numbers, and it runs once. With `grad`, or where it needs gradients
+    to run, outputs are attached. InputError, chained, names the innermost module that raises.
     """
     state = state or ModelState(model)
     try:
@@ -212,7 +213,7 @@ class _Recorder:
 
     def run(self, model: nn.Module, inputs: Sequence[Inputs], state: ModelState, *, grad: bool) -> None:
         """Run the model on all inputs; `state` is that of the model."""
-        counts = ChangeCounts(state.modules)
+        counts = {module: ChangeCounts(held_tensors(module)) for module in state.modules}
         if self.spare:
             self._own = set(map(memory_of, state.tensors))
         for module in state.modules:
@@ -222,7 +223,7 @@ class _Recorder:
             for call in inputs:
                 self._run_once(model, copy_inputs(call, grad=grad))
         self.recording.grad = grad
-        self.recording.changed = counts.changed()
+        self.recording.changed = {module for module, each in counts.items() if each.changed()}
 
     def note_changed(self, model: nn.Module, parameters: set[int]) -> None:
         """Note the modules whose parameters, given by their ids, hold something else than before."""

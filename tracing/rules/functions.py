@@ -16,7 +16,7 @@ from ...compat import autocast_settings
 from ...compat.checkpoint import checkpoint_generator, is_reentrant_checkpoint
 from ...compat.interception import function_entries
 from ...runtime.graphs import Context
-from ...runtime.values import FunctionCall, change_count, tensors_in
+from ...runtime.values import ChangeCounts, FunctionCall, tensors_in
 from ..proxies import UNKNOWN, ValueProxy, proxies_in
 from ..reads import LEAF_LIBRARY, leaf_function_places, user_frame
 from ..trace import ModuleTracer, TracingSession
@@ -47,12 +47,12 @@ def _call(tracer: ModuleTracer, function: type[Function], args: tuple[Any, ...])
         tracer.fail("it uses checkpoint with use_reentrant=True")
     with tracer.session.aside():
         values = tracer.values(args)
-        counts = [(tensor, change_count(tensor)) for tensor in tensors_in(values)]
+        counts = ChangeCounts(tensors_in(values))
     result = tracer.create_proxy("call_function", FunctionCall(function), args, {})
     node = tracer.graph.find_nodes(op="call_function", target=FunctionCall(function))[-1]
     with tracer.session.aside():
-        changed = any(change_count(tensor) != count for tensor, count in counts)
-    node.meta["writes"] = changed or values is UNKNOWN
+        changed = counts.changed()
+    node.meta["writes"] = bool(changed) or values is UNKNOWN
     return result
 
 

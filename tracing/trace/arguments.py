@@ -55,9 +55,8 @@ def _is_key(key: object) -> bool:
 
 
 class Arguments:
-    """Walk the arguments of a call: each tensor, and each size that the caller computed, becomes a placeholder. Objects
-    (caches, say) are placeholders, too, whose class is guarded. The rest is bound and guarded. `places` is filled in:
-    where the value of a placeholder is in the arguments.
+    """Walk the arguments of a call: each tensor, object (a cache, say) and size that the caller computed becomes a
+    placeholder; the rest is bound and guarded. `places` is filled in: where their values are in the arguments.
     """
 
     def __init__(self, signature: Signature, placeholder: Callable[[str, Any], Any], places: dict[str, Source]) -> None:

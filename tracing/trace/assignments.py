@@ -43,9 +43,9 @@ def assign(setter: Callable[[str, Any], None], name: str, value: Any) -> None:
 
 
 class Assignments:
-    """Record the attributes that a traced forward sets: they are there for the rest of the trace, as proxies.
-    `by_calls` are the modules' own attributes that calls set, if that is `recorded`; `state` is what attributes are to
-    be; `left` is what the call leaves where the next one may need another graph.
+    """Record the attributes that a traced forward sets, as proxies for the rest of the trace. `by_calls`: own
+    attributes that calls set, if that is `recorded`; `state`: what attributes are to be; `left`: what the call leaves
+    where the next one may need another graph.
     """
 
     def __init__(

@@ -78,9 +78,9 @@ class Pending:
 
 
 class Decisions:
-    """Answer the questions that decide something, and keep each answer as a guard. `flags` are switches
-    (`self.training`) with the answers given; of the `require` nodes, `structural` ones only check how a value is built,
-    and those `by_data` ask what the data in a tensor decide.
+    """Answer the questions that decide something, and keep each answer as a guard. `flags`: switches (`self.training`)
+    with their answers. Of the `require` nodes, `structural` ones check how a value is built, those `by_data` what data
+    decide.
     """
 
     def __init__(self, tracer: Tracer) -> None:

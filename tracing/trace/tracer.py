@@ -38,10 +38,9 @@ _ACCESSOR = property_access()
 
 
 class ModuleTracer:
-    """Run a module's forward once on proxies, and keep what it did as a graph. `call` is the one to trace; None traces
-    without example values. `stateful` tells whether calling a module changes what outlives the call, `assigned` which
-    own attributes of modules calls set. `answers` of switches and `state` of attributes are to be found in the place of
-    what they are now.
+    """Run a module's forward once on proxies, for a `call` or without values, and keep what it did as a graph. Calling
+    a module may be `stateful`, and has `assigned` own attributes. `answers` of switches and `state` of attributes stand
+    for what they are now.
     """
 
     def __init__(
@@ -235,9 +234,9 @@ class ModuleTracer:
         fixed: bool = False,
         lasting: Change | None = None,
     ) -> Any:
-        """Add a node with an example value, and return what the traced code sees of it. The value may be None in
-        another call if it is `optional`; its structure never changes if it is `fixed`; `lasting` is what the node
-        changes that outlives the call.
+        """Add a node with an example value, and return what traced code sees of it. An `optional` value may be None in
+        another call; the structure of a `fixed` one never changes; `lasting`: what the node changes that outlives the
+        call.
         """
         with self.session.aside():
             node = self.graph.create_node(kind, target, *self._arguments.arguments(args, kwargs))

@@ -29,9 +29,8 @@ _COUNTS = ("numel", "len", "size", "shape", "sum", "count_nonzero", "bincount", 
 
 @dataclass(frozen=True)
 class Decided:
-    """What a forward decided by data, where, and the nodes that the answer was computed from. It asked whether there is
-    anything (`numel() == 0`, `any()`, of floats that were `compared`), which number something has, how many there are,
-    or for other values.
+    """What a forward decided by data, where, and from which nodes. It asked whether there is anything (`numel() == 0`,
+    `any()`, of floats that were `compared`), which number something has, how many there are, or for other values.
     """
 
     kind: Literal["emptiness", "number", "size", "value"]

@@ -42,9 +42,9 @@ _BYTES = Table(256)
 def other_rows(
     arguments: Arguments, tables: Mapping[str, Table], seed: int, *, more: bool = False
 ) -> Iterator[Arguments]:
-    """Yield calls with another number of rows (three, or one `more`), large and negative, identifiers from whole
-    tables, masks changed: the farthest from the example first, to take the first that the original takes. Integers
-    that are compared, or say where to write, take values that the call has.
+    """Yield calls with another number of rows (three, or one `more`), large and negative, with identifiers from whole
+    tables and other masks, the farthest from the example first. Integers that are compared, or say where to write, take
+    values that the call has.
     """
     rows = rows_of(arguments)
     if not rows:

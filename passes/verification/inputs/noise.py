@@ -28,9 +28,9 @@ _HUGE = 1e4
 
 
 def perturbed_state(state: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
-    """Return `state` with noise on every float, in the same types; tied tensors stay tied. Buffers keep sign and
-    zeros, for they may be variances or masks, but those of zeros alone move up. Vectors of unlike numbers are
-    turned round: a bias that sends all rows of the example to one expert sends them to another.
+    """Return `state` with noise on every float, in the same types; tied tensors stay tied. Buffers, which may be
+    variances or masks, keep sign and zeros unless all are zero. Vectors of unlike numbers are turned round: a bias that
+    sends all rows to one expert sends them to another.
     """
     generator = torch.Generator().manual_seed(seed)
     done: dict[int, Tensor] = {}

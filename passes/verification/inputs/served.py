@@ -44,9 +44,9 @@ def served_calls(
     arguments: Arguments, example: Arguments, tables: Mapping[str, Table], seed: int, *, large: Asked | None,
     training: bool = False, weight: int = 0,
 ) -> Iterator[ServedCall]:  # fmt: skip
-    """Yield calls to make one after another, from `arguments`: the example, or a smaller one made of it. `large`
-    says what is asked of larger ones (None makes none; of the same BITS they are hardly larger: the model is a slow
-    one); `weight`, how many numbers the module holds.
+    """Yield calls to make one after another, from `arguments`: the example, or a smaller one made of it. `large` says
+    what is asked of larger ones, None makes none; of a slow model, asked for the same BITS, they are hardly larger.
+    `weight`: how many numbers the module holds.
     """
     yield ServedCall(arguments)
     yield ServedCall(elsewhere(perturbed_inputs(arguments, seed + 1)))

@@ -192,9 +192,8 @@ def _ascends(tensor: Tensor) -> bool:
 def many_rows(
     arguments: Arguments, example: Arguments, seed: int, *, numbers: bool = True, weight: int = 0
 ) -> Arguments | None:
-    """Return the call with at least twice the rows (and `numbers`) of the example it was made of; of a small one,
-    four times. A module of little `weight` takes so many that ways of computing which cut a batch into parts show
-    what they do with the rest.
+    """Return the call with at least twice the rows (and `numbers`) of its example; of a small one, four times. A module
+    of little `weight` takes so many that a batch which is cut into parts has a rest.
     """
     rows, size, wanted = rows_of(arguments), _size(arguments), _size(example)
     if not rows or not size:

@@ -270,9 +270,8 @@ class Original:
     def _seen_in_few_rows(
         self, sample: _Sample, after: _Rewritten, before: Quantities, found: Quantities
     ) -> float | None:
-        """Return how far two runs are apart of which a few rows tell enough; None where all rows have to be
-        looked at. Where these show in float64 that gradients are the same, those of the whole batch may jump
-        about as far as the original's do, in its own types; results may not.
+        """Return how far two runs are apart of which a few rows tell enough; None where all rows have to be looked at.
+        If gradients of these are the same in float64, those of the whole batch may jump about as far as the original's.
         """
         few, close = few_rows(sample.arguments, FEW_ROWS), _close(before)
         if not (self.gradients and sample.gradients) or 2 * _size(few) >= _size(sample.arguments):
