@@ -20,7 +20,7 @@ from ...tracing.program import deactivate, is_on_meta
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
-from ..sites import Cause, Numerics, Reason
+from ..sites import Numerics, Reason
 from ..verification import modes_to_check
 from .context import RunContext
 from .groups import Group
@@ -198,11 +198,8 @@ class Comparison:
             **timing.timing_figures(timings, best),
             "lowerings": {name: timing.microseconds(timings, name) for name in names},
         }
-        if speed.low > 1.0 or self.group.required:
-            return figures, None
-        cause = Cause.NO_FASTER if speed.mid <= 1.0 else Cause.NOT_CLEARLY_FASTER
-        how = "" if best == UNNAMED else f" as {best}"
-        return figures, Reason.of(cause, speedup=speed.mid, low=speed.low, high=speed.high, how=how)
+        lowering = "" if best == UNNAMED else best
+        return figures, None if self.group.required else timing.no_gain(speed, lowering=lowering)
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

@@ -14,7 +14,7 @@ from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
 from ..pipeline import Plan
 from ..rewriting import Snapshot
-from ..sites import Goal, Phase
+from ..sites import Goal, Phase, Reason
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget
 from .groups import Group
 from .history import History
@@ -40,6 +40,7 @@ def unheard(progress: Progress) -> None:
 class Request:
     """What the user asked for, checked."""
 
+    words: Callable[[Reason], str]  # what plans say of a reason
     passes: Sequence[Pass] = ()  # in the order in which they run
     inputs: tuple[Inputs, ...] = ()
     phase: Phase | None = None  # None: the model's own mode
@@ -64,8 +65,8 @@ class RunContext:
     budget: TimeBudget
     trained: Collection[nn.Module]  # those that the user gave in training mode
     calls: SiteCalls
+    history: History
     snapshot: Snapshot = field(default_factory=Snapshot)
-    history: History = field(default_factory=History)
 
     @classmethod
     def of(
@@ -74,7 +75,7 @@ class RunContext:
         """Return the context of a run that begins; by default those modules are trained that are in training now."""
         if trained is None:
             trained = {module for module in program.names.distinct if module.training}
-        return cls(program, request, budget, trained, SiteCalls(program, budget))
+        return cls(program, request, budget, trained, SiteCalls(program, budget), History(request.words))
 
     @property
     def checks(self) -> bool:

@@ -102,41 +102,30 @@ class Candidate:
     """One way of rewriting a group, and what is known of it; `edit` is set while it stands in the program."""
 
     group: Group
-    failure: str = ""  # why it is not to be had
-    cause: Cause | None = None  # None: `why` tells it by how far the candidate came
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    was_written: bool = True
-    was_skipped: bool = False  # for want of time
+    failure: Reason | None = None  # why it is not to be had
     verdict: verification.Verdict | None = None  # None: not checked
     edit: Edit | None = None
     runner: timing.Runner | None = None
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     @classmethod
-    def left(cls, group: Group, reason: Reason, *, was_skipped: bool = False) -> Candidate:
-        """Return a group that is left as it is, for a reason of the driver's own."""
-        return cls(group, str(reason), reason.cause, reason.values, was_skipped=was_skipped)
-
-    @classmethod
     def wrong(cls, group: Group, verdict: verification.Verdict) -> Candidate:
         """Return a group that is left as it is, since a rewrite of it gives something else."""
         errors = {"meaning_error": verdict.meaning_error, "precision_error": verdict.precision_error}
         known = {name: error for name, error in errors.items() if math.isfinite(error)}
-        return cls(group, verdict.reason, Cause.DIFFERS, known)
+        return cls(group, Reason(Cause.DIFFERS, known, verdict.reason))
 
     @property
     def status(self) -> str:
         """Return what the decision on it is called."""
-        if not self.failure:
+        if self.failure is None:
             return "applied"
-        return "skipped" if self.was_skipped else "undone" if self.was_written else "refused"
+        return {"budget": "skipped", "rewrite": "refused"}.get(self.failure.cause.stage, "undone")
 
     @property
-    def why(self) -> str:
-        """Return the kind of reason for which it is not to be had, or ""."""
-        if not self.failure or self.cause is not None:
-            return self.cause or ""
-        return Cause.NOT_CHECKED if self.was_skipped else Cause.DIFFERS if self.was_written else Cause.NO_MATCH
+    def was_written(self) -> bool:
+        """Say whether the pass could write it."""
+        return self.status != "refused"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +156,7 @@ def narrowed(
         if left <= 0.0 or steps * _size(program.module(group.owner)) / whole <= left:
             return group
         if program.training:
-            return Refusal(str(Reason.of(Cause.TOO_COSTLY)), group.label, Cause.TOO_COSTLY)
+            return Refusal(Reason.of(Cause.TOO_COSTLY), group.label)
         return Group(tuple(dataclasses.replace(site, phase=Phase.EVAL) for site in group.sites))
 
     return [affordable(each) if pass_.clean_up and isinstance(each, Group) else each for each in found]

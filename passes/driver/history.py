@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from ...runtime.state import StateMap
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
-from ..sites import Cause, Phase, Reason, Refusal, Site
+from ..sites import Phase, Reason, Refusal, Site
 from .groups import Candidate, Group
 
 __all__ = ["History", "Rewrite", "composed"]
@@ -45,6 +45,7 @@ class Rewrite:
 class History:
     """The decisions of a run in their order, and the rewrites that stand."""
 
+    words: Callable[[Reason], str]
     decisions: list[Decision] = field(default_factory=list["Decision"])
     rewrites: list[Rewrite] = field(default_factory=list["Rewrite"])
     step: int = 0  # the number of the pass that is running
@@ -58,9 +59,7 @@ class History:
     def refuse(self, pass_: Pass, refusal: Refusal) -> None:
         """Note why a pass leaves a place as it is."""
         at = refusal.at.name if isinstance(refusal.at, fx.Node) else refusal.at
-        self.decisions.append(
-            self._of(pass_, key=at, status="refused", label=at, reason=refusal.reason, cause=refusal.cause)
-        )
+        self.decisions.append(self._of(pass_, key=at, status="refused", label=at, **self._told(refusal.why)))
 
     def leave(self, pass_: Pass, candidate: Candidate) -> Decision:
         """Note why a group is left as it was."""
@@ -81,11 +80,10 @@ class History:
         """Note a rewrite that a plan has decided on."""
         self._stand(Rewrite(pass_, group, edit, decisions[0], decisions[0], list(decisions), replayed=not verified))
 
-    def note(self, planned: Iterable[Decision], reason: str, cause: Cause = Cause.PLAN) -> None:
+    def note(self, planned: Iterable[Decision], reason: Reason) -> None:
         """Note planned rewrites that cannot stand here."""
-        self.decisions += [
-            dataclasses.replace(decision, status="undone", reason=reason, cause=cause) for decision in planned
-        ]
+        told = self._told(reason)
+        self.decisions += [dataclasses.replace(decision, status="undone", **told) for decision in planned]
 
     def intend(self, pass_: Pass, site: Site) -> None:
         """Note a site of a pass that acts on the finished model."""
@@ -103,12 +101,15 @@ class History:
         kind = {"numerics": pass_.numerics.value, "goal": pass_.goal.value}
         return Decision(step=self.step, pass_name=pass_.name, **kind, **fields)
 
+    def _told(self, reason: Reason | None) -> dict[str, Any]:
+        """Return what a decision keeps of a reason; nothing where there is none."""
+        return {"reason": self.words(reason), "cause": reason.cause, "values": dict(reason.values)} if reason else {}
+
     def _decision(self, pass_: Pass, candidate: Candidate) -> Decision:
         group, (first, *others) = candidate.group, candidate.group.sites
         return self._of(
             pass_, key=group.key, label=group.label, status=candidate.status,
-            reason=candidate.failure, cause=candidate.why, values=dict(candidate.values),
-            choice=None if others else first.choice,
+            **self._told(candidate.failure), choice=None if others else first.choice,
             detail=f"{len(group.sites)} sites" if others else first.detail, figures=dict(candidate.figures),
             site=None if others else _described(first),
         )  # fmt: skip
@@ -117,9 +118,7 @@ class History:
         """Note that a rewrite was taken back."""
         for old in rewrite.recorded:
             place = next(number for number, decision in enumerate(self.decisions) if decision is old)
-            self.decisions[place] = dataclasses.replace(
-                old, status="undone", reason=str(reason), cause=reason.cause, values=dict(reason.values)
-            )
+            self.decisions[place] = dataclasses.replace(old, status="undone", **self._told(reason))
 
     # -- what came of it -------------------------------------------------------------------------------------------
 

@@ -182,9 +182,8 @@ class Manager:
                 break
             overtaken += self._stale
             self._stale.clear()
-        reason = Reason.of(Cause.OVERTAKEN)
         for site in overtaken:
-            self.history.refuse(pass_, Refusal(str(reason), site.label or site.owner or "(root)", reason.cause))
+            self.history.refuse(pass_, Refusal(Reason.of(Cause.OVERTAKEN), site.label or site.owner or "(root)"))
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = narrowed(self.program, pass_, grouped(pass_, items), self.context.budget)
@@ -229,7 +228,7 @@ class Manager:
                 self._follow_group(pass_, group, wanted)
             self._stale.clear()
             if len(wanted) == left:
-                self.history.note([wanted.pop(next(iter(wanted)))], "the site is not there")
+                self.history.note([wanted.pop(next(iter(wanted)))], Reason.of(Cause.PLAN, "the site is not there"))
         self.history.decisions.extend(decision for decision in decisions if decision.status != "applied")
 
     def _follow_group(self, pass_: Pass, group: Group, wanted: dict[str, Decision]) -> None:
@@ -240,9 +239,10 @@ class Manager:
             for site in group.sites:
                 self._follow_group(pass_, Group((site,)), wanted)
             return
-        if candidate.edit is None:
-            self.history.note(made, candidate.failure, Cause.DIFFERS if candidate.was_written else Cause.PLAN)
-        else:
+        if candidate.failure is not None:
+            cause = candidate.failure.cause if candidate.was_written else Cause.PLAN
+            self.history.note(made, dataclasses.replace(candidate.failure, cause=cause))
+        elif candidate.edit is not None:
             self.history.repeat(pass_, group, candidate.edit, made, verified=True)
             self._note_change(pass_)
         for decision in made:
@@ -335,8 +335,8 @@ class Manager:
         first, chosen = precedent.decision, precedent.chosen
         like = {**first.figures, **Measured(follows=first.label).figures()}
         if chosen is None:
-            cause = Cause(first.cause) if first.cause else None
-            self.history.leave(pass_, Candidate(group, first.reason, cause, first.values, figures=like))
+            reason = Reason(Cause(first.cause), first.values, first.reason)
+            self.history.leave(pass_, Candidate(group, reason, figures=like))
             return True
         candidate = self._repeated(pass_, group.chosen_as(chosen), block, equal)
         if candidate.edit is None:

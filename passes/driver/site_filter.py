@@ -69,8 +69,8 @@ def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Colle
         except CaptureError as error:
             raise PassError(f"pass '{pass_.name}': find yielded a site {what}: {error}") from error
     found = (_reason_against(program, pass_, place, item.phase, trained) for place in item.places)
-    reason, cause = next((each for each in found if each[0]), ("", Cause.NOT_APPLICABLE))
-    return Refusal(reason, item.owner or "(root)", cause) if reason else item
+    reason = next(filter(None, found), None)
+    return item if reason is None else Refusal(reason, item.owner or "(root)")
 
 
 def _check_node(program: Program, site: Site, name: str) -> None:
@@ -85,14 +85,15 @@ def _check_node(program: Program, site: Site, name: str) -> None:
 
 def _reason_against(
     program: Program, pass_: Pass, site: Site, phase: Phase | None, trained: Collection[nn.Module]
-) -> tuple[str, Cause]:
-    """Return why no pass may rewrite a place, or ""."""
+) -> Reason | None:
+    """Return why no pass may rewrite a place, if so."""
     holder = holder_of(program.model, site.owner).module
     if is_volatile(holder):
-        return VOLATILE, Cause.VOLATILE
+        return Reason.of(Cause.VOLATILE, VOLATILE)
     if (phase or pass_.phase) is Phase.EVAL and _is_trained(program, site, trained):
-        return str(Reason.of(Cause.IN_TRAINING)), Cause.IN_TRAINING
-    return program.exact_types.get(holder, ""), Cause.EXACT_TYPE
+        return Reason.of(Cause.IN_TRAINING)
+    exact = program.exact_types.get(holder)
+    return Reason.of(Cause.EXACT_TYPE, exact) if exact else None
 
 
 def _is_trained(program: Program, site: Site, trained: Collection[nn.Module]) -> bool:
@@ -137,4 +138,4 @@ def described(program: Program, decision: Decision) -> Site:
 
 def is_for_evaluation(item: Site | Refusal) -> bool:
     """Say whether a site was refused since the model is in training."""
-    return isinstance(item, Refusal) and item.cause is Cause.IN_TRAINING
+    return isinstance(item, Refusal) and item.why.cause is Cause.IN_TRAINING

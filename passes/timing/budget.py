@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import UsageError
 
@@ -157,6 +158,11 @@ class TimeBudget:
         if math.isinf(self.seconds):
             return math.inf
         return max(0.0, self.left - (_COMPARING_FORWARDS + _READY_FORWARDS) * self.forward)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return the seconds that there are and that were spent, and whether a pass has only its part of them."""
+        return {"budget": self.seconds, "spent": self.spent, "in_part": math.isfinite(self._until)}
 
     @property
     def too_short(self) -> str:

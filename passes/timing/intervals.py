@@ -30,6 +30,15 @@ class Interval:
     mid: float
     high: float
 
+    def gains(self, least: float = 1.0, *, surely: bool = True) -> bool:
+        """Say whether so many times as fast is more than `least`: the whole interval, or no more than its middle."""
+        return (self.low if surely else self.mid) > least
+
+    @property
+    def loses(self) -> bool:
+        """Say whether it is surely slower."""
+        return self.high < 1.0
+
 
 @dataclass
 class Timings:
@@ -65,7 +74,7 @@ class Timings:
         return [name for name in names if name == best or self._may_be_as_fast(name, best)]
 
     def _may_be_as_fast(self, name: str, best: str) -> bool:
-        return self.ratio(name, best).low <= NOISE and not self.is_hopeless(name, best)
+        return not self.ratio(name, best).gains(NOISE) and not self.is_hopeless(name, best)
 
     def quickest(self, names: Sequence[str]) -> str:
         """Return the one of `names` that took the least time, however close the others are."""

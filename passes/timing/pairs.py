@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .intervals import FEWEST_ROUNDS, SURE_ROUNDS, Timings
+from ..sites import Cause, Reason
+from .intervals import FEWEST_ROUNDS, SURE_ROUNDS, Interval, Timings
 from .measure import time_candidates
 
-__all__ = ["SECONDS_OF_A_KIND", "microseconds", "time_kind", "time_pair", "timing_figures"]
+__all__ = ["SECONDS_OF_A_KIND", "microseconds", "no_gain", "time_kind", "time_pair", "timing_figures"]
 
 SECONDS_OF_A_KIND = 0.05
 """How long a kind of layer is timed by itself at first: calls of up to 3 ms settle in three rounds."""
@@ -50,6 +51,20 @@ def time_kind(
         return timings
     rounds = SURE_ROUNDS * _IN_DOUBT
     return time_pair(before, after, seconds=_IN_DOUBT * seconds, least_rounds=rounds, cold=cold)
+
+
+def no_gain(
+    speed: Interval, least: float = 1.0, *, surely: bool = True, cause: Cause | None = None, lowering: str = ""
+) -> Reason | None:
+    """Return why what is so many times as fast does not pay; None where it gains more than `least`, see `Interval`.
+
+    Without a cause the interval says if it is no faster, or not clearly.
+    """
+    if speed.gains(least, surely=surely):
+        return None
+    cause = cause or (Cause.NO_FASTER if speed.mid <= 1.0 else Cause.NOT_CLEARLY_FASTER)
+    named = {"lowering": lowering} if lowering else {}
+    return Reason.of(cause, speedup=speed.mid, low=speed.low, high=speed.high, **named)
 
 
 def timing_figures(timings: Timings, after: str = "after", count: int = 1) -> dict[str, Any]:

@@ -154,16 +154,16 @@ class FinalCheck:
 
         right, reason = longest_right(len(order), reason, objection, lambda: self._has_time)
         gone = order[right:] if _is_lossy(order[right].pass_) else [order[right]]
+        found = Reason.of(Cause.MODEL_DIFFERS, problem=reason)
         if not self._has_time:
             gone = self._unproven(order, right, reason)
-            unknown = "no time was left to find which rewrite it is, so all unproven ones were undone"
-            reason = f"{reason}; {unknown}; give a larger time_budget"
+            found = Reason(found.cause, {**found.values, **self._context.budget.values})
         self._stand([rewrite for rewrite in order if rewrite not in gone])
         for rewrite in gone:
-            self._context.history.undo(rewrite, Reason.of(Cause.MODEL_DIFFERS, problem=reason))
+            self._context.history.undo(rewrite, found)
         for rewrite in standing:
             if rewrite not in gone and rewrite not in self._context.history.rewrites:
-                self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, why=""))
+                self._context.history.undo(rewrite, Reason(Cause.DEPENDENT))
 
     def _unproven(self, order: Sequence[Rewrite], right: int, reason: str) -> Sequence[Rewrite]:
         """Return what goes where no time is left to find the wrong one; raise BudgetError if that is not for speed."""

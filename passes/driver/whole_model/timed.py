@@ -60,10 +60,9 @@ class WholeModel:
             if not unwanted:
                 return together(races).figures()
             slower = _slower(races)
-            self._take_back(unwanted, Reason.of(Cause.MODEL_SLOWER, **slower, with_it=" with it", why=""))
+            self._take_back(unwanted, Reason(Cause.MODEL_SLOWER, slower))
             if unwanted is doubtful and not self._context.budget.left:
-                spent = f", and {self._context.budget} was spent"
-                self._take_back_all(Reason.of(Cause.MODEL_SLOWER, **slower, with_it="", why=spent))
+                self._take_back_all(Reason(Cause.MODEL_SLOWER, slower | self._context.budget.values))
         return None
 
     @property
@@ -140,7 +139,7 @@ class WholeModel:
         for rewrite in unwanted:
             self._context.history.undo(rewrite, reason)
         for rewrite, why in lost.items():
-            self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, why=f": {why}"))
+            self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, problem=why))
 
     def _around(self, unwanted: Sequence[Rewrite]) -> list[Rewrite]:
         """Return rewrites, and those after them that changed some of the same modules, in order."""
@@ -155,10 +154,10 @@ class WholeModel:
 
 
 def _slower(races: Sequence[Race]) -> dict[str, Any]:
-    """Return what was slower, and how fast it is now."""
+    """Return which calls were slower, "" for all, and how fast they are now."""
     label = all_slower(races) or ""
-    what = f"the {label} of the model" if label else "the whole model"
-    return {"what": what, "speedup": together(races).speed_of(label).mid}
+    speed = together(races).speed_of(label)
+    return {"calls": label, "speedup": speed.mid, "low": speed.low, "high": speed.high}
 
 
 def _is_optional(rewrite: Rewrite) -> bool:
