@@ -14,7 +14,7 @@ from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
 from ..pipeline import Plan
 from ..rewriting import Snapshot
-from ..sites import Goal, Phase, Reason
+from ..sites import Goal, Numerics, Phase, Reason
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget
 from .groups import Group
 from .history import History
@@ -95,6 +95,11 @@ class RunContext:
     def has_time(self, pass_: Pass) -> bool:
         """Say whether there is time to check what a pass writes as it should be."""
         return not self.request.verify or self.budget.allows_check(clean_up=pass_.clean_up)
+
+    def note_change(self, pass_: Pass) -> None:
+        """Note that a rewrite of a pass stands: within a budget, calls stay good inputs to compare on."""
+        if pass_.numerics is Numerics.SEMANTIC:
+            self.calls.forget()
 
     def forget(self) -> None:
         """Learn anew what the modules are and how they are called: something else than a rewrite has changed them."""

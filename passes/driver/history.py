@@ -14,7 +14,7 @@ from ...runtime.state import StateMap
 from ..contract import Pass
 from ..pipeline import Decision
 from ..rewriting import Edit
-from ..sites import Phase, Reason, Refusal, Site
+from ..sites import Phase, Reason, Refusal, Site, StaleSite
 from .groups import Candidate, Group
 
 __all__ = ["History", "Rewrite", "composed"]
@@ -85,6 +85,14 @@ class History:
         told = self._told(reason)
         self.decisions += [dataclasses.replace(decision, status="undone", **told) for decision in planned]
 
+    def overtaken(self, pass_: Pass, group: Group) -> list[Site]:
+        """Return those of the sites that a rewrite of the same pass, which is running, has overtaken."""
+        landed = self.landed_at.get(self.step, ())
+        touched = any(place.owner in landed for site in group.sites for place in site.places)
+        if not touched or type(pass_).rewrite_group is not Pass.rewrite_group:
+            return []
+        return [site for site in group.sites if _is_stale(site)]
+
     def intend(self, pass_: Pass, site: Site) -> None:
         """Note a site of a pass that acts on the finished model."""
         label, described = site.label or site.owner or "(root)", site.to_json()
@@ -151,6 +159,14 @@ def composed(edits: Iterable[Edit]) -> StateMap:
     for edit in edits:
         total = total.compose(edit.state_map_of_model())
     return total
+
+
+def _is_stale(site: Site) -> bool:
+    try:
+        site.check_there()
+    except StaleSite:
+        return True
+    return False
 
 
 def _by_site(decision: Decision, group: Group) -> list[Decision]:

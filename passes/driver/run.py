@@ -151,10 +151,8 @@ def _rewritten(
         measured = measured_memory(program, request.passes) if runs else None
         if request.plan is None:
             manager.run(request.passes)
-        elif request.checks_plan:
-            manager.follow(request.passes, request.plan)
         else:
-            manager.replay(request.passes, request.plan)
+            manager.repeat(request.passes, request.plan, verified=request.checks_plan)
     manager.compare(model)
     if measured is not None:
         manager.memory = memory_figures(measured, program, request.passes, manager.decisions)
