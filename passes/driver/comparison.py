@@ -177,7 +177,7 @@ class Comparison:
         # What comes before a module in the middle of a network needs its gradients too.
         inner = True if self.group.owner else None
         with self._running(timing=True):
-            return timing.runner(runnable, self._calls, training=training, input_gradients=inner)
+            return timing.Runner(runnable, self._calls, training=training, input_gradients=inner)
 
     def timings(self, runners: Mapping[str, timing.Runner | None]) -> timing.Timings:
         """Time candidates side by side, and beside the module as it was."""

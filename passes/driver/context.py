@@ -32,10 +32,6 @@ class Progress:
     total: int = 0
 
 
-def unheard(progress: Progress) -> None:
-    """Listen to nothing."""
-
-
 @dataclass(frozen=True)
 class Request:
     """What the user asked for, checked."""
@@ -52,7 +48,7 @@ class Request:
     settings: Settings = field(default_factory=Settings)
     time_budget: BudgetRequest = DEFAULT_BUDGET
     on_failure: Callable[[PassError], str | None] | None = None  # writes a reproducer and returns its path
-    on_progress: Callable[[Progress], None] = unheard
+    on_progress: Callable[[Progress], None] = lambda _: None
     twin: nn.Module | None = None  # small, with data: rewrites of a model on the meta device are verified in it
 
 

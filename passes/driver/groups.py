@@ -14,10 +14,10 @@ from ...tracing.program import Program
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
-from ..sites import Cause, Numerics, Phase, Reason, Refusal, Site
+from ..sites import Cause, Phase, Reason, Refusal, Site
 
 __all__ = [
-    "Candidate", "Group", "Race", "changes", "grouped", "grouped_in_order", "identity", "is_like", "keeps_function",
+    "Candidate", "Group", "Race", "changes", "grouped", "grouped_in_order", "identity", "is_like",
     "narrowed", "rewriting", "timed_identity", "with_lowering",
 ]  # fmt: skip
 
@@ -194,11 +194,6 @@ def _classes(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
     return [tuple(site for each in alike[first : first + size] for site in each) for first in starts]
 
 
-def keeps_function(pass_: Pass) -> bool:
-    """Say whether what a pass does at one site leaves what the others see as it is, but for rounding."""
-    return pass_.numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
-
-
 def rewriting(passes: Sequence[Pass]) -> list[Pass]:
     """Return the passes that rewrite; those that act on the finished model come after them."""
     return [pass_ for pass_ in passes if not pass_.finishes]
@@ -212,13 +207,12 @@ def sharing(passes: Sequence[Pass]) -> list[int]:
 def grouped(pass_: Pass, found: Iterable[Site | Refusal]) -> list[Group | Refusal]:
     """Return what a pass found, the sites of one graph as a group in the place of the first of them.
 
-    A clean-up is one group for all graphs of a module: checking one runs the others. Sites of a pass that changes the
-    function are left apart: what one does decides what the next one sees.
+    Sites of a pass that changes the function are left apart: what one does decides what the next one sees.
     """
     groups: dict[Hashable, list[Site]] = {}
     result: dict[Hashable, Refusal | None] = {}
     for number, item in enumerate(found):
-        key = _place(pass_, item) if isinstance(item, Site) and keeps_function(pass_) else number
+        key = _place(pass_, item) if isinstance(item, Site) and pass_.numerics.keeps_function else number
         result.setdefault(key, item if isinstance(item, Refusal) else None)
         if isinstance(item, Site):
             groups.setdefault(key, []).append(item)
@@ -229,7 +223,7 @@ def grouped_in_order(pass_: Pass, sites: Sequence[Site]) -> list[Group]:
     """Return sites in their order; those that follow one another in one graph are a group."""
     rows: list[list[Site]] = []
     for site in sites:
-        if rows and keeps_function(pass_) and _place(pass_, rows[-1][-1]) == _place(pass_, site):
+        if rows and pass_.numerics.keeps_function and _place(pass_, rows[-1][-1]) == _place(pass_, site):
             rows[-1].append(site)
         else:
             rows.append([site])
@@ -237,7 +231,10 @@ def grouped_in_order(pass_: Pass, sites: Sequence[Site]) -> list[Group]:
 
 
 def _place(pass_: Pass, site: Site) -> Hashable:
-    """Return what sites have in common that are decided as one: their graph; of clean-ups, all graphs of a module."""
+    """Return what sites have in common that are decided as one: their graph; of clean-ups, all graphs of a module.
+
+    Checking one of these graphs runs the others.
+    """
     graph = None if pass_.clean_up else site.specialization
     return site.owner, graph, site.phase, site.required, site.key if site.parts else ""
 

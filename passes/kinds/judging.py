@@ -46,9 +46,7 @@ class Judgement:
         """
         if self.fault is not None or not self.figures:
             return self.fault
-        figures = self.figures
-        speed = Interval(figures["speedup_low"], figures["speedup"], figures["speedup_high"])
-        return no_gain(speed, least, surely=surely, cause=Cause.JUDGED_SLOWER)
+        return no_gain(Interval.of(self.figures), least, surely=surely, cause=Cause.JUDGED_SLOWER)
 
     def refusal(self, at: Any, least: float = LEAST_GAIN, *, surely: bool = False) -> Refusal | None:
         """Return the objection as the refusal of a place; None where nothing objects."""

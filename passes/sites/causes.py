@@ -60,6 +60,11 @@ class Cause(StrEnum):
         """Say whether it was left since it is no faster."""
         return self in (Cause.JUDGED_SLOWER, Cause.NO_FASTER, Cause.NOT_CLEARLY_FASTER, Cause.MODEL_SLOWER)
 
+    @property
+    def is_measured(self) -> bool:
+        """Say whether its reasons have figures, other ones at each place."""
+        return self.is_speed or self.value.endswith(".differs")
+
 
 @dataclass(frozen=True)
 class Reason:

@@ -33,6 +33,11 @@ class Numerics(enum.Enum):
     SEMANTIC = "semantic"
     """Another function by design."""
 
+    @property
+    def keeps_function(self) -> bool:
+        """Say whether results are as before, but for rounding."""
+        return self in (Numerics.EXACT, Numerics.REASSOCIATED)
+
 
 class Goal(enum.Enum):
     """What a rewrite is for; it decides how the rewrite is measured."""

@@ -41,16 +41,15 @@ def time_kind(
     after: Callable[[], object],
     *,
     least: float,
-    cold: bool = False,
-    seconds: float = SECONDS_OF_A_KIND,
+    cold: bool,
 ) -> Timings:
     """Time layers of a kind by themselves; again, longer, where it is open if `after` is `least` times faster."""
-    timings = time_pair(before, after, seconds=seconds, cold=cold)
+    timings = time_pair(before, after, seconds=SECONDS_OF_A_KIND, cold=cold)
     speed = timings.ratio("before", "after")
     if not speed.low <= least <= speed.high or abs(speed.mid - least) >= _CLOSE:
         return timings
     rounds = SURE_ROUNDS * _IN_DOUBT
-    return time_pair(before, after, seconds=_IN_DOUBT * seconds, least_rounds=rounds, cold=cold)
+    return time_pair(before, after, seconds=_IN_DOUBT * SECONDS_OF_A_KIND, least_rounds=rounds, cold=cold)
 
 
 def no_gain(
@@ -71,7 +70,7 @@ def timing_figures(timings: Timings, after: str = "after", count: int = 1) -> di
     """Return a candidate's times and ratio to `before` as a plan's figures, of one of `count` layers in a call."""
     speed = timings.ratio("before", after)
     return {
-        "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
+        **speed.figures,
         "before_us": timings.microseconds("before") / count, "after_us": microseconds(timings, after) / count,
         **({"threads": 1} if timings.in_one_thread else {}), **({"cold": True} if timings.cold else {}),
     }  # fmt: skip

@@ -119,7 +119,7 @@ class WholeModel:
         models = {"before": self._baseline, "after": program.model}
         with self._context.budget.spending():
             return {
-                label: {name: timing.runner(model, calls, training=training) for name, model in models.items()}
+                label: {name: timing.Runner(model, calls, training=training) for name, model in models.items()}
                 for label, calls in self._kinds.items()
             }
 
