@@ -33,7 +33,6 @@ __all__ = ["Manager"]
 _LOG = logging.getLogger("fxopt")
 _MOST_ROUNDS = 16
 """So often a pass is asked for sites again because what it rewrote overlaps with others that it had found."""
-_GIVE_INPUTS = "; give example_inputs=, too"
 
 
 @dataclass

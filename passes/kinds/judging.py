@@ -76,11 +76,15 @@ def over_budget(error: float, budget: float) -> Reason | None:
 
 
 def figures_of(
-    before: Sequence[Callable[[], object]], after: Sequence[Callable[[], object]], *, cold: bool
+    before: Sequence[Callable[[], object]],
+    after: Sequence[Callable[[], object]],
+    *,
+    cold: bool,
+    least: float | None = LEAST_GAIN,
 ) -> dict[str, Any]:
     """Time layers of a kind in turn, in both ways, and return figures of one: in use, weights are not cached."""
     with torch.no_grad():
-        timings = time_kind(lambda: _run(before), lambda: _run(after), least=LEAST_GAIN, cold=cold)
+        timings = time_kind(lambda: _run(before), lambda: _run(after), least=least, cold=cold)
     return timing_figures(timings, count=len(before))
 
 

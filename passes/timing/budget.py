@@ -130,11 +130,10 @@ class TimeBudget:
     @property
     def for_sites(self) -> float:
         """Return the seconds that sites may take until the present pass is through; the rest is for what follows."""
-        return min(self._until, self._beyond + self._of_sites())
-
-    def _of_sites(self) -> float:
+        if math.isinf(self.seconds):
+            return self._until
         kept_back = min(_WHOLE_MODEL_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
-        return self.seconds - kept_back if math.isfinite(self.seconds) else math.inf
+        return min(self._until, self._beyond + self.seconds - kept_back)
 
     def allows_check(self, *, clean_up: bool) -> bool:
         """Say whether a site may still be checked."""

@@ -9,9 +9,9 @@ from ..sites import Cause, Reason
 from .intervals import FEWEST_ROUNDS, SURE_ROUNDS, Interval, Timings
 from .measure import time_candidates
 
-__all__ = ["SECONDS_OF_A_KIND", "microseconds", "no_gain", "time_kind", "time_pair", "timing_figures"]
+__all__ = ["microseconds", "no_gain", "time_kind", "time_pair", "timing_figures"]
 
-SECONDS_OF_A_KIND = 0.05
+_SECONDS = 0.05
 """How long a kind of layer is timed by itself at first: calls of up to 3 ms settle in three rounds."""
 _IN_DOUBT = 4
 """Where that does not tell whether it gains, so many times as long: two runs on a busy machine then decide alike."""
@@ -36,20 +36,19 @@ def time_pair(
     )
 
 
-def time_kind(
-    before: Callable[[], object],
-    after: Callable[[], object],
-    *,
-    least: float,
-    cold: bool,
-) -> Timings:
-    """Time layers of a kind by themselves; again, longer, where it is open if `after` is `least` times faster."""
-    timings = time_pair(before, after, seconds=SECONDS_OF_A_KIND, cold=cold)
+def time_kind(before: Callable[[], object], after: Callable[[], object], *, least: float | None, cold: bool) -> Timings:
+    """Time layers of a kind by themselves; again, longer, where it is open if `after` is `least` times faster.
+
+    None: that is not decided by them alone, and half the time must do.
+    """
+    if least is None:
+        return time_pair(before, after, seconds=_SECONDS / 2, cold=cold)
+    timings = time_pair(before, after, seconds=_SECONDS, cold=cold)
     speed = timings.ratio("before", "after")
     if not speed.low <= least <= speed.high or abs(speed.mid - least) >= _CLOSE:
         return timings
     rounds = SURE_ROUNDS * _IN_DOUBT
-    return time_pair(before, after, seconds=_IN_DOUBT * SECONDS_OF_A_KIND, least_rounds=rounds, cold=cold)
+    return time_pair(before, after, seconds=_IN_DOUBT * _SECONDS, least_rounds=rounds, cold=cold)
 
 
 def no_gain(

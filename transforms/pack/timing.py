@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ...operators import laid_last
-from ...passes.kinds import LEAST_GAIN, Judgement, over_budget
+from ...passes.kinds import LEAST_GAIN, Judgement, figures_of, over_budget
 from ...passes.sites import Reason
-from ...passes.timing import SECONDS_OF_A_KIND, Timings, race_clock, time_kind, time_pair, timing_figures
+from ...passes.timing import Timings, race_clock, timing_figures
 
 __all__ = [
     "MOST", "PACKED", "TRANSPOSED", "Calls", "Lowerings", "compared", "fastest", "figures_interleaved", "largest_error",
@@ -76,22 +76,15 @@ class Calls:
         error = self.check.error(x, other)
         return Judgement(error, fault=over_budget(error, allowed), lowering=PACKED)
 
+    def in_turn(self) -> tuple[_InTurn, _InTurn]:
+        """Return the calls of some of them in each way."""
+        ways = zip((self.before, self.after), self.given(), strict=True)
+        before, after = ([partial(way, x, *each) for each in self.tensors[:MOST]] for way, x in ways)
+        return before, after
+
     def figures(self, *, cold: bool = False) -> Figures:
         """Return how long one of them takes in each way, and the ratio; `cold`: with caches emptied before."""
-        x, other = self.given()
-        some = self.tensors[:MOST]
-
-        def run(compute: Compute, x: Tensor) -> None:
-            for each in some:
-                compute(x, *each)
-
-        before, after = (lambda: run(self.before, x)), (lambda: run(self.after, other))
-        with torch.no_grad():
-            if self.gain_together:
-                found = time_pair(before, after, seconds=SECONDS_OF_A_KIND / 2, cold=cold)
-            else:
-                found = time_kind(before, after, least=LEAST_GAIN, cold=cold)
-        return timing_figures(found, count=len(some))
+        return figures_of(*self.in_turn(), cold=cold, least=None if self.gain_together else LEAST_GAIN)
 
 
 Lowerings = Mapping[str, Calls]
@@ -144,11 +137,8 @@ def figures_interleaved(kinds: Mapping[Hashable, Lowerings]) -> dict[Hashable, d
 
 def _calls(lowerings: Lowerings) -> dict[str, _InTurn]:
     """Return the calls of some layers of a kind as they are, and in each lowering."""
-    first = next(iter(lowerings.values()))
-    ways = {_BEFORE: (first.before, first.given()[0])}
-    ways |= {name: (calls.after, calls.given()[1]) for name, calls in lowerings.items()}
-    some = first.tensors[:MOST]
-    return {name: [partial(compute, x, *tensors) for tensors in some] for name, (compute, x) in ways.items()}
+    ways = {name: calls.in_turn() for name, calls in lowerings.items()}
+    return {_BEFORE: next(iter(ways.values()))[0], **{name: after for name, (_, after) in ways.items()}}
 
 
 def _seconds(calls: Mapping[Hashable, _InTurn]) -> dict[Hashable, float]:

@@ -96,8 +96,8 @@ class BatchVerifier:
         self._pass, self._standing = pass_, []
         with self._measured():
             self._references = self._taken(suitable)
-        called = [group for group in suitable if self._is_called(group)] if self._references else []
-        right, wrong = self._judged(called)
+        called = [g for g in suitable if all(g.owner in reference.called for reference in self._references)]
+        right, wrong = self._judged(called if self._references else [])
         return [*right, *in_halves(wrong, self._judged)]
 
     @contextmanager
@@ -124,9 +124,6 @@ class BatchVerifier:
     def _has_one_graph(self, group: Group) -> bool:
         capture = capture_of(self._context.program.module(group.owner))
         return capture is not None and len(capture.specializations) == 1
-
-    def _is_called(self, group: Group) -> bool:
-        return all(group.owner in reference.called for reference in self._references)
 
     def _has_time(self, seconds: float) -> bool:
         budget = self._context.budget

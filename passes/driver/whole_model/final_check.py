@@ -85,7 +85,8 @@ class FinalCheck:
         changing = [rewrite for rewrite in rewrites if rewrite.pass_.numerics is Numerics.SEMANTIC]
         key = tuple(map(id, changing))
         if key not in self._models:
-            self._models[key] = _with_references(self.model, changing)
+            sites = [(rewrite.pass_, rewrite.group.sites[0]) for rewrite in changing]
+            self._models[key] = with_references(copied_module(self.model), sites) if sites else self.model
         return self._models[key]
 
     def _runs_of_original(self, model: nn.Module, rewrites: Sequence[Rewrite]) -> Iterator[Original]:
@@ -195,13 +196,6 @@ class FinalCheck:
         self.tuner.stand_again([r for r in later if r in standing], (r for r in later if r in wanted))
         self._context.forget()
         self._put_weights_back()
-
-
-def _with_references(model: nn.Module, rewrites: Sequence[Rewrite]) -> nn.Module | None:
-    """Return a model with each pass's reference in it; None where one gives none."""
-    if not rewrites:
-        return model
-    return with_references(copied_module(model), [(rewrite.pass_, rewrite.group.sites[0]) for rewrite in rewrites])
 
 
 def _phase(rewrites: Sequence[Rewrite]) -> Phase:

@@ -77,11 +77,8 @@ class WholeModel:
 
     def _races_before(self, first: Race) -> int:
         """Return how many races must agree before anything is taken back: one more where its sites say otherwise."""
-        return _RACES + (self._promised() > _WORTH * first.whole.microseconds("before"))
-
-    def _promised(self) -> float:
-        """Return the microseconds that the rewrites save, each as it was timed at its site or at an equal one."""
-        return sum(rewrite.decision.measured.saved_us or 0.0 for rewrite in self._judged)
+        saved_us = sum(rewrite.decision.measured.saved_us or 0.0 for rewrite in self._judged)
+        return _RACES + (saved_us > _WORTH * first.whole.microseconds("before"))
 
     def _take_back_all(self, reason: Reason) -> None:
         """Take back whatever could make the model slower: there is no time to learn what does."""
