@@ -16,7 +16,7 @@ def in_words(reason: Reason) -> str:
     """Return what plans and reports say of a reason; of one that has a text, that."""
     if reason.text:
         return reason.text
-    words = _WORDS[reason.cause]
+    words = _WORDS.get(reason.cause, "")
     return words if isinstance(words, str) else words(reason.values)
 
 

@@ -130,16 +130,20 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Race:
-    """Candidates that were timed side by side, by name, and which of them is best."""
+    """Candidates that were timed side by side, by name."""
 
     candidates: Mapping[str, Candidate]
     timings: timing.Timings
-    best: str
+
+    @property
+    def best(self) -> str:
+        """Return the fastest or, of those that are not shown to be 2% slower, the first."""
+        return self.timings.fastest(prefer=tuple(self.candidates))
 
     def without_best(self) -> Race | None:
         """Return what the race says of the others, if there are any."""
         others = {name: candidate for name, candidate in self.candidates.items() if name != self.best}
-        return Race(others, self.timings, self.timings.fastest(prefer=tuple(others))) if others else None
+        return Race(others, self.timings) if others else None
 
 
 def narrowed(

@@ -331,6 +331,4 @@ class Tuner:
 
 
 def _timed(comparison: Comparison, candidates: Mapping[str, Candidate]) -> Race:
-    """Time candidates; the best is the fastest or, of those that are not shown to be 2% slower, the first."""
-    timings = comparison.timings({name: candidate.runner for name, candidate in candidates.items()})
-    return Race(candidates, timings, timings.fastest(prefer=tuple(candidates)))
+    return Race(candidates, comparison.timings({name: each.runner for name, each in candidates.items()}))

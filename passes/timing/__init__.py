@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ...collection import collection_paused
 from .budget import DEFAULT_BUDGET, BudgetRequest, TimeBudget
-from .clocks import race_clock
-from .cold import last_level_bytes
+from .conditions import last_level_bytes, race_clock
 from .live_bytes import LiveBytes, MemoryUse, memory_use
 from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
 from .pairs import microseconds, no_gain, time_kind, time_pair, timing_figures

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ...collection import collection_paused
-from .clocks import Clock, is_work_of_this_thread, one_thread, race_clock
-from .cold import Eviction
+from .conditions import Clock, Eviction, is_work_of_this_thread, one_thread, race_clock
 from .intervals import CLEARLY_SLOWER, FEWEST_ROUNDS, NOISE, SURE_ROUNDS, Interval, Timings
 from .runner import Runner
 

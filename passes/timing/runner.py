@@ -14,7 +14,7 @@ from ...compat import version_of
 from ...runtime.values import Arguments, flatten, map_tensors, state_of
 from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
-from .clocks import one_thread
+from .conditions import one_thread
 
 __all__ = ["Runner", "forward_seconds"]
 

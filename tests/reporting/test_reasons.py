@@ -43,6 +43,7 @@ WORDS = (
     ),
     (Reason.of(Cause.DEPENDENT, problem="it is gone"), "it depended on a rewrite that was undone: it is gone"),
     (Reason(Cause.DEPENDENT), "it depended on a rewrite that was undone"),
+    (Reason(Cause.NO_MATCH), ""),
 )
 
 

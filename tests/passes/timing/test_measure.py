@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.passes.timing import Interval, Runner, Timings, cold, measure, time_candidates, time_pair
+from fxopt.passes.timing import Interval, Runner, Timings, conditions, measure, time_candidates, time_pair
 
 
 @dataclass
@@ -140,11 +140,11 @@ def test_hot_candidates_leave_the_caches_alone(clock: Clock, monkeypatch: pytest
 def test_caches_are_emptied_by_writing_more_than_they_hold(tmp_path: Path) -> None:
     told = tmp_path / "size"
     told.write_text("512K\n")
-    assert cold.last_level_bytes(told) == 512 * 1024
-    assert cold.last_level_bytes(tmp_path / "missing") == 64 * 2**20
-    evict = cold.Eviction()
+    assert conditions.last_level_bytes(told) == 512 * 1024
+    assert conditions.last_level_bytes(tmp_path / "missing") == 64 * 2**20
+    evict = conditions.Eviction()
     evict()
-    assert sum(buffer.numel() for buffer in evict._buffers) > cold.last_level_bytes()
+    assert sum(buffer.numel() for buffer in evict._buffers) > conditions.last_level_bytes()
     assert all(bool((buffer == 1).all()) for buffer in evict._buffers)
 
 
