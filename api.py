@@ -29,6 +29,7 @@ from .passes.driver import (
 from .passes.pipeline import PassInfo, PassLike, asked_for, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
 from .passes.timing import BudgetRequest, collection_paused
+from .reporting import in_words
 from .reporting.notes import notes, warn_of
 from .reporting.progress import progress_line
 from .reporting.report import Report
@@ -127,7 +128,7 @@ def optimize(
     measuring = settings.measure if measure is None else Measure.of(measure)
     inputs = normalize_inputs(example_inputs, model)
     request = Request(
-        passes=pipeline, inputs=inputs, phase=Phase.meant(phase), plan=decided, seed=seed, settings=settings,
+        in_words, passes=pipeline, inputs=inputs, phase=Phase.meant(phase), plan=decided, seed=seed, settings=settings,
         verify=settings.verify if verify is None else verify, twin=verify_twin, measure=measuring,
         time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),

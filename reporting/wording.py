@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..passes.sites import Cause, Goal, Numerics
+from ..passes.timing import Interval
 from ..storage import byte_text
 
 if TYPE_CHECKING:
@@ -26,19 +27,6 @@ _SPECIALIZATION = re.compile(r"#\d+(?=:|$)")
 _NUMBER = re.compile(r"\d+")
 _LOSES = 0.98
 """What is less than so many times as fast is slower: less is noise."""
-
-_MEASURED = frozenset(
-    {
-        Cause.JUDGED_WRONG,
-        Cause.JUDGED_SLOWER,
-        Cause.DIFFERS,
-        Cause.NO_FASTER,
-        Cause.NOT_CLEARLY_FASTER,
-        Cause.MODEL_DIFFERS,
-        Cause.MODEL_SLOWER,
-    }
-)
-"""Causes whose reasons carry figures, other ones at each place."""
 
 _LINE_BREAK = re.compile(r"\s*[\r\n]\s*")
 
@@ -147,7 +135,7 @@ def _where_faster(record: Record) -> str:
     others, slower = (record.timings or {}).get("sizes", {}), slower_sizes(record)
     if not slower:
         return ""
-    is_only_here = all(figures["speedup_low"] <= 1.0 for figures in others.values())
+    is_only_here = not any(Interval.of(figures).gains() for figures in others.values())
     return ", faster for this size only" if is_only_here else ", not faster for all sizes"
 
 
@@ -169,7 +157,7 @@ def slower_sizes(record: Record) -> dict[str, float]:
     return {
         label: figures["speedup"]
         for label, figures in sizes.items()
-        if figures["speedup_high"] < 1.0 and figures["speedup"] < _LOSES
+        if Interval.of(figures).loses and figures["speedup"] < _LOSES
     }
 
 
@@ -330,9 +318,9 @@ def _named(record: Record, decisions: Sequence[Decision]) -> str:
 
 def _kind_of_reason(decision: Decision) -> tuple[str, ...]:
     """Return what places are named together by: a pass's own reason, or the cause and, if measured, the place."""
-    is_of_pass = decision.cause in ("", Cause.NOT_APPLICABLE)
-    place = decision.label.rpartition(".")[0] or decision.label if decision.cause in _MEASURED else ""
-    reason = decision.reason if is_of_pass else decision.cause
+    cause = Cause(decision.cause or Cause.NOT_APPLICABLE)
+    place = decision.label.rpartition(".")[0] or decision.label if cause.is_measured else ""
+    reason = decision.reason if cause is Cause.NOT_APPLICABLE else cause
     return decision.status, decision.pass_name, reason, _NUMBER.sub("#", place)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ...errors import CaptureError, MatchFailure, PassError
 from ..contract import Pass
 from ..rewriting import Edit
+from ..sites import Cause, Reason
 from ..verification import Verdict
 from .groups import Candidate, Group
 from .tuner import Tuner
@@ -34,7 +35,7 @@ class Batch:
                 try:
                     batch.written.append((group, tuner.apply(pass_, group)))
                 except (MatchFailure, CaptureError) as failure:
-                    batch.refused.append(Candidate(group, str(failure), was_written=False))
+                    batch.refused.append(Candidate(group, Reason.of(Cause.NO_MATCH, str(failure))))
         except PassError:
             batch.undo()
             raise

@@ -20,7 +20,7 @@ from ...tracing.program import deactivate, is_on_meta
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
-from ..sites import Cause, Numerics, Reason
+from ..sites import Numerics, Reason
 from ..verification import modes_to_check
 from .context import RunContext
 from .groups import Group
@@ -159,7 +159,7 @@ class Comparison:
         # What comes before a module in the middle of a network needs its gradients too.
         inner = True if self.group.owner else None
         with self._running(timing=True):
-            return timing.runner(runnable, self._calls, training=training, input_gradients=inner)
+            return timing.Runner(runnable, self._calls, training=training, input_gradients=inner)
 
     def timings(self, runners: Mapping[str, timing.Runner | None]) -> timing.Timings:
         """Time candidates side by side, and beside the module as it was."""
@@ -180,11 +180,8 @@ class Comparison:
             **timing.timing_figures(timings, best),
             "lowerings": {name: timing.microseconds(timings, name) for name in names},
         }
-        if speed.low > 1.0 or self.group.required:
-            return figures, None
-        cause = Cause.NO_FASTER if speed.mid <= 1.0 else Cause.NOT_CLEARLY_FASTER
-        how = "" if best == UNNAMED else f" as {best}"
-        return figures, Reason.of(cause, speedup=speed.mid, low=speed.low, high=speed.high, how=how)
+        lowering = "" if best == UNNAMED else best
+        return figures, None if self.group.required else timing.no_gain(speed, lowering=lowering)
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

@@ -14,7 +14,7 @@ from ...tracing.examples import Inputs
 from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
 from ..rewriting import Snapshot
-from ..sites import Goal, Phase
+from ..sites import Goal, Numerics, Phase, Reason
 from ..timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget
 from .groups import Group
 from .history import History
@@ -32,14 +32,11 @@ class Progress:
     total: int = 0
 
 
-def unheard(progress: Progress) -> None:
-    """Listen to nothing."""
-
-
 @dataclass(frozen=True)
 class Request:
     """What the user asked for, checked."""
 
+    words: Callable[[Reason], str]  # what plans say of a reason
     passes: Sequence[Pass] = ()  # in the order in which they run
     inputs: tuple[Inputs, ...] = ()
     phase: Phase | None = None  # None: the model's own mode
@@ -51,7 +48,7 @@ class Request:
     settings: Settings = field(default_factory=Settings)
     time_budget: BudgetRequest = DEFAULT_BUDGET
     on_failure: Callable[[PassError], str | None] | None = None  # writes a reproducer and returns its path
-    on_progress: Callable[[Progress], None] = unheard
+    on_progress: Callable[[Progress], None] = lambda _: None
     twin: nn.Module | None = None  # small, with data: rewrites of a model on the meta device are verified in it
 
 
@@ -64,8 +61,8 @@ class RunContext:
     budget: TimeBudget
     trained: Collection[nn.Module]  # those that the user gave in training mode
     calls: SiteCalls
+    history: History
     snapshot: Snapshot = field(default_factory=Snapshot)
-    history: History = field(default_factory=History)
 
     @classmethod
     def of(
@@ -74,7 +71,7 @@ class RunContext:
         """Return the context of a run that begins; by default those modules are trained that are in training now."""
         if trained is None:
             trained = {module for module in program.names.distinct if module.training}
-        return cls(program, request, budget, trained, SiteCalls(program, budget))
+        return cls(program, request, budget, trained, SiteCalls(program, budget), History(request.words))
 
     @property
     def checks(self) -> bool:
@@ -94,6 +91,11 @@ class RunContext:
     def has_time(self, pass_: Pass) -> bool:
         """Say whether there is time to check what a pass writes as it should be."""
         return not self.request.verify or self.budget.allows_check(clean_up=pass_.clean_up)
+
+    def note_change(self, pass_: Pass) -> None:
+        """Note that a rewrite of a pass stands: within a budget, calls stay good inputs to compare on."""
+        if pass_.numerics is Numerics.SEMANTIC:
+            self.calls.forget()
 
     def forget(self) -> None:
         """Learn anew what the modules are and how they are called: something else than a rewrite has changed them."""

@@ -14,10 +14,10 @@ from ...tracing.program import Program
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
-from ..sites import Cause, Numerics, Phase, Reason, Refusal, Site
+from ..sites import Cause, Phase, Reason, Refusal, Site
 
 __all__ = [
-    "Candidate", "Group", "Race", "changes", "grouped", "grouped_in_order", "identity", "is_like", "keeps_function",
+    "Candidate", "Group", "Race", "changes", "grouped", "grouped_in_order", "identity", "is_like",
     "narrowed", "rewriting", "timed_identity", "with_lowering",
 ]  # fmt: skip
 
@@ -102,55 +102,48 @@ class Candidate:
     """One way of rewriting a group, and what is known of it; `edit` is set while it stands in the program."""
 
     group: Group
-    failure: str = ""  # why it is not to be had
-    cause: Cause | None = None  # None: `why` tells it by how far the candidate came
-    values: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
-    was_written: bool = True
-    was_skipped: bool = False  # for want of time
+    failure: Reason | None = None  # why it is not to be had
     verdict: verification.Verdict | None = None  # None: not checked
     edit: Edit | None = None
     runner: timing.Runner | None = None
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
 
     @classmethod
-    def left(cls, group: Group, reason: Reason, *, was_skipped: bool = False) -> Candidate:
-        """Return a group that is left as it is, for a reason of the driver's own."""
-        return cls(group, str(reason), reason.cause, reason.values, was_skipped=was_skipped)
-
-    @classmethod
     def wrong(cls, group: Group, verdict: verification.Verdict) -> Candidate:
         """Return a group that is left as it is, since a rewrite of it gives something else."""
         errors = {"meaning_error": verdict.meaning_error, "precision_error": verdict.precision_error}
         known = {name: error for name, error in errors.items() if math.isfinite(error)}
-        return cls(group, verdict.reason, Cause.DIFFERS, known)
+        return cls(group, Reason(Cause.DIFFERS, known, verdict.reason))
 
     @property
     def status(self) -> str:
         """Return what the decision on it is called."""
-        if not self.failure:
+        if self.failure is None:
             return "applied"
-        return "skipped" if self.was_skipped else "undone" if self.was_written else "refused"
+        return {"budget": "skipped", "rewrite": "refused"}.get(self.failure.cause.stage, "undone")
 
     @property
-    def why(self) -> str:
-        """Return the kind of reason for which it is not to be had, or ""."""
-        if not self.failure or self.cause is not None:
-            return self.cause or ""
-        return Cause.NOT_CHECKED if self.was_skipped else Cause.DIFFERS if self.was_written else Cause.NO_MATCH
+    def was_written(self) -> bool:
+        """Say whether the pass could write it."""
+        return self.status != "refused"
 
 
 @dataclasses.dataclass(frozen=True)
 class Race:
-    """Candidates that were timed side by side, by name, and which of them is best."""
+    """Candidates that were timed side by side, by name."""
 
     candidates: Mapping[str, Candidate]
     timings: timing.Timings
-    best: str
+
+    @property
+    def best(self) -> str:
+        """Return the fastest or, of those that are not shown to be 2% slower, the first."""
+        return self.timings.fastest(prefer=tuple(self.candidates))
 
     def without_best(self) -> Race | None:
         """Return what the race says of the others, if there are any."""
         others = {name: candidate for name, candidate in self.candidates.items() if name != self.best}
-        return Race(others, self.timings, self.timings.fastest(prefer=tuple(others))) if others else None
+        return Race(others, self.timings) if others else None
 
 
 def narrowed(
@@ -167,7 +160,7 @@ def narrowed(
         if left <= 0.0 or steps * _size(program.module(group.owner)) / whole <= left:
             return group
         if program.training:
-            return Refusal(str(Reason.of(Cause.TOO_COSTLY)), group.label, Cause.TOO_COSTLY)
+            return Refusal(Reason.of(Cause.TOO_COSTLY), group.label)
         return Group(tuple(dataclasses.replace(site, phase=Phase.EVAL) for site in group.sites))
 
     return [affordable(each) if pass_.clean_up and isinstance(each, Group) else each for each in found]
@@ -205,11 +198,6 @@ def _classes(sites: Sequence[Site]) -> list[tuple[Site, ...]]:
     return [tuple(site for each in alike[first : first + size] for site in each) for first in starts]
 
 
-def keeps_function(pass_: Pass) -> bool:
-    """Say whether what a pass does at one site leaves what the others see as it is, but for rounding."""
-    return pass_.numerics in (Numerics.EXACT, Numerics.REASSOCIATED)
-
-
 def rewriting(passes: Sequence[Pass]) -> list[Pass]:
     """Return the passes that rewrite; those that act on the finished model come after them."""
     return [pass_ for pass_ in passes if not pass_.finishes]
@@ -223,13 +211,12 @@ def sharing(passes: Sequence[Pass]) -> list[int]:
 def grouped(pass_: Pass, found: Iterable[Site | Refusal]) -> list[Group | Refusal]:
     """Return what a pass found, the sites of one graph as a group in the place of the first of them.
 
-    A clean-up is one group for all graphs of a module: checking one runs the others. Sites of a pass that changes the
-    function are left apart: what one does decides what the next one sees.
+    Sites of a pass that changes the function are left apart: what one does decides what the next one sees.
     """
     groups: dict[Hashable, list[Site]] = {}
     result: dict[Hashable, Refusal | None] = {}
     for number, item in enumerate(found):
-        key = _place(pass_, item) if isinstance(item, Site) and keeps_function(pass_) else number
+        key = _place(pass_, item) if isinstance(item, Site) and pass_.numerics.keeps_function else number
         result.setdefault(key, item if isinstance(item, Refusal) else None)
         if isinstance(item, Site):
             groups.setdefault(key, []).append(item)
@@ -240,7 +227,7 @@ def grouped_in_order(pass_: Pass, sites: Sequence[Site]) -> list[Group]:
     """Return sites in their order; those that follow one another in one graph are a group."""
     rows: list[list[Site]] = []
     for site in sites:
-        if rows and keeps_function(pass_) and _place(pass_, rows[-1][-1]) == _place(pass_, site):
+        if rows and pass_.numerics.keeps_function and _place(pass_, rows[-1][-1]) == _place(pass_, site):
             rows[-1].append(site)
         else:
             rows.append([site])
@@ -248,7 +235,10 @@ def grouped_in_order(pass_: Pass, sites: Sequence[Site]) -> list[Group]:
 
 
 def _place(pass_: Pass, site: Site) -> Hashable:
-    """Return what sites have in common that are decided as one: their graph; of clean-ups, all graphs of a module."""
+    """Return what sites have in common that are decided as one: their graph; of clean-ups, all graphs of a module.
+
+    Checking one of these graphs runs the others.
+    """
     graph = None if pass_.clean_up else site.specialization
     return site.owner, graph, site.phase, site.required, site.key if site.parts else ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from ...runtime.record import Decision, Record
 from ...runtime.state import StateMap
 from ..contract import Pass
 from ..rewriting import Edit
-from ..sites import Cause, Phase, Reason, Refusal, Site
+from ..sites import Phase, Reason, Refusal, Site, StaleSite
 from .groups import Candidate, Group
 
 __all__ = ["History", "Rewrite", "composed"]
@@ -44,6 +44,7 @@ class Rewrite:
 class History:
     """The decisions of a run in their order, and the rewrites that stand."""
 
+    words: Callable[[Reason], str]
     decisions: list[Decision] = field(default_factory=list["Decision"])
     rewrites: list[Rewrite] = field(default_factory=list["Rewrite"])
     step: int = 0  # the number of the pass that is running
@@ -57,9 +58,7 @@ class History:
     def refuse(self, pass_: Pass, refusal: Refusal) -> None:
         """Note why a pass leaves a place as it is."""
         at = refusal.at.name if isinstance(refusal.at, fx.Node) else refusal.at
-        self.decisions.append(
-            self._of(pass_, key=at, status="refused", label=at, reason=refusal.reason, cause=refusal.cause)
-        )
+        self.decisions.append(self._of(pass_, key=at, status="refused", label=at, **self._told(refusal.why)))
 
     def leave(self, pass_: Pass, candidate: Candidate) -> Decision:
         """Note why a group is left as it was."""
@@ -80,11 +79,18 @@ class History:
         """Note a rewrite that a plan has decided on."""
         self._stand(Rewrite(pass_, group, edit, decisions[0], decisions[0], list(decisions), replayed=not verified))
 
-    def note(self, planned: Iterable[Decision], reason: str, cause: Cause = Cause.PLAN) -> None:
+    def note(self, planned: Iterable[Decision], reason: Reason) -> None:
         """Note planned rewrites that cannot stand here."""
-        self.decisions += [
-            dataclasses.replace(decision, status="undone", reason=reason, cause=cause) for decision in planned
-        ]
+        told = self._told(reason)
+        self.decisions += [dataclasses.replace(decision, status="undone", **told) for decision in planned]
+
+    def overtaken(self, pass_: Pass, group: Group) -> list[Site]:
+        """Return those of the sites that a rewrite of the same pass, which is running, has overtaken."""
+        landed = self.landed_at.get(self.step, ())
+        touched = any(place.owner in landed for site in group.sites for place in site.places)
+        if not touched or type(pass_).rewrite_group is not Pass.rewrite_group:
+            return []
+        return [site for site in group.sites if _is_stale(site)]
 
     def intend(self, pass_: Pass, site: Site) -> None:
         """Note a site of a pass that acts on the finished model."""
@@ -102,12 +108,15 @@ class History:
         kind = {"numerics": pass_.numerics.value, "goal": pass_.goal.value}
         return Decision(step=self.step, pass_name=pass_.name, **kind, **fields)
 
+    def _told(self, reason: Reason | None) -> dict[str, Any]:
+        """Return what a decision keeps of a reason; nothing where there is none."""
+        return {"reason": self.words(reason), "cause": reason.cause, "values": dict(reason.values)} if reason else {}
+
     def _decision(self, pass_: Pass, candidate: Candidate) -> Decision:
         group, (first, *others) = candidate.group, candidate.group.sites
         return self._of(
             pass_, key=group.key, label=group.label, status=candidate.status,
-            reason=candidate.failure, cause=candidate.why, values=dict(candidate.values),
-            choice=None if others else first.choice,
+            **self._told(candidate.failure), choice=None if others else first.choice,
             detail=f"{len(group.sites)} sites" if others else first.detail, figures=dict(candidate.figures),
             site=None if others else _described(first),
         )  # fmt: skip
@@ -116,9 +125,7 @@ class History:
         """Note that a rewrite was taken back."""
         for old in rewrite.recorded:
             place = next(number for number, decision in enumerate(self.decisions) if decision is old)
-            self.decisions[place] = dataclasses.replace(
-                old, status="undone", reason=str(reason), cause=reason.cause, values=dict(reason.values)
-            )
+            self.decisions[place] = dataclasses.replace(old, status="undone", **self._told(reason))
 
     # -- what came of it -------------------------------------------------------------------------------------------
 
@@ -151,6 +158,14 @@ def composed(edits: Iterable[Edit]) -> StateMap:
     for edit in edits:
         total = total.compose(edit.state_map_of_model())
     return total
+
+
+def _is_stale(site: Site) -> bool:
+    try:
+        site.check_there()
+    except StaleSite:
+        return True
+    return False
 
 
 def _by_site(decision: Decision, group: Group) -> list[Decision]:

@@ -11,18 +11,19 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import MatchFailure, PassError, PlanError, one_line
+from ...errors import PassError
 from ...runtime.record import Decision, Measured, PassTrace, Plan
 from ...tracing.isolation import shallow_clone
 from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
 from ..rewriting import Snapshot
-from ..sites import Cause, Goal, Numerics, Reason, Refusal, Site, StaleSite
+from ..sites import Cause, Goal, Reason, Refusal, Site
 from .context import Progress, RunContext
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
-from .groups import Candidate, Group, grouped, grouped_in_order, narrowed, rewriting, sharing
+from .groups import Candidate, Group, grouped, narrowed, rewriting, sharing
 from .history import History, Rewrite
-from .site_filter import admitted, described, found, is_for_evaluation, is_missing, key_of
+from .replay import Replay
+from .site_filter import admitted, found, key_of
 from .tuner import Tuner
 from .whole_model import BatchVerifier, FinalCheck, WholeModel, with_other_sizes
 
@@ -31,7 +32,6 @@ __all__ = ["Manager"]
 _LOG = logging.getLogger("fxopt")
 _MOST_ROUNDS = 16
 """So often a pass is asked for sites again because what it rewrote overlaps with others that it had found."""
-_GIVE_INPUTS = "; give example_inputs=, too"
 
 
 @dataclass
@@ -98,25 +98,13 @@ class Manager:
                 self.timings = WholeModel(self._tuner, self._original).timed()
         return len(self.rewrites) < count
 
-    def replay(self, passes: Sequence[Pass], plan: Plan) -> None:
-        """Repeat what `plan` says was applied, unverified and untimed, or raise PlanError where a site is not there."""
-        plan.check_passes([pass_.name for pass_ in passes])
-        for number, pass_ in enumerate(rewriting(passes)):
-            wanted = {d.key: d for d in plan.decisions if d.step == number and d.status == "applied"}
-            self._observe(pass_, lambda pass_=pass_, wanted=wanted: self._replay_pass(pass_, wanted))
-            if missing := next(iter(wanted.values()), None):
-                lost = self.program.opaque.get(missing.key.partition(":")[0].replace("(root)", ""))
-                why = f": no graph of its module: {lost.reason}" if lost else ""
-                why += _GIVE_INPUTS if lost or not self.program.inputs else ""
-                place = f"the plan's site {missing.key} of pass '{missing.pass_name}'"
-                raise PlanError(f"{place} is not in this model{why}")
-
-    def follow(self, passes: Sequence[Pass], plan: Plan) -> None:
-        """Repeat the rewrites that another rank has decided on, verifying each here; what is wrong is left out."""
+    def repeat(self, passes: Sequence[Pass], plan: Plan, *, verified: bool) -> None:
+        """Rewrite what `plan` says was applied, `verified` here or as it is; see `Replay`."""
         plan.check_passes([pass_.name for pass_ in passes])
         for number, pass_ in enumerate(rewriting(passes)):
             decisions = [decision for decision in plan.decisions if decision.step == number]
-            self._observe(pass_, lambda pass_=pass_, decisions=decisions: self._follow_pass(pass_, decisions))
+            replay = Replay(self._tuner, pass_, decisions)
+            self._observe(pass_, replay.verified if verified else replay.unverified)
 
     def compare(self, original: nn.Module) -> None:
         """Compare the model, as it stands and in the modes that it has, with the original; undo what is wrong there."""
@@ -139,7 +127,7 @@ class Manager:
         if plan is not None:
             self.decisions.extend(decision for decision in plan.decisions if decision.step == step)
             return
-        for item in found(self.program, pass_, self._tuner.supervised, Snapshot()):
+        for item in found(self._tuner, pass_, Snapshot()):
             if isinstance(item, Refusal):
                 self.history.refuse(pass_, item)
             else:
@@ -173,7 +161,7 @@ class Manager:
         known: set[str] = set()
         overtaken: list[Site] = []
         for _ in range(_MOST_ROUNDS):
-            new = [item for item in self._found(pass_) if key_of(item) not in known]
+            new = [item for item in admitted(self._tuner, pass_) if key_of(item) not in known]
             known.update(map(key_of, new))
             overtaken = [site for site in overtaken if not any(site.overlaps(item) for item in new)]
             self._decide_all(pass_, new)
@@ -181,9 +169,8 @@ class Manager:
                 break
             overtaken += self._stale
             self._stale.clear()
-        reason = Reason.of(Cause.OVERTAKEN)
         for site in overtaken:
-            self.history.refuse(pass_, Refusal(str(reason), site.label or site.owner or "(root)", reason.cause))
+            self.history.refuse(pass_, Refusal(Reason.of(Cause.OVERTAKEN), site.label or site.owner or "(root)"))
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = narrowed(self.program, pass_, grouped(pass_, items), self.context.budget)
@@ -197,90 +184,13 @@ class Manager:
             else:
                 self._decide(pass_, item)
 
-    def _replay_pass(self, pass_: Pass, wanted: dict[str, Decision]) -> None:
-        """Rewrite planned sites in the order in which they landed; those of one graph in a row are written together."""
-        while wanted:
-            planned = self._planned(pass_, wanted)
-            left = len(wanted)
-            for group in grouped_in_order(pass_, planned):
-                try:
-                    edit = self._tuner.apply(pass_, group)
-                except StaleSite:
-                    break  # it overlaps with one that has just been rewritten: look for it again
-                except (MatchFailure, PassError) as failure:
-                    place = f"the plan's site {group.key} of pass '{pass_.name}'"
-                    why = f"{one_line(failure)}{'' if self.program.inputs else _GIVE_INPUTS}"
-                    raise PlanError(f"{place} cannot be rewritten: {why}") from failure
-                self.history.repeat(pass_, group, edit, [wanted.pop(site.key) for site in group.sites])
-                self._note_change(pass_)
-            if len(wanted) == left:
-                return
-
-    def _follow_pass(self, pass_: Pass, decisions: Sequence[Decision]) -> None:
-        """Rewrite the sites that a pass rewrote elsewhere, where that is right here, too."""
-        wanted = {decision.key: decision for decision in decisions if decision.status == "applied"}
-        while wanted:
-            left, groups = len(wanted), grouped_in_order(pass_, self._planned(pass_, wanted))
-            self.context.calls.expect(group.owner for group in groups)
-            for group in groups:
-                if self._without_stale(pass_, group) is not group:
-                    break  # it overlaps with one that has just been rewritten: look for it again
-                self._follow_group(pass_, group, wanted)
-            self._stale.clear()
-            if len(wanted) == left:
-                self.history.note([wanted.pop(next(iter(wanted)))], "the site is not there")
-        self.history.decisions.extend(decision for decision in decisions if decision.status != "applied")
-
-    def _follow_group(self, pass_: Pass, group: Group, wanted: dict[str, Decision]) -> None:
-        """Rewrite a group as was decided elsewhere; where that is wrong here, those of its sites that are right."""
-        made = [wanted[site.key] for site in group.sites]
-        candidate = self._tuner.repeat(pass_, group, brief=all(decision.measured.follows for decision in made))
-        if candidate.edit is None and not group.is_single:
-            for site in group.sites:
-                self._follow_group(pass_, Group((site,)), wanted)
-            return
-        if candidate.edit is None:
-            self.history.note(made, candidate.failure, Cause.DIFFERS if candidate.was_written else Cause.PLAN)
-        else:
-            self.history.repeat(pass_, group, candidate.edit, made, verified=True)
-            self._note_change(pass_)
-        for decision in made:
-            del wanted[decision.key]
-
-    def _planned(self, pass_: Pass, wanted: Mapping[str, Decision]) -> list[Site]:
-        """Return the next of the planned sites that can be rewritten as the program is now."""
-        sites: dict[str, Site] | None = None
-        items, planned = list[Site | Refusal](), list[Site]()
-        for key, decision in wanted.items():
-            if decision.site is not None:
-                site = described(self.program, decision)
-                item = None if is_missing(site) else self._admitted(pass_, site)
-            else:
-                if sites is None:
-                    items = self._found(pass_)
-                    sites = {item.key: item for item in items if isinstance(item, Site)}
-                item = sites.get(key) or next(filter(is_for_evaluation, items), None)
-            if item is not None and is_for_evaluation(item):
-                raise PlanError(f"the plan's sites of pass '{pass_.name}' are for evaluation; call model.eval() first")
-            if not isinstance(item, Site):
-                break
-            planned.append(dataclasses.replace(item, choice=decision.choice))
-        return planned
-
-    def _found(self, pass_: Pass) -> list[Site | Refusal]:
-        """Return the pass's sites and refusals; those that nothing may be done at are refusals."""
-        with self.context.budget.finding_sites():
-            items = found(self.program, pass_, self._tuner.supervised, self.context.snapshot)
-            return [self._admitted(pass_, item) for item in items]
-
-    def _admitted(self, pass_: Pass, item: Site | Refusal) -> Site | Refusal:
-        return admitted(self.program, pass_, item, self.context.trained)
-
     # -- one group -------------------------------------------------------------------------------------------------
 
     def _decide(self, pass_: Pass, group: Group) -> None:
         """Do at a group what was done at an equal one, or what the tuner finds best; then decide what that left."""
-        group = self._without_stale(pass_, group)
+        overtaken = self.history.overtaken(pass_, group)
+        self._stale += overtaken  # they are looked for again
+        group = Group(tuple(site for site in group.sites if site not in overtaken)) if overtaken else group
         if not group.sites:
             return
         unchecked = self._tuner.unchecked(pass_, group)
@@ -294,29 +204,11 @@ class Manager:
         if candidate is not None and candidate.edit is not None:
             decision = self.history.keep(pass_, candidate, candidate.edit)
             self._equal.remember(block, decision, candidate.group, candidate.edit)
-            self._note_change(pass_)
+            self.context.note_change(pass_)
         elif candidate is not None:
             self._equal.remember(block, self.history.leave(pass_, candidate), group, None)
         for each in apart:
             self._decide(pass_, each)
-
-    def _without_stale(self, pass_: Pass, group: Group) -> Group:
-        """Return those of the sites that no rewrite of the same pass has overtaken; the others are looked for again."""
-        if type(pass_).rewrite_group is not Pass.rewrite_group or not self._has_landed_at(group):
-            return group
-        fresh: list[Site] = []
-        for site in group.sites:
-            try:
-                site.check_there()
-                fresh.append(site)
-            except StaleSite:
-                self._stale.append(site)
-        return group if len(fresh) == len(group.sites) else Group(tuple(fresh))
-
-    def _has_landed_at(self, group: Group) -> bool:
-        """Say whether the pass that is running has rewritten a graph of the group."""
-        landed = self.history.landed_at.get(self.history.step, ())
-        return any(place.owner in landed for site in group.sites for place in site.places)
 
     def _block(self, pass_: Pass, group: Group) -> Block | None:
         """Describe the block around a group, where its decision may serve others or be served by another's."""
@@ -334,15 +226,15 @@ class Manager:
         first, chosen = precedent.decision, precedent.chosen
         like = {**first.figures, **Measured(follows=first.label).figures()}
         if chosen is None:
-            cause = Cause(first.cause) if first.cause else None
-            self.history.leave(pass_, Candidate(group, first.reason, cause, first.values, figures=like))
+            reason = Reason(Cause(first.cause), first.values, first.reason)
+            self.history.leave(pass_, Candidate(group, reason, figures=like))
             return True
         candidate = self._repeated(pass_, group.chosen_as(chosen), block, equal)
         if candidate.edit is None:
             return False
         figures = like if candidate.verdict is None else {**like, **candidate.figures}
         self.history.keep(pass_, dataclasses.replace(candidate, figures=figures), candidate.edit, first)
-        self._note_change(pass_)
+        self.context.note_change(pass_)
         for apart in group.rest(candidate.group):
             self._decide(pass_, apart)
         return True
@@ -352,10 +244,6 @@ class Manager:
         if equal is None:
             return self._tuner.repeat(pass_, group)
         return self._tuner.repeat(pass_, group, brief=True, is_right=lambda edit: block.result_of(edit) == equal.result)
-
-    def _note_change(self, pass_: Pass) -> None:
-        if pass_.numerics is Numerics.SEMANTIC:  # within a budget, calls stay good inputs to compare on
-            self.context.calls.forget()
 
     # -- what came of it -------------------------------------------------------------------------------------------
 

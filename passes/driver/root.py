@@ -21,7 +21,7 @@ from ...runtime.graphs import (
 from ...runtime.record import Record
 from ...runtime.state import RECORD_KEY, STATE_MAP, KeepsOriginalNames, StateMap, checkpointing_class, holder_of
 from ...runtime.values import qualified
-from ..sites import Numerics, OwnForward
+from ..sites import OwnForward
 from .history import Rewrite
 
 __all__ = ["forbid_lost_forwards", "make_root", "remember"]
@@ -54,9 +54,6 @@ def _keep_original_names(module: nn.Module, state_map: StateMap) -> None:
     module.__dict__[STATE_MAP] = state_map
 
 
-_OTHER_FUNCTION = (Numerics.APPROXIMATE, Numerics.SEMANTIC)
-
-
 def forbid_lost_forwards(model: nn.Module, rewrites: Iterable[Rewrite], record: Record) -> None:
     """Let modules whose original forward is no longer right raise GuardError where no graph fits a call.
 
@@ -81,7 +78,7 @@ def _reasons(rewrite: Rewrite, owner: str, module: nn.Module, capture: Capture, 
     name, stated = rewrite.pass_.name, rewrite.pass_.own_forward_of(rewrite.group.sites, owner)
     if stated is OwnForward.ACCEPTABLE:
         return
-    if stated is OwnForward.WRONG or (stated is None and rewrite.pass_.numerics in _OTHER_FUNCTION):
+    if stated is OwnForward.WRONG or (stated is None and not rewrite.pass_.numerics.keeps_function):
         yield f"pass '{name}' changed what it computes"
     borrowed = module.borrowed if isinstance(module, Region) else ()
     for node in (node for specialization in capture.specializations for node in specialization.graph.nodes):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from ...errors import InputError, UsageError
 from ...runtime.graphs import EVAL_ONLY, attach, capture_of, deactivate_again, detach, rank_local
-from ...runtime.record import Decision, Plan, Record, record_of
+from ...runtime.record import Plan, Record, record_of
 from ...runtime.state import RECORD_KEY, InParts, StateMap
 from ...runtime.values import ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ...settings import Measure
@@ -26,7 +26,7 @@ from ...tracing.isolation import (
     skeleton_of,
 )
 from ...tracing.program import Program, call_forms, captured_on, deactivate, is_on_meta
-from ..contract import Pass, check_option_types
+from ..contract import check_option_types
 from ..pipeline import Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
 from ..timing import TimeBudget, collection_paused, forward_seconds
@@ -151,10 +151,8 @@ def _rewritten(
         measured = measured_memory(program, request.passes) if runs else None
         if request.plan is None:
             manager.run(request.passes)
-        elif request.checks_plan:
-            manager.follow(request.passes, request.plan)
         else:
-            manager.replay(request.passes, request.plan)
+            manager.repeat(request.passes, request.plan, verified=request.checks_plan)
     manager.compare(model)
     if measured is not None:
         manager.memory = memory_figures(measured, program, request.passes, manager.decisions)
@@ -274,11 +272,9 @@ def _spent(budget: TimeBudget) -> dict[str, float] | None:
     if not budget.forward:
         return None
     return {
-        "seconds": budget.spent,
-        "finding_s": budget.finding,
-        "budget_s": budget.seconds,
+        "seconds": budget.spent, "finding_s": budget.finding, "budget_s": budget.seconds,
         "forward_ms": budget.forward * 1e3,
-    }
+    }  # fmt: skip
 
 
 def _memory(earlier: Mapping[str, int] | None, now: Mapping[str, int] | None) -> Mapping[str, int] | None:
@@ -288,15 +284,10 @@ def _memory(earlier: Mapping[str, int] | None, now: Mapping[str, int] | None) ->
     return {name: (earlier if name.endswith("_before") else now)[name] for name in now}
 
 
-def _finishing(decisions: Sequence[Decision], passes: Sequence[Pass]) -> list[Pass]:
-    """Return the passes that act on the finished model, of those that found a place for it."""
-    applied = {decision.step for decision in decisions if decision.status == "applied"}
-    return [pass_ for step, pass_ in enumerate(passes) if pass_.finishes and step in applied]
-
-
 def _record(program: Program, manager: Manager, request: Request, earlier: Record, remark: str) -> Record:
     before, after = manager.history.changed_graphs(program.graphs)
     of_phase = (rewrite for rewrite in manager.rewrites if rewrite.phase is Phase.EVAL)
+    applied = {decision.step for decision in manager.decisions if decision.status == "applied"}
     limited = [rewrite.pass_.name for rewrite in of_phase if not rewrite.edit.trainable]
     return Record(
         plan=earlier.plan.extended(manager.plan(request.passes)),
@@ -312,7 +303,7 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         spent=_spent(manager.context.budget),
         checked=manager.history.checked(earlier),
         eval_only=tuple(dict.fromkeys([*earlier.eval_only, *limited])),
-        finished_by=tuple(pass_.name for pass_ in _finishing(manager.decisions, request.passes)),
+        finished_by=tuple(p.name for step, p in enumerate(request.passes) if p.finishes and step in applied),
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,
         opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
 
 from ...compat import submodule
-from ...errors import CaptureError, PassError, PlanError, UsageError
+from ...errors import CaptureError, PassError, UsageError
 from ...runtime.graphs import specializations_of
-from ...runtime.record import Decision
 from ...runtime.state import holder_of
 from ...tracing.program import Program
 from ..contract import Pass
 from ..rewriting import Snapshot, UnnotedChange, only_reading
 from ..sites import VOLATILE, Cause, Phase, Reason, Refusal, Site, is_volatile
 from ..verification import depends_on_mode
+from .context import RunContext
+from .tuner import Tuner
 
-__all__ = ["admitted", "described", "found", "is_for_evaluation", "is_missing", "key_of"]
-
-
-Supervised = Callable[[Pass, Callable[[], str], Callable[[], list[Any]]], list[Any]]
-"""Runs a pass's own code within a time limit, with its name on whatever it raises: `Tuner.supervised`."""
+__all__ = ["admitted", "admitted_site", "found", "key_of"]
 
 
-def found(program: Program, pass_: Pass, supervised: Supervised, snapshot: Snapshot) -> list[Site | Refusal]:
+def found(tuner: Tuner, pass_: Pass, snapshot: Snapshot) -> list[Site | Refusal]:
     """Return a pass's sites and refusals, checked for being that.
 
     Raises UsageError as `find` does; PassError if `find` raises anything else, hangs, or changes something.
     """
 
     def find() -> list[Any]:
+        program = tuner.context.program
         with only_reading(program, snapshot):
             return list(pass_.find(program))
 
     try:
-        items = supervised(pass_, lambda: "find", find)
+        items = tuner.supervised(pass_, lambda: "find", find)
     except UnnotedChange as change:
         why = f"find must change nothing, but it {change.what}; in rewrite, use {change.instead}"
         raise PassError(f"pass '{pass_.name}': {why}") from change
@@ -55,10 +53,17 @@ def _naming(pass_: Pass, error: UsageError) -> UsageError:
     return error if said.startswith("pass '") else type(error)(f"pass '{pass_.name}' (find): {said}")
 
 
-def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Collection[nn.Module]) -> Site | Refusal:
-    """Return what a pass found, or a refusal where nothing may be done; raise PassError where it is not there."""
-    if isinstance(item, Refusal):
-        return item
+def admitted(tuner: Tuner, pass_: Pass) -> list[Site | Refusal]:
+    """Return what a pass finds; sites that nothing may be done at are refusals."""
+    context = tuner.context
+    with context.budget.finding_sites():
+        items = found(tuner, pass_, context.snapshot)
+        return [admitted_site(context, pass_, item) if isinstance(item, Site) else item for item in items]
+
+
+def admitted_site(context: RunContext, pass_: Pass, item: Site) -> Site | Refusal:
+    """Return a site, or a refusal where nothing may be done there; raise PassError where it is not there."""
+    program = context.program
     for place in item.places:
         what = "whose owner is not there"
         try:
@@ -68,9 +73,9 @@ def admitted(program: Program, pass_: Pass, item: Site | Refusal, trained: Colle
                 _check_node(program, place, name.partition("/")[0])
         except CaptureError as error:
             raise PassError(f"pass '{pass_.name}': find yielded a site {what}: {error}") from error
-    found = (_reason_against(program, pass_, place, item.phase, trained) for place in item.places)
-    reason, cause = next((each for each in found if each[0]), ("", Cause.NOT_APPLICABLE))
-    return Refusal(reason, item.owner or "(root)", cause) if reason else item
+    reasons = (_reason_against(program, pass_, place, item.phase, context.trained) for place in item.places)
+    reason = next(filter(None, reasons), None)
+    return item if reason is None else Refusal(reason, item.owner or "(root)")
 
 
 def _check_node(program: Program, site: Site, name: str) -> None:
@@ -85,14 +90,15 @@ def _check_node(program: Program, site: Site, name: str) -> None:
 
 def _reason_against(
     program: Program, pass_: Pass, site: Site, phase: Phase | None, trained: Collection[nn.Module]
-) -> tuple[str, Cause]:
-    """Return why no pass may rewrite a place, or ""."""
+) -> Reason | None:
+    """Return why no pass may rewrite a place, if so."""
     holder = holder_of(program.model, site.owner).module
     if is_volatile(holder):
-        return VOLATILE, Cause.VOLATILE
+        return Reason.of(Cause.VOLATILE, VOLATILE)
     if (phase or pass_.phase) is Phase.EVAL and _is_trained(program, site, trained):
-        return str(Reason.of(Cause.IN_TRAINING)), Cause.IN_TRAINING
-    return program.exact_types.get(holder, ""), Cause.EXACT_TYPE
+        return Reason.of(Cause.IN_TRAINING)
+    exact = program.exact_types.get(holder)
+    return Reason.of(Cause.EXACT_TYPE, exact) if exact else None
 
 
 def _is_trained(program: Program, site: Site, trained: Collection[nn.Module]) -> bool:
@@ -110,31 +116,6 @@ def _called(program: Program, site: Site) -> Iterator[nn.Module]:
                 yield called
 
 
-def is_missing(site: Site) -> bool:
-    """Say whether a site that a plan describes is not in this model (any more, or yet)."""
-    try:
-        for place in site.places:
-            site.program.module(place.owner)
-        for label in (label for place in site.places for label in place.nodes):
-            site[label]
-    except CaptureError:
-        return True
-    return False
-
-
 def key_of(item: Site | Refusal) -> str:
     """Return what tells the findings of one pass apart."""
     return item.key if isinstance(item, Site) else f"{item.at}: {item.reason}"
-
-
-def described(program: Program, decision: Decision) -> Site:
-    """Return the site that a plan describes, or raise PlanError if it is not the one that the decision is about."""
-    site = Site.from_json(program, decision.site)
-    if site.key != decision.key:
-        raise PlanError(f"the plan's site {decision.key} of pass '{decision.pass_name}' is described as {site.key}")
-    return site
-
-
-def is_for_evaluation(item: Site | Refusal) -> bool:
-    """Say whether a site was refused since the model is in training."""
-    return isinstance(item, Refusal) and item.cause is Cause.IN_TRAINING

@@ -59,7 +59,7 @@ class Tuner:
         """Return a group left as it is, where no time is left to check what a pass makes of it, and it may be left."""
         if self.context.has_time(pass_) or not pass_.skippable:
             return None
-        return Candidate.left(group, Reason.of(Cause.NOT_CHECKED, budget=str(self.context.budget)), was_skipped=True)
+        return Candidate(group, Reason(Cause.NOT_CHECKED, self.context.budget.values))
 
     def _simulated(self, pass_: Pass, group: Group) -> nn.Module | None:
         """Return what the rewritten module must be equal to, where the pass says so."""
@@ -113,7 +113,7 @@ class Tuner:
                 reasons[str(failure)] = None
                 remaining = Group(tuple(site for site in left.sites if not is_like(site, failure.site)))
                 left = remaining if len(remaining.sites) < len(left.sites) else Group(())  # it may be known of none
-        return Candidate(group, "; ".join(reasons) or "no site is left to rewrite", was_written=False)
+        return Candidate(group, Reason.of(Cause.NO_MATCH, "; ".join(reasons) or "no site is left to rewrite"))
 
     def _verified(self, comparison: Comparison, candidate: Candidate) -> Candidate:
         """Verify what stands in the program; what is wrong is undone."""
@@ -141,10 +141,10 @@ class Tuner:
         try:
             edit = self.apply(comparison.pass_, group)
         except MatchFailure as failure:
-            return Candidate(group, str(failure), was_written=False)
+            return Candidate(group, Reason.of(Cause.NO_MATCH, str(failure)))
         if is_right is not None and not is_right(edit):
             edit.undo()
-            return Candidate(group, "it became something else")
+            return Candidate(group, Reason.of(Cause.DIFFERS, "it became something else"))
         return self._verified(comparison, Candidate(group, edit=edit))
 
     def stand_again(
@@ -167,9 +167,9 @@ class Tuner:
                 else:
                     candidate = Candidate(rewrite.group, edit=self.apply(rewrite.pass_, rewrite.group))
             except (MatchFailure, PassError) as failure:
-                candidate = Candidate(rewrite.group, str(failure))
+                candidate = Candidate(rewrite.group, Reason.of(Cause.NO_MATCH, str(failure)))
             if candidate.edit is None:
-                lost[rewrite] = candidate.failure
+                lost[rewrite] = candidate.failure.text if candidate.failure else ""
                 continue
             rewrite.edit = candidate.edit
             history.rewrites.append(rewrite)
@@ -182,8 +182,7 @@ class Tuner:
         comparison = self._comparison(pass_, group)
         was_untimed = not comparison.timed and self.context.is_timed(pass_) and self.context.asks(pass_, group)
         if was_untimed and len(group.choices) > 1 and not group.required and pass_.skippable:
-            too_short = Reason.of(Cause.NOT_TIMED, budget=self.context.budget.too_short)
-            return Candidate.left(group, too_short, was_skipped=True), ()
+            return Candidate(group, Reason(Cause.NOT_TIMED, self.context.budget.values)), ()
         candidates = self._candidates(comparison)
         able = {name: candidate for name, candidate in candidates.items() if not candidate.failure}
         if not able:
@@ -203,16 +202,16 @@ class Tuner:
         group = comparison.group
         figures, reason = comparison.judged(race.timings, race.best, race.candidates)
         if reason is not None:
-            failure = "; ".join((*wrong, str(reason)))
-            return Candidate(group, failure, reason.cause, reason.values, figures=figures), ()
+            values = {**reason.values, **({"wrong": list(wrong)} if wrong else {})}
+            return Candidate(group, Reason(reason.cause, values), figures=figures), ()
         kept = self._whole(comparison, race.candidates[race.best].group)
-        if not kept.failure:
+        if kept.failure is None:
             return dataclasses.replace(kept, figures={**figures, **kept.figures}), group.rest(kept.group)
         if not group.is_single:
             return self._apart(comparison, self._guilty(comparison, race.candidates[race.best].group.sites))
-        reasons, others = tuple(dict.fromkeys((*wrong, kept.failure))), race.without_best()
+        reasons, others = tuple(dict.fromkeys((*wrong, kept.failure.text))), race.without_best()
         if others is None:
-            return Candidate(group, "; ".join(reasons), kept.cause, kept.values), ()
+            return Candidate(group, dataclasses.replace(kept.failure, text="; ".join(reasons))), ()
         return self._settled(comparison, others, reasons)
 
     def _candidates(self, comparison: Comparison) -> dict[str, Candidate]:
@@ -237,8 +236,8 @@ class Tuner:
         try:
             runner = comparison.runner()
         except Exception as error:  # whatever a wrong rewrite raises: it is the reason not to keep it
-            failure = f"the rewritten module raises {type(error).__name__}: {error}"
-            return dataclasses.replace(candidate, failure=failure, edit=None)
+            said = f"the rewritten module raises {type(error).__name__}: {error}"
+            return dataclasses.replace(candidate, failure=Reason.of(Cause.DIFFERS, said), edit=None)
         finally:
             candidate.edit.undo()
         return dataclasses.replace(candidate, edit=None, runner=runner)
@@ -303,9 +302,9 @@ class Tuner:
         """Say why no candidate is left; of several sites tell those apart that make every one fail."""
         group, wrong = comparison.group, [candidate for candidate in candidates if candidate.was_written]
         if group.is_single or (wrong and not comparison.checks):
-            first, *others = (*wrong, *candidates)
-            reasons = dict.fromkeys(each.failure for each in (first, *others))
-            return dataclasses.replace(first, group=group, failure="; ".join(reasons)), ()
+            failures = [each.failure for each in (*wrong, *candidates) if each.failure is not None]
+            text = "; ".join(dict.fromkeys(failure.text for failure in failures))
+            return Candidate(group, dataclasses.replace(failures[0], text=text)), ()
         if not wrong:
             return None, [Group((site,)) for site in group.sites]
         return self._apart(comparison, self._guilty(comparison, wrong[0].group.sites))
@@ -332,6 +331,4 @@ class Tuner:
 
 
 def _timed(comparison: Comparison, candidates: Mapping[str, Candidate]) -> Race:
-    """Time candidates; the best is the fastest or, of those that are not shown to be 2% slower, the first."""
-    timings = comparison.timings({name: candidate.runner for name, candidate in candidates.items()})
-    return Race(candidates, timings, timings.fastest(prefer=tuple(candidates)))
+    return Race(candidates, comparison.timings({name: each.runner for name, each in candidates.items()}))

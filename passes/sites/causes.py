@@ -1,9 +1,9 @@
-"""Why a place was left as it was, as a value: who decided, what for, and by which values; words are made of that."""
+"""Why a place was left as it was, as a value: who decided, what for, and by which values; `reporting/` makes words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -60,33 +60,24 @@ class Cause(StrEnum):
         """Say whether it was left since it is no faster."""
         return self in (Cause.JUDGED_SLOWER, Cause.NO_FASTER, Cause.NOT_CLEARLY_FASTER, Cause.MODEL_SLOWER)
 
+    @property
+    def is_measured(self) -> bool:
+        """Say whether its reasons have figures, other ones at each place."""
+        return self.is_speed or self.value.endswith(".differs")
+
 
 @dataclass(frozen=True)
 class Reason:
-    """A cause with the plain values that led to it, which plans keep; as text it is what reports and plans say."""
+    """A cause with the plain values that led to it, which plans keep; `reporting/reasons.py` makes the words.
+
+    `text`: words of a pass or of verification, which name parts of the user's model: they are the value then.
+    """
 
     cause: Cause
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    text: str = ""
 
     @classmethod
-    def of(cls, cause: Cause, **values: Any) -> Reason:
-        """Return a reason of the driver's own; passes give theirs in words."""
-        return cls(cause, values)
-
-    def __str__(self) -> str:
-        return _WORDS[self.cause].format(**self.values)
-
-
-_TIMED = "{speedup:.3g}x ({low:.3g} to {high:.3g}){how}"
-_WORDS: Mapping[Cause, str] = {
-    Cause.IN_TRAINING: "it is for evaluation, and the model is in training; call model.eval() first",
-    Cause.OVERTAKEN: "a site of this pass that overlaps with it was rewritten first",
-    Cause.TOO_COSTLY: "to verify it would take most of the time that is left; allow more by time_budget",
-    Cause.NOT_CHECKED: "not checked: {budget} was spent; allow more by time_budget",
-    Cause.NOT_TIMED: "not timed: {budget}",
-    Cause.NO_FASTER: f"no faster: {_TIMED}",
-    Cause.NOT_CLEARLY_FASTER: f"not clearly faster: {_TIMED}",
-    Cause.MODEL_DIFFERS: "the model as handed over is wrong with it: {problem}",
-    Cause.MODEL_SLOWER: "{what} was slower{with_it} ({speedup:.3g}x){why}",
-    Cause.DEPENDENT: "it depended on a rewrite that was undone{why}",
-}
+    def of(cls, cause: Cause, text: str = "", **values: Any) -> Reason:
+        """Return a reason with its values given by name."""
+        return cls(cause, values, text)

@@ -14,7 +14,7 @@ from torch import fx, nn
 from ...errors import CaptureError, MatchFailure, PlanError, UsageError
 from ...runtime.graphs import capture_of
 from ...tracing.program import Program
-from .causes import Cause
+from .causes import Cause, Reason
 
 __all__ = [
     "VOLATILE", "Goal", "Numerics", "OwnForward", "Phase", "Refusal", "Site", "StaleSite", "as_plain", "is_volatile",
@@ -32,6 +32,11 @@ class Numerics(enum.Enum):
     """Another function within an error budget that the pass's options state."""
     SEMANTIC = "semantic"
     """Another function by design."""
+
+    @property
+    def keeps_function(self) -> bool:
+        """Say whether results are as before, but for rounding."""
+        return self in (Numerics.EXACT, Numerics.REASSOCIATED)
 
 
 class Goal(enum.Enum):
@@ -86,11 +91,19 @@ class OwnForward(enum.Enum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a place that looks right is left: one clause without a full stop; and the node or module at fault."""
+    """Why a place that looks right is left, and the node or module at fault.
 
-    reason: str
+    `reason`: one clause without a full stop, which is of a kind, `cause`; or a reason that has its values.
+    """
+
+    reason: str | Reason
     at: str | fx.Node
     cause: Cause = Cause.NOT_APPLICABLE
+
+    @property
+    def why(self) -> Reason:
+        """Return the reason as a value."""
+        return Reason(self.cause, text=self.reason) if isinstance(self.reason, str) else self.reason
 
 
 class StaleSite(MatchFailure):

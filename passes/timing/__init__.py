@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from ...collection import collection_paused
 from .budget import DEFAULT_BUDGET, BudgetRequest, TimeBudget
-from .clocks import race_clock
-from .cold import last_level_bytes
+from .conditions import last_level_bytes, race_clock
 from .live_bytes import LiveBytes, MemoryUse, memory_use
 from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
-from .pairs import SECONDS_OF_A_KIND, microseconds, time_kind, time_pair, timing_figures
-from .runner import Runner, forward_seconds, runner
+from .pairs import microseconds, no_gain, time_kind, time_pair, timing_figures
+from .runner import Runner, forward_seconds
 
 __all__ = [
-    "CALLS_OF_EACH", "CALLS_OF_TWO", "DEFAULT_BUDGET", "SECONDS_OF_A_KIND", "BudgetRequest", "Interval", "LiveBytes",
+    "CALLS_OF_EACH", "CALLS_OF_TWO", "DEFAULT_BUDGET", "BudgetRequest", "Interval", "LiveBytes",
     "MemoryUse", "Runner", "TimeBudget", "Timings", "collection_paused", "forward_seconds", "last_level_bytes",
-    "memory_use", "microseconds", "race_clock", "runner", "time_candidates", "time_kind", "time_pair",
+    "memory_use", "microseconds", "no_gain", "race_clock", "time_candidates", "time_kind", "time_pair",
     "timing_figures",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import UsageError
 
@@ -129,11 +130,10 @@ class TimeBudget:
     @property
     def for_sites(self) -> float:
         """Return the seconds that sites may take until the present pass is through; the rest is for what follows."""
-        return min(self._until, self._beyond + self._of_sites())
-
-    def _of_sites(self) -> float:
+        if math.isinf(self.seconds):
+            return self._until
         kept_back = min(_WHOLE_MODEL_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
-        return self.seconds - kept_back if math.isfinite(self.seconds) else math.inf
+        return min(self._until, self._beyond + self.seconds - kept_back)
 
     def allows_check(self, *, clean_up: bool) -> bool:
         """Say whether a site may still be checked."""
@@ -157,6 +157,11 @@ class TimeBudget:
         if math.isinf(self.seconds):
             return math.inf
         return max(0.0, self.left - (_COMPARING_FORWARDS + _READY_FORWARDS) * self.forward)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return the seconds that there are and that were spent, and whether a pass has only its part of them."""
+        return {"budget": self.seconds, "spent": self.spent, "in_part": math.isfinite(self._until)}
 
     @property
     def too_short(self) -> str:

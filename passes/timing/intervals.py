@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, stdev
+from typing import Any
 
 __all__ = ["CLEARLY_SLOWER", "FEWEST_ROUNDS", "NOISE", "SURE_ROUNDS", "Interval", "Timings"]
 
@@ -30,13 +31,31 @@ class Interval:
     mid: float
     high: float
 
+    @classmethod
+    def of(cls, figures: Mapping[str, Any]) -> Interval:
+        """Read it from the figures of a plan."""
+        return cls(figures["speedup_low"], figures["speedup"], figures["speedup_high"])
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Return what plans have of it."""
+        return {"speedup": self.mid, "speedup_low": self.low, "speedup_high": self.high}
+
+    def gains(self, least: float = 1.0, *, surely: bool = True) -> bool:
+        """Say whether so many times as fast is more than `least`: the whole interval, or no more than its middle."""
+        return (self.low if surely else self.mid) > least
+
+    @property
+    def loses(self) -> bool:
+        """Say whether it is surely slower."""
+        return self.high < 1.0
+
 
 @dataclass
 class Timings:
-    """Samples of several candidates, taken in rounds: one sample of each, one right after the other.
+    """Samples of several candidates, taken in rounds, which disturbances outlast: one sample of each, one by one.
 
-    Candidates are compared within rounds, which disturbances outlast: by the median of the ratios and its sign-test
-    interval (Conover, Practical Nonparametric Statistics, 3.2); of 3 to 5 rounds, Student's of the logarithms, 99%.
+    Ratios within rounds have a median with a sign-test interval (Conover, Practical Nonparametric Statistics, 3.2).
     """
 
     rounds: list[dict[str, float]] = field(default_factory=list[dict[str, float]])  # seconds of a call, by name
@@ -57,15 +76,12 @@ class Timings:
 
     def fastest(self, prefer: Sequence[str]) -> str:
         """Return the fastest of `prefer`; of those that are not shown to be 2% slower than it, the first."""
-        return self.contenders(prefer)[0]
+        best = self.quickest(prefer)
 
-    def contenders(self, names: Sequence[str]) -> list[str]:
-        """Return those of `names` that are not shown to be 2% slower than the fastest, in their order."""
-        best = self.quickest(names)
-        return [name for name in names if name == best or self._may_be_as_fast(name, best)]
+        def is_slower(name: str) -> bool:
+            return self.ratio(name, best).gains(NOISE) or self.is_hopeless(name, best)
 
-    def _may_be_as_fast(self, name: str, best: str) -> bool:
-        return self.ratio(name, best).low <= NOISE and not self.is_hopeless(name, best)
+        return next(name for name in prefer if name == best or not is_slower(name))
 
     def quickest(self, names: Sequence[str]) -> str:
         """Return the one of `names` that took the least time, however close the others are."""
@@ -104,7 +120,7 @@ class Timings:
 
 
 def _of_few(ratios: Sequence[float]) -> Interval:
-    """Return Student's interval of a few ratios, with 99% confidence; of less than three nothing is known."""
+    """Return Student's interval of a few ratios, of their logarithms, with 99% confidence; none of less than three."""
     if len(ratios) not in _T_AT_99:
         return Interval(0.0, median(ratios), math.inf)
     logarithms = [math.log(ratio) for ratio in ratios]

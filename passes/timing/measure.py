@@ -15,15 +15,14 @@ from typing import NamedTuple
 import torch
 
 from ...collection import collection_paused
-from .clocks import Clock, is_work_of_this_thread, one_thread, race_clock
-from .cold import Eviction
+from .conditions import Clock, Eviction, is_work_of_this_thread, one_thread, race_clock
 from .intervals import CLEARLY_SLOWER, FEWEST_ROUNDS, NOISE, SURE_ROUNDS, Interval, Timings
-from .runner import Runner, runner
+from .runner import Runner
 
 if sys.platform == "linux":
     import resource
 
-__all__ = ["CALLS_OF_EACH", "CALLS_OF_TWO", "Interval", "Runner", "Timings", "runner", "time_candidates"]
+__all__ = ["CALLS_OF_EACH", "CALLS_OF_TWO", "Interval", "Runner", "Timings", "time_candidates"]
 
 Candidate = Callable[[], object]
 _SAMPLE_SECONDS = 200e-6

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .intervals import FEWEST_ROUNDS, SURE_ROUNDS, Timings
+from ..sites import Cause, Reason
+from .intervals import FEWEST_ROUNDS, SURE_ROUNDS, Interval, Timings
 from .measure import time_candidates
 
-__all__ = ["SECONDS_OF_A_KIND", "microseconds", "time_kind", "time_pair", "timing_figures"]
+__all__ = ["microseconds", "no_gain", "time_kind", "time_pair", "timing_figures"]
 
-SECONDS_OF_A_KIND = 0.05
+_SECONDS = 0.05
 """How long a kind of layer is timed by itself at first: calls of up to 3 ms settle in three rounds."""
 _IN_DOUBT = 4
 """Where that does not tell whether it gains, so many times as long: two runs on a busy machine then decide alike."""
@@ -35,28 +36,40 @@ def time_pair(
     )
 
 
-def time_kind(
-    before: Callable[[], object],
-    after: Callable[[], object],
-    *,
-    least: float,
-    cold: bool = False,
-    seconds: float = SECONDS_OF_A_KIND,
-) -> Timings:
-    """Time layers of a kind by themselves; again, longer, where it is open if `after` is `least` times faster."""
-    timings = time_pair(before, after, seconds=seconds, cold=cold)
+def time_kind(before: Callable[[], object], after: Callable[[], object], *, least: float | None, cold: bool) -> Timings:
+    """Time layers of a kind by themselves; again, longer, where it is open if `after` is `least` times faster.
+
+    None: that is not decided by them alone, and half the time must do.
+    """
+    if least is None:
+        return time_pair(before, after, seconds=_SECONDS / 2, cold=cold)
+    timings = time_pair(before, after, seconds=_SECONDS, cold=cold)
     speed = timings.ratio("before", "after")
     if not speed.low <= least <= speed.high or abs(speed.mid - least) >= _CLOSE:
         return timings
     rounds = SURE_ROUNDS * _IN_DOUBT
-    return time_pair(before, after, seconds=_IN_DOUBT * seconds, least_rounds=rounds, cold=cold)
+    return time_pair(before, after, seconds=_IN_DOUBT * _SECONDS, least_rounds=rounds, cold=cold)
+
+
+def no_gain(
+    speed: Interval, least: float = 1.0, *, surely: bool = True, cause: Cause | None = None, lowering: str = ""
+) -> Reason | None:
+    """Return why what is so many times as fast does not pay; None where it gains more than `least`, see `Interval`.
+
+    Without a cause the interval says if it is no faster, or not clearly.
+    """
+    if speed.gains(least, surely=surely):
+        return None
+    cause = cause or (Cause.NO_FASTER if speed.mid <= 1.0 else Cause.NOT_CLEARLY_FASTER)
+    named = {"lowering": lowering} if lowering else {}
+    return Reason.of(cause, speedup=speed.mid, low=speed.low, high=speed.high, **named)
 
 
 def timing_figures(timings: Timings, after: str = "after", count: int = 1) -> dict[str, Any]:
     """Return a candidate's times and ratio to `before` as a plan's figures, of one of `count` layers in a call."""
     speed = timings.ratio("before", after)
     return {
-        "speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high,
+        **speed.figures,
         "before_us": timings.microseconds("before") / count, "after_us": microseconds(timings, after) / count,
         **({"threads": 1} if timings.in_one_thread else {}), **({"cold": True} if timings.cold else {}),
     }  # fmt: skip

@@ -14,25 +14,14 @@ from ...compat import version_of
 from ...runtime.values import Arguments, flatten, map_tensors, state_of
 from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
-from .clocks import one_thread
+from .conditions import one_thread
 
-__all__ = ["Runner", "forward_seconds", "runner"]
+__all__ = ["Runner", "forward_seconds"]
 
 _WITH_BACKWARD = 3.0
 """A forward and its backward take three times as long as a forward alone: two more products for each."""
 _MAY_BE_COLD = 50e-3
 """A forward that is done sooner is made twice to learn what it takes: the first one waits for memory and threads."""
-
-
-def runner(
-    module: nn.Module, calls: Sequence[Inputs], *, training: bool, input_gradients: bool | None = None, seed: int = 0
-) -> Runner:
-    """Return a function that makes the recorded `calls` of `module`, all of them each time, with its flags as they are.
-
-    In `training` it takes gradients of the outputs times fixed random numbers; those of float arguments if
-    `input_gradients`, or, for None, where the argument requires them.
-    """
-    return Runner(module, [(call.args, call.kwargs) for call in calls], training, input_gradients, seed)
 
 
 def forward_seconds(
@@ -47,20 +36,25 @@ def forward_seconds(
 
 
 class Runner:
-    """Call a module on recorded arguments, again and again; a run takes about so many `seconds` of processor time.
+    """Make the recorded calls of a module, all of them each time; that takes about so many `seconds` of processor time.
 
-    In training a call ends when every gradient has arrived; none is accumulated. What runs on `gpus` is waited for.
+    In training a call ends when gradients of its outputs times fixed random numbers have arrived; none is accumulated.
+    Float arguments have theirs if `input_gradients` or, for None, where they require them. It waits for its `gpus`.
     """
 
     def __init__(
-        self, module: nn.Module, calls: Sequence[Arguments], training: bool, input_gradients: bool | None, seed: int
+        self, module: nn.Module, calls: Sequence[Inputs], *, training: bool, input_gradients: bool | None = None
     ) -> None:
         self.module, self.training = module, training
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         with self.leaving_no_trace():
-            self._calls = [_Call(module, arguments, training, input_gradients, parameters, seed) for arguments in calls]
+            self._calls = [_Call(module, call, training, input_gradients, parameters) for call in calls]
         self.seconds = sum(call.seconds for call in self._calls) * (_WITH_BACKWARD if training else 1.0)
-        tensors = (*module.parameters(), *module.buffers(), *flatten(list(calls)).values())
+        tensors = (
+            *module.parameters(),
+            *module.buffers(),
+            *flatten([(call.args, call.kwargs) for call in calls]).values(),
+        )
         self.gpus = {tensor.device for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda}
 
     def __call__(self) -> None:
@@ -88,11 +82,10 @@ class _Call:
     def __init__(
         self,
         module: nn.Module,
-        arguments: Arguments,
+        call: Inputs,
         training: bool,
         input_gradients: bool | None,
         parameters: Sequence[Tensor],
-        seed: int,
     ) -> None:
         self.module = module
 
@@ -100,10 +93,10 @@ class _Call:
             wanted = tensor.requires_grad if input_gradients is None else tensor.dtype.is_floating_point
             return tensor.detach().clone().requires_grad_(training and wanted)
 
-        self.arguments: Arguments = map_tensors(argument, arguments)
+        self.arguments: Arguments = map_tensors(argument, (call.args, call.kwargs))
         leaves = [leaf for leaf in flatten(self.arguments).values() if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.wanted = [*parameters, *leaves] if training else []
-        self._run_first(training, seed)
+        self._run_first(training)
         self.seconds = min(self.seconds, self._seconds_again(training))
 
     def __call__(self) -> None:
@@ -115,7 +108,7 @@ class _Call:
         args, kwargs = map_tensors(torch.clone, self.arguments) if self.copies else self.arguments
         return flatten(self.module(*args, **kwargs))
 
-    def _run_first(self, training: bool, seed: int) -> None:
+    def _run_first(self, training: bool) -> None:
         """Learn what a run takes, which outputs give gradients, and whether it needs copies of what it changes."""
         args, kwargs = map_tensors(torch.clone, self.arguments)
         given = [leaf for leaf in flatten([args, kwargs]).values() if isinstance(leaf, Tensor)]
@@ -125,7 +118,7 @@ class _Call:
         with torch.set_grad_enabled(training):
             outputs = flatten(self.module(*args, **kwargs))
         self.seconds = time.thread_time() - start
-        self.upstream = self._upstream(outputs, seed)
+        self.upstream = self._upstream(outputs)
         self.copies = [version_of(tensor) for tensor in given] != before or state_of([args, kwargs]) != state
 
     def _seconds_again(self, training: bool) -> float:
@@ -136,10 +129,10 @@ class _Call:
             self._forward()
         return time.thread_time() - start
 
-    def _upstream(self, outputs: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
+    def _upstream(self, outputs: Mapping[str, Any]) -> dict[str, Tensor]:
         if not self.wanted:
             return {}
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         return {
             name: torch.randn(value.shape, generator=generator).to(device=value.device, dtype=value.dtype)
             for name, value in outputs.items()

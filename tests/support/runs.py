@@ -9,6 +9,7 @@ from torch import nn
 
 from fxopt.passes.driver import Manager, Request, RunContext
 from fxopt.passes.timing import TimeBudget
+from fxopt.reporting import in_words
 from fxopt.settings import Measure
 from fxopt.tracing.program import Program
 
@@ -23,5 +24,5 @@ def manager_of(
     **request: Any,
 ) -> Manager:
     """Return a manager that checks and times rewrites if told to; other options are those of a request."""
-    asked = Request(verify=check, measure=Measure.YES if time else Measure.NO, **request)
+    asked = Request(in_words, verify=check, measure=Measure.YES if time else Measure.NO, **request)
     return Manager(RunContext.of(program, asked, budget or TimeBudget(), trained))

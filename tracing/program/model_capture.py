@@ -184,7 +184,8 @@ def exact_types(names: ModelNames) -> dict[nn.Module, str]:
     if checks_exact_types(names.distinct):
         for module in names.distinct:
             place = checks_exact_types([module])
-            why = f"module {names.name(module) or '(root)'!r}: its code checks an exact type ({place})"
+            what = f"module {names.name(module) or '(root)'!r}: its code checks an exact type ({place})"
+            why = f"{what}; use isinstance there"
             found = {**dict.fromkeys(all_modules(module) if place else (), why), **found}
     return found
 

@@ -90,8 +90,8 @@ def _judged(found: Occurrence, number: int, known: tuple[str, Judgement] | None)
     if known is None:
         return _site(found, number)
     code, judgement = known
-    kind = "attention", code
-    return judgement.refusal(found.result) or replace(_site(found, number), kind=kind, found=judgement.figures)
+    site = replace(_site(found, number), kind=("attention", code), found=judgement.figures)
+    return judgement.refusal(found.result, surely=True) or site
 
 
 def _site(found: Occurrence, number: int) -> Site:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...passes.kinds import Judgement, allowed_error, figures_of, gain_judgement
+from ...passes.kinds import Judgement, allowed_error, figures_of
+from ...passes.sites import Cause, Reason
 from ...passes.verification import MEANING, Float64Mode, Tolerance, distance, double_defaults, scale_of
 from ...tracing.program import Program
 from ..swap_kernels import Occurrence
@@ -59,13 +60,14 @@ class Judge:
         if measuring:
             before, after = (partial(way, *given) for way in excerpt.beyond)
             figures = figures_of([before], [after], cold=measuring.is_cold)
-            timed = gain_judgement(figures, surely=True)
-            if timed.objection:
+            timed = Judgement(figures=figures)
+            if timed.objection(surely=True) is not None:
                 return timed
         scores = math.prod(given[excerpt.operands.index(name)].shape[-2] for name in ("q", "v"))
         count = _SOME if scores < _LONG else 1
         some = [each[tuple(slice(count) for _ in each.shape[:-2])] for each in given]
-        return Judgement(figures=figures, objection=_fault(excerpt, some))
+        fault = _fault(excerpt, some)
+        return Judgement(figures=figures, fault=Reason.of(Cause.JUDGED_WRONG, fault) if fault else None)
 
 
 # -- results -------------------------------------------------------------------------------------------------------

@@ -9,12 +9,20 @@ from torch import Tensor
 
 from ...layers.packed import Packed
 from ...passes.kinds import allowed_error, error_of
+from ...passes.sites import Cause, Reason
 from ...passes.verification import Tolerance, distance, scale_of
+from .timing import PACKED
 
-__all__ = ["Check"]
+__all__ = ["Check", "off_by"]
 
 _OUTPUTS = 16
 """So many outputs are computed in float64; the others are compared with the layer's own in float32."""
+_TINY = torch.finfo(torch.float64).tiny
+
+
+def off_by(error: float, own_error: float) -> Reason:
+    """Return the reason against a packed layer that is off by an error, relative to the scale, and the layer's own."""
+    return Reason.of(Cause.JUDGED_WRONG, lowering=PACKED, error=error, own_error=own_error)
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,13 @@ class Check:
     rows: slice
     terms: int
 
-    def fault(self, x: Tensor, laid: Tensor) -> str:
-        """Return how far off the packed layer is on `x`, in memory as in `laid`, or "" where that is rounding."""
+    def fault(self, x: Tensor, laid: Tensor) -> Reason | None:
+        """Return how far off the packed layer is on `x`, in memory as in `laid`; None where that is rounding."""
         with torch.no_grad():
             other, own, found = self._both(x, laid)
             if found.shape != own.shape or found.dtype != own.dtype:
-                return f"packed, it gives {tuple(found.shape)} of {found.dtype}, and not {tuple(own.shape)}"
+                given = f"packed, it gives {tuple(found.shape)} of {found.dtype}, and not {tuple(own.shape)}"
+                return Reason.of(Cause.JUDGED_WRONG, given)
             count = 0 if self.along is None else own.shape[self.along[1]]
             numbers = torch.linspace(0, count - 1, min(count, _OUTPUTS)).round().long()
             some = None if self.along is None else numbers  # None stands for all outputs
@@ -44,9 +53,7 @@ class Check:
             seen = distance(exact, self._picked(found, some).double(), Tolerance(0.0, most))
             if not seen.problem:
                 seen = distance(own.double(), found.double(), Tolerance(0.0, most + error))
-        own_error = error / max(scale_of(exact), torch.finfo(torch.float64).tiny)
-        what = f"packed, it is off by {seen.error:.1e} of the scale, where the layer itself is off by {own_error:.1e}"
-        return what if seen.problem else ""
+        return off_by(seen.error, error / max(scale_of(exact), _TINY)) if seen.problem else None
 
     def error(self, x: Tensor, laid: Tensor) -> float:
         """Return how far off the packed layer is from the layer itself, relative to the scale of its result."""

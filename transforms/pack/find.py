@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from ...layers.packed import Packed
-from ...passes.kinds import LEAST_GAIN
+from ...passes.kinds import LEAST_GAIN, Judgement
 from ...passes.rewriting import readers_in
 from ...passes.sites import Cause, Refusal, Site
 from ...passes.timing import last_level_bytes
@@ -22,7 +22,7 @@ from .checking import Check
 from .decompositions import spelled_at
 from .epilogue import Epilogue, find_epilogue
 from .layers import Packable, graphs_in, packable_at
-from .timing import PACKED, TRANSPOSED, Calls, Gains, Times, times_interleaved
+from .timing import PACKED, TRANSPOSED, Calls, Lowerings, compared, fastest, figures_interleaved, largest_error
 from .write import ACTIVATION
 
 __all__ = ["IN_TRAINING", "found_in"]
@@ -45,6 +45,9 @@ IN_TRAINING = "the model is in training, where weights change at every step; cal
 
 Nodes = dict[str, str]
 """Label in a site -> name of a node."""
+
+_Gains = dict[Hashable, Judgement]
+"""What is known of each kind of layer."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,11 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
         else:
             layers.append(item)
     gains = _gains(program, layers, budget)
-    together = _gain_together(layers, gains.known)
+    together = _gain_together(layers, gains)
     graphs: dict[tuple[str, int], list[_Found]] = {}
     for found in layers:
         least = _LEAST_TOGETHER if together and found.layer.geometry is not None else LEAST_GAIN
-        if refusal := gains.refusal(found.kind, found.name, least):
+        if refusal := gains[found.kind].refusal(found.name, least):
             yield refusal
         else:
             graphs.setdefault(found.place, []).append(found)
@@ -133,22 +136,24 @@ def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_Found]
     }
 
 
-def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) -> bool:
+def _gain_together(layers: Sequence[_Found], gains: _Gains) -> bool:
     """Say whether the convolutions of a model gain, all of them packed: in between, images would be laid out anew."""
-    timed = [known[found.kind] for found in layers if found.layer.geometry is not None and found.kind in known]
-    return sum(times.own for times in timed) > LEAST_GAIN * sum(times.packed for times in timed)
+    timed = [figures for found in layers if found.layer.geometry is not None and (figures := gains[found.kind].figures)]
+    own, packed = (sum(figures[name] for figures in timed) for name in ("before_us", "after_us"))
+    return own > LEAST_GAIN * packed
 
 
-def _site(program: Program, place: tuple[str, int], group: Sequence[_Found], other: Nodes, gains: Gains) -> Site:
+def _site(program: Program, place: tuple[str, int], group: Sequence[_Found], other: Nodes, gains: _Gains) -> Site:
     nodes = {f"layer.{count}": found.layer.call.node.name for count, found in enumerate(group)}
     kind = (*(found.kind for found in group), *(label for label in other if label.startswith(ACTIVATION)))
-    speeds = [round(gains.known[found.kind].gain.mid, 3) for found in group if found.kind in gains.known]
-    transposed = [f"layer.{count}" for count, found in enumerate(group) if found.kind in gains.transposed]
+    known = [gains[found.kind] for found in group]
+    speeds = [round(each.figures["speedup"], 3) for each in known if each.figures]
+    transposed = [f"layer.{count}" for count, each in enumerate(known) if each.lowering == TRANSPOSED]
     # With data the plan says where the site is: which layers gain is not measured anew.
     return Site(
         program, place[0], {**nodes, **other}, place[1], detail=_detail(nodes, other, speeds), kind=kind,
         data={"speeds": speeds, **({"transposed": transposed} if transposed else {})},
-        found=gains.error([found.kind for found in group]),
+        found=largest_error(known),
     )  # fmt: skip
 
 
@@ -178,13 +183,14 @@ def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refus
                 yield _Found(number, layer, find_epilogue(layer.call), dtype)
 
 
-def _gains(program: Program, layers: Sequence[_Found], budget: float) -> Gains:
+def _gains(program: Program, layers: Sequence[_Found], budget: float) -> _Gains:
     """Return what each kind of layer of a known shape gains, where that is to be measured, and which are wrong."""
     kinds: dict[Hashable, list[_Found]] = {}
     for found in layers:
         if math.prod(found.layer.given or (0,)):
             kinds.setdefault(found.kind, []).append(found)
-    gains, waiting, waits = Gains(), dict[Hashable, dict[str, Calls]](), _waits_for_memory(layers)
+    gains: _Gains = {found.kind: Judgement() for found in layers}
+    waiting, waits = dict[Hashable, Lowerings](), _waits_for_memory(layers)
     for kind, alike in kinds.items():
         first = alike[0]
         if first.layer.call.tensors()[0].is_meta:
@@ -192,33 +198,34 @@ def _gains(program: Program, layers: Sequence[_Found], budget: float) -> Gains:
         lowerings = {PACKED: _calls(alike)}
         if first.may_be_transposed and program.measuring:
             lowerings[TRANSPOSED] = _calls(alike, transposed=True)
-        right = gains.look(kind, lowerings, allowed=None if first.dtype is torch.float32 else budget)
+        allowed = None if first.dtype is torch.float32 else budget
+        gains[kind], right = compared(lowerings, allowed=allowed)
         if not right or not program.measuring:
             continue
         if waits and not program.measuring.is_cold and 0 < first.layer.rows_given <= _FEW_ROWS:
             waiting[kind] = right
         else:
             cold = program.measuring.is_cold
-            gains.take(kind, {lowering: calls.times(cold=cold) for lowering, calls in right.items()})
-    for kind, times in times_interleaved(waiting).items() if waiting else ():
-        gains.take(kind, times)
+            gains[kind] = fastest(gains[kind], {name: calls.figures(cold=cold) for name, calls in right.items()})
+    for kind, figures in figures_interleaved(waiting).items() if waiting else ():
+        gains[kind] = fastest(gains[kind], figures)
     if any(found.layer.rows_given == 1 for found in layers):
         _take_single_rows(kinds, gains)
     return gains
 
 
-def _take_single_rows(kinds: Mapping[Hashable, Sequence[_Found]], gains: Gains) -> None:
+def _take_single_rows(kinds: Mapping[Hashable, Sequence[_Found]], gains: _Gains) -> None:
     """Choose how layers of several rows compute one row, where the model is called with one, too, in the same graph."""
-    single: dict[Hashable, dict[str, Calls]] = {}
+    single: dict[Hashable, Lowerings] = {}
     for kind, alike in kinds.items():
-        if kind in gains.known and alike[0].has_rows and gains.refusal(kind, alike[0].name) is None:
+        if gains[kind].figures and alike[0].has_rows and gains[kind].objection() is None:
             ways = {PACKED: False, TRANSPOSED: True}
             calls = {name: _calls(alike, transposed=way, rows=1) for name, way in ways.items()}
-            right = gains.look(kind, calls, allowed=None)
+            known, right = compared(calls, allowed=None)
+            gains[kind] = replace(gains[kind], fault=known.fault)
             single |= {kind: right} if TRANSPOSED in right else {}
-    for kind, times in times_interleaved(single).items() if single else ():
-        if times[TRANSPOSED].gain.mid > times[PACKED].gain.mid:
-            gains.transposed.add(kind)
+    for kind, figures in figures_interleaved(single).items() if single else ():
+        gains[kind] = replace(gains[kind], lowering=fastest(gains[kind], figures).lowering)
 
 
 def _waits_for_memory(layers: Sequence[_Found]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,15 +13,17 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_parameters
 from ...layers.packed import PackedLSTM, Recurrence, why_not_packed
-from ...passes.kinds import allowed_error, error_of
+from ...passes.kinds import Judgement, allowed_error, error_of
 from ...passes.rewriting import Edit, reason_against_module, shape_of
-from ...passes.sites import Cause, Refusal, Site
+from ...passes.sites import Cause, Reason, Refusal, Site
+from ...passes.verification import scale_of
 from ...runtime.graphs import Region
 from ...runtime.values import qualified
 from ...tracing.program import Program
+from .checking import off_by
 from .find import IN_TRAINING
 from .layers import graphs_in
-from .timing import PACKED, Calls, Gains
+from .timing import Calls
 from .write import seal_modules
 
 __all__ = ["LABEL", "recurrent_in", "write_recurrent"]
@@ -54,25 +56,27 @@ def recurrent_in(program: Program, dtype: torch.dtype, budget: float) -> Iterato
     if program.training:
         yield from (Refusal(IN_TRAINING, "(root)", Cause.IN_TRAINING) for _ in itertools.islice(_calls(program), 1))
         return
-    gains, allowed = Gains(), None if dtype is torch.float32 else budget
+    gains, allowed = dict[Hashable, Judgement](), None if dtype is torch.float32 else budget
     for found in _calls(program):
         if found.objection:
             yield Refusal(found.objection, found.name)
             continue
         tensors, kind = _tensors(found.module), found.kind
         shape = _given(found.node)
-        if shape is not None and math.prod(shape) and not tensors[0].is_meta and kind not in gains.seen:
+        if shape is not None and math.prod(shape) and not tensors[0].is_meta and kind not in gains:
             calls = _as_calls(found, shape, dtype)
-            if gains.look(kind, {PACKED: calls}, allowed=allowed) and program.measuring:
-                gains.take(kind, {PACKED: calls.times(cold=program.measuring.is_cold)})
-        if refusal := gains.refusal(kind, found.name):
+            gains[kind] = calls.judged(allowed)
+            if gains[kind].fault is None and program.measuring:
+                gains[kind] = replace(gains[kind], figures=calls.figures(cold=program.measuring.is_cold))
+        known = gains.get(kind, Judgement())
+        if refusal := known.refusal(found.name):
             yield refusal
         else:
-            speeds = [round(gains.known[kind].gain.mid, 3)] if kind in gains.known else []
+            speeds = [round(known.figures["speedup"], 3)] if known.figures else []
             detail = "1 LSTM" + (f", {speeds[0]:.3g}x by itself" if speeds else "")
             yield Site(
                 program, found.owner, {LABEL: found.node.name}, found.number, detail=detail, kind=kind,
-                data={"speeds": speeds}, found=gains.error([kind]),
+                data={"speeds": speeds}, found=known.error,
             )  # fmt: skip
 
 
@@ -173,14 +177,15 @@ class _Check:
     packed: PackedLSTM
     tensors: Sequence[Tensor]
 
-    def fault(self, x: Tensor, laid: Tensor) -> str:
-        """Return how far off the packed LSTM is, or "" where that is rounding."""
+    def fault(self, x: Tensor, laid: Tensor) -> Reason | None:
+        """Return how far off the packed LSTM is; None where that is rounding."""
         with torch.no_grad():
             exact = self.packed.plainly(x.double(), None, *(each.double() for each in self.tensors))[0]
             own, found = self.packed.plainly(x, None, *self.tensors)[0], self.packed(laid, None, *self.tensors)[0]
             errors = [float((each.double() - exact).abs().max()) for each in (own, found)]
             most = allowed_error(errors[0], own, exact)
-        return "" if errors[1] <= most else f"packed, it is off by {errors[1]:.1e}, where it is by {errors[0]:.1e}"
+        scale = max(scale_of(exact), torch.finfo(exact.dtype).tiny)
+        return None if errors[1] <= most else off_by(errors[1] / scale, errors[0] / scale)
 
     def error(self, x: Tensor, laid: Tensor) -> float:
         """Return how far off the packed LSTM is from the LSTM itself, relative to the scale of its outputs."""

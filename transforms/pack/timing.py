@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...operators import laid_last
-from ...passes.kinds import LEAST_GAIN, no_gain, over_budget
-from ...passes.sites import Cause, Refusal
-from ...passes.timing import SECONDS_OF_A_KIND, Interval, Timings, race_clock, time_kind, time_pair
+from ...passes.kinds import LEAST_GAIN, Judgement, figures_of, over_budget
+from ...passes.sites import Reason
+from ...passes.timing import Timings, race_clock, timing_figures
 
-__all__ = ["MOST", "PACKED", "TRANSPOSED", "Calls", "Gains", "Times", "times_interleaved"]
+__all__ = [
+    "MOST", "PACKED", "TRANSPOSED", "Calls", "Lowerings", "compared", "fastest", "figures_interleaved", "largest_error",
+]  # fmt: skip
 
 MOST = 4
 """So many layers of a kind are called in turn: in use, weights do not wait in the caches either."""
@@ -37,23 +39,16 @@ _InTurn = Sequence[Callable[[], object]]
 """One of each layer of a kind."""
 
 Compute = Callable[..., object]
+Figures = Mapping[str, Any]
+"""As plans have them: times of one layer in both ways, and their ratio."""
 
 
 class _Check(Protocol):
-    """Say how far off a packed layer is: in words, or "" where that is rounding; or relative to the scale."""
+    """Say in what a packed layer is wrong, None where it only rounds; or how far off it is, relative to the scale."""
 
-    def fault(self, x: Tensor, laid: Tensor) -> str: ...
+    def fault(self, x: Tensor, laid: Tensor) -> Reason | None: ...
 
     def error(self, x: Tensor, laid: Tensor) -> float: ...
-
-
-@dataclass(frozen=True)
-class Times:
-    """How many times faster a layer is packed, and its seconds as it is and packed."""
-
-    gain: Interval
-    own: float
-    packed: float
 
 
 @dataclass(frozen=True)
@@ -73,85 +68,55 @@ class Calls:
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(0))
         return x, laid_last(x) if self.lies_last else x
 
-    def times(self, *, cold: bool = False) -> Times:
-        """Return how long they take in each way; `cold`: with caches emptied before."""
+    def judged(self, allowed: float | None) -> Judgement:
+        """Compare the first of them: it may err by `allowed`, or for None by what rounding makes."""
         x, other = self.given()
-        some = self.tensors[:MOST]
-
-        def run(compute: Compute, x: Tensor) -> None:
-            for each in some:
-                compute(x, *each)
-
-        before, after = (lambda: run(self.before, x)), (lambda: run(self.after, other))
-        with torch.no_grad():
-            if self.gain_together:
-                found = time_pair(before, after, seconds=SECONDS_OF_A_KIND / 2, cold=cold)
-            else:
-                found = time_kind(before, after, least=LEAST_GAIN, cold=cold)
-        own, packed = (found.seconds(name) / len(some) for name in ("before", "after"))
-        return Times(found.ratio("before", "after"), own, packed)
-
-
-@dataclass
-class Gains:
-    """What is known of kinds: how long they take, why they must not be packed, which are faster on transposed weights,
-    and the errors, relative to the scale, of those that are not to be exact.
-    """
-
-    known: dict[Hashable, Times] = field(default_factory=dict[Hashable, Times])
-    faults: dict[Hashable, str] = field(default_factory=dict[Hashable, str])
-    transposed: set[Hashable] = field(default_factory=set[Hashable])
-    errors: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
-
-    @property
-    def seen(self) -> set[Hashable]:
-        """Return the kinds that something is known of."""
-        return {*self.known, *self.faults}
-
-    def refusal(self, kind: Hashable, at: str, least: float = LEAST_GAIN) -> Refusal | None:
-        """Return why a layer of a kind stays as it is: it would be wrong, or gain less than `least`."""
-        if kind in self.faults:
-            return Refusal(self.faults[kind], at, Cause.JUDGED_WRONG)
-        slow = no_gain(self.known[kind].gain, least) if kind in self.known else ""
-        return Refusal(slow, at, Cause.JUDGED_SLOWER) if slow else None
-
-    def error(self, kinds: Collection[Hashable]) -> float | None:
-        """Return the largest error of some kinds; None where it is not known of all, or there are none."""
-        known = [self.errors[kind] for kind in kinds if kind in self.errors]
-        return max(known) if kinds and len(known) == len(kinds) else None
-
-    def look(self, kind: Hashable, lowerings: Mapping[str, Calls], *, allowed: float | None) -> dict[str, Calls]:
-        """Check the layers of a kind; return the lowerings that err by at most `allowed`: none if not `PACKED`."""
-        if fault := self._fault(kind, lowerings[PACKED], allowed):
-            self.faults[kind] = fault
-            return {}
-        others = {lowering: calls for lowering, calls in lowerings.items() if lowering != PACKED}
-        right = {lowering: calls for lowering, calls in others.items() if not self._fault(kind, calls, allowed)}
-        return {PACKED: lowerings[PACKED], **right}
-
-    def _fault(self, kind: Hashable, calls: Calls, allowed: float | None) -> str:
-        x, other = calls.given()
         if allowed is None:
-            return calls.check.fault(x, other)
-        self.errors[kind] = error = calls.check.error(x, other)
-        return over_budget(error, allowed)
+            return Judgement(fault=self.check.fault(x, other), lowering=PACKED)
+        error = self.check.error(x, other)
+        return Judgement(error, fault=over_budget(error, allowed), lowering=PACKED)
 
-    def take(self, kind: Hashable, times: Mapping[str, Times]) -> None:
-        """Take the fastest way of computing a kind."""
-        lowering = max(times, key=lambda lowering: times[lowering].gain.mid)
-        self.known[kind] = times[lowering]
-        if lowering == TRANSPOSED:
-            self.transposed.add(kind)
+    def in_turn(self) -> tuple[_InTurn, _InTurn]:
+        """Return the calls of some of them in each way."""
+        ways = zip((self.before, self.after), self.given(), strict=True)
+        before, after = ([partial(way, x, *each) for each in self.tensors[:MOST]] for way, x in ways)
+        return before, after
 
-
-# -- layers whose weights come from memory: all kinds are called in turn, as a forward calls them ------------------
+    def figures(self, *, cold: bool = False) -> Figures:
+        """Return how long one of them takes in each way, and the ratio; `cold`: with caches emptied before."""
+        return figures_of(*self.in_turn(), cold=cold, least=None if self.gain_together else LEAST_GAIN)
 
 
 Lowerings = Mapping[str, Calls]
 """Name -> a way of computing a kind; all of them have one way before."""
 
 
-def times_interleaved(kinds: Mapping[Hashable, Lowerings]) -> dict[Hashable, dict[str, Times]]:
+def compared(lowerings: Lowerings, *, allowed: float | None) -> tuple[Judgement, Lowerings]:
+    """Return what is known of a kind, and the lowerings that err by at most `allowed`: none if not `PACKED`."""
+    packed = lowerings[PACKED].judged(allowed)
+    if packed.fault is not None:
+        return packed, {}
+    others = {name: calls for name, calls in lowerings.items() if name != PACKED}
+    right = {name: calls for name, calls in others.items() if calls.judged(allowed).fault is None}
+    return packed, {PACKED: lowerings[PACKED], **right}
+
+
+def fastest(known: Judgement, figures: Mapping[str, Figures]) -> Judgement:
+    """Return what is known of a kind with the figures of its fastest lowering."""
+    lowering = max(figures, key=lambda lowering: figures[lowering]["speedup"])
+    return replace(known, figures=figures[lowering], lowering=lowering)
+
+
+def largest_error(known: Iterable[Judgement]) -> float | None:
+    """Return the largest error of some kinds; None where it is not known of all, or there are none."""
+    errors = [each.error for each in known]
+    return None if None in errors else max((error for error in errors if error is not None), default=None)
+
+
+# -- layers whose weights come from memory: all kinds are called in turn, as a forward calls them ------------------
+
+
+def figures_interleaved(kinds: Mapping[Hashable, Lowerings]) -> dict[Hashable, dict[str, Figures]]:
     """Return how long a layer takes in each lowering, all kinds called in turn: caches hold the weights of others."""
     layers = {kind: _calls(lowerings) for kind, lowerings in kinds.items()}
     names = list(dict.fromkeys(name for calls in layers.values() for name in calls))
@@ -167,21 +132,13 @@ def times_interleaved(kinds: Mapping[Hashable, Lowerings]) -> dict[Hashable, dic
             seconds = {name: _seconds(passes[name]) for name in shuffling.sample(names, len(names))}
             for kind, timings in found.items():
                 timings.rounds.append({name: each[kind] for name, each in seconds.items() if kind in each})
-    own = {kind: timings.seconds(_BEFORE) for kind, timings in found.items()}
-    gains = {(kind, name): found[kind].ratio(_BEFORE, name) for kind, each in kinds.items() for name in each}
-    times: dict[Hashable, dict[str, Times]] = {kind: {} for kind in kinds}
-    for (kind, name), gain in gains.items():
-        times[kind][name] = Times(gain, own[kind], own[kind] / gain.mid)
-    return times
+    return {kind: {name: timing_figures(found[kind], name) for name in each} for kind, each in kinds.items()}
 
 
 def _calls(lowerings: Lowerings) -> dict[str, _InTurn]:
     """Return the calls of some layers of a kind as they are, and in each lowering."""
-    first = next(iter(lowerings.values()))
-    ways = {_BEFORE: (first.before, first.given()[0])}
-    ways |= {name: (calls.after, calls.given()[1]) for name, calls in lowerings.items()}
-    some = first.tensors[:MOST]
-    return {name: [partial(compute, x, *tensors) for tensors in some] for name, (compute, x) in ways.items()}
+    ways = {name: calls.in_turn() for name, calls in lowerings.items()}
+    return {_BEFORE: next(iter(ways.values()))[0], **{name: after for name, (_, after) in ways.items()}}
 
 
 def _seconds(calls: Mapping[Hashable, _InTurn]) -> dict[Hashable, float]:

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ...errors import MatchFailure
 from ...passes.contract import word_for
-from ...passes.kinds import Judgement, error_of, figures_of, gain_judgement, over_budget
-from ...passes.sites import Refusal, Site
+from ...passes.kinds import Judgement, error_of, figures_of, over_budget
+from ...passes.sites import Cause, Reason, Refusal, Site
 from ...runtime.record import Measured
 from ...runtime.values import user_class
 from ...settings import Measure
@@ -60,7 +60,7 @@ def found(settings: Settings, program: Program, layers: Sequence[Candidate], mak
         return
     measuring = program.measuring if settings.aim == "speed" else Measure.NO
     judged = _judged(program, able, make, settings.error_budget, measuring=measuring)
-    fine = {layer.module: new for layer, new, judgement in judged if new is not None and not judgement.objection}
+    fine = {layer.module: new for layer, new, judgement in judged if new is not None and judgement.objection() is None}
     costly = left_in_floats(program, fine, settings.error_budget)
     for layer, _, judgement in sorted(judged, key=lambda each: -Measured.of(each[2].all_figures).saved_per_error):
         cost = costly.get(layer.module)
@@ -111,11 +111,11 @@ class _Trial:
             try:
                 instead = self.make(module).layer
             except MatchFailure as failure:
-                found[module] = None, Judgement(objection=str(failure))
+                found[module] = None, Judgement(fault=Reason.of(Cause.JUDGED_WRONG, str(failure)))
                 continue
             judgement = self._compared(module, instead)
             found[module] = instead, judgement
-            if measuring and not judgement.objection and size < _BYTES:
+            if measuring and judgement.fault is None and size < _BYTES:
                 some.append((module, instead))
                 size += sum(each.numel() * each.element_size() for each in module.parameters())
         if not some:
@@ -127,15 +127,14 @@ class _Trial:
         )
         figures = figures_of(before, after, cold=measuring.is_cold)
         for module, (new, known) in found.items():
-            timed = gain_judgement(figures, known.error)
-            found[module] = new, dataclasses.replace(known, figures=figures) if known.objection else timed
+            found[module] = new, dataclasses.replace(known, figures=figures)
         return found
 
     def _compared(self, module: nn.Module, instead: nn.Module) -> Judgement:
         calls = self.calls[module]
         chosen = [calls[number] for number in {0, (len(calls) - 1) // 2, len(calls) - 1}]  # first, middle, last
         error = max(error_of(call.output, instead(*call.args, **call.kwargs)) for call in chosen)
-        return Judgement(error, objection=over_budget(error, self.budget))
+        return Judgement(error, fault=over_budget(error, self.budget))
 
 
 def _kind(module: nn.Module, calls: Sequence[Call]) -> Hashable:

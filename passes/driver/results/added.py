@@ -23,8 +23,7 @@ State = dict[str, Any]
 def adopt_added(optimizer: SomeOptimizer, model: nn.Module, states: Mapping[str, State] | None = None) -> SomeOptimizer:
     """Let an optimizer, in place, train the parameters that passes added, unless another optimizer does.
 
-    Each joins the group of the nearest parameters: deepest common module, then same last name, then the first group.
-    `states`: what the optimizer knew of a parameter before.
+    Each joins the group of the nearest parameters, else the first; `states`: what it knew of each before.
     """
     added = _added(model)
     others = [each for each in live_optimizers() if each is not optimizer] if added else []

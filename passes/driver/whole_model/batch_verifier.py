@@ -16,7 +16,7 @@ from ...sites import Goal, Numerics, Phase, Refusal
 from ..batch import Batch
 from ..context import RunContext
 from ..equal_blocks import kinds_to_time
-from ..groups import Candidate, Group, keeps_function
+from ..groups import Candidate, Group
 from ..halving import in_halves
 from ..history import composed
 from ..tuner import Tuner
@@ -108,7 +108,7 @@ class BatchVerifier:
 
     def _suitable(self, pass_: Pass, groups: Sequence[Group]) -> list[Group]:
         """Return the groups of a pass that can be verified together."""
-        if not keeps_function(pass_) or not self._context.program.whole_calls or not self._context.checks:
+        if not pass_.numerics.keeps_function or not self._context.program.whole_calls or not self._context.checks:
             return []
         owners = Counter(group.owner for group in groups)
         return [
@@ -166,7 +166,7 @@ class BatchVerifier:
 
 def _is_judged(pass_: Pass, group: Group) -> bool:
     """Say whether a pass has judged all sites of a group, and a fault would show in the whole model."""
-    return all(map(pass_.judges, group.sites)) and (keeps_function(pass_) or _errs_little(pass_, group))
+    return all(map(pass_.judges, group.sites)) and (pass_.numerics.keeps_function or _errs_little(pass_, group))
 
 
 def _errs_little(pass_: Pass, group: Group) -> bool:

@@ -85,7 +85,8 @@ class FinalCheck:
         changing = [rewrite for rewrite in rewrites if rewrite.pass_.numerics is Numerics.SEMANTIC]
         key = tuple(map(id, changing))
         if key not in self._models:
-            self._models[key] = _with_references(self.model, changing)
+            sites = [(rewrite.pass_, rewrite.group.sites[0]) for rewrite in changing]
+            self._models[key] = with_references(copied_module(self.model), sites) if sites else self.model
         return self._models[key]
 
     def _runs_of_original(self, model: nn.Module, rewrites: Sequence[Rewrite]) -> Iterator[Original]:
@@ -154,16 +155,16 @@ class FinalCheck:
 
         right, reason = longest_right(len(order), reason, objection, lambda: self._has_time)
         gone = order[right:] if _is_lossy(order[right].pass_) else [order[right]]
+        found = Reason.of(Cause.MODEL_DIFFERS, problem=reason)
         if not self._has_time:
             gone = self._unproven(order, right, reason)
-            unknown = "no time was left to find which rewrite it is, so all unproven ones were undone"
-            reason = f"{reason}; {unknown}; give a larger time_budget"
+            found = Reason(found.cause, {**found.values, **self._context.budget.values})
         self._stand([rewrite for rewrite in order if rewrite not in gone])
         for rewrite in gone:
-            self._context.history.undo(rewrite, Reason.of(Cause.MODEL_DIFFERS, problem=reason))
+            self._context.history.undo(rewrite, found)
         for rewrite in standing:
             if rewrite not in gone and rewrite not in self._context.history.rewrites:
-                self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, why=""))
+                self._context.history.undo(rewrite, Reason(Cause.DEPENDENT))
 
     def _unproven(self, order: Sequence[Rewrite], right: int, reason: str) -> Sequence[Rewrite]:
         """Return what goes where no time is left to find the wrong one; raise BudgetError if that is not for speed."""
@@ -195,13 +196,6 @@ class FinalCheck:
         self.tuner.stand_again([r for r in later if r in standing], (r for r in later if r in wanted))
         self._context.forget()
         self._put_weights_back()
-
-
-def _with_references(model: nn.Module, rewrites: Sequence[Rewrite]) -> nn.Module | None:
-    """Return a model with each pass's reference in it; None where one gives none."""
-    if not rewrites:
-        return model
-    return with_references(copied_module(model), [(rewrite.pass_, rewrite.group.sites[0]) for rewrite in rewrites])
 
 
 def _phase(rewrites: Sequence[Rewrite]) -> Phase:

@@ -35,8 +35,7 @@ _SEED = 0
 class FirstStep:
     """One training step, made before a pass finishes the model, to be compared with one after.
 
-    Ranks take their own calls and the same random numbers. Where gradients are averaged, each rank weights its loss
-    otherwise: a gradient left out of the average then differs, though all ranks have the same rows.
+    Where gradients are averaged, each rank weights its loss otherwise: one left out of the average then differs.
     """
 
     pass_: Pass

@@ -62,7 +62,7 @@ def together(races: Sequence[Race]) -> Race:
 def all_slower(races: Sequence[Race]) -> str | None:
     """Return the label of what every race says is slower, "" for all calls together; None where nothing is."""
     labels = dict.fromkeys(["", *races[0].kinds])
-    return next((label for label in labels if all(race.speed_of(label).high < 1.0 for race in races)), None)
+    return next((label for label in labels if all(race.speed_of(label).loses for race in races)), None)
 
 
 def _figures(timings: timing.Timings) -> dict[str, Any]:

@@ -71,20 +71,20 @@ class _Races:
 
     def _original_on(self, each: Neighbour) -> timing.Runner | None:
         try:
-            return timing.runner(self.original, each.calls, training=self.context.program.training)
+            return timing.Runner(self.original, each.calls, training=self.context.program.training)
         except Exception:  # whatever the user's code raises on a size that it was not made for
             return None
 
     def _race(self, each: Neighbour, before: timing.Runner) -> None:
         program = self.context.program
         try:
-            after = timing.runner(program.model, each.calls, training=program.training)
+            after = timing.Runner(program.model, each.calls, training=program.training)
             speed = self._timings(each, {"before": before, "after": after}).ratio("before", "after")
         except Exception as error:  # a guard, or memory: what is not timed is no reason to give up the model
             said = (str(error).splitlines() or [""])[0]
             self.untimed[each.label] = f"{type(error).__name__}: {said}"
             return
-        self.timed[each.label] = {"speedup": speed.mid, "speedup_low": speed.low, "speedup_high": speed.high}
+        self.timed[each.label] = speed.figures
 
     def _timings(self, each: Neighbour, runs: Mapping[str, timing.Runner]) -> timing.Timings:
         is_affordable = self._allows(_SURE_ROUNDS, each.scale * self.pair_seconds)

@@ -60,10 +60,9 @@ class WholeModel:
             if not unwanted:
                 return together(races).figures()
             slower = _slower(races)
-            self._take_back(unwanted, Reason.of(Cause.MODEL_SLOWER, **slower, with_it=" with it", why=""))
+            self._take_back(unwanted, Reason(Cause.MODEL_SLOWER, slower))
             if unwanted is doubtful and not self._context.budget.left:
-                spent = f", and {self._context.budget} was spent"
-                self._take_back_all(Reason.of(Cause.MODEL_SLOWER, **slower, with_it="", why=spent))
+                self._take_back_all(Reason(Cause.MODEL_SLOWER, slower | self._context.budget.values))
         return None
 
     @property
@@ -78,11 +77,8 @@ class WholeModel:
 
     def _races_before(self, first: Race) -> int:
         """Return how many races must agree before anything is taken back: one more where its sites say otherwise."""
-        return _RACES + (self._promised() > _WORTH * first.whole.microseconds("before"))
-
-    def _promised(self) -> float:
-        """Return the microseconds that the rewrites save, each as it was timed at its site or at an equal one."""
-        return sum(rewrite.decision.measured.saved_us or 0.0 for rewrite in self._judged)
+        saved_us = sum(rewrite.decision.measured.saved_us or 0.0 for rewrite in self._judged)
+        return _RACES + (saved_us > _WORTH * first.whole.microseconds("before"))
 
     def _take_back_all(self, reason: Reason) -> None:
         """Take back whatever could make the model slower: there is no time to learn what does."""
@@ -120,7 +116,7 @@ class WholeModel:
         models = {"before": self._baseline, "after": program.model}
         with self._context.budget.spending():
             return {
-                label: {name: timing.runner(model, calls, training=training) for name, model in models.items()}
+                label: {name: timing.Runner(model, calls, training=training) for name, model in models.items()}
                 for label, calls in self._kinds.items()
             }
 
@@ -140,7 +136,7 @@ class WholeModel:
         for rewrite in unwanted:
             self._context.history.undo(rewrite, reason)
         for rewrite, why in lost.items():
-            self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, why=f": {why}"))
+            self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, problem=why))
 
     def _around(self, unwanted: Sequence[Rewrite]) -> list[Rewrite]:
         """Return rewrites, and those after them that changed some of the same modules, in order."""
@@ -155,10 +151,10 @@ class WholeModel:
 
 
 def _slower(races: Sequence[Race]) -> dict[str, Any]:
-    """Return what was slower, and how fast it is now."""
+    """Return which calls were slower, "" for all, and how fast they are now."""
     label = all_slower(races) or ""
-    what = f"the {label} of the model" if label else "the whole model"
-    return {"what": what, "speedup": together(races).speed_of(label).mid}
+    speed = together(races).speed_of(label)
+    return {"calls": label, "speedup": speed.mid, "low": speed.low, "high": speed.high}
 
 
 def _is_optional(rewrite: Rewrite) -> bool:

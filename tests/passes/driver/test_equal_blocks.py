@@ -342,7 +342,7 @@ def test_equal_blocks_go_together_when_the_model_is_slower(monkeypatch: pytest.M
     assert all("torch.sub" in text for text in texts)
     torch.testing.assert_close(manager.program.model(X), model(X))
     replayed = manager_of(fxopt.capture(model, (X,)))
-    replayed.replay((Faster(), Subtract()), manager.plan((Faster(), Subtract())))
+    replayed.repeat((Faster(), Subtract()), manager.plan((Faster(), Subtract())), verified=False)
     assert {n: str(g) for n, g in replayed.program.graphs.items()} == {
         n: str(g) for n, g in manager.program.graphs.items()
     }

@@ -169,7 +169,7 @@ def test_new_nodes_name_their_own_sites() -> None:
 def test_a_plan_repeats_sites_that_landed_together() -> None:
     first = managed(Net(), Subtractions())
     second = manager_of(fxopt.capture(Net(), (X,)))
-    second.replay([Subtractions()], first.plan([Subtractions()]))
+    second.repeat([Subtractions()], first.plan([Subtractions()]), verified=False)
     assert str(second.program.graph("")) == str(first.program.graph(""))
     assert statuses(second) == ALL
     assert len(second.rewrites) == 1

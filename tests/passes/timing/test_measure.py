@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.passes.timing import Interval, Runner, Timings, cold, measure, runner, time_candidates, time_pair
+from fxopt.passes.timing import Interval, Runner, Timings, conditions, measure, time_candidates, time_pair
 
 
 @dataclass
@@ -140,11 +140,11 @@ def test_hot_candidates_leave_the_caches_alone(clock: Clock, monkeypatch: pytest
 def test_caches_are_emptied_by_writing_more_than_they_hold(tmp_path: Path) -> None:
     told = tmp_path / "size"
     told.write_text("512K\n")
-    assert cold.last_level_bytes(told) == 512 * 1024
-    assert cold.last_level_bytes(tmp_path / "missing") == 64 * 2**20
-    evict = cold.Eviction()
+    assert conditions.last_level_bytes(told) == 512 * 1024
+    assert conditions.last_level_bytes(tmp_path / "missing") == 64 * 2**20
+    evict = conditions.Eviction()
     evict()
-    assert sum(buffer.numel() for buffer in evict._buffers) > cold.last_level_bytes()
+    assert sum(buffer.numel() for buffer in evict._buffers) > conditions.last_level_bytes()
     assert all(bool((buffer == 1).all()) for buffer in evict._buffers)
 
 
@@ -226,7 +226,7 @@ def test_noise_is_no_clear_answer(clock: Clock, seed: int) -> None:
 
 def test_a_call_that_has_just_run_is_not_run_again_to_get_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    long = runner(nn.Identity(), [Call((torch.zeros(1),))], training=False)
+    long = Runner(nn.Identity(), [Call((torch.zeros(1),))], training=False)
     monkeypatch.setattr(long, "seconds", 1.0)
     monkeypatch.setattr(type(long), "__call__", lambda self: calls.append(self))
     time_candidates({"a": long}, seconds=0.0, least_rounds=4)
@@ -487,7 +487,7 @@ def test_nothing_is_left_behind(training: bool) -> None:
     gradients = {name: p.grad.clone() for name, p in module.named_parameters()}
     x = torch.randn(4, 3)
     kept, generator, calls = x.clone(), torch.get_rng_state(), module.calls
-    time_candidates({"a": runner(module, [Call((x,))], training=training)}, seconds=0.001)
+    time_candidates({"a": Runner(module, [Call((x,))], training=training)}, seconds=0.001)
     assert torch.equal(torch.get_rng_state(), generator)
     assert torch.equal(x, kept)
     assert (module.calls, module.training) == (calls, True)
@@ -505,11 +505,11 @@ def counting_backwards(module: nn.Module) -> list[str]:
 
 def test_training_takes_every_gradient() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    run = runner(module, [Call((torch.randn(2, 3),))], training=True)
+    run = Runner(module, [Call((torch.randn(2, 3),))], training=True)
     arrived = counting_backwards(module)
     run()
     assert sorted(arrived) == ["0.bias", "0.weight", "1.bias", "1.weight"]
-    run_forward = runner(module, [Call((torch.randn(2, 3),))], training=False)
+    run_forward = Runner(module, [Call((torch.randn(2, 3),))], training=False)
     arrived.clear()
     run_forward()
     assert arrived == []
@@ -540,7 +540,7 @@ def test_gradients_of_arguments_are_taken_where_they_count(required: bool, asked
             return Square.apply(x, self.w)
 
     x = torch.randn(3, requires_grad=required)
-    runner(Apply(), [Call((x,))], training=True, input_gradients=asked)()
+    Runner(Apply(), [Call((x,))], training=True, input_gradients=asked)()
     assert counts == [expected]
 
 
@@ -553,7 +553,7 @@ def test_modules_that_change_their_arguments_get_the_same_ones_each_time() -> No
             return x.mul_(2)
 
     x = torch.ones(3, requires_grad=True)
-    run = runner(Doubling(), [Call((x,))], training=True)
+    run = Runner(Doubling(), [Call((x,))], training=True)
     for _ in range(5):
         run()
     assert set(seen) == {3.0}
@@ -569,7 +569,7 @@ def test_a_cold_first_call_does_not_tell_what_a_run_takes(clock: Clock) -> None:
 
     module = nn.Identity()
     module.register_forward_pre_hook(cold)
-    run = runner(module, [Call((torch.zeros(1),))], training=False)
+    run = Runner(module, [Call((torch.zeros(1),))], training=False)
     assert run.seconds == pytest.approx(1e-3)
 
 
@@ -578,7 +578,7 @@ def test_a_long_call_is_made_once_to_get_ready(monkeypatch: pytest.MonkeyPatch) 
     made: list[Tensor] = []
     module = nn.Linear(2, 2)
     module.register_forward_pre_hook(lambda _, args: made.append(args[0]))
-    runner(module, [Call((torch.zeros(1, 2),))], training=True)
+    Runner(module, [Call((torch.zeros(1, 2),))], training=True)
     assert len(made) == 1
 
 
@@ -586,7 +586,7 @@ def test_every_recorded_call_is_made() -> None:
     shapes: list[tuple[int, ...]] = []
     module = nn.Identity()
     module.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
-    run = runner(module, [Call((torch.zeros(1),)), Call((torch.zeros(2),))], training=False)
+    run = Runner(module, [Call((torch.zeros(1),)), Call((torch.zeros(2),))], training=False)
     shapes.clear()
     run()
     assert shapes == [(1,), (2,)]
@@ -596,9 +596,9 @@ def test_every_recorded_call_is_made() -> None:
 def test_outputs_of_any_type_have_a_backward(dtype: torch.dtype) -> None:
     module = nn.Linear(3, 2, dtype=dtype)
     arrived = counting_backwards(module)
-    runner(module, [Call((torch.randn(4, 3, dtype=torch.float32).to(dtype),))], training=True)()
+    Runner(module, [Call((torch.randn(4, 3, dtype=torch.float32).to(dtype),))], training=True)()
     assert arrived
 
 
 def test_modules_without_anything_to_train_are_run_all_the_same() -> None:
-    runner(nn.ReLU(), [Call((torch.randn(3),))], training=True)()
+    Runner(nn.ReLU(), [Call((torch.randn(3),))], training=True)()

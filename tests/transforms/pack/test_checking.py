@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import fxopt
 from fxopt import Cause, Refusal
 from fxopt.compat.packed import why_no_packing
+from fxopt.passes.sites import Reason
+from fxopt.reporting import in_words
 from fxopt.transforms.pack import layers, timing
 
 pytestmark = pytest.mark.skipif(bool(why_no_packing(torch.float32)), reason=why_no_packing(torch.float32))
@@ -90,8 +92,8 @@ class Said:
     def __init__(self, fault: str, error: float) -> None:
         self._fault, self._error = fault, error
 
-    def fault(self, x: Tensor, laid: Tensor) -> str:
-        return self._fault
+    def fault(self, x: Tensor, laid: Tensor) -> Reason | None:
+        return Reason.of(Cause.JUDGED_WRONG, self._fault) if self._fault else None
 
     def error(self, x: Tensor, laid: Tensor) -> float:
         return self._error
@@ -102,19 +104,19 @@ def calls(fault: str = "", error: float = 0.0) -> timing.Calls:
 
 
 def test_where_the_packed_weight_is_wrong_no_other_lowering_is_offered() -> None:
-    gains = timing.Gains()
-    assert gains.look("linear", {"packed": calls("off"), "transposed": calls()}, allowed=None) == {}
-    assert gains.refusal("linear", "fc") == Refusal("off", "fc", Cause.JUDGED_WRONG)
+    known, right = timing.compared({"packed": calls("off"), "transposed": calls()}, allowed=None)
+    assert right == {}
+    assert known.refusal("fc") == Refusal(Reason.of(Cause.JUDGED_WRONG, "off"), "fc")
 
 
 def test_a_wrong_lowering_leaves_the_packed_one() -> None:
-    gains = timing.Gains()
-    assert list(gains.look("linear", {"packed": calls(), "transposed": calls("off")}, allowed=None)) == ["packed"]
-    assert gains.refusal("linear", "fc") is None
+    known, right = timing.compared({"packed": calls(), "transposed": calls("off")}, allowed=None)
+    assert list(right) == ["packed"]
+    assert known.refusal("fc") is None
 
 
 def test_an_error_beyond_the_budget_is_said_and_kept() -> None:
-    gains = timing.Gains()
-    assert gains.look("linear", {"packed": calls(error=0.3)}, allowed=0.1) == {}
-    refusal = gains.refusal("linear", "fc")
-    assert refusal is not None and "errs by 0.3" in refusal.reason and gains.error(["linear"]) == 0.3
+    known, right = timing.compared({"packed": calls(error=0.3)}, allowed=0.1)
+    assert right == {}
+    refusal = known.refusal("fc")
+    assert refusal is not None and "errs by 0.3" in in_words(refusal.why) and timing.largest_error([known]) == 0.3

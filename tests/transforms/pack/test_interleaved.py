@@ -13,8 +13,8 @@ from fxopt.transforms.pack import timing
 
 
 class Right:
-    def fault(self, x: Tensor, laid: Tensor) -> str:
-        return ""
+    def fault(self, x: Tensor, laid: Tensor) -> None:
+        return None
 
     def error(self, x: Tensor, laid: Tensor) -> float:
         return 0.0
@@ -52,20 +52,20 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_seconds_are_those_of_one_layer_in_the_lowerings_that_its_kind_has(clock: Clock) -> None:
     wide = {"packed": clock.layers(3, 6.0, 3.0, "wide"), "transposed": clock.layers(3, 6.0, 2.0, "wide")}
     narrow = {"packed": clock.layers(1, 1.0, 4.0, "narrow")}
-    found = timing.times_interleaved({"wide": wide, "narrow": narrow})
-    assert {kind: list(times) for kind, times in found.items()} == {
+    found = timing.figures_interleaved({"wide": wide, "narrow": narrow})
+    assert {kind: list(figures) for kind, figures in found.items()} == {
         "wide": ["packed", "transposed"],
         "narrow": ["packed"],
     }
-    gains = {(kind, name): each.gain.mid for kind, times in found.items() for name, each in times.items()}
+    gains = {(kind, name): each["speedup"] for kind, figures in found.items() for name, each in figures.items()}
     assert gains == {("wide", "packed"): 2.0, ("wide", "transposed"): 3.0, ("narrow", "packed"): 0.25}
-    assert (found["wide"]["packed"].own, found["wide"]["packed"].packed) == (6.0, 3.0)
-    assert (found["narrow"]["packed"].own, found["narrow"]["packed"].packed) == (1.0, 4.0)
+    microseconds = [(each["packed"]["before_us"], each["packed"]["after_us"]) for each in found.values()]
+    assert microseconds == [(6e6, 3e6), (1e6, 4e6)]
 
 
 def test_kinds_are_called_in_turn_and_no_more_than_some_layers_of_each(clock: Clock) -> None:
     many = clock.layers(timing.MOST + 2, 1.0, 1.0, "many")
-    timing.times_interleaved({"many": {"packed": many}, "two": {"packed": clock.layers(2, 1.0, 1.0, "two")}})
+    timing.figures_interleaved({"many": {"packed": many}, "two": {"packed": clock.layers(2, 1.0, 1.0, "two")}})
     first = ["many 0", "two 0", "many 1", "two 1", "many 2", "many 3"]
     assert clock.calls[: len(first)] == first
     per_pass, rounds = 2 * len(first), timing._ROUNDS[0]

@@ -8,7 +8,7 @@ from torch import nn
 
 import fxopt
 from fxopt.compat.packed import why_no_packing
-from fxopt.passes.timing import Interval
+from fxopt.passes.timing import Timings, timing_figures
 from fxopt.runtime.record import Plan
 from fxopt.transforms.pack import Pack, layers, timing
 
@@ -26,11 +26,11 @@ def network() -> nn.Sequential:
 
 @pytest.fixture
 def transposed_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    def times(self: timing.Calls, *, cold: bool = False) -> timing.Times:
+    def figures(self: timing.Calls, *, cold: bool = False) -> timing.Figures:
         gain = 3.0 if isinstance(self.after, layers.TransposedLinear) else 2.0
-        return timing.Times(Interval(gain, gain, gain), gain, 1.0)
+        return timing_figures(Timings([{"before": gain, "after": 1.0}] * 9))
 
-    monkeypatch.setattr(timing.Calls, "times", times)
+    monkeypatch.setattr(timing.Calls, "figures", figures)
 
 
 # -- in models -------------------------------------------------------------------------------------------------------
@@ -61,10 +61,10 @@ def test_more_rows_are_computed_on_packed_weights() -> None:
 def test_weights_beyond_the_caches_are_timed_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxopt.transforms.pack.find.last_level_bytes", lambda: 64)
 
-    def by_itself(self: timing.Calls, *, cold: bool = False) -> timing.Times:
+    def by_itself(self: timing.Calls, *, cold: bool = False) -> timing.Figures:
         raise AssertionError("it finds its weight in the caches")
 
-    monkeypatch.setattr(timing.Calls, "times", by_itself)
+    monkeypatch.setattr(timing.Calls, "figures", by_itself)
     model = network()
     fast = fxopt.optimize(model, Pack(), example_inputs=ROW[0], time_budget=None)
     assert fxopt.plan(fast).decisions

@@ -15,7 +15,7 @@ from ....errors import BudgetError
 from ....operators import counted_flops
 from ....passes.rewriting import Edit
 from ....passes.sites import Site
-from ....passes.timing import runner, time_candidates
+from ....passes.timing import Runner, time_candidates
 from ....runtime.values import qualified, tensors_by_name
 from ....tracing.isolation import copied_module, shallow_clone
 from ....tracing.program import Program, deactivate
@@ -110,7 +110,7 @@ def _share_of_time(program: Program) -> Callable[[nn.Module], float]:
         for model in (baseline, pruned):
             deactivate(all_modules(model))
         runners = {
-            name: runner(model, program.whole_calls, training=program.training)
+            name: Runner(model, program.whole_calls, training=program.training)
             for name, model in (("before", baseline), ("after", pruned))
         }
         return 1 / time_candidates(runners, seconds=_SECONDS).ratio("before", "after").mid
