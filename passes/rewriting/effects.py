@@ -18,13 +18,13 @@ from ...operators import (
     operator_info,
     operator_of_module,
 )
-from ...runtime.graphs import Capture, capture_of
+from ...runtime.graphs import capture_of
 from ...runtime.guards import require
 from ...runtime.values import qualified, user_class
 from ...tracing.analyses import StructuralHash
 from ...tracing.examples import TensorMeta
 from ...tracing.program import Program
-from .inlining import bound, unmet_guard
+from .inlining import only_graph, unmet_guards
 
 __all__ = ["handed_out", "has_effects", "may_share", "overwrites_unseen", "writes", "written_values"]
 
@@ -91,21 +91,18 @@ def _renormalises(node: fx.Node) -> bool:
 
 def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> bool:
     """Say whether a captured module may run its original forward, of which less is known than of its graph."""
-    capture = capture_of(module)
-    if capture is None:
+    if capture_of(module) is None:
         return False
     values = [value for value in node.args if type(value) is fx.Node]
     if node.kwargs or len(set(values)) < len(node.args):
-        return _is_unlike_its_graph(node, module, capture)
+        return _is_unlike_its_graph(node, module)
     # Nothing is known of values but which argument each is: for modules of a kind it is the same.
-    return program.analyses[_Known].of_kind(
-        ("leaves", len(values)), module, lambda: _is_unlike_its_graph(node, module, capture)
-    )
+    return program.analyses[_Known].of_kind(("leaves", len(values)), module, lambda: _is_unlike_its_graph(node, module))
 
 
-def _is_unlike_its_graph(node: fx.Node, module: nn.Module, capture: Capture) -> bool:
-    given = bound(capture, node.args, dict(node.kwargs))
-    return given is None or len(capture.specializations) != 1 or unmet_guard(module, capture, given) is not None
+def _is_unlike_its_graph(node: fx.Node, module: nn.Module) -> bool:
+    found = only_graph(module, node)
+    return found is None or bool(unmet_guards(module, *found))
 
 
 def _holds_of_module(

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from ...compat import all_modules, has_hooks
-from ...runtime.graphs import Capture, Specialization, WrappedRegion
+from ...runtime.graphs import Capture, Specialization, WrappedRegion, capture_of
 from ...runtime.guards import (
     SELF,
     Argument,
@@ -34,8 +34,8 @@ from ...runtime.values import map_leaves, user_class
 from ..sites import VOLATILE, is_volatile
 
 __all__ = [
-    "Checks", "Opener", "bound", "lasting_guards", "reason_against_inlining", "reason_against_opening", "received",
-    "substituted", "unmet_guard", "unmet_guards",
+    "Checks", "Opener", "bound", "lasting_guards", "only_graph", "reason_against_inlining", "reason_against_opening",
+    "received", "substituted", "unmet_guards",
 ]  # fmt: skip
 
 
@@ -59,15 +59,10 @@ def reason_against_opening(module: nn.Module) -> str | None:
     return VOLATILE if is_volatile(module) else None
 
 
-def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -> Guard | None:
-    """Return a condition of a captured module's graph that one call of it does not always meet, or None. What is
-    `given` and no constant stands for a value that may be any tensor.
-    """
-    return next(iter(unmet_guards(module, capture.specializations[0], given)), None)
-
-
 def unmet_guards(module: nn.Module, specialization: Specialization, given: Mapping[str, Any]) -> list[Guard]:
-    """Return all such conditions; see `unmet_guard`."""
+    """Return the conditions of a captured module's graph that one call of it does not always meet. What is `given` and
+    no constant stands for a value that may be any tensor.
+    """
     names = {"self": module, **given}
     return [g for g in specialization.guards if _may_change(g, module) or not g.holds(names)]
 
@@ -153,6 +148,15 @@ def bound(capture: Capture, args: Sequence[Any], kwargs: Mapping[str, Any]) -> M
         return capture.parameters.bind(args, kwargs)
     except TypeError:
         return None
+
+
+def only_graph(module: nn.Module, call: fx.Node) -> tuple[Specialization, Mapping[str, Any]] | None:
+    """Return the one graph of a captured module and what a call passes by argument; None if there is no such graph."""
+    capture = capture_of(module)
+    if capture is None or len(capture.specializations) != 1:
+        return None
+    given = bound(capture, call.args, call.kwargs)
+    return None if given is None else (capture.specializations[0], given)
 
 
 def received(specialization: Specialization, given: Mapping[str, Any], kind: type) -> list[Any] | None:

@@ -11,8 +11,8 @@ from torch import fx
 from ...cuda_ops import KERNELS
 from ...layers.packed import Activation, known_activations
 from ...operators import canonical_name
-from ...passes.rewriting import Pattern, lasting_guards, reason_against_inlining
-from ...runtime.graphs import Specialization, capture_of
+from ...passes.rewriting import Pattern, lasting_guards, only_graph, reason_against_inlining
+from ...runtime.graphs import Specialization
 from ...tracing.examples import TensorMeta
 from ...tracing.program import Program
 from ..swap_kernels import spelled
@@ -28,17 +28,11 @@ def written_out(program: Program, owner: str, user: fx.Node, x: fx.Node) -> Acti
     if user.op != "call_module" or user.args != (x,) or user.kwargs:
         return None
     module = program.callee(owner, user)
-    capture = capture_of(module)
-    if capture is None or len(capture.specializations) != 1 or reason_against_inlining(module) is not None:
+    found = only_graph(module, user)
+    if found is None or reason_against_inlining(module) or lasting_guards(module, *found):
         return None
-    (specialization,), inner = capture.specializations, program.name_of(module)
-    try:
-        given = capture.parameters.bind(user.args, {})
-    except TypeError:
-        return None
-    if lasting_guards(module, specialization, given):
-        return None
-    return next((each for pattern, each in _spellings() if _fits(pattern, specialization, program, inner)), None)
+    inner = program.name_of(module)
+    return next((each for pattern, each in _spellings() if _fits(pattern, found[0], program, inner)), None)
 
 
 @dataclass(frozen=True)
