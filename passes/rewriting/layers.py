@@ -207,9 +207,9 @@ def reason_against_module(module: nn.Module, base: type[nn.Module]) -> str:
     return ""
 
 
-def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """Return the shape of what a node gives, where that is known."""
-    meta = node.meta.get("val")
+def shape_of(node: object) -> tuple[int, ...] | None:
+    """Return the shape of what a node gives, where that is known; None for what is no node, too."""
+    meta = node.meta.get("val") if isinstance(node, fx.Node) else None
     return tuple(map(int, meta.shape)) if isinstance(meta, TensorMeta) else None
 
 

@@ -25,7 +25,7 @@ from ...tracing.rules import leaf_graph
 from .effects import overwrites_unseen, writes
 from .inlining import lasting_guards, only_graph, reason_against_inlining
 
-__all__ = ["Held", "OperatorCall", "call_in", "is_undisturbed"]
+__all__ = ["Held", "OperatorCall", "call_in", "is_undisturbed", "only_user"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ def is_undisturbed(program: Program, owner: str, computed: Collection[fx.Node]) 
             return False
         node = node.next
     return True
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """Return what reads a node, if that is one node."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 @dataclass(frozen=True)

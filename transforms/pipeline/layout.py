@@ -10,13 +10,13 @@ from torch import Tensor, fx, nn
 
 from ...compat import all_modules, own_buffers, own_parameters
 from ...errors import PlanError
-from .opening import Holds, Opened, opened_graph
+from .opening import Holds, OpenedModel, opened_graph
 
-__all__ = ["Layout", "Part"]
+__all__ = ["Layout", "StagePart"]
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """What one stage does."""
 
     number: int  # of the stage
@@ -30,8 +30,8 @@ class Part:
 class Layout:
     """A model, divided into stages."""
 
-    opened: Opened
-    parts: Sequence[Part]
+    opened: OpenedModel
+    parts: Sequence[StagePart]
     repeated: Sequence[fx.Node]  # hangs on inputs and buffers alone: computed wherever needed
     plain: frozenset[fx.Node]  # the values that are no tensors
 
@@ -90,13 +90,13 @@ class _Needs:
             return {self.count - 1}
         return {self.stage_of[node]} if node in self.stage_of else self._of[node]
 
-    def part(self, number: int) -> Part:
+    def part(self, number: int) -> StagePart:
         own = {node for node, stage in self.stage_of.items() if stage == number}
         own |= {node for node in self.late if number in self._of[node]}
         own |= {used for node in own for used in node.all_input_nodes if used.op == "get_attr"}
         nodes = [node for node in self.graph.nodes if node in own]
         result = self.graph.output_node().args[0] if number == self.count - 1 else None
-        return Part(number, nodes, self._crossing(number), self._crossing(number + 1), result)
+        return StagePart(number, nodes, self._crossing(number), self._crossing(number + 1), result)
 
     def _crossing(self, stage: int) -> list[fx.Node]:
         """Return the values that are made before a stage and read by it or by a later one."""

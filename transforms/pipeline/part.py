@@ -16,7 +16,7 @@ from ...runtime.state import STATE_MAP, VIEWS, InParts, StateMap, StateStep
 from ...runtime.values import all_tensors
 from .layout import Layout
 
-__all__ = ["Part", "Placement"]
+__all__ = ["Placement", "RankPart"]
 
 
 class Elsewhere(nn.Module):
@@ -145,7 +145,7 @@ def _has(module: nn.Module, name: str) -> bool:
     return holder is not None and own_tensor(holder, last) is not None
 
 
-class Part(InParts):
+class RankPart(InParts):
     """The part of a model that is on this rank, under the original names; the model loses the rest to `Elsewhere`."""
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:
@@ -193,7 +193,7 @@ class Part(InParts):
 
     # -- a module --------------------------------------------------------------------------------------------------
 
-    def train(self, mode: bool = True) -> Part:
+    def train(self, mode: bool = True) -> RankPart:
         self._whole.train(mode)
         self.training = mode
         return self
