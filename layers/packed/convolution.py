@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,48 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat.packed import convolution_of, convolution_packed, is_packed
+from ...compat.packed import Geometry, convolution_of, convolution_packed, is_packed
 from ...operators import CHANNELS_LAST, derived
 from .activations import NO_ACTIVATION, Activation
 from .weights import NOTHING, Packed, can_be_packed
 
 __all__ = ["Geometry", "PackedConvolution"]
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The settings of a convolution, one number for each dimension that it moves along."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    output_padding: tuple[int, ...] | None = None
-    size: tuple[int, ...] | None = None  # of the inputs that the weight is packed for, None for any
-    padding_after: tuple[int, ...] | None = None  # zeros behind the input where they differ
-
-    @property
-    def rank(self) -> int:
-        return len(self.stride)
-
-    @cached_property
-    def even(self) -> Geometry:
-        """Return the settings for kernels that pad alike, and `part`, what is wanted of their results."""
-        if self.padding_after is None:
-            return self
-        most = zip(self.padding, self.padding_after, self.stride, strict=True)
-        padding = tuple(before + stride * max(-((before - behind) // stride), 0) for before, behind, stride in most)
-        return dataclasses.replace(self, padding=padding, padding_after=None)
-
-    def part(self, sizes: Sequence[int], kernel: Sequence[int]) -> tuple[slice, ...]:
-        """Return what is wanted of the results of a kernel with even padding, for inputs of `sizes`."""
-        slices = [slice(None), slice(None)]
-        for dim, size in enumerate(sizes):
-            around = size + self.padding[dim] + (self.padding_after or self.padding)[dim]
-            start = (self.even.padding[dim] - self.padding[dim]) // self.stride[dim]
-            count = (around - self.dilation[dim] * (kernel[dim] - 1) - 1) // self.stride[dim] + 1
-            slices.append(slice(start, start + count))
-        return tuple(slices)
 
 
 @dataclass(frozen=True)

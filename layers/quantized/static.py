@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
+from ...compat.packed import Geometry
 from ...compat.quantized import (
     Int8Result,
     int8_convolution,
@@ -22,7 +23,7 @@ from ...errors import UsageError
 from .activations import Range, from_numbers, to_numbers
 from .layer import HoldsWeight
 
-__all__ = ["Geometry", "StaticConv", "StaticLayer", "StaticLinear"]
+__all__ = ["StaticConv", "StaticLayer", "StaticLinear"]
 
 _PACKED = frozenset({"dilation", "geometry", "groups", "padding", "padding_mode", "range", "stride"})
 """What a packed convolution is made for."""
@@ -139,34 +140,6 @@ class StaticLinear(StaticLayer):
     def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch.nn does."""
         return F.linear(x, weight, bias)
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The settings of a convolution, one number for each dimension that it moves along."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    @classmethod
-    def of(cls, conv: nn.Conv2d) -> Geometry | None:
-        """Return the geometry of a convolution; None where it pads with anything but as many zeros on both sides."""
-        if conv.padding_mode != "zeros":
-            return None
-        if not isinstance(conv.padding, str):
-            return cls(conv.stride, conv.padding, conv.dilation, conv.groups)
-        spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        around = spans if conv.padding == "same" else [0] * len(spans)
-        if any(total % 2 for total in around):
-            return None
-        return cls(conv.stride, tuple(total // 2 for total in around), conv.dilation, conv.groups)
-
-    @property
-    def lists(self) -> tuple[list[int], list[int], list[int], int]:
-        """Return the settings as operators take them."""
-        return list(self.stride), list(self.padding), list(self.dilation), self.groups
 
 
 class StaticConv(StaticLayer):

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from ...compat import own_parameters, own_tensor
+from ...compat.packed import Geometry
 from ...layers.masked import Masked
 from ...operators import Derived, canonical_name, normalized_arguments
 from ...runtime.values import qualified, user_class
@@ -100,6 +101,23 @@ class Layer:
     @property
     def mode(self) -> str:
         return str(self.settings.get("padding_mode", "zeros"))
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """Return a convolution's settings; None where it pads otherwise than with zeros, or they are no numbers."""
+        rank, padding = self.rank, self.settings.get("padding", 0)
+        stride, dilation = (_numbers(self.settings.get(name, 1), rank) for name in ("stride", "dilation"))
+        output_padding = _numbers(self.settings.get("output_padding", 0), rank) if self.is_transposed else None
+        zeros = (0,) * rank if isinstance(padding, str) else _numbers(padding, rank)
+        if stride is None or dilation is None or zeros is None or type(self.settings.get("groups", 1)) is not int:
+            return None
+        if self.mode != "zeros" or (self.is_transposed and output_padding is None):
+            return None
+        its = Geometry(stride, zeros, dilation, self.groups, output_padding)
+        if padding != "same":
+            return its
+        around = [d * (k - 1) for d, k in zip(dilation, self.kernel, strict=True)]
+        return its.with_zeros([total // 2 for total in around], [total - total // 2 for total in around])
 
     @property
     def pads(self) -> bool:
@@ -248,6 +266,14 @@ def _tensor_at(program: Program, owner: str, path: str) -> Tensor | None:
     except AttributeError:
         return None
     return own_tensor(module, name)
+
+
+def _numbers(given: object, rank: int) -> tuple[int, ...] | None:
+    """Return a setting as one number for each dimension; None where it is no plain number."""
+    values = list(cast("Sequence[object]", given)) if isinstance(given, (tuple, list)) else [given]
+    if not all(type(value) is int for value in values) or len(values) not in (1, rank):
+        return None
+    return _each(tuple(values), rank)
 
 
 def _each(value: Any, rank: int) -> tuple[int, ...]:
