@@ -69,7 +69,7 @@ def _looked_at(program: Program, names: list[str]) -> list[tuple[str, Mixture | 
             if calls.get(modules[name]) and not (inside or (not name and any(found.values()))):
                 # The largest of several calls says most.
                 call = max(calls[modules[name]], key=lambda c: sum(t.numel() for t in tensors_in((c.args, c.kwargs))))
-                found[name] = _Reader(program, name, call, unroller).read()
+                found[name] = _MixtureReader(program, name, call, unroller).read()
     return [(name, found.get(name)) for name in names]
 
 
@@ -81,7 +81,7 @@ def _has_layers_only(module: nn.Module) -> bool:
     return not any(find_sources(module, graph, {}) for graph in graphs)
 
 
-class _Reader:
+class _MixtureReader:
     """Look for a mixture in one module."""
 
     def __init__(self, program: Program, name: str, call: Call, unroller: Unroller) -> None:

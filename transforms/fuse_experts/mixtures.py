@@ -17,7 +17,7 @@ from ...runtime.guards import require
 from .members import Items, Slices, Source, operands
 from .rounds import Loop
 from .routing import RoutedBy
-from .template import Template
+from .template import ExpertTemplate
 from .unrolling import Unrolled
 
 __all__ = ["Mixture", "check_decisions", "check_loop", "members_of", "routing_over", "routings_to"]
@@ -34,7 +34,7 @@ class Mixture:
     owner: str  # name of the module that computes it
     unrolled: Unrolled  # a call of that module
     loop: Loop  # what it does
-    template: Template  # what each expert computes
+    template: ExpertTemplate  # what each expert computes
     routed: RoutedBy  # where the routing comes from
     count: int
 

@@ -70,7 +70,7 @@ class _Write:
     in_place: bool
 
 
-class _Reader:
+class _LoopReader:
     def __init__(
         self, owner: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any],
         sources: Mapping[fx.Node, tuple[Source, int]],
@@ -315,4 +315,4 @@ def find_loop(
     owner: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any], sources: Mapping[fx.Node, tuple[Source, int]]
 ) -> Loop | None:
     """Return the loop over experts of a call, or None; MatchFailure: it does more than add weighted outputs."""
-    return _Reader(owner, graph, values, sources).loop()
+    return _LoopReader(owner, graph, values, sources).loop()

@@ -30,7 +30,7 @@ class RoutedBy:
 
 def routing_of(loop: Loop, count: int, values: Mapping[fx.Node, Any]) -> RoutedBy:
     """Return where the routing of a loop comes from, or raise MatchFailure where no values fit."""
-    return _Search(loop, count, values, _Pairs(loop.rounds, count)).find()
+    return _RoutingSearch(loop, count, values, _Pairs(loop.rounds, count)).find()
 
 
 _KINDS: Mapping[tuple[str, bool], Routing] = {
@@ -74,7 +74,7 @@ def _sorted(tokens: Tensor, experts: Tensor, weights: Tensor, count: int) -> tup
     return keys[order], weights[order]
 
 
-class _Search:
+class _RoutingSearch:
     def __init__(self, loop: Loop, count: int, values: Mapping[fx.Node, Any], pairs: _Pairs) -> None:
         self.loop, self.count, self.values, self.pairs = loop, count, values, pairs
         self.tokens = loop.tokens

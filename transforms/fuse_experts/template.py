@@ -18,7 +18,7 @@ from ...runtime.values import all_tensors
 from .members import Items, Slices, Source, operands
 from .rounds import Loop, Round, draws, is_dropout
 
-__all__ = ["Template", "description", "template_of"]
+__all__ = ["ExpertTemplate", "description", "template_of"]
 
 _ALONG = {"chunk": 2, "split": 2, "softmax": 1, "log_softmax": 1, "glu": 1, "cat": 1}
 """Operations along one dimension, and which argument says it."""
@@ -26,7 +26,7 @@ _CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "contiguous", 
 
 
 @dataclass
-class Layer:
+class ExpertLinear:
     """One linear layer of all experts."""
 
     weight: Source  # of which family its weights are
@@ -35,11 +35,11 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Template:
+class ExpertTemplate:
     """What each expert computes."""
 
     compute: fx.GraphModule  # of rows and linear layers
-    layers: Sequence[Layer]
+    layers: Sequence[ExpertLinear]
     idle: Sequence[fx.Node]  # dropouts that were left out
 
 
@@ -71,12 +71,12 @@ def template_of(
     owner: nn.Module,
     sources: Mapping[fx.Node, tuple[Source, int]],
     values: Mapping[fx.Node, Any],
-) -> Template:
+) -> ExpertTemplate:
     """Return what an expert computes: rows through linear layers, with operations row by row, or raise MatchFailure."""
-    return _Writer(each, loop, owner, sources, values).template()
+    return _TemplateWriter(each, loop, owner, sources, values).template()
 
 
-class _Writer:
+class _TemplateWriter:
     def __init__(
         self, each: Round, loop: Loop, owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]],
         values: Mapping[fx.Node, Any],
@@ -88,18 +88,18 @@ class _Writer:
         self.linears = self.graph.placeholder("linears")
         self.new: dict[fx.Node, fx.Node] = {each.rows: self.rows}
         self.tensors: dict[fx.Node, tuple[Source, bool]] = {}
-        self.results: dict[fx.Node, Layer] = {}
-        self.layers: list[Layer] = []
+        self.results: dict[fx.Node, ExpertLinear] = {}
+        self.layers: list[ExpertLinear] = []
         self.idle = list(each.idle)
         self.root = nn.Module()
 
-    def template(self) -> Template:
+    def template(self) -> ExpertTemplate:
         for node in self.round.nodes:
             self._write(node)
         if not self.layers:
             raise MatchFailure("the experts have no linear layers")
         self.graph.output(self.new[self.round.output])
-        return Template(fx.GraphModule(self.root, self.graph, "Expert"), self.layers, self.idle)
+        return ExpertTemplate(fx.GraphModule(self.root, self.graph, "Expert"), self.layers, self.idle)
 
     def _write(self, node: fx.Node) -> None:
         name = canonical_name(node)
@@ -117,7 +117,7 @@ class _Writer:
             self._linear(node, given["input"], given["weight"], given.get("bias"))
         elif name in ("matmul", "mm") and operands(node)[1] in self.tensors:
             source, turned = self.tensors[operands(node)[1]]
-            self._layer(node, operands(node)[0], Layer(source, transposed=not turned))
+            self._layer(node, operands(node)[0], ExpertLinear(source, transposed=not turned))
         elif name == "add" and self._bias(node):
             pass
         elif is_dropout(node, self.owner):
@@ -144,9 +144,9 @@ class _Writer:
         if weight not in self.tensors or (bias is not None and bias not in self.tensors):
             raise MatchFailure("the experts share a linear layer")
         source, turned = self.tensors[weight]
-        self._layer(node, rows, Layer(source, self.tensors[bias][0] if bias is not None else None, turned))
+        self._layer(node, rows, ExpertLinear(source, self.tensors[bias][0] if bias is not None else None, turned))
 
-    def _layer(self, node: fx.Node, rows: Any, layer: Layer) -> None:
+    def _layer(self, node: fx.Node, rows: Any, layer: ExpertLinear) -> None:
         number = len(self.layers)
         self.layers.append(layer)
         self.results[node] = layer
@@ -170,7 +170,7 @@ class _Writer:
             if not isinstance(family, Items):
                 raise MatchFailure("the experts share a linear layer")
             bias = None if own_tensor(module, "bias") is None else family.within("bias")
-            self._layer(node, operands(node)[0], Layer(family.within("weight"), bias))
+            self._layer(node, operands(node)[0], ExpertLinear(family.within("weight"), bias))
         elif is_dropout(node, self.owner):
             self._skip(node)
         elif all_tensors(all_modules(module)) or not self._is_by_row(module):

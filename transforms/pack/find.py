@@ -48,7 +48,7 @@ Nodes = dict[str, str]
 
 
 @dataclass(frozen=True)
-class _Found:
+class _FoundLayer:
     """A layer of a graph that can be computed on a packed weight, with what is computed together, in a dtype."""
 
     number: int
@@ -88,7 +88,7 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
             Refusal(IN_TRAINING, "(root)", Cause.IN_TRAINING) for _ in itertools.islice(_candidates(program, dtype), 1)
         )
         return
-    layers: list[_Found] = []
+    layers: list[_FoundLayer] = []
     for item in _candidates(program, dtype):
         if isinstance(item, Refusal):
             yield item
@@ -96,7 +96,7 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
             layers.append(item)
     gains = _gains(program, layers, budget)
     together = _gain_together(layers, gains.known)
-    graphs: dict[tuple[str, int], list[_Found]] = {}
+    graphs: dict[tuple[str, int], list[_FoundLayer]] = {}
     for found in layers:
         least = _LEAST_TOGETHER if together and found.layer.geometry is not None else LEAST_GAIN
         if refusal := gains.refusal(found.kind, found.name, least):
@@ -114,7 +114,7 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
         yield _site(program, place, graphs.get(place, []), other, gains)
 
 
-def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_Found]]) -> dict[tuple[str, int], Nodes]:
+def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_FoundLayer]]) -> dict[tuple[str, int], Nodes]:
     """Return the activations of each graph that are written out, and not computed with a layer that is packed."""
     found: dict[tuple[str, int], list[fx.Node]] = {}
     taken: set[str] = set()
@@ -133,13 +133,13 @@ def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_Found]
     }
 
 
-def _gain_together(layers: Sequence[_Found], known: Mapping[Hashable, Times]) -> bool:
+def _gain_together(layers: Sequence[_FoundLayer], known: Mapping[Hashable, Times]) -> bool:
     """Say whether the convolutions of a model gain, all of them packed: in between, images would be laid out anew."""
     timed = [known[found.kind] for found in layers if found.layer.geometry is not None and found.kind in known]
     return sum(times.own for times in timed) > LEAST_GAIN * sum(times.packed for times in timed)
 
 
-def _site(program: Program, place: tuple[str, int], group: Sequence[_Found], other: Nodes, gains: Gains) -> Site:
+def _site(program: Program, place: tuple[str, int], group: Sequence[_FoundLayer], other: Nodes, gains: Gains) -> Site:
     nodes = {f"layer.{count}": found.layer.call.node.name for count, found in enumerate(group)}
     kind = (*(found.kind for found in group), *(label for label in other if label.startswith(ACTIVATION)))
     speeds = [round(gains.known[found.kind].gain.mid, 3) for found in group if found.kind in gains.known]
@@ -164,7 +164,7 @@ def _detail(layers: Collection[str], other: Collection[str], speeds: Sequence[fl
     return f"{what}, {low:.3g}x{f' to {high:.3g}x' if high > low else ''} by themselves"
 
 
-def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refusal]:
+def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_FoundLayer | Refusal]:
     for owner, number, graph in graphs_in(program):
         in_region = isinstance(program.module(owner), Region)
         for node in graph.nodes:
@@ -175,12 +175,12 @@ def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refus
             if reason:
                 yield Refusal(reason, layer.call.qualified_name)
             else:
-                yield _Found(number, layer, find_epilogue(layer.call), dtype)
+                yield _FoundLayer(number, layer, find_epilogue(layer.call), dtype)
 
 
-def _gains(program: Program, layers: Sequence[_Found], budget: float) -> Gains:
+def _gains(program: Program, layers: Sequence[_FoundLayer], budget: float) -> Gains:
     """Return what each kind of layer of a known shape gains, where that is to be measured, and which are wrong."""
-    kinds: dict[Hashable, list[_Found]] = {}
+    kinds: dict[Hashable, list[_FoundLayer]] = {}
     for found in layers:
         if math.prod(found.layer.given or (0,)):
             kinds.setdefault(found.kind, []).append(found)
@@ -207,7 +207,7 @@ def _gains(program: Program, layers: Sequence[_Found], budget: float) -> Gains:
     return gains
 
 
-def _take_single_rows(kinds: Mapping[Hashable, Sequence[_Found]], gains: Gains) -> None:
+def _take_single_rows(kinds: Mapping[Hashable, Sequence[_FoundLayer]], gains: Gains) -> None:
     """Choose how layers of several rows compute one row, where the model is called with one, too, in the same graph."""
     single: dict[Hashable, dict[str, Calls]] = {}
     for kind, alike in kinds.items():
@@ -221,13 +221,13 @@ def _take_single_rows(kinds: Mapping[Hashable, Sequence[_Found]], gains: Gains) 
             gains.transposed.add(kind)
 
 
-def _waits_for_memory(layers: Sequence[_Found]) -> bool:
+def _waits_for_memory(layers: Sequence[_FoundLayer]) -> bool:
     """Say whether the weights of all linear layers are more than caches hold: between two calls each has left them."""
     sizes = {found.name: math.prod(found.layer.call.shape) for found in layers if found.layer.geometry is None}
     return _BYTES * sum(sizes.values()) > last_level_bytes()
 
 
-def _calls(alike: Sequence[_Found], *, transposed: bool = False, rows: int = 0) -> Calls:
+def _calls(alike: Sequence[_FoundLayer], *, transposed: bool = False, rows: int = 0) -> Calls:
     """Return the calls of layers of a kind on what they are given, or on so many rows."""
     first, packed = alike[0], alike[0].packed(transposed=transposed)
     tensors = [found.layer.call.tensors() for found in alike]
