@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from ...operators import canonical_name, info_of, operator_info, operator_of_mod
 from ...runtime.values import all_tensors
 from .members import Items, Slices, Source, operands
 from .rounds import Loop, Round, draws, is_dropout
+from .unrolling import Unrolled
 
 __all__ = ["ExpertTemplate", "description", "template_of"]
 
@@ -43,9 +44,9 @@ class ExpertTemplate:
     idle: Sequence[fx.Node]  # dropouts that were left out
 
 
-def description(each: Round, owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]]) -> tuple[Any, ...]:
+def description(each: Round, call: Unrolled) -> tuple[Any, ...]:
     """Return what is equal for rounds in which the same is computed, each with tensors of its own."""
-    places = {node: number for number, node in enumerate(each.nodes)}
+    places, sources = {node: number for number, node in enumerate(each.nodes)}, call.sources
 
     def told(node: fx.Node) -> Any:
         if node in places:
@@ -59,30 +60,21 @@ def description(each: Round, owner: nn.Module, sources: Mapping[fx.Node, tuple[S
         target = sources[node][0].kind if node in sources else str(node.target)
         own = node not in sources or node.op == "call_module"
         args = fx.map_arg((operands(node), dict(node.kwargs)), told) if own else ()
-        module = owner.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = call.module.get_submodule(str(node.target)) if node.op == "call_module" else None
         settings = "" if module is None else f"{type(module).__qualname__} {module.extra_repr()}"
         steps.append((node.op, target, repr(args), settings))
     return tuple(steps)
 
 
-def template_of(
-    each: Round,
-    loop: Loop,
-    owner: nn.Module,
-    sources: Mapping[fx.Node, tuple[Source, int]],
-    values: Mapping[fx.Node, Any],
-) -> ExpertTemplate:
+def template_of(each: Round, loop: Loop, call: Unrolled) -> ExpertTemplate:
     """Return what an expert computes: rows through linear layers, with operations row by row, or raise MatchFailure."""
-    return _TemplateWriter(each, loop, owner, sources, values).template()
+    return _TemplateWriter(each, loop, call).template()
 
 
 class _TemplateWriter:
-    def __init__(
-        self, each: Round, loop: Loop, owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]],
-        values: Mapping[fx.Node, Any],
-    ) -> None:  # fmt: skip
+    def __init__(self, each: Round, loop: Loop, call: Unrolled) -> None:
         self.joined = loop.joined
-        self.round, self.owner, self.sources, self.values = each, owner, sources, values
+        self.round, self.owner, self.sources, self.values = each, call.module, call.sources, call.values
         self.graph = fx.Graph()
         self.rows = self.graph.placeholder("rows")
         self.linears = self.graph.placeholder("linears")
