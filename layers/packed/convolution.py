@@ -34,9 +34,8 @@ class _Weight:
 
 
 class PackedConvolution(Packed):
-    """Compute a convolution, and the activation behind it, on a packed weight; or as torch does where that cannot be.
-    Other sizes than the first have a weight of their own: rearranging at each call takes longer than the convolution.
-    `given` and `gives` are types of the input, beside float32, and of the result.
+    """Compute a convolution, and the activation behind it, on a packed weight, one for the first size and one for all
+    others; or as torch does. `given` and `gives` are types of the input, beside float32, and of the result.
     """
 
     __name__ = "packed_convolution"

@@ -31,9 +31,8 @@ class _Weight:
 
 
 class PackedLinear(Packed):
-    """Compute a linear layer, and the activation behind it, on a packed weight; or as torch does where that cannot be.
-    With `inputs_first` the weight is [inputs, outputs]; `joins` is `add` or `mul`; input and result are float32 unless
-    it `takes_narrow` or `gives_narrow`.
+    """Compute a linear layer, and the activation behind it, on a packed weight; or as torch does. With `inputs_first`
+    the weight is [inputs, outputs]; `joins` is `add` or `mul`; it may take, or give, its `dtype` beside float32.
     """
 
     __name__ = "packed_linear"

@@ -44,9 +44,8 @@ def _is_row(bias: Tensor, count: int) -> bool:
 
 
 class Packed(Keeping):
-    """Compute a layer on a weight that is packed when it is first needed, and anew where it was changed.
-    A graph calls it with the layer's own tensors; copies and pickles begin without what is packed. `settings` tell one
-    from another; `behind` is what the kernel computes behind the layer.
+    """Compute a layer on a weight that is packed when it is first needed, and anew where it was changed. A graph calls
+    it with the layer's own tensors; copies and pickles begin without what is packed. `settings` tell one from another.
     """
 
     operator = "packed"

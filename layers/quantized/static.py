@@ -43,9 +43,8 @@ class IntegerEpilogue:
 
 
 class StaticLayer(HoldsWeight):
-    """Compute a layer with numbers of 8 bits on both sides.
-    Under compilers, exporters and transforms, in other types and outside the CPU, it computes what the numbers stand
-    for; gradients flow to the input and the bias as if it always did.
+    """Compute a layer with numbers of 8 bits on both sides. Compilers, exporters, transforms, other types, devices but
+    the CPU, and gradients get the layer that the numbers stand for.
     """
 
     def __init__(
@@ -63,9 +62,8 @@ class StaticLayer(HoldsWeight):
         output: tuple[float, int] | None = None,
         contiguous: bool | None = None,
     ) -> Tensor:
-        """Compute the layer, and what a graph says of the operations behind it, see `IntegerEpilogue`.
-        The input is floats, or uint8 by the layer's own range; `scales` and `bias` have a norm folded in; `output` is
-        scale and zero point of the numbers to return.
+        """Compute the layer with an `IntegerEpilogue`. The input is floats, or uint8 by the layer's own range; `scales`
+        and `bias` have a norm folded in; `output` is scale and zero point of the numbers to return.
         """
         epilogue = IntegerEpilogue(activation, None if output is None else Range(*output), contiguous)
         scales, bias = self.held[1] if scales is None else scales, self.bias if bias is None else bias

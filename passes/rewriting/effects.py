@@ -18,7 +18,7 @@ from ...operators import (
     operator_info,
     operator_of_module,
 )
-from ...runtime.graphs import capture_of
+from ...runtime.graphs import capture_of, specializations_of
 from ...runtime.guards import require
 from ...runtime.values import qualified, user_class
 from ...tracing.analyses import StructuralHash
@@ -121,11 +121,8 @@ def _holds_of_module(
 
 def _nodes_inside(module: nn.Module) -> list[fx.Node] | None:
     """Return what a module that runs from graphs does between its inputs and its outputs; None for any other."""
-    capture = capture_of(module)
-    if capture is None or not capture.specializations:
-        return None
-    nodes = (node for specialization in capture.specializations for node in specialization.graph.nodes)
-    return [node for node in nodes if node.op not in ("placeholder", "output")]
+    nodes = [node for each in specializations_of(module) for node in each.graph.nodes]
+    return [node for node in nodes if node.op not in ("placeholder", "output")] if nodes else None
 
 
 def _leaf_has_effects(module: nn.Module) -> bool:
@@ -215,8 +212,7 @@ def _holds_tensors(described: Any) -> bool:
 
 def _kind_shares(module: nn.Module, program: Program, name: str) -> bool:
     """Say whether a module without hooks may return what lies in the memory of an argument."""
-    capture = capture_of(module)
-    if capture is None or not capture.specializations:
+    graphs = [each.graph for each in specializations_of(module)]
+    if not graphs:
         return not _info_of_leaf(module).fresh or getattr(module, "inplace", False)
-    graphs = [specialization.graph for specialization in capture.specializations]
     return any(node.op == "placeholder" for graph in graphs for node in handed_out(graph, program, name))

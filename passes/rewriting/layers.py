@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
-from ...compat import own_parameters, own_tensor
+from ...compat import own_parameters, tensor_at
 from ...compat.packed import Geometry
 from ...layers.masked import Masked
 from ...operators import Derived, canonical_name, normalized_arguments
@@ -235,7 +235,7 @@ def tensor_read(program: Program, owner: str, read: str | fx.Node | None) -> Ten
     """Return a tensor by its path or by the node that reads or derives it; None where that hangs on more."""
     path = _path(read)
     if path is not None:
-        return _tensor_at(program, owner, path)
+        return tensor_at(program.module(owner), path)
     if isinstance(read, fx.Node) and read.target is operator.getitem and isinstance(read.args[0], fx.Node):
         made = _derived(program, owner, read.args[0])
         return None if made is None else made[read.args[1]]
@@ -257,15 +257,6 @@ def _derived(program: Program, owner: str, node: fx.Node) -> Any:
         return None
     with torch.no_grad():
         return node.target(*originals)
-
-
-def _tensor_at(program: Program, owner: str, path: str) -> Tensor | None:
-    path, _, name = path.rpartition(".")
-    try:
-        module = program.module(owner).get_submodule(path)
-    except AttributeError:
-        return None
-    return own_tensor(module, name)
 
 
 def _numbers(given: object, rank: int) -> tuple[int, ...] | None:

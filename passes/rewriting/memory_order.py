@@ -9,7 +9,7 @@ from torch import fx
 
 from ...layers.packed import PackedConvolution
 from ...operators import canonical_name, operator_info, operator_of_module
-from ...runtime.graphs import capture_of
+from ...runtime.graphs import specializations_of
 from ...runtime.values import user_class
 from ...tracing.program import Program
 from .edit import Edit
@@ -25,9 +25,8 @@ _LEAST = 3
 def readers_in(
     program: Program, packed: Mapping[tuple[str, int], Collection[fx.Node]]
 ) -> dict[tuple[str, int], dict[str, str]]:
-    """Return, by graph, who reads images or parts of them and may need them in order, and what they read. `packed` are,
-    by graph, the nodes whose results will lie otherwise. Nodes are named by labels: `reader.N` reads `value.N`, and the
-    graph returns `output.N`.
+    """Return, by graph, who may need images in order, and what they read, by labels: `reader.N` reads `value.N`, and
+    the graph returns `output.N`. `packed` are, by graph, the nodes whose results will lie otherwise.
     """
     found: dict[tuple[str, int], dict[str, str]] = {}
     for owner, capture in program.captures.items():
@@ -117,10 +116,7 @@ class _Graph:
         return None if reason_against_inlining(module) else operator_of_module(user_class(type(module)))
 
     def _is_captured(self, node: fx.Node) -> bool:
-        if node.op != "call_module":
-            return False
-        capture = capture_of(self.program.callee(self.owner, node))
-        return capture is not None and bool(capture.specializations)
+        return node.op == "call_module" and bool(specializations_of(self.program.callee(self.owner, node)))
 
     def _is_read_in_order(self) -> bool:
         """Say whether results are the model's, or go to a module that runs its own forward."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...compat import own_tensor, submodule
+from ...compat import tensor_at
 from ...layers.members import FusedMembers, attach_member
 from ...runtime.state import Stack, merge
 from .edit import Edit
@@ -20,9 +20,7 @@ Places = Mapping[str, Sequence[str]]
 
 def tensor_of(owner: nn.Module, name: str) -> Tensor:
     """Return the tensor that a dotted name means."""
-    path, _, last = name.rpartition(".")
-    module = submodule(owner, path)
-    value = None if module is None else own_tensor(module, last)
+    value = tensor_at(owner, name)
     if value is None:
         raise LookupError(f"'{name}' is not a tensor")
     return value

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from ...compat import all_modules, own_buffers, own_parameters
+from ...compat import all_modules
 from ...errors import PlanError
+from ...runtime.values import all_tensors
 from .opening import Holds, OpenedModel, opened_graph
 
 __all__ = ["Layout", "StagePart"]
@@ -104,11 +106,7 @@ class _Needs:
         return [node for node in made if max(self._of[node], default=-1) >= stage]
 
 
-def _tensors_of(node: fx.Node, model: nn.Module) -> Iterator[Tensor]:
-    path, _, name = str(node.target).rpartition(".")
+def _tensors_of(node: fx.Node, model: nn.Module) -> Iterable[Tensor]:
     if node.op == "call_module":
-        for module in all_modules(model.get_submodule(str(node.target))):
-            yield from (tensor for tensor in own_parameters(module).values() if tensor is not None)
-            yield from (tensor for tensor in own_buffers(module).values() if tensor is not None)
-    elif node.op == "get_attr":
-        yield getattr(model.get_submodule(path), name)
+        return all_tensors(all_modules(model.get_submodule(str(node.target))))
+    return [operator.attrgetter(str(node.target))(model)] if node.op == "get_attr" else []

@@ -81,8 +81,7 @@ def opened_graph(model: nn.Module, chosen: Mapping[str, int], unpacked: Mapping[
 
 def why_closed(module: nn.Module) -> str | None:
     """Return why a module must stay one call, or None."""
-    capture = capture_of(module)
-    return "it has no graph" if capture is None or not capture.specializations else reason_against_opening(module)
+    return reason_against_opening(module) if specializations_of(module) else "it has no graph"
 
 
 def depends_on_mode(module: nn.Module) -> bool:
