@@ -21,7 +21,7 @@ __all__ = ["Geometry", "PackedConvolution"]
 
 
 @dataclass(frozen=True)
-class _Weight:
+class _PackConvolution:
     """Pack the weight of a convolution; return it as it is where that cannot be."""
 
     geometry: Geometry
@@ -44,12 +44,12 @@ class PackedConvolution(Packed):
         self, geometry: Geometry, activation: Activation = NO_ACTIVATION, dtype: torch.dtype = torch.float32,
         given: torch.dtype = torch.float32, gives: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
-        super().__init__((geometry, activation, dtype, given, gives), _Weight(geometry, dtype), activation)
+        super().__init__((geometry, activation, dtype, given, gives), _PackConvolution(geometry, dtype), activation)
         self.geometry, self.dtype, self._dims = geometry, dtype, geometry.rank + 2
         self._given, self._gives, self._taken = given, gives, (torch.float32, given)
         self._is_even = geometry.padding_after is None
         self._places = None if geometry.size is None else tuple(geometry.size[2:])
-        self._elsewhere = derived(_Weight(dataclasses.replace(geometry, size=None), dtype), 1)
+        self._elsewhere = derived(_PackConvolution(dataclasses.replace(geometry, size=None), dtype), 1)
 
     @property
     def is_narrow(self) -> bool:
@@ -125,6 +125,3 @@ class PackedConvolution(Packed):
             return conv(around, weight, bias, its.stride, 0, its.dilation, its.groups)
         transposed: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[index]
         return transposed(x, weight, bias, its.stride, its.padding, its.output_padding, its.groups, its.dilation)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PackedConvolution, self.settings

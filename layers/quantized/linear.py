@@ -66,7 +66,7 @@ class QuantizedLinear(HoldsWeight):
 
     def with_gradient(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with the kernel, with gradients for the input and the bias."""
-        function: Any = _WithGradient
+        function: Any = _LinearWithGradient
         return function.apply(self, input, self.bias)
 
     def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -180,7 +180,7 @@ def _packed_halves(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return int4_packed(torch.stack([values & 15, values >> 4], -1).view(len(values), -1).int() - 8, scales)
 
 
-class _WithGradient(torch.autograd.Function):
+class _LinearWithGradient(torch.autograd.Function):
     """Compute with a kernel; send gradients through the weight that its numbers stand for."""
 
     @staticmethod

@@ -72,7 +72,7 @@ class StaticLayer(HoldsWeight):
         if wants_gradients(input, scales, bias):
             # What gradients flow through is in floats between layers, too.
             floats = IntegerEpilogue(activation, None, contiguous)
-            return cast("Any", _WithGradient).apply(self, floats, input, scales, bias)
+            return cast("Any", _StaticWithGradient).apply(self, floats, input, scales, bias)
         return self.kernel(input, scales, bias, epilogue)
 
     def _has_kernel(self, input: Tensor) -> bool:  # noqa: A002
@@ -183,7 +183,7 @@ class StaticConv(StaticLayer):
         return function(x, weight, bias, stride, padding, dilation, groups)
 
 
-class _WithGradient(torch.autograd.Function):
+class _StaticWithGradient(torch.autograd.Function):
     """Compute with a kernel; send gradients through what it stands for."""
 
     @staticmethod

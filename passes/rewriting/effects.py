@@ -113,16 +113,11 @@ def _holds_of_module(
     of_node: Callable[[fx.Node, Program, str], bool],
 ) -> bool:
     """Say whether something holds of a module or of a node in it; hooks may do anything."""
-    nodes = _nodes_inside(module)
-    return has_hooks(module) or (
-        of_leaf(module) if nodes is None else any(of_node(node, program, name) for node in nodes)
-    )
-
-
-def _nodes_inside(module: nn.Module) -> list[fx.Node] | None:
-    """Return what a module that runs from graphs does between its inputs and its outputs; None for any other."""
-    nodes = [node for each in specializations_of(module) for node in each.graph.nodes]
-    return [node for node in nodes if node.op not in ("placeholder", "output")] if nodes else None
+    graphs = [each.graph for each in specializations_of(module)]
+    if has_hooks(module) or not graphs:
+        return has_hooks(module) or of_leaf(module)
+    nodes = (node for graph in graphs for node in graph.nodes if node.op not in ("placeholder", "output"))
+    return any(of_node(node, program, name) for node in nodes)
 
 
 def _leaf_has_effects(module: nn.Module) -> bool:

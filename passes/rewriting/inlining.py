@@ -117,10 +117,11 @@ class Opener:
     def value(self, node: fx.Node, place: Any, values: Mapping[fx.Node, Any]) -> Any:
         """Return the value of a node, neither input nor output, given those of the nodes before."""
         args, kwargs = substituted(node.args, values), substituted(node.kwargs, values)
-        if node.target is operator.getitem and _is_item(*args):
+        is_of_structure = bool(args) and isinstance(args[0], (tuple, list, dict))
+        if node.target is operator.getitem and is_of_structure and isinstance(args[1], (int, str, slice)):
             return args[0][args[1]]
-        if node.target is len and isinstance(args[0], (tuple, list, dict)):
-            return len(cast("Sequence[Any]", args[0]))
+        if node.target is len and is_of_structure:
+            return len(args[0])
         opened = self.opened(node, place, args, kwargs) if node.op == "call_module" else None
         return self.made(node, place, args, kwargs) if opened is None else opened[0]
 
@@ -131,10 +132,6 @@ class Opener:
     def made(self, node: fx.Node, place: Any, args: Any, kwargs: Any) -> Any:
         """Return the value of any other node."""
         raise NotImplementedError
-
-
-def _is_item(container: Any, index: Any) -> bool:
-    return isinstance(container, (tuple, list, dict)) and isinstance(index, (int, str, slice))
 
 
 def substituted(argument: Any, values: Mapping[fx.Node, Any]) -> Any:

@@ -101,7 +101,8 @@ class _Graph:
         """Say whether a node takes tensors in any order of memory."""
         if node.op in ("placeholder", "get_attr") or self._is_captured(node):
             return True
-        if _is_container(node):
+        if node.op == "call_function" and isinstance(node.target, type) and is_dataclass(node.target):
+            # It makes an object that only holds results, such as a `ModelOutput`.
             return not self._is_read_in_order()
         name = self._name(node)
         if name is None:
@@ -122,8 +123,3 @@ class _Graph:
         """Say whether results are the model's, or go to a module that runs its own forward."""
         around = [name for name in self.program.opaque if not name or self.owner.startswith(f"{name}.")]
         return not self.owner or bool(around)
-
-
-def _is_container(node: fx.Node) -> bool:
-    """Say whether a node makes an object that only holds results, such as a `ModelOutput`."""
-    return node.op == "call_function" and isinstance(node.target, type) and is_dataclass(node.target)

@@ -19,7 +19,7 @@ from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners
 from .rules import SplitBlock, SplitCall, SplitSize, SplitTensor, Stop, parts_in, result_of
 
-__all__ = ["Blocks", "TensorParallel", "is_conv1d"]
+__all__ = ["TensorParallel", "blocks_in", "is_conv1d"]
 
 _HARMLESS = ("dtype", "device", "requires_grad")
 """What may be asked of a tensor without its numbers."""
@@ -31,44 +31,33 @@ def is_conv1d(module: nn.Module) -> bool:
     return layer is not None and layer.inputs_first
 
 
-@dataclass
-class Blocks:
-    """Follows the values of a program through its graphs, as they are where layers are split over processes."""
-
-    program: Program
-    processes: int
-    refusals: list[Refusal] = field(default_factory=list[Refusal])  # blocks that almost are
-
-    def find(self) -> list[SplitBlock]:
-        """Return the blocks; what cannot be one is left whole, and the rest is looked at again."""
-        left_out: set[str] = set()
-        while True:
-            blocks = self._followed(left_out)
-            stopped = [block for block in blocks if block.stop is not None or not block.rows]
-            if not stopped:
-                return blocks
-            for block in stopped:
-                if block.stop is not None and block.stop.is_near:
-                    self.refusals.append(Refusal(str(block.stop), at=block.columns[0]))
-                left_out.update(block.columns)
-
-    def _followed(self, left_out: set[str]) -> list[SplitBlock]:
-        run = _Walk(self.program, self.processes, left_out)
-        run.model()
-        blocks = list({id(block.whole): block.whole for block in run.blocks}.values())
+def blocks_in(program: Program, processes: int) -> tuple[list[SplitBlock], list[Refusal]]:
+    """Return the layers that can be split together, and the blocks that almost can.
+    What cannot be a block is left whole, and the rest is looked at again.
+    """
+    left_out, refusals = set[str](), list[Refusal]()
+    while True:
+        walk = _Walk(program, processes, left_out)
+        walk.model()
+        blocks = list({id(block.whole): block.whole for block in walk.blocks}.values())
         for block in blocks:
-            block.stop = block.stop or self._left_over(block)
-        return blocks
+            block.stop = block.stop or _uneven(program, block, processes)
+        stopped = [block for block in blocks if block.stop is not None or not block.rows]
+        if not stopped:
+            return blocks, refusals
+        for block in stopped:
+            if block.stop is not None and block.stop.is_near:
+                refusals.append(Refusal(str(block.stop), at=block.columns[0]))
+            left_out.update(block.columns)
 
-    def _left_over(self, block: SplitBlock) -> Stop | None:
-        """Say which layer cannot be split evenly."""
-        for name in block.columns:
-            layer = layer_of(self.program.module(name))
-            outputs = 0 if layer is None else layer.channels[1]
-            if outputs % self.processes:
-                near = bool(block.rows)
-                return Stop(f"its {outputs} outputs do not divide by {self.processes} processes", is_near=near)
-        return None
+
+def _uneven(program: Program, block: SplitBlock, processes: int) -> Stop | None:
+    """Say which layer cannot be split evenly."""
+    for layer in (layer_of(program.module(name)) for name in block.columns):
+        outputs = 0 if layer is None else layer.channels[1]
+        if outputs % processes:
+            return Stop(f"its {outputs} outputs do not divide by {processes} processes", is_near=bool(block.rows))
+    return None
 
 
 @dataclass
@@ -225,13 +214,13 @@ class TensorParallel(Pass):
         device_type(model, self.name)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        search = Blocks(program, distributed.get_world_size())
-        for block in search.find():
+        blocks, refusals = blocks_in(program, distributed.get_world_size())
+        for block in blocks:
             detail = f"columns of {', '.join(block.columns)}; rows of {', '.join(block.rows)}"
             yield Site(
                 program, block.columns[0], {}, detail=detail, data={"columns": block.columns, "rows": block.rows}
             )
-        yield from search.refusals
+        yield from refusals
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         from torch.distributed.tensor.parallel import parallelize_module
