@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from ...errors import MatchFailure
 from ...operators import canonical_name
 from ...runtime.values import tensors_in
-from .members import operands
+from .members import operands, upwards
 from .unrolling import Unrolled
 
 __all__ = ["Loop", "Round", "draws", "dropping_module", "find_loop", "is_dropout"]
@@ -136,15 +136,7 @@ class _LoopReader:
 
     def _is_cut(self, node: fx.Node) -> bool:
         """Say whether an expert's results are of rows that were cut from a tensor in another order."""
-        pending, seen = [node], {node}
-        for one in pending:
-            name = canonical_name(one)
-            if name in ("sort", "argsort"):
-                return True
-            fresh = [used for used in one.all_input_nodes if used not in seen]
-            seen.update(fresh)
-            pending += fresh
-        return False
+        return any(canonical_name(one) in ("sort", "argsort") for one in upwards(node))
 
     def _root(self, write: _Write) -> fx.Node:
         target = write.target

@@ -16,7 +16,7 @@ from ...operators import canonical_name, mutates
 from ...passes.rewriting import Edit, hold_written_out, leave_views, stack_members
 from ...runtime.graphs import copy_graph
 from ...runtime.guards import require
-from .members import Items, Source, operands
+from .members import Items, Source, operands, upwards
 from .mixtures import Mixture
 from .rounds import dropping_module
 
@@ -104,12 +104,8 @@ class _Rewrite:
             return False
         if _adds_to_inputs(self.mixture):
             return True
-        seen, pending = set[fx.Node](), [target]  # or it has its type from the loop itself
-        while pending:
-            node = pending.pop()
-            pending += [used for used in node.all_input_nodes if used not in seen]
-            seen.add(node)
-        return not seen.isdisjoint(self.mixture.loop.tainted)
+        # Or it has its type from the loop itself.
+        return not self.mixture.loop.tainted.isdisjoint(upwards(target))
 
     def _sweep(self) -> None:
         """Take away what only the loop needed."""
