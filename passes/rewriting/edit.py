@@ -27,9 +27,8 @@ class Edit(TreeEdit):
 
     @contextmanager
     def watched(self) -> Generator[None]:
-        """Find what is changed otherwise than through this edit; then, and after any error, all is put back.
-        UnnotedChange names the change, and the verb to use; MatchFailure: no step of the state map accounts for a
-        tensor.
+        """Find what is changed otherwise than through this edit; then, and after any error, all is put back. Raise
+        UnnotedChange for such a change, MatchFailure for a tensor that no step of the state map accounts for.
         """
         journal = self._journal
         with watching(journal.snapshot, self.program, self.site.owner) as watch:

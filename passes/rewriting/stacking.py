@@ -34,9 +34,8 @@ def stack_members(
     some: bool = False,
     laid_out: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> tuple[FusedMembers, str]:
-    """Stack members' tensors; return the new child and its name.
-
-    `some`: a call may use some members only. `laid_out` may give a stack another order in memory.
+    """Stack members' tensors; return the new child and its name. `some`: a call may use some members only. `laid_out`
+    may give a stack another order in memory.
     """
     members = {place: [tensor_of(edit.owner, each) for each in names] for place, names in places.items()}
     stacked = {place: laid_out(place, torch.stack([each.detach() for each in of])) for place, of in members.items()}
