@@ -22,6 +22,7 @@ from .modules import (
     property_access,
     read_by_name,
     submodule,
+    tensor_at,
     transient_buffers,
 )
 from .tensors import (
@@ -58,7 +59,7 @@ __all__ = [
     "has_lazy_parameters", "has_pre_hooks", "has_state_hooks", "hooks_of", "in_place_format", "is_autocast",
     "is_cast_by_autocast", "is_plainly_eager", "is_registered_operator", "is_torch_wrapper", "is_transformed",
     "is_view_operator", "modules_by_name", "native_functions", "operator_format", "operator_name", "overloads_of",
-    "own_buffers", "own_children", "own_parameters", "own_tensor", "padding_around", "property_access",
-    "read_by_name", "runs_kernels", "storage_id", "submodule", "tensor_hooks", "torch_functions_off",
-    "transient_buffers", "version_of", "wants_gradients",
+    "own_buffers", "own_children", "own_parameters", "own_tensor", "padding_around", "property_access", "read_by_name",
+    "runs_kernels", "storage_id", "submodule", "tensor_at", "tensor_hooks", "torch_functions_off", "transient_buffers",
+    "version_of", "wants_gradients",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 __all__ = [
     "BORROWED", "REGIONS", "REGISTERS", "all_modules", "children_of", "has_global_hooks", "has_hooks",
     "has_lazy_parameters", "has_pre_hooks", "has_state_hooks", "hooks_of", "modules_by_name", "own_buffers",
-    "own_children", "own_parameters", "own_tensor", "property_access", "read_by_name", "submodule",
+    "own_children", "own_parameters", "own_tensor", "property_access", "read_by_name", "submodule", "tensor_at",
     "transient_buffers",
 ]  # fmt: skip
 
@@ -135,6 +135,13 @@ def submodule(module: nn.Module, path: str) -> nn.Module | None:
         if found is None:
             return None
     return found
+
+
+def tensor_at(module: nn.Module, path: str) -> Tensor | None:
+    """Return the parameter or buffer at a dotted path, or None."""
+    parent, _, name = path.rpartition(".")
+    holder = submodule(module, parent)
+    return None if holder is None else own_tensor(holder, name)
 
 
 def property_access() -> type:

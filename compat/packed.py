@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol, cast
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "Recurrence", "convolution_of", "convolution_packed", "is_packed", "linear_packed", "linear_product",
+    "Geometry", "Recurrence", "convolution_of", "convolution_packed", "is_packed", "linear_packed", "linear_product",
     "lstm_as_torch", "lstm_layer", "lstm_packed", "why_no_packing",
 ]  # fmt: skip
 
@@ -54,24 +55,54 @@ def linear_product(x: Tensor, packed: Tensor, bias: Tensor | None, behind: tuple
     return _linear()(x, packed, bias, name, scalars, kind)
 
 
-class _Geometry(Protocol):
-    """The settings of a convolution, as `layers.packed.Geometry` has them."""
+@dataclass(frozen=True)
+class Geometry:
+    """The settings of a convolution, one number for each dimension that it moves along."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    output_padding: tuple[int, ...] | None = None
+    size: tuple[int, ...] | None = None  # of the inputs that the weight is packed for, None for any
+    padding_after: tuple[int, ...] | None = None  # zeros behind the input where they differ
 
     @property
-    def stride(self) -> tuple[int, ...]: ...
+    def rank(self) -> int:
+        return len(self.stride)
+
     @property
-    def padding(self) -> tuple[int, ...]: ...
-    @property
-    def dilation(self) -> tuple[int, ...]: ...
-    @property
-    def groups(self) -> int: ...
-    @property
-    def output_padding(self) -> tuple[int, ...] | None: ...
-    @property
-    def size(self) -> tuple[int, ...] | None: ...
+    def lists(self) -> tuple[list[int], list[int], list[int], int]:
+        """Return what all kernels take, in their order."""
+        return list(self.stride), list(self.padding), list(self.dilation), self.groups
+
+    @cached_property
+    def even(self) -> Geometry:
+        """Return the settings for kernels that pad alike, and `part`, what is wanted of their results."""
+        if self.padding_after is None:
+            return self
+        most = zip(self.padding, self.padding_after, self.stride, strict=True)
+        padding = tuple(before + stride * max(-((before - behind) // stride), 0) for before, behind, stride in most)
+        return replace(self, padding=padding, padding_after=None)
+
+    def with_zeros(self, before: Sequence[int], after: Sequence[int]) -> Geometry:
+        """Return it with so many more zeros before and behind each dimension."""
+        most = tuple(map(operator.add, self.padding, before))
+        behind = tuple(map(operator.add, self.padding_after or self.padding, after))
+        return replace(self, padding=most, padding_after=None if most == behind else behind)
+
+    def part(self, sizes: Sequence[int], kernel: Sequence[int]) -> tuple[slice, ...]:
+        """Return what is wanted of the results of a kernel with even padding, for inputs of `sizes`."""
+        slices = [slice(None), slice(None)]
+        for dim, size in enumerate(sizes):
+            around = size + self.padding[dim] + (self.padding_after or self.padding)[dim]
+            start = (self.even.padding[dim] - self.padding[dim]) // self.stride[dim]
+            count = (around - self.dilation[dim] * (kernel[dim] - 1) - 1) // self.stride[dim] + 1
+            slices.append(slice(start, start + count))
+        return tuple(slices)
 
 
-def convolution_packed(weight: Tensor, its: _Geometry) -> Tensor:
+def convolution_packed(weight: Tensor, its: Geometry) -> Tensor:
     """Return the weight of a convolution along two or three dimensions as oneDNN reads it."""
     rest = its.stride, its.dilation, its.groups, its.size
     if its.output_padding is None:
@@ -85,7 +116,7 @@ def _convolutions() -> tuple[Any, Any]:
 
 
 def convolution_of(
-    its: _Geometry, behind: tuple[str, list[float], str]
+    its: Geometry, behind: tuple[str, list[float], str]
 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """Return what computes a convolution and an activation, channels last, of input, packed weight and bias."""
     plain, transposed = _convolutions()

@@ -175,14 +175,12 @@ def _check_choices(gate: object, activation: object, factor: object) -> None:
         raise UsageError(f"unknown gate {gate!r}; give one of {', '.join(GATES)}")
     if not callable(activation) and (not isinstance(activation, str) or activation not in _ACTIVATIONS):
         raise UsageError(f"unknown activation {activation!r}; give one of {', '.join(_ACTIVATIONS)}, or a function")
-    if isinstance(factor, bool) or not (factor is None or _is_factor(factor)):
+    if isinstance(factor, bool) or not (
+        factor is None or (isinstance(factor, (int, float)) and 0 < factor < float("inf"))
+    ):
         raise UsageError(
             f"capacity_factor={factor!r} of a MixtureOfExperts; give a factor over 0, such as 1.25, or None"
         )
-
-
-def _is_factor(number: object) -> bool:
-    return isinstance(number, (int, float)) and 0 < number < float("inf")
 
 
 def _check_switches(**switches: object) -> None:

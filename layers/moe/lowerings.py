@@ -263,9 +263,8 @@ def _padded(task: Task) -> Tensor:
 
 
 def outputs_in_blocks(task: Task) -> Tensor:
-    """Give each expert as many short blocks as it needs, and copy its weights for each: [tokens, k, out].
-    Shapes follow from shapes, for tracing: with blocks of an expert's average number of tokens, twice as many as
-    experts are always enough.
+    """Give each expert as many short blocks as it needs, and copy its weights for each: [tokens, k, out]. Of blocks
+    for an expert's average number of tokens twice as many as experts do, so shapes follow from shapes.
     """
     x, pairs, (tokens, k), experts = task.x, task.pairs, task.indices.shape, task.num_experts
     is_symbolic = _is_symbolic(tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat.packed import convolution_of, convolution_packed, is_packed
+from ...compat.packed import Geometry, convolution_of, convolution_packed, is_packed
 from ...operators import CHANNELS_LAST, derived
 from .activations import NO_ACTIVATION, Activation
 from .weights import NOTHING, Packed, can_be_packed
@@ -21,43 +21,7 @@ __all__ = ["Geometry", "PackedConvolution"]
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """The settings of a convolution, one number for each dimension that it moves along."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    output_padding: tuple[int, ...] | None = None
-    size: tuple[int, ...] | None = None  # of the inputs that the weight is packed for, None for any
-    padding_after: tuple[int, ...] | None = None  # zeros behind the input where they differ
-
-    @property
-    def rank(self) -> int:
-        return len(self.stride)
-
-    @cached_property
-    def even(self) -> Geometry:
-        """Return the settings for kernels that pad alike, and `part`, what is wanted of their results."""
-        if self.padding_after is None:
-            return self
-        most = zip(self.padding, self.padding_after, self.stride, strict=True)
-        padding = tuple(before + stride * max(-((before - behind) // stride), 0) for before, behind, stride in most)
-        return dataclasses.replace(self, padding=padding, padding_after=None)
-
-    def part(self, sizes: Sequence[int], kernel: Sequence[int]) -> tuple[slice, ...]:
-        """Return what is wanted of the results of a kernel with even padding, for inputs of `sizes`."""
-        slices = [slice(None), slice(None)]
-        for dim, size in enumerate(sizes):
-            around = size + self.padding[dim] + (self.padding_after or self.padding)[dim]
-            start = (self.even.padding[dim] - self.padding[dim]) // self.stride[dim]
-            count = (around - self.dilation[dim] * (kernel[dim] - 1) - 1) // self.stride[dim] + 1
-            slices.append(slice(start, start + count))
-        return tuple(slices)
-
-
-@dataclass(frozen=True)
-class _Weight:
+class _PackConvolution:
     """Pack the weight of a convolution; return it as it is where that cannot be."""
 
     geometry: Geometry
@@ -70,9 +34,8 @@ class _Weight:
 
 
 class PackedConvolution(Packed):
-    """Compute a convolution, and the activation behind it, on a packed weight; or as torch does where that cannot be.
-    Other sizes than the first have a weight of their own: rearranging at each call takes longer than the convolution.
-    `given` and `gives` are types of the input, beside float32, and of the result.
+    """Compute a convolution, and the activation behind it, on a packed weight, one for the first size and one for all
+    others; or as torch does. `given` and `gives` are types of the input, beside float32, and of the result.
     """
 
     __name__ = "packed_convolution"
@@ -81,12 +44,12 @@ class PackedConvolution(Packed):
         self, geometry: Geometry, activation: Activation = NO_ACTIVATION, dtype: torch.dtype = torch.float32,
         given: torch.dtype = torch.float32, gives: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
-        super().__init__((geometry, activation, dtype, given, gives), _Weight(geometry, dtype), activation)
+        super().__init__((geometry, activation, dtype, given, gives), _PackConvolution(geometry, dtype), activation)
         self.geometry, self.dtype, self._dims = geometry, dtype, geometry.rank + 2
         self._given, self._gives, self._taken = given, gives, (torch.float32, given)
         self._is_even = geometry.padding_after is None
         self._places = None if geometry.size is None else tuple(geometry.size[2:])
-        self._elsewhere = derived(_Weight(dataclasses.replace(geometry, size=None), dtype), 1)
+        self._elsewhere = derived(_PackConvolution(dataclasses.replace(geometry, size=None), dtype), 1)
 
     @property
     def is_narrow(self) -> bool:
@@ -162,6 +125,3 @@ class PackedConvolution(Packed):
             return conv(around, weight, bias, its.stride, 0, its.dilation, its.groups)
         transposed: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[index]
         return transposed(x, weight, bias, its.stride, its.padding, its.output_padding, its.groups, its.dilation)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PackedConvolution, self.settings

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ __all__ = ["PackedLinear", "TransposedLinear"]
 
 
 @dataclass(frozen=True)
-class _Weight:
+class _PackLinear:
     """Pack the weight of a linear layer; return it as it is where that cannot be."""
 
     dtype: torch.dtype
@@ -31,9 +30,8 @@ class _Weight:
 
 
 class PackedLinear(Packed):
-    """Compute a linear layer, and the activation behind it, on a packed weight; or as torch does where that cannot be.
-    With `inputs_first` the weight is [inputs, outputs]; `joins` is `add` or `mul`; input and result are float32 unless
-    it `takes_narrow` or `gives_narrow`.
+    """Compute a linear layer, and the activation behind it, on a packed weight; or as torch does. With `inputs_first`
+    the weight is [inputs, outputs]; `joins` is `add` or `mul`; it may take, or give, its `dtype` beside float32.
     """
 
     __name__ = "packed_linear"
@@ -43,7 +41,7 @@ class PackedLinear(Packed):
         joins: str = "add", takes_narrow: bool = False, gives_narrow: bool = False,
     ) -> None:  # fmt: skip
         settings = activation, dtype, inputs_first, joins, takes_narrow, gives_narrow
-        super().__init__(settings, _Weight(dtype, inputs_first), activation)
+        super().__init__(settings, _PackLinear(dtype, inputs_first), activation)
         self.dtype, self.inputs_first, self.joins = dtype, inputs_first, joins
         self.takes_narrow, self.gives_narrow = takes_narrow, gives_narrow
         self._inputs, self._outputs = (0, 1) if inputs_first else (1, 0)
@@ -94,9 +92,6 @@ class PackedLinear(Packed):
         """Compute the layer as torch does."""
         return F.linear(x, weight.t() if self.inputs_first else weight, bias)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PackedLinear, self.settings
-
 
 def _laid_by_inputs(weight: Tensor) -> Tensor:
     """Lay the weight of a linear layer as [inputs, outputs]; return it as it is where that cannot be."""
@@ -108,6 +103,7 @@ class TransposedLinear(PackedLinear):
 
     def __init__(self, activation: Activation = NO_ACTIVATION, joins: str = "add", inputs_first: bool = False) -> None:
         super().__init__(activation, inputs_first=inputs_first, joins=joins)
+        self.settings = activation, joins, inputs_first
         self.transposed = derived(_laid_by_inputs, 1)
 
     def narrowed(self, *, takes: bool = False, gives: bool = False) -> PackedLinear:
@@ -142,6 +138,3 @@ class TransposedLinear(PackedLinear):
         """Let the packed and transposed weights be made anew."""
         super().forget_all()
         self.transposed.forget_all()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TransposedLinear, (self.activation, self.joins, self.inputs_first)

@@ -29,17 +29,14 @@ def _keep_linears_narrow(graph: fx.Graph, *, exactly: bool) -> None:
     kept: set[fx.Node] = set()
     for node, layer in calls.items():
         readers = _readers(node)
+        # Something is added to its result or multiplied with it, or it to something.
+        is_joined = len(node.args) > _ALONE or any(node in reader.args[1:] for reader in readers)
         are_alike = all(reader in calls and calls[reader].dtype is layer.dtype for reader in readers)
-        if readers and are_alike and not (exactly and _is_joined(node, readers)):
+        if readers and are_alike and not (exactly and is_joined):
             kept.add(node)
             taking.update(readers)
     for node, layer in calls.items():
         node.target = layer.narrowed(takes=node in taking, gives=node in kept)
-
-
-def _is_joined(node: fx.Node, readers: list[fx.Node]) -> bool:
-    """Say whether something is added to a layer's result or multiplied with it, or it to something."""
-    return len(node.args) > _ALONE or any(node in reader.args[1:] for reader in readers)
 
 
 def _keep_convolutions_narrow(graph: fx.Graph) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ...compat import runs_kernels, wants_gradients
 from ...compat.packed import Recurrence, is_packed, lstm_as_torch, lstm_layer, lstm_packed
-from ...operators import Derived, Keeping, derived
-from .weights import can_be_packed
+from ...operators import Derived, derived
+from .weights import BySettings, can_be_packed
 
 __all__ = ["PackedLSTM", "Recurrence"]
 
@@ -22,7 +22,7 @@ Result = tuple[Tensor, State]
 
 
 @dataclass(frozen=True)
-class _Weights:
+class _PackRecurrence:
     """Pack the tensors of a layer in one direction; return them as they are where that cannot be."""
 
     inputs: int
@@ -38,18 +38,18 @@ class _Weights:
         return lstm_packed([tensor.detach().to(self.dtype) for tensor in tensors], self.hidden)
 
 
-class PackedLSTM(Keeping):
+class PackedLSTM(BySettings):
     """Compute an LSTM on packed weights, or as torch does where that cannot be: packed or empty sequences, say."""
 
     operator = "packed_lstm"
     __name__ = "packed_lstm"
 
     def __init__(self, its: Recurrence, dtype: torch.dtype = torch.float32) -> None:
-        self.its, self.dtype = its, dtype
+        self.its, self.dtype, self.settings = its, dtype, (its, dtype)
         later = its.directions * its.hidden_size
         sizes = [later if number else its.input_size for number in range(its.num_layers)]
         self.weights: list[Derived] = [
-            derived(_Weights(size, its.hidden_size, dtype), its.count)
+            derived(_PackRecurrence(size, its.hidden_size, dtype), its.count)
             for size in sizes
             for _ in range(its.directions)
         ]  # fmt: skip
@@ -115,18 +115,6 @@ class PackedLSTM(Keeping):
         """Let the packed weights be made anew."""
         for each in self.weights:
             each.forget_all()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, PackedLSTM) and (self.its, self.dtype) == (other.its, other.dtype)
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.its, self.dtype))
-
-    def __repr__(self) -> str:
-        return f"PackedLSTM({self.its}, {self.dtype})"
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return PackedLSTM, (self.its, self.dtype)
 
 
 def _is_plain(x: Tensor) -> bool:

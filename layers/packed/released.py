@@ -142,7 +142,7 @@ def _refuse_to_copy(
             )
 
 
-class _Held(Derived):
+class _MadeBefore(Derived):
     """Give what was made of weights that were released, and of others as before."""
 
     def __init__(self, before: Derived) -> None:
@@ -172,10 +172,10 @@ def release_weight(module: nn.Module, own_name: str, name: str, layers: Sequence
     """Put what stands for a weight in its place, of which these packed layers, all that use it, hold what they made."""
     weight = module.get_parameter(own_name)
     released = ReleasedWeight.of(weight, name)
-    made: dict[int, _Held] = {}  # several layers may share what they make
+    made: dict[int, _MadeBefore] = {}  # several layers may share what they make
     for layer in layers:
         before = layer.weights
-        held = before if isinstance(before, _Held) else made.setdefault(id(before), _Held(before))
+        held = before if isinstance(before, _MadeBefore) else made.setdefault(id(before), _MadeBefore(before))
         held.hold(weight, released)
         layer.weights = held
     setattr(module, own_name, released)

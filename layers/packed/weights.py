@@ -12,7 +12,7 @@ from ...compat import runs_kernels, wants_gradients
 from ...operators import Keeping, derived, why_unseen
 from .activations import NO_ACTIVATION, Activation
 
-__all__ = ["NOTHING", "Packed", "can_be_packed", "why_not_packed"]
+__all__ = ["NOTHING", "BySettings", "Packed", "can_be_packed", "why_not_packed"]
 
 NOTHING = NO_ACTIVATION.behind
 
@@ -43,10 +43,27 @@ def _is_row(bias: Tensor, count: int) -> bool:
     )  # fmt: skip
 
 
-class Packed(Keeping):
-    """Compute a layer on a weight that is packed when it is first needed, and anew where it was changed.
-    A graph calls it with the layer's own tensors; copies and pickles begin without what is packed. `settings` tell one
-    from another; `behind` is what the kernel computes behind the layer.
+class BySettings(Keeping):
+    """Be equal, copied and pickled by `settings`, what it was made with; what it keeps is left out."""
+
+    settings: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, BySettings) and self.settings == other.settings
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.settings))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(str, self.settings))})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.settings
+
+
+class Packed(BySettings):
+    """Compute a layer on a weight that is packed when it is first needed, and anew where it was changed. A graph calls
+    it with the layer's own tensors; copies and pickles begin without what is packed. `settings` tell one from another.
     """
 
     operator = "packed"
@@ -127,12 +144,3 @@ class Packed(Keeping):
     def forget_all(self) -> None:
         """Let the packed weights be made anew."""
         self.weights.forget_all()
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and isinstance(other, Packed) and self.settings == other.settings
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.settings))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(str, self.settings))})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,22 +25,16 @@ from .activations import in_float8, quantized_at_once
 from .layer import HoldsWeight, QuantizedLayer, is_finite, is_plain_call
 
 __all__ = [
-    "Float8Linear",
-    "Int4WeightLinear",
-    "Int8DynamicLinear",
-    "Int8WeightLinear",
-    "QuantizedLinear",
-    "TiedInt8Linear",
-]
+    "Float8Linear", "Int4WeightLinear", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLinear", "TiedInt8Linear",
+]  # fmt: skip
 
 _BLOCK = 16
 """Kernels for float8 take inputs and outputs in blocks of so many."""
 
 
 class QuantizedLinear(HoldsWeight):
-    """Compute `x @ weight.T + bias` with the numbers and scales of a weight.
-    Compilers and exporters get plain operators. Under transforms and outside the CPU it computes with the weight that
-    the numbers stand for; gradients flow to the input and the bias as if it always did.
+    """Compute `x @ weight.T + bias` with the numbers and scales of a weight. Compilers and exporters get plain
+    operators; under transforms, outside the CPU and for gradients it is a layer with the weight they stand for.
     """
 
     def __init__(
@@ -72,7 +66,7 @@ class QuantizedLinear(HoldsWeight):
 
     def with_gradient(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with the kernel, with gradients for the input and the bias."""
-        function: Any = _WithGradient
+        function: Any = _LinearWithGradient
         return function.apply(self, input, self.bias)
 
     def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -85,9 +79,7 @@ class QuantizedLinear(HoldsWeight):
             input, self.wide_weight().to(input.dtype), None if self.bias is None else self.bias.to(input.dtype)
         )
 
-    def extra_repr(self) -> str:
-        """Return what `repr` shows."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+    extra_repr = cast("Any", nn.Linear).extra_repr
 
 
 class Int8DynamicLinear(QuantizedLinear):
@@ -188,7 +180,7 @@ def _packed_halves(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return int4_packed(torch.stack([values & 15, values >> 4], -1).view(len(values), -1).int() - 8, scales)
 
 
-class _WithGradient(torch.autograd.Function):
+class _LinearWithGradient(torch.autograd.Function):
     """Compute with a kernel; send gradients through the weight that its numbers stand for."""
 
     @staticmethod
@@ -205,9 +197,8 @@ class _WithGradient(torch.autograd.Function):
 
 
 class TiedInt8Linear(QuantizedLayer):
-    """Quantize activations at each call, and multiply integers of 8 bits that are made of a weight which stays.
-    They are made anew where it was changed, and are in no state dict. Calls that want gradients, compilers and
-    exporters get the linear layer.
+    """Quantize activations at each call, and multiply integers of 8 bits that are made of a weight which stays, anew
+    where it was changed. Calls that want gradients, compilers and exporters get the linear layer.
     """
 
     weight: nn.Parameter
@@ -235,6 +226,4 @@ class TiedInt8Linear(QuantizedLayer):
     def _packed(self, weight: Tensor, bias: Tensor | None) -> object:
         return int8_packed(*quantized(weight.detach(), "int8", self.group), bias)
 
-    def extra_repr(self) -> str:
-        """Return what `repr` shows."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+    extra_repr = cast("Any", nn.Linear).extra_repr

@@ -17,9 +17,8 @@ __all__ = ["Int8DynamicLSTM"]
 
 
 class Int8DynamicLSTM(QuantizedLayer):
-    """Quantize activations at each step, and multiply integers of 8 bits.
-    Packed sequences, inputs without a batch and calls that want gradients run as the LSTM with the weights that the
-    numbers stand for.
+    """Quantize activations at each step, and multiply integers of 8 bits. Packed sequences, inputs without a batch and
+    calls that want gradients run as the LSTM with the weights that the numbers stand for.
     """
 
     def __init__(self, lstm: nn.LSTM, weights: Mapping[str, tuple[Tensor, Tensor]]) -> None:

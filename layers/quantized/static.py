@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
+from ...compat.packed import Geometry
 from ...compat.quantized import (
     Int8Result,
     int8_convolution,
@@ -22,7 +23,7 @@ from ...errors import UsageError
 from .activations import Range, from_numbers, to_numbers
 from .layer import HoldsWeight
 
-__all__ = ["Geometry", "StaticConv", "StaticLayer", "StaticLinear"]
+__all__ = ["StaticConv", "StaticLayer", "StaticLinear"]
 
 _PACKED = frozenset({"dilation", "geometry", "groups", "padding", "padding_mode", "range", "stride"})
 """What a packed convolution is made for."""
@@ -42,9 +43,8 @@ class IntegerEpilogue:
 
 
 class StaticLayer(HoldsWeight):
-    """Compute a layer with numbers of 8 bits on both sides.
-    Under compilers, exporters and transforms, in other types and outside the CPU, it computes what the numbers stand
-    for; gradients flow to the input and the bias as if it always did.
+    """Compute a layer with numbers of 8 bits on both sides. Compilers, exporters, transforms, other types, devices but
+    the CPU, and gradients get the layer that the numbers stand for.
     """
 
     def __init__(
@@ -62,9 +62,8 @@ class StaticLayer(HoldsWeight):
         output: tuple[float, int] | None = None,
         contiguous: bool | None = None,
     ) -> Tensor:
-        """Compute the layer, and what a graph says of the operations behind it, see `IntegerEpilogue`.
-        The input is floats, or uint8 by the layer's own range; `scales` and `bias` have a norm folded in; `output` is
-        scale and zero point of the numbers to return.
+        """Compute the layer with an `IntegerEpilogue`. The input is floats, or uint8 by the layer's own range; `scales`
+        and `bias` have a norm folded in; `output` is scale and zero point of the numbers to return.
         """
         epilogue = IntegerEpilogue(activation, None if output is None else Range(*output), contiguous)
         scales, bias = self.held[1] if scales is None else scales, self.bias if bias is None else bias
@@ -73,7 +72,7 @@ class StaticLayer(HoldsWeight):
         if wants_gradients(input, scales, bias):
             # What gradients flow through is in floats between layers, too.
             floats = IntegerEpilogue(activation, None, contiguous)
-            return cast("Any", _WithGradient).apply(self, floats, input, scales, bias)
+            return cast("Any", _StaticWithGradient).apply(self, floats, input, scales, bias)
         return self.kernel(input, scales, bias, epilogue)
 
     def _has_kernel(self, input: Tensor) -> bool:  # noqa: A002
@@ -141,34 +140,6 @@ class StaticLinear(StaticLayer):
         return F.linear(x, weight, bias)
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """The settings of a convolution, one number for each dimension that it moves along."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    @classmethod
-    def of(cls, conv: nn.Conv2d) -> Geometry | None:
-        """Return the geometry of a convolution; None where it pads with anything but as many zeros on both sides."""
-        if conv.padding_mode != "zeros":
-            return None
-        if not isinstance(conv.padding, str):
-            return cls(conv.stride, conv.padding, conv.dilation, conv.groups)
-        spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-        around = spans if conv.padding == "same" else [0] * len(spans)
-        if any(total % 2 for total in around):
-            return None
-        return cls(conv.stride, tuple(total // 2 for total in around), conv.dilation, conv.groups)
-
-    @property
-    def lists(self) -> tuple[list[int], list[int], list[int], int]:
-        """Return the settings as operators take them."""
-        return list(self.stride), list(self.padding), list(self.dilation), self.groups
-
-
 class StaticConv(StaticLayer):
     """Compute a convolution along one, two or three dimensions; see `StaticLayer`."""
 
@@ -212,7 +183,7 @@ class StaticConv(StaticLayer):
         return function(x, weight, bias, stride, padding, dilation, groups)
 
 
-class _WithGradient(torch.autograd.Function):
+class _StaticWithGradient(torch.autograd.Function):
     """Compute with a kernel; send gradients through what it stands for."""
 
     @staticmethod

@@ -57,9 +57,8 @@ class _Counting(nn.Module):
 
 
 class FakeQuantized(_Counting):
-    """Mix into a layer of torch.nn: it computes with its input and weight rounded to 8 bits.
-    The weight has one scale for each output, or one for all: its largest element by 127. The range of the input is a
-    moving average, or is learned (LSQ).
+    """Mix into a layer of torch.nn: it computes with its input and weight rounded to 8 bits. The scale of the weight,
+    for each output or for all, is its largest element by 127; the input's range is a moving average, or learned (LSQ).
     """
 
     _fxopt_is_operation: ClassVar[bool] = True

@@ -16,7 +16,7 @@ from ...tracing.isolation import AttributeState, ParameterData
 from ...tracing.program import Program
 from .snapshot import GraphState, ModuleState, Snapshot
 
-__all__ = ["Journal", "UnnotedChange", "Watch", "only_reading", "watching"]
+__all__ = ["ChangeWatch", "Journal", "UnnotedChange", "only_reading", "watching"]
 
 
 _KINDS = {
@@ -38,7 +38,7 @@ class UnnotedChange(MatchFailure):
         super().__init__(f"the pass {self.what} without its edit knowing; use {self.instead}")
 
 
-class Watch:
+class ChangeWatch:
     """Hold what a module of a program, with all inside it, is, to see later what became of it."""
 
     def __init__(self, snapshot: Snapshot, program: Program, name: str) -> None:
@@ -101,9 +101,9 @@ class Watch:
 
 
 @contextmanager
-def watching(snapshot: Snapshot, program: Program, name: str) -> Generator[Watch]:
+def watching(snapshot: Snapshot, program: Program, name: str) -> Generator[ChangeWatch]:
     """Watch a part of a program while a pass rewrites it."""
-    watch = Watch(snapshot, program, name)
+    watch = ChangeWatch(snapshot, program, name)
     with watch.data.watched(), _Writes(watch.data):
         yield watch
 
@@ -111,7 +111,7 @@ def watching(snapshot: Snapshot, program: Program, name: str) -> Generator[Watch
 @contextmanager
 def only_reading(program: Program, snapshot: Snapshot) -> Generator[None]:
     """Watch a program while a pass looks for sites, and may run the model; UnnotedChange if it changed anything."""
-    watch = Watch(snapshot, program, "")
+    watch = ChangeWatch(snapshot, program, "")
     renormalised = {id(m.weight) for m in program.names.distinct if vars(m).get("max_norm") is not None}
     parameters = {name: p for name, p in program.names.parameters().items() if id(p) not in renormalised}
     counts = ChangeCounts(parameters.values())
@@ -148,7 +148,7 @@ class Journal:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        self.watch: Watch | None = None
+        self.watch: ChangeWatch | None = None
         self._before: list[ModuleState] = []
         self._undo: list[Callable[[], object]] = []
         self._kept: set[nn.Module] = set()

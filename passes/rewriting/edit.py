@@ -11,7 +11,7 @@ from ...errors import CaptureError, MatchFailure, UsageError
 from ...runtime.graphs import Capture, Specialization, capture_of, install, uninstall
 from ...runtime.values import Absent
 from .changes import UnnotedChange, watching
-from .regions import Opener, Wrapper, inline, outline
+from .regions import RegionContext, Wrapper, inline, outline
 from .state_map_check import added_tensors, check_mapped, lasting_shapes
 from .tree_edit import TreeEdit
 
@@ -27,9 +27,8 @@ class Edit(TreeEdit):
 
     @contextmanager
     def watched(self) -> Generator[None]:
-        """Find what is changed otherwise than through this edit; then, and after any error, all is put back.
-        UnnotedChange names the change, and the verb to use; MatchFailure: no step of the state map accounts for a
-        tensor.
+        """Find what is changed otherwise than through this edit; then, and after any error, all is put back. Raise
+        UnnotedChange for such a change, MatchFailure for a tensor that no step of the state map accounts for.
         """
         journal = self._journal
         with watching(journal.snapshot, self.program, self.site.owner) as watch:
@@ -46,7 +45,12 @@ class Edit(TreeEdit):
                 journal.watch = None
 
     def outline(
-        self, nodes: Iterable[fx.Node], *, name: str, context: Opener | None = None, wrapper: Wrapper | None = None
+        self,
+        nodes: Iterable[fx.Node],
+        *,
+        name: str,
+        context: RegionContext | None = None,
+        wrapper: Wrapper | None = None,
     ) -> fx.Node:
         """Move nodes of the site's graph into a new child; return the call that stands for them.
 

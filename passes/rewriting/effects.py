@@ -18,12 +18,12 @@ from ...operators import (
     operator_info,
     operator_of_module,
 )
-from ...runtime.graphs import Capture, capture_of
+from ...runtime.graphs import capture_of, specializations_of
 from ...runtime.guards import require
 from ...runtime.values import TensorMeta, qualified, user_class
 from ...tracing.analyses import StructuralHash
 from ...tracing.program import Program
-from .inlining import bound, unmet_guard
+from .inlining import only_graph, unmet_guards
 
 __all__ = ["handed_out", "has_effects", "may_share", "overwrites_unseen", "writes", "written_values"]
 
@@ -90,21 +90,18 @@ def _renormalises(node: fx.Node) -> bool:
 
 def _may_leave_its_graph(node: fx.Node, module: nn.Module, program: Program) -> bool:
     """Say whether a captured module may run its original forward, of which less is known than of its graph."""
-    capture = capture_of(module)
-    if capture is None:
+    if capture_of(module) is None:
         return False
     values = [value for value in node.args if type(value) is fx.Node]
     if node.kwargs or len(set(values)) < len(node.args):
-        return _is_unlike_its_graph(node, module, capture)
+        return _is_unlike_its_graph(node, module)
     # Nothing is known of values but which argument each is: for modules of a kind it is the same.
-    return program.analyses[_Known].of_kind(
-        ("leaves", len(values)), module, lambda: _is_unlike_its_graph(node, module, capture)
-    )
+    return program.analyses[_Known].of_kind(("leaves", len(values)), module, lambda: _is_unlike_its_graph(node, module))
 
 
-def _is_unlike_its_graph(node: fx.Node, module: nn.Module, capture: Capture) -> bool:
-    given = bound(capture, node.args, dict(node.kwargs))
-    return given is None or len(capture.specializations) != 1 or unmet_guard(module, capture, given) is not None
+def _is_unlike_its_graph(node: fx.Node, module: nn.Module) -> bool:
+    found = only_graph(module, node)
+    return found is None or bool(unmet_guards(module, *found))
 
 
 def _holds_of_module(
@@ -115,19 +112,11 @@ def _holds_of_module(
     of_node: Callable[[fx.Node, Program, str], bool],
 ) -> bool:
     """Say whether something holds of a module or of a node in it; hooks may do anything."""
-    nodes = _nodes_inside(module)
-    return has_hooks(module) or (
-        of_leaf(module) if nodes is None else any(of_node(node, program, name) for node in nodes)
-    )
-
-
-def _nodes_inside(module: nn.Module) -> list[fx.Node] | None:
-    """Return what a module that runs from graphs does between its inputs and its outputs; None for any other."""
-    capture = capture_of(module)
-    if capture is None or not capture.specializations:
-        return None
-    nodes = (node for specialization in capture.specializations for node in specialization.graph.nodes)
-    return [node for node in nodes if node.op not in ("placeholder", "output")]
+    graphs = [each.graph for each in specializations_of(module)]
+    if has_hooks(module) or not graphs:
+        return has_hooks(module) or of_leaf(module)
+    nodes = (node for graph in graphs for node in graph.nodes if node.op not in ("placeholder", "output"))
+    return any(of_node(node, program, name) for node in nodes)
 
 
 def _leaf_has_effects(module: nn.Module) -> bool:
@@ -217,8 +206,7 @@ def _holds_tensors(described: Any) -> bool:
 
 def _kind_shares(module: nn.Module, program: Program, name: str) -> bool:
     """Say whether a module without hooks may return what lies in the memory of an argument."""
-    capture = capture_of(module)
-    if capture is None or not capture.specializations:
+    graphs = [each.graph for each in specializations_of(module)]
+    if not graphs:
         return not _info_of_leaf(module).fresh or getattr(module, "inplace", False)
-    graphs = [specialization.graph for specialization in capture.specializations]
     return any(node.op == "placeholder" for graph in graphs for node in handed_out(graph, program, name))

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.nn.utils import parametrize
 
 from ...compat import all_modules, has_hooks
-from ...runtime.graphs import Capture, Specialization, WrappedRegion
+from ...runtime.graphs import Capture, Specialization, WrappedRegion, capture_of
 from ...runtime.guards import (
     SELF,
     Argument,
@@ -34,8 +34,8 @@ from ...runtime.values import map_leaves, user_class
 from ..sites import VOLATILE, is_volatile
 
 __all__ = [
-    "Checks", "Opener", "bound", "lasting_guards", "reason_against_inlining", "reason_against_opening", "received",
-    "substituted", "unmet_guard", "unmet_guards",
+    "Checks", "Opener", "bound", "lasting_guards", "only_graph", "reason_against_inlining", "reason_against_opening",
+    "received", "substituted", "unmet_guards",
 ]  # fmt: skip
 
 
@@ -59,15 +59,10 @@ def reason_against_opening(module: nn.Module) -> str | None:
     return VOLATILE if is_volatile(module) else None
 
 
-def unmet_guard(module: nn.Module, capture: Capture, given: Mapping[str, Any]) -> Guard | None:
-    """Return a condition of a captured module's graph that one call of it does not always meet, or None. What is
-    `given` and no constant stands for a value that may be any tensor.
-    """
-    return next(iter(unmet_guards(module, capture.specializations[0], given)), None)
-
-
 def unmet_guards(module: nn.Module, specialization: Specialization, given: Mapping[str, Any]) -> list[Guard]:
-    """Return all such conditions; see `unmet_guard`."""
+    """Return the conditions of a captured module's graph that one call of it does not always meet. What is `given` and
+    no constant stands for a value that may be any tensor.
+    """
     names = {"self": module, **given}
     return [g for g in specialization.guards if _may_change(g, module) or not g.holds(names)]
 
@@ -122,10 +117,11 @@ class Opener:
     def value(self, node: fx.Node, place: Any, values: Mapping[fx.Node, Any]) -> Any:
         """Return the value of a node, neither input nor output, given those of the nodes before."""
         args, kwargs = substituted(node.args, values), substituted(node.kwargs, values)
-        if node.target is operator.getitem and _is_item(*args):
+        is_of_structure = bool(args) and isinstance(args[0], (tuple, list, dict))
+        if node.target is operator.getitem and is_of_structure and isinstance(args[1], (int, str, slice)):
             return args[0][args[1]]
-        if node.target is len and isinstance(args[0], (tuple, list, dict)):
-            return len(cast("Sequence[Any]", args[0]))
+        if node.target is len and is_of_structure:
+            return len(args[0])
         opened = self.opened(node, place, args, kwargs) if node.op == "call_module" else None
         return self.made(node, place, args, kwargs) if opened is None else opened[0]
 
@@ -136,10 +132,6 @@ class Opener:
     def made(self, node: fx.Node, place: Any, args: Any, kwargs: Any) -> Any:
         """Return the value of any other node."""
         raise NotImplementedError
-
-
-def _is_item(container: Any, index: Any) -> bool:
-    return isinstance(container, (tuple, list, dict)) and isinstance(index, (int, str, slice))
 
 
 def substituted(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
@@ -153,6 +145,15 @@ def bound(capture: Capture, args: Sequence[Any], kwargs: Mapping[str, Any]) -> M
         return capture.parameters.bind(args, kwargs)
     except TypeError:
         return None
+
+
+def only_graph(module: nn.Module, call: fx.Node) -> tuple[Specialization, Mapping[str, Any]] | None:
+    """Return the one graph of a captured module and what a call passes by argument; None if there is no such graph."""
+    capture = capture_of(module)
+    if capture is None or len(capture.specializations) != 1:
+        return None
+    given = bound(capture, call.args, call.kwargs)
+    return None if given is None else (capture.specializations[0], given)
 
 
 def received(specialization: Specialization, given: Mapping[str, Any], kind: type) -> list[Any] | None:

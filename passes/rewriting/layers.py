@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
-from ...compat import own_parameters, own_tensor
+from ...compat import own_parameters, tensor_at
+from ...compat.packed import Geometry
 from ...layers.masked import Masked
 from ...operators import Derived, canonical_name, normalized_arguments
 from ...runtime.values import TensorMeta, qualified, user_class
@@ -99,6 +100,23 @@ class Layer:
     @property
     def mode(self) -> str:
         return str(self.settings.get("padding_mode", "zeros"))
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """Return a convolution's settings; None where it pads otherwise than with zeros, or they are no numbers."""
+        rank, padding = self.rank, self.settings.get("padding", 0)
+        stride, dilation = (_numbers(self.settings.get(name, 1), rank) for name in ("stride", "dilation"))
+        output_padding = _numbers(self.settings.get("output_padding", 0), rank) if self.is_transposed else None
+        zeros = (0,) * rank if isinstance(padding, str) else _numbers(padding, rank)
+        if stride is None or dilation is None or zeros is None or type(self.settings.get("groups", 1)) is not int:
+            return None
+        if self.mode != "zeros" or (self.is_transposed and output_padding is None):
+            return None
+        its = Geometry(stride, zeros, dilation, self.groups, output_padding)
+        if padding != "same":
+            return its
+        around = [d * (k - 1) for d, k in zip(dilation, self.kernel, strict=True)]
+        return its.with_zeros([total // 2 for total in around], [total - total // 2 for total in around])
 
     @property
     def pads(self) -> bool:
@@ -206,9 +224,9 @@ def reason_against_module(module: nn.Module, base: type[nn.Module]) -> str:
     return ""
 
 
-def shape_of(node: fx.Node) -> tuple[int, ...] | None:
-    """Return the shape of what a node gives, where that is known."""
-    meta = node.meta.get("val")
+def shape_of(node: object) -> tuple[int, ...] | None:
+    """Return the shape of what a node gives, where that is known; None for what is no node, too."""
+    meta = node.meta.get("val") if isinstance(node, fx.Node) else None
     return tuple(map(int, meta.shape)) if isinstance(meta, TensorMeta) else None
 
 
@@ -216,7 +234,7 @@ def tensor_read(program: Program, owner: str, read: str | fx.Node | None) -> Ten
     """Return a tensor by its path or by the node that reads or derives it; None where that hangs on more."""
     path = _path(read)
     if path is not None:
-        return _tensor_at(program, owner, path)
+        return tensor_at(program.module(owner), path)
     if isinstance(read, fx.Node) and read.target is operator.getitem and isinstance(read.args[0], fx.Node):
         made = _derived(program, owner, read.args[0])
         return None if made is None else made[read.args[1]]
@@ -240,13 +258,12 @@ def _derived(program: Program, owner: str, node: fx.Node) -> Any:
         return node.target(*originals)
 
 
-def _tensor_at(program: Program, owner: str, path: str) -> Tensor | None:
-    path, _, name = path.rpartition(".")
-    try:
-        module = program.module(owner).get_submodule(path)
-    except AttributeError:
+def _numbers(given: object, rank: int) -> tuple[int, ...] | None:
+    """Return a setting as one number for each dimension; None where it is no plain number."""
+    values = list(cast("Sequence[object]", given)) if isinstance(given, (tuple, list)) else [given]
+    if not all(type(value) is int for value in values) or len(values) not in (1, rank):
         return None
-    return own_tensor(module, name)
+    return _each(tuple(values), rank)
 
 
 def _each(value: Any, rank: int) -> tuple[int, ...]:

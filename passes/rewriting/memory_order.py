@@ -9,7 +9,7 @@ from torch import fx
 
 from ...layers.packed import PackedConvolution
 from ...operators import canonical_name, operator_info, operator_of_module
-from ...runtime.graphs import capture_of
+from ...runtime.graphs import specializations_of
 from ...runtime.values import user_class
 from ...tracing.program import Program
 from .edit import Edit
@@ -25,9 +25,8 @@ _LEAST = 3
 def readers_in(
     program: Program, packed: Mapping[tuple[str, int], Collection[fx.Node]]
 ) -> dict[tuple[str, int], dict[str, str]]:
-    """Return, by graph, who reads images or parts of them and may need them in order, and what they read. `packed` are,
-    by graph, the nodes whose results will lie otherwise. Nodes are named by labels: `reader.N` reads `value.N`, and the
-    graph returns `output.N`.
+    """Return, by graph, who may need images in order, and what they read, by labels: `reader.N` reads `value.N`, and
+    the graph returns `output.N`. `packed` are, by graph, the nodes whose results will lie otherwise.
     """
     found: dict[tuple[str, int], dict[str, str]] = {}
     for owner, capture in program.captures.items():
@@ -102,7 +101,8 @@ class _Graph:
         """Say whether a node takes tensors in any order of memory."""
         if node.op in ("placeholder", "get_attr") or self._is_captured(node):
             return True
-        if _is_container(node):
+        if node.op == "call_function" and isinstance(node.target, type) and is_dataclass(node.target):
+            # It makes an object that only holds results, such as a `ModelOutput`.
             return not self._is_read_in_order()
         name = self._name(node)
         if name is None:
@@ -117,17 +117,9 @@ class _Graph:
         return None if reason_against_inlining(module) else operator_of_module(user_class(type(module)))
 
     def _is_captured(self, node: fx.Node) -> bool:
-        if node.op != "call_module":
-            return False
-        capture = capture_of(self.program.callee(self.owner, node))
-        return capture is not None and bool(capture.specializations)
+        return node.op == "call_module" and bool(specializations_of(self.program.callee(self.owner, node)))
 
     def _is_read_in_order(self) -> bool:
         """Say whether results are the model's, or go to a module that runs its own forward."""
         around = [name for name in self.program.opaque if not name or self.owner.startswith(f"{name}.")]
         return not self.owner or bool(around)
-
-
-def _is_container(node: fx.Node) -> bool:
-    """Say whether a node makes an object that only holds results, such as a `ModelOutput`."""
-    return node.op == "call_function" and isinstance(node.target, type) and is_dataclass(node.target)

@@ -17,7 +17,7 @@ from .effects import may_share, writes
 __all__ = ["check_order_of_writes", "check_runs_as_one", "check_well_formed", "has_write_between", "is_same_graph"]
 
 
-class _Memory:
+class _SharedMemory:
     """Which values of a graph may lie in the same memory, and its nodes, in order, that may write into it."""
 
     def __init__(self, graph: fx.Graph, program: Program, owner: str) -> None:
@@ -83,7 +83,7 @@ def _from(node: fx.Node) -> Iterator[fx.Node]:
 
 def check_runs_as_one(chosen: Sequence[fx.Node], program: Program, owner: str) -> None:
     """Raise MatchFailure if nodes that run as one would carry a write in place over what reads the same memory."""
-    memory = _Memory(chosen[0].graph, program, owner)
+    memory = _SharedMemory(chosen[0].graph, program, owner)
     inside, writers = set(chosen), set(memory.writers)
     if not writers:
         return
@@ -102,7 +102,7 @@ def check_runs_as_one(chosen: Sequence[fx.Node], program: Program, owner: str) -
 
 def check_order_of_writes(graph: fx.Graph, before: fx.Graph, program: Program, owner: str) -> None:
     """Raise MatchFailure if a rewritten graph reads before a write what it read after it, or the other way round."""
-    memory = _Memory(before, program, owner)
+    memory = _SharedMemory(before, program, owner)
     if not memory.writers:
         return
     old = {node.name: (number, node) for number, node in enumerate(before.nodes)}

@@ -19,19 +19,18 @@ from ...runtime.graphs import (
     Surrounding,
     WrappedRegion,
     add_region,
-    capture_of,
     install,
     regions_of,
 )
 from ...runtime.guards import require
 from ...runtime.values import Signature, map_leaves
-from .inlining import reason_against_opening, received, substituted, unmet_guard
+from .inlining import only_graph, reason_against_opening, received, substituted, unmet_guards
 from .order import check_runs_as_one
 from .tree_edit import TreeEdit
 
-__all__ = ["Opener", "Region", "Wrapper", "inline", "outline"]
+__all__ = ["Region", "RegionContext", "Wrapper", "inline", "outline"]
 
-Opener = Context | Surrounding | Callable[[], AbstractContextManager[Any]]
+RegionContext = Context | Surrounding | Callable[[], AbstractContextManager[Any]]
 """What a region runs under: a context of torch by its name, what calls the region itself, or a function that opens one.
 """
 
@@ -44,7 +43,7 @@ def outline(
     nodes: Iterable[fx.Node],
     *,
     name: str,
-    context: Opener | None = None,
+    context: RegionContext | None = None,
     wrapper: Wrapper | None = None,
 ) -> fx.Node:
     """Move nodes of the site's graph into a new child; see `Edit.outline`."""
@@ -98,7 +97,7 @@ def _region(
     chosen: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
     results: Sequence[fx.Node],
-    context: Opener | None,
+    context: RegionContext | None,
 ) -> tuple[Region, fx.Graph]:
     graph = fx.Graph()
     values = {source: graph.placeholder(source.name) for source in inputs}
@@ -156,13 +155,11 @@ def _first_place(chosen: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> fx.Nod
 def inline(edit: TreeEdit, call: fx.Node) -> list[fx.Node]:
     """Put the graph of a captured child in the place of a call of it; see `Edit.inline`."""
     module = edit.program.callee(edit.site.owner, call)
-    capture = capture_of(module)
-    if capture is None or len(capture.specializations) != 1:
+    found = only_graph(module, call)
+    if found is None:
         raise MatchFailure(f"'{call.target}' has no single graph to inline")
-    graph = capture.specializations[0].graph
-    given = capture.parameters.bind(call.args, dict(call.kwargs))
-    _check_always_runs(module, capture, given, str(call.target))
-    inputs = received(capture.specializations[0], given, fx.Node)
+    _check_always_runs(module, *found, str(call.target))
+    graph, inputs = found[0].graph, received(*found, fx.Node)
     if inputs is None:
         raise MatchFailure(f"'{call.name}' passes its arguments in a form that cannot be inlined")
     values: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
@@ -183,15 +180,14 @@ def inline(edit: TreeEdit, call: fx.Node) -> list[fx.Node]:
     return new
 
 
-def _check_always_runs(module: nn.Module, capture: Capture, given: Mapping[str, Any], name: str) -> None:
+def _check_always_runs(module: nn.Module, specialization: Specialization, given: Mapping[str, Any], name: str) -> None:
     """Make sure that calling the module means running its graph, and that alone."""
     reason = reason_against_opening(module)
     if reason is not None:
         raise MatchFailure(f"'{name}' must stay one call: {reason}")
-    guard = unmet_guard(module, capture, given)
-    if guard is not None:
+    for guard in unmet_guards(module, specialization, given):
         raise MatchFailure(f"the graph of '{name}' holds only where {guard} ({guard.reason})")
-    if capture.specializations[0].graph.find_nodes(op="call_function", target=require):
+    if specialization.graph.find_nodes(op="call_function", target=require):
         raise MatchFailure(f"the graph of '{name}' checks values on the way")
 
 

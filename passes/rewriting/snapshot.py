@@ -137,13 +137,11 @@ class Snapshot:
     def _graphs_of(self, module: nn.Module) -> list[GraphState]:
         """Return the states of a module's graphs; modules may share them."""
         capture = capture_of(module)
-        found: list[GraphState] = []
-        for number, each in enumerate(() if capture is None else capture.specializations):
-            if capture is not None:
-                if each.graph not in self._graphs:
-                    self._graphs[each.graph] = GraphState(capture, number)
-                found.append(self._graphs[each.graph])
-        return found
+        graphs = [] if capture is None else [each.graph for each in capture.specializations]
+        for number, graph in enumerate(graphs):
+            if capture is not None and graph not in self._graphs:
+                self._graphs[graph] = GraphState(capture, number)
+        return [self._graphs[graph] for graph in graphs]
 
     def settled(self, modules: Iterable[nn.Module]) -> ModuleStates:
         """Return what modules were, having put back what was changed since behind the edits' backs."""

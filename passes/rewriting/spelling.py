@@ -18,15 +18,14 @@ from ...operators import (
     operator_info,
     operator_of_module,
 )
-from ...runtime.graphs import capture_of
 from ...runtime.guards import Argument
 from ...runtime.values import user_class
 from ...tracing.program import Program
 from ...tracing.rules import leaf_graph
 from .effects import overwrites_unseen, writes
-from .inlining import bound, lasting_guards, reason_against_inlining
+from .inlining import lasting_guards, only_graph, reason_against_inlining
 
-__all__ = ["Call", "Held", "call_in", "is_undisturbed"]
+__all__ = ["Held", "OperatorCall", "call_in", "is_undisturbed", "only_user"]
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,20 @@ def is_undisturbed(program: Program, owner: str, computed: Collection[fx.Node]) 
     return True
 
 
+def only_user(node: fx.Node) -> fx.Node | None:
+    """Return what reads a node, if that is one node."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """A call of an operator."""
 
     named: Mapping[str, Any]  # parameter -> value, defaults filled in
     orders: Sequence[Sequence[Any]]  # the operands by position, in each order that gives the same result
 
 
-def call_in(program: Program, owner: str, node: fx.Node, operator: str) -> Call | None:
+def call_in(program: Program, owner: str, node: fx.Node, operator: str) -> OperatorCall | None:
     """Return a node's call of an operator, in whatever spelling; None if it computes another one, or writes."""
     if node.op == "call_module":
         called = _called_by(program.callee(owner, node), operator, node)
@@ -69,7 +73,7 @@ def call_in(program: Program, owner: str, node: fx.Node, operator: str) -> Call 
     inner, arguments = called
     if mutates(inner) and not overwrites_unseen(node, program, owner):
         return None
-    return Call(arguments.named, _orders(operator, arguments))
+    return OperatorCall(arguments.named, _orders(operator, arguments))
 
 
 def _orders(operator: str, arguments: CallArguments) -> Sequence[Sequence[Any]]:
@@ -90,16 +94,11 @@ def _called_by(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Node
 
 def _in_capture(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Node, CallArguments] | None:
     """Return what a captured module calls, if that is one operator whatever it is given: an activation of a library."""
-    capture = capture_of(module)
-    if capture is None or len(capture.specializations) != 1:
+    found = only_graph(module, node)
+    call = None if found is None else _only_call(found[0].graph)
+    if found is None or call is None or canonical_name(call) != operator or reason_against_inlining(module):
         return None
-    (specialization,) = capture.specializations
-    call = _only_call(specialization.graph)
-    if call is None or canonical_name(call) != operator or reason_against_inlining(module) is not None:
-        return None
-    given = bound(capture, node.args, dict(node.kwargs))
-    if given is None:
-        return None
+    specialization, given = found
     sources = {each: specialization.argument(each) for each in specialization.graph.find_nodes(op="placeholder")}
     plain = all(isinstance(source, Argument) and source.name in given for source in sources.values())
     if not plain or lasting_guards(module, specialization, given):

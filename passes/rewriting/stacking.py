@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...compat import own_tensor, submodule
+from ...compat import tensor_at
 from ...layers.members import FusedMembers, attach_member
 from ...runtime.state import Stack, merge
 from .edit import Edit
@@ -20,9 +20,7 @@ Places = Mapping[str, Sequence[str]]
 
 def tensor_of(owner: nn.Module, name: str) -> Tensor:
     """Return the tensor that a dotted name means."""
-    path, _, last = name.rpartition(".")
-    module = submodule(owner, path)
-    value = None if module is None else own_tensor(module, last)
+    value = tensor_at(owner, name)
     if value is None:
         raise LookupError(f"'{name}' is not a tensor")
     return value
@@ -36,9 +34,8 @@ def stack_members(
     some: bool = False,
     laid_out: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> tuple[FusedMembers, str]:
-    """Stack members' tensors; return the new child and its name.
-
-    `some`: a call may use some members only. `laid_out` may give a stack another order in memory.
+    """Stack members' tensors; return the new child and its name. `some`: a call may use some members only. `laid_out`
+    may give a stack another order in memory.
     """
     members = {place: [tensor_of(edit.owner, each) for each in names] for place, names in places.items()}
     stacked = {place: laid_out(place, torch.stack([each.detach() for each in of])) for place, of in members.items()}

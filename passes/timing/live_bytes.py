@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import DispatchMode, storage_id
-from ...runtime.values import flatten, map_tensors, tensors_in
+from ...runtime.values import flatten, map_tensors, requires_grad, tensors_in
 from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
 
@@ -86,13 +86,9 @@ def _use_of(model: nn.Module, call: Inputs) -> MemoryUse:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with LiveBytes() as live:
         live.expect((list(model.parameters()), list(model.buffers()), args, kwargs))
-        outputs = [value for value in flatten(model(*args, **kwargs)).values() if _requires_grad(value)]
+        outputs = [value for value in flatten(model(*args, **kwargs)).values() if requires_grad(value)]
         alive = live.now - live.bytes_in(outputs)
         upstream = [torch.ones_like(output) for output in outputs]
         if outputs and parameters:
             torch.autograd.grad(outputs, parameters, upstream, allow_unused=True)
     return MemoryUse(alive, live.peak)
-
-
-def _requires_grad(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad

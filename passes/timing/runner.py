@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import version_of
-from ...runtime.values import Arguments, flatten, map_tensors, state_of
+from ...runtime.values import Arguments, flatten, map_tensors, requires_grad, state_of
 from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
 from .conditions import one_thread
@@ -94,7 +94,7 @@ class _Call:
             return tensor.detach().clone().requires_grad_(training and wanted)
 
         self.arguments: Arguments = map_tensors(argument, (call.args, call.kwargs))
-        leaves = [leaf for leaf in flatten(self.arguments).values() if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves = [leaf for leaf in flatten(self.arguments).values() if requires_grad(leaf)]
         self.wanted = [*parameters, *leaves] if training else []
         self._run_first(training)
         self.seconds = min(self.seconds, self._seconds_again(training))
@@ -136,13 +136,9 @@ class _Call:
         return {
             name: torch.randn(value.shape, generator=generator).to(device=value.device, dtype=value.dtype)
             for name, value in outputs.items()
-            if _requires_grad(value)
+            if requires_grad(value)
         }
 
     def _losses(self) -> list[Tensor]:
         outputs = self._forward()
         return [(outputs[name] * upstream).real.sum() for name, upstream in self.upstream.items()]
-
-
-def _requires_grad(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad

@@ -6,14 +6,14 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...compat import version_of
 from ...compat.checkpoint import reentrant_checkpoints_off
-from ...runtime.values import Arguments, flatten, map_tensors, structure
+from ...runtime.values import Arguments, flatten, map_tensors, requires_grad, structure
 from ...tracing.isolation import ParameterData
 from .float64 import Float64Mode, double_defaults, widened
 from .inputs import named_tensors
@@ -200,7 +200,7 @@ class Execution:
         return Outcome(
             structure=structure(result),
             outputs={name: _taken(value) if name in lent else _detached(value) for name, value in outputs.items()},
-            attached=frozenset(name for name, value in outputs.items() if _requires_grad(value)),
+            attached=frozenset(name for name, value in outputs.items() if requires_grad(value)),
             inputs={name: _detached(given[name]) for name, was in before.items() if _is_written(given[name], *was)},
             input_gradients={name: gradients.get(id(leaf)) for name, leaf in leaves.items()},
             parameter_gradients={name: gradients.get(id(stand_ins[name])) for name in self.harness.parameters},
@@ -231,14 +231,14 @@ class Execution:
     ) -> dict[int, Tensor]:
         if not self.conditions.gradients:
             return {}  # a parameter that is returned as it is requires them even then
-        losses = [self._loss(value, index) for index, value in enumerate(outputs.values()) if _requires_grad(value)]
+        losses = [self._loss(value, index) for index, value in enumerate(outputs.values()) if requires_grad(value)]
         by_id = {id(tensor): tensor for tensor in (*leaves.values(), *stand_ins.values()) if tensor.requires_grad}
         if not losses or not by_id:
             return {}
         wanted, found = list(by_id.values()), cast("Sequence[Tensor | None]", ())
         if self.second:
             first = self._backward(losses, list(leaves.values()), create_graph=True)
-            losses = [self._loss(value, at) for at, value in enumerate(first) if _requires_grad(value)]
+            losses = [self._loss(value, at) for at, value in enumerate(first) if requires_grad(value)]
         if losses:
             found = self._backward(losses, wanted, materialize_grads=self.second)
         return {key: gradient for key, gradient in zip(by_id, found, strict=False) if gradient is not None}
@@ -292,10 +292,6 @@ def _detached(value: Any) -> Any:
 def _taken(value: Any) -> Any:
     """Return a tensor as it is now, whatever is written into it later."""
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _requires_grad(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def leaves_tensors(harness: ModuleHarness, kept: Kept, after: Iterable[Mapping[str, Tensor]]) -> bool:

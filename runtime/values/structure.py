@@ -17,7 +17,7 @@ from .plain_types import PLAIN_TYPES
 
 __all__ = [
     "Arguments", "TensorFunction", "aliased", "are_plain", "copied", "flatten", "map_leaves", "map_tensors", "plain",
-    "structure",
+    "requires_grad", "structure",
 ]  # fmt: skip
 
 
@@ -39,6 +39,11 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any, within: Callable[
         return copied_object(leaf, within or function, done_within) if is_object(leaf) else leaf
 
     return map_leaves(change, value)
+
+
+def requires_grad(value: object) -> TypeGuard[Tensor]:
+    """Tell whether a value is a tensor that gradients flow to."""
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def are_plain(values: Iterable[object]) -> TypeGuard[Iterable[Tensor]]:

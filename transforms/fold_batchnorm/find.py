@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ...passes.rewriting import LayerCall
+from ...passes.rewriting import LayerCall, only_user
 from ...passes.sites import Refusal
 from ...runtime.graphs import Specialization, required_capture
 from ...runtime.values import qualified
@@ -100,7 +100,7 @@ def _around(
     layer = layer_at(program, owner, source)
     if layer is not None and layer.rank in norm.ranks:
         yield layer, norm, Call(specialization, source, node), False
-    user = next(iter(node.users)) if len(node.users) == 1 else None
+    user = only_user(node)
     layer = layer_at(program, owner, user)
     if layer is not None and user is not None and layer.rank in norm.ranks and source_of(user) is node:
         yield layer, norm, Call(specialization, user, node), True

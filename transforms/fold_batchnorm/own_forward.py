@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ...operators import info_of, normalized_arguments
-from ...passes.rewriting import unmet_guards
+from ...passes.rewriting import only_user, unmet_guards
 from ...runtime.graphs import Specialization, capture_of
 from ...runtime.guards import Argument, Attribute, Call, Constant, Method, Source
 from ...runtime.values import user_class
@@ -60,12 +60,11 @@ def tail_of(norm: nn.Module) -> Tail | str:
 def _chain(graph: fx.Graph, norm: nn.Module) -> Iterator[fx.Node]:
     """Yield the norm in a graph, and what is computed behind it as far as it is known."""
     inputs = graph.find_nodes(op="placeholder")
-    node = next(iter(inputs[0].users), None) if len(inputs) == 1 and len(inputs[0].users) == 1 else None
+    node = only_user(inputs[0]) if len(inputs) == 1 else None
     if node is None or not _is_norm(node, inputs[0], norm):
         return
     yield node
-    while len(node.users) == 1:
-        (after,) = node.users
+    while (after := only_user(node)) is not None:
         read = [each for each in after.all_input_nodes if not _is_flag(each)]
         if after.op == "output" or read != [node] or not _is_known(after, norm):
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...compat import modules_by_name, own_children, own_parameters
 from ...errors import MatchFailure
@@ -17,7 +17,7 @@ from ...tracing.examples import Untraceable
 from ...tracing.program import Program
 from ...tracing.recording import Call
 from ...tracing.trace import BY_DATA
-from .members import Items, Source, family_of, find_sources
+from .members import Items, family_of, find_sources
 from .mixtures import Mixture, check_decisions, check_loop, routing_over, routings_to
 from .rounds import Loop, find_loop, is_dropout
 from .routing import routing_of
@@ -69,7 +69,7 @@ def _looked_at(program: Program, names: list[str]) -> list[tuple[str, Mixture | 
             if calls.get(modules[name]) and not (inside or (not name and any(found.values()))):
                 # The largest of several calls says most.
                 call = max(calls[modules[name]], key=lambda c: sum(t.numel() for t in tensors_in((c.args, c.kwargs))))
-                found[name] = _Reader(program, name, call, unroller).read()
+                found[name] = _MixtureReader(program, name, call, unroller).read()
     return [(name, found.get(name)) for name in names]
 
 
@@ -81,7 +81,7 @@ def _has_layers_only(module: nn.Module) -> bool:
     return not any(find_sources(module, graph, {}) for graph in graphs)
 
 
-class _Reader:
+class _MixtureReader:
     """Look for a mixture in one module."""
 
     def __init__(self, program: Program, name: str, call: Call, unroller: Unroller) -> None:
@@ -161,31 +161,28 @@ class _Reader:
             raise
         except Exception as error:  # the module's own code may raise anything on proxies
             raise Untraceable(f"reading its forward raised {type(error).__name__}: {error}", "") from error
-        sources = find_sources(self.module, unrolled.graph, unrolled.values)
-        loop = find_loop(self.module, unrolled.graph, unrolled.values, sources) if sources else None
+        loop = find_loop(unrolled) if unrolled.sources else None
         if loop is None:
             raise _NoLoopError
         check_decisions(unrolled)
         check_loop(unrolled, loop)
-        return _mixture(self.name, self.module, unrolled, loop, sources)
+        return _mixture(self.name, unrolled, loop)
 
 
 class _NoLoopError(Exception):
     """A module has no loop over experts."""
 
 
-def _mixture(
-    name: str, module: nn.Module, unrolled: Unrolled, loop: Loop, sources: Mapping[fx.Node, tuple[Source, int]]
-) -> Mixture:
+def _mixture(name: str, unrolled: Unrolled, loop: Loop) -> Mixture:
     first, *others = loop.rounds
     functions = (node for each in loop.rounds for node in each.nodes if node.op != "call_module")
-    drawing = [node for node in functions if bool(info_of(node).random) and not is_dropout(node, module)]
+    drawing = [node for node in functions if bool(info_of(node).random) and not is_dropout(node, unrolled.module)]
     if drawing:
         raise MatchFailure(f"its experts draw random numbers in evaluation, too ({drawing[0].name})")
-    wanted = first.scale, description(first, module, sources)
-    if any((each.scale, description(each, module, sources)) != wanted for each in others):
-        raise MatchFailure(_odd_one(module, sources) or "its experts do not all compute the same")
-    template = template_of(first, loop, module, sources, unrolled.values)
+    wanted = first.scale, description(first, unrolled)
+    if any((each.scale, description(each, unrolled)) != wanted for each in others):
+        raise MatchFailure(_odd_one(unrolled) or "its experts do not all compute the same")
+    template = template_of(first, loop, unrolled)
     counts = {s.count for layer in template.layers for s in (layer.weight, layer.bias) if s is not None}
     if len(counts) > 1:
         raise MatchFailure("its experts have different numbers of tensors")
@@ -193,14 +190,14 @@ def _mixture(
     try:
         routed = routing_of(loop, count, unrolled.values)
     except MatchFailure as failure:
-        raise MatchFailure(_odd_one(module, sources) or str(failure)) from failure
+        raise MatchFailure(_odd_one(unrolled) or str(failure)) from failure
     return Mixture(name, unrolled, loop, template, routed, count)
 
 
-def _odd_one(owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]]) -> str | None:
+def _odd_one(unrolled: Unrolled) -> str | None:
     """Say which expert is another one once more, or of another kind than the others."""
-    for container in dict.fromkeys(s.container for s, _ in sources.values() if isinstance(s, Items)):
-        children = own_children(owner.get_submodule(container))
+    for container in dict.fromkeys(s.container for s, _ in unrolled.sources.values() if isinstance(s, Items)):
+        children = own_children(unrolled.module.get_submodule(container))
         named = [(qualified(container, name), child) for name, child in children.items() if child is not None]
         first, kind = named[0]
         for number, (name, child) in enumerate(named):

@@ -19,7 +19,7 @@ from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners
 from .find import find_mixtures, mixture_at
 from .members import Items
-from .mixtures import Mixture, members_of
+from .mixtures import Mixture
 from .write import write
 
 __all__ = ["FuseExperts", "Lowering"]
@@ -81,7 +81,7 @@ def _unlike(mixture: Mixture, module: nn.Module) -> str | None:
     hooked = next((path for path, inner in modules_by_name(module).items() if path and has_hooks(inner)), None)
     if hooked is not None:
         return f"'{hooked}' has hooks"
-    for family in dict.fromkeys((each.container, each.names) for each in members_of(mixture)):
+    for family in dict.fromkeys((each.container, each.names) for each in mixture.separate):
         items = Items(*family)
         first, *others = (module.get_submodule(items.path(expert)) for expert in range(items.count))
         for number, other in enumerate(others, 1):
@@ -106,12 +106,12 @@ def _obstacle(mixture: Mixture, program: Program) -> str | None:
     if odd is not None:
         return odd
     idle = sorted(set(range(mixture.count)) - mixture.reached)
-    if idle and program.training and not mixture.is_stacked:
+    if idle and program.training and mixture.separate:
         return (
             f"the examples leave expert {idle[0]} without tokens: it has no gradient; fused, it would have zeros, "
             "on which momentum and weight decay act; give example_inputs that reach every expert"
         )
-    for names in (items.paths for items in members_of(mixture)):
+    for names in (items.paths for items in mixture.separate):
         for name in names:
             others = owners.names(qualified(mixture.owner, name))
             if len(others) > 1:

@@ -14,13 +14,13 @@ from ...errors import MatchFailure
 from ...operators import canonical_name
 from ...passes.sites import VOLATILE
 from ...runtime.guards import require
-from .members import Items, Slices, Source, operands
+from .members import Items, Source, operands
 from .rounds import Loop
 from .routing import RoutedBy
-from .template import Template
+from .template import ExpertTemplate
 from .unrolling import Unrolled
 
-__all__ = ["Mixture", "check_decisions", "check_loop", "members_of", "routing_over", "routings_to"]
+__all__ = ["Mixture", "check_decisions", "check_loop", "routing_over", "routings_to"]
 
 
 _MOST_ROUTINGS = 8
@@ -34,7 +34,7 @@ class Mixture:
     owner: str  # name of the module that computes it
     unrolled: Unrolled  # a call of that module
     loop: Loop  # what it does
-    template: Template  # what each expert computes
+    template: ExpertTemplate  # what each expert computes
     routed: RoutedBy  # where the routing comes from
     count: int
 
@@ -89,8 +89,9 @@ class Mixture:
         return told
 
     @property
-    def is_stacked(self) -> bool:
-        return all(isinstance(source, Slices) for source in self.sources)
+    def separate(self) -> list[Items]:
+        """Return the families of tensors that are not stacked yet."""
+        return [source for source in self.sources if isinstance(source, Items)]
 
 
 def routings_to(mixture: Mixture, unread: set[int]) -> Iterator[dict[str, Tensor]]:
@@ -113,11 +114,6 @@ def routing_over(mixture: Mixture, order: Sequence[int]) -> dict[str, Tensor]:
     rows = torch.arange(len(mask))
     mask[rows, torch.tensor(order)[rows % len(order)]] = 1
     return {chosen.name: mask.view(value.shape)}
-
-
-def members_of(mixture: Mixture) -> list[Items]:
-    """Return the families of tensors that are not stacked yet."""
-    return [source for source in mixture.sources if isinstance(source, Items)]
 
 
 _BY_SIZE = "the loop decides by how many tokens an expert gets"

@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from ...errors import MatchFailure
 from ...operators import canonical_name
 from ...runtime.values import tensors_in
-from .members import Source, operands
+from .members import operands, upwards
+from .unrolling import Unrolled
 
 __all__ = ["Loop", "Round", "draws", "dropping_module", "find_loop", "is_dropout"]
 
@@ -70,24 +71,21 @@ class _Write:
     in_place: bool
 
 
-class _Reader:
-    def __init__(
-        self, owner: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any],
-        sources: Mapping[fx.Node, tuple[Source, int]],
-    ) -> None:  # fmt: skip
-        self.owner, self.graph, self.values, self.sources = owner, graph, values, sources
+class _LoopReader:
+    def __init__(self, call: Unrolled) -> None:
+        self.owner, self.graph, self.values, self.sources = call.module, call.graph, call.values, call.sources
         self.experts: dict[fx.Node, frozenset[int]] = {}
         self.joined: dict[fx.Node, Joined] = {}
-        for node in graph.nodes:
+        for node in call.graph.nodes:
             joined = self._joined(node)
             if joined is not None:
                 self.joined[node] = joined
                 self.experts[node] = frozenset((_ALL,))
                 continue
             inputs = [self.experts[used] for used in node.all_input_nodes]
-            own = frozenset((sources[node][1],)) if node in sources else _NOBODY
+            own = frozenset((call.sources[node][1],)) if node in call.sources else _NOBODY
             # A shape or type of a tensor does not depend on what is in it.
-            holds_tensors = next(tensors_in(values.get(node)), None) is not None
+            holds_tensors = next(tensors_in(call.values.get(node)), None) is not None
             self.experts[node] = own.union(*inputs) if holds_tensors else _NOBODY
 
     def _joined(self, node: fx.Node) -> Joined | None:
@@ -138,15 +136,7 @@ class _Reader:
 
     def _is_cut(self, node: fx.Node) -> bool:
         """Say whether an expert's results are of rows that were cut from a tensor in another order."""
-        pending, seen = [node], {node}
-        for one in pending:
-            name = canonical_name(one)
-            if name in ("sort", "argsort"):
-                return True
-            fresh = [used for used in one.all_input_nodes if used not in seen]
-            seen.update(fresh)
-            pending += fresh
-        return False
+        return any(canonical_name(one) in ("sort", "argsort") for one in upwards(node))
 
     def _root(self, write: _Write) -> fx.Node:
         target = write.target
@@ -311,8 +301,6 @@ def draws(node: fx.Node, owner: nn.Module) -> bool:
     return _mode(node) is not False
 
 
-def find_loop(
-    owner: nn.Module, graph: fx.Graph, values: Mapping[fx.Node, Any], sources: Mapping[fx.Node, tuple[Source, int]]
-) -> Loop | None:
+def find_loop(call: Unrolled) -> Loop | None:
     """Return the loop over experts of a call, or None; MatchFailure: it does more than add weighted outputs."""
-    return _Reader(owner, graph, values, sources).loop()
+    return _LoopReader(call).loop()

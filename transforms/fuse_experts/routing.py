@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from ...errors import MatchFailure
 from ...layers.moe import Routing
-from .members import operands
+from .members import operands, upwards
 from .rounds import Loop, Round
 
 __all__ = ["RoutedBy", "routing_of"]
@@ -30,7 +30,7 @@ class RoutedBy:
 
 def routing_of(loop: Loop, count: int, values: Mapping[fx.Node, Any]) -> RoutedBy:
     """Return where the routing of a loop comes from, or raise MatchFailure where no values fit."""
-    return _Search(loop, count, values, _Pairs(loop.rounds, count)).find()
+    return _RoutingSearch(loop, count, values, _Pairs(loop.rounds, count)).find()
 
 
 _KINDS: Mapping[tuple[str, bool], Routing] = {
@@ -74,7 +74,7 @@ def _sorted(tokens: Tensor, experts: Tensor, weights: Tensor, count: int) -> tup
     return keys[order], weights[order]
 
 
-class _Search:
+class _RoutingSearch:
     def __init__(self, loop: Loop, count: int, values: Mapping[fx.Node, Any], pairs: _Pairs) -> None:
         self.loop, self.count, self.values, self.pairs = loop, count, values, pairs
         self.tokens = loop.tokens
@@ -101,7 +101,7 @@ class _Search:
     def _hidden(self, chosen: fx.Node) -> fx.Node:
         """Return the node of the inputs of all tokens; what is picked by the choices has other rows with others."""
         rounds, picked = self.loop.rounds, _made_from(chosen)
-        for node in _upwards(rounds[0].rows):
+        for node in upwards(rounds[0].rows):
             if node not in picked and all(self._has_rows(node, each) for each in rounds):
                 return node
         raise MatchFailure("its experts' inputs are not rows of one tensor")
@@ -174,14 +174,3 @@ def _made_from(node: fx.Node) -> set[fx.Node]:
         pending += [user for user in one.users if user not in found]
         found.update(one.users)
     return found
-
-
-def _upwards(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what a node is made from, the nearest first."""
-    seen, pending = {node}, [node]
-    for one in pending:
-        yield one
-        for used in one.all_input_nodes:
-            if used not in seen:
-                seen.add(used)
-                pending.append(used)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,8 +17,9 @@ from ...operators import canonical_name, info_of, operator_info, operator_of_mod
 from ...runtime.values import all_tensors
 from .members import Items, Slices, Source, operands
 from .rounds import Loop, Round, draws, is_dropout
+from .unrolling import Unrolled
 
-__all__ = ["Template", "description", "template_of"]
+__all__ = ["ExpertTemplate", "description", "template_of"]
 
 _ALONG = {"chunk": 2, "split": 2, "softmax": 1, "log_softmax": 1, "glu": 1, "cat": 1}
 """Operations along one dimension, and which argument says it."""
@@ -26,7 +27,7 @@ _CASTS = ("to", "float", "half", "bfloat16", "double", "type_as", "contiguous", 
 
 
 @dataclass
-class Layer:
+class ExpertLinear:
     """One linear layer of all experts."""
 
     weight: Source  # of which family its weights are
@@ -35,17 +36,17 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Template:
+class ExpertTemplate:
     """What each expert computes."""
 
     compute: fx.GraphModule  # of rows and linear layers
-    layers: Sequence[Layer]
+    layers: Sequence[ExpertLinear]
     idle: Sequence[fx.Node]  # dropouts that were left out
 
 
-def description(each: Round, owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]]) -> tuple[Any, ...]:
+def description(each: Round, call: Unrolled) -> tuple[Any, ...]:
     """Return what is equal for rounds in which the same is computed, each with tensors of its own."""
-    places = {node: number for number, node in enumerate(each.nodes)}
+    places, sources = {node: number for number, node in enumerate(each.nodes)}, call.sources
 
     def told(node: fx.Node) -> Any:
         if node in places:
@@ -59,47 +60,38 @@ def description(each: Round, owner: nn.Module, sources: Mapping[fx.Node, tuple[S
         target = sources[node][0].kind if node in sources else str(node.target)
         own = node not in sources or node.op == "call_module"
         args = fx.map_arg((operands(node), dict(node.kwargs)), told) if own else ()
-        module = owner.get_submodule(str(node.target)) if node.op == "call_module" else None
+        module = call.module.get_submodule(str(node.target)) if node.op == "call_module" else None
         settings = "" if module is None else f"{type(module).__qualname__} {module.extra_repr()}"
         steps.append((node.op, target, repr(args), settings))
     return tuple(steps)
 
 
-def template_of(
-    each: Round,
-    loop: Loop,
-    owner: nn.Module,
-    sources: Mapping[fx.Node, tuple[Source, int]],
-    values: Mapping[fx.Node, Any],
-) -> Template:
+def template_of(each: Round, loop: Loop, call: Unrolled) -> ExpertTemplate:
     """Return what an expert computes: rows through linear layers, with operations row by row, or raise MatchFailure."""
-    return _Writer(each, loop, owner, sources, values).template()
+    return _TemplateWriter(each, loop, call).template()
 
 
-class _Writer:
-    def __init__(
-        self, each: Round, loop: Loop, owner: nn.Module, sources: Mapping[fx.Node, tuple[Source, int]],
-        values: Mapping[fx.Node, Any],
-    ) -> None:  # fmt: skip
+class _TemplateWriter:
+    def __init__(self, each: Round, loop: Loop, call: Unrolled) -> None:
         self.joined = loop.joined
-        self.round, self.owner, self.sources, self.values = each, owner, sources, values
+        self.round, self.owner, self.sources, self.values = each, call.module, call.sources, call.values
         self.graph = fx.Graph()
         self.rows = self.graph.placeholder("rows")
         self.linears = self.graph.placeholder("linears")
         self.new: dict[fx.Node, fx.Node] = {each.rows: self.rows}
         self.tensors: dict[fx.Node, tuple[Source, bool]] = {}
-        self.results: dict[fx.Node, Layer] = {}
-        self.layers: list[Layer] = []
+        self.results: dict[fx.Node, ExpertLinear] = {}
+        self.layers: list[ExpertLinear] = []
         self.idle = list(each.idle)
         self.root = nn.Module()
 
-    def template(self) -> Template:
+    def template(self) -> ExpertTemplate:
         for node in self.round.nodes:
             self._write(node)
         if not self.layers:
             raise MatchFailure("the experts have no linear layers")
         self.graph.output(self.new[self.round.output])
-        return Template(fx.GraphModule(self.root, self.graph, "Expert"), self.layers, self.idle)
+        return ExpertTemplate(fx.GraphModule(self.root, self.graph, "Expert"), self.layers, self.idle)
 
     def _write(self, node: fx.Node) -> None:
         name = canonical_name(node)
@@ -117,7 +109,7 @@ class _Writer:
             self._linear(node, given["input"], given["weight"], given.get("bias"))
         elif name in ("matmul", "mm") and operands(node)[1] in self.tensors:
             source, turned = self.tensors[operands(node)[1]]
-            self._layer(node, operands(node)[0], Layer(source, transposed=not turned))
+            self._layer(node, operands(node)[0], ExpertLinear(source, transposed=not turned))
         elif name == "add" and self._bias(node):
             pass
         elif is_dropout(node, self.owner):
@@ -144,9 +136,9 @@ class _Writer:
         if weight not in self.tensors or (bias is not None and bias not in self.tensors):
             raise MatchFailure("the experts share a linear layer")
         source, turned = self.tensors[weight]
-        self._layer(node, rows, Layer(source, self.tensors[bias][0] if bias is not None else None, turned))
+        self._layer(node, rows, ExpertLinear(source, self.tensors[bias][0] if bias is not None else None, turned))
 
-    def _layer(self, node: fx.Node, rows: Any, layer: Layer) -> None:
+    def _layer(self, node: fx.Node, rows: Any, layer: ExpertLinear) -> None:
         number = len(self.layers)
         self.layers.append(layer)
         self.results[node] = layer
@@ -170,7 +162,7 @@ class _Writer:
             if not isinstance(family, Items):
                 raise MatchFailure("the experts share a linear layer")
             bias = None if own_tensor(module, "bias") is None else family.within("bias")
-            self._layer(node, operands(node)[0], Layer(family.within("weight"), bias))
+            self._layer(node, operands(node)[0], ExpertLinear(family.within("weight"), bias))
         elif is_dropout(node, self.owner):
             self._skip(node)
         elif all_tensors(all_modules(module)) or not self._is_by_row(module):

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 from torch import Tensor, fx, nn
@@ -20,6 +21,7 @@ from ...tracing.program import Program
 from ...tracing.recording import Call
 from ...tracing.rules import tracing_session
 from ...tracing.trace import Decided, TracingSession, UnrollingTracer
+from .members import Source, find_sources
 
 __all__ = ["Unrolled", "Unroller", "unrolling"]
 
@@ -28,6 +30,7 @@ __all__ = ["Unrolled", "Unroller", "unrolling"]
 class Unrolled:
     """One call of a module as it went: its graph, the value of each node, what data decided, what it shaped."""
 
+    module: nn.Module
     specialization: Specialization
     values: Mapping[fx.Node, Any]
     decided: Sequence[Decided]
@@ -36,6 +39,11 @@ class Unrolled:
     @property
     def graph(self) -> fx.Graph:
         return self.specialization.graph
+
+    @cached_property
+    def sources(self) -> Mapping[fx.Node, tuple[Source, int]]:
+        """Return the nodes that read or call what belongs to one expert: of which family, and which expert."""
+        return find_sources(self.module, self.graph, self.values)
 
 
 class Unroller:
@@ -66,7 +74,7 @@ class Unroller:
             changed = objects.restore()
         if changed is not None:
             raise Untraceable(f"it changes {changed}", "")
-        return Unrolled(specialization, tracer.seen, tracer.decided, frozenset(tracer.data.shaped))
+        return Unrolled(tracer.module, specialization, tracer.seen, tracer.decided, frozenset(tracer.data.shaped))
 
 
 @contextmanager

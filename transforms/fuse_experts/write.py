@@ -16,8 +16,8 @@ from ...operators import canonical_name, mutates
 from ...passes.rewriting import Edit, hold_written_out, leave_views, stack_members
 from ...runtime.graphs import copy_graph
 from ...runtime.guards import require
-from .members import Items, Source, operands
-from .mixtures import Mixture, members_of
+from .members import Items, Source, operands, upwards
+from .mixtures import Mixture
 from .rounds import dropping_module
 
 __all__ = ["write"]
@@ -40,7 +40,7 @@ def write(mixture: Mixture, lowering: Lowering, edit: Edit, *, always: bool) -> 
     )  # fmt: skip
     _Rewrite(mixture, graph, new, edit.owner).run(child, _stacked(mixture, edit))
     edit.set_specializations([dataclasses.replace(mixture.unrolled.specialization, graph=graph)], [0])
-    if not members_of(mixture):  # all are stacked already
+    if not mixture.separate:  # all are stacked already
         before, after = (
             {str(n.target) for n in g.find_nodes(op="call_module")} for g in (mixture.unrolled.graph, graph)
         )
@@ -104,12 +104,8 @@ class _Rewrite:
             return False
         if _adds_to_inputs(self.mixture):
             return True
-        seen, pending = set[fx.Node](), [target]  # or it has its type from the loop itself
-        while pending:
-            node = pending.pop()
-            pending += [used for used in node.all_input_nodes if used not in seen]
-            seen.add(node)
-        return not seen.isdisjoint(self.mixture.loop.tainted)
+        # Or it has its type from the loop itself.
+        return not self.mixture.loop.tainted.isdisjoint(upwards(target))
 
     def _sweep(self) -> None:
         """Take away what only the loop needed."""
@@ -155,7 +151,7 @@ def _needs(check: fx.Node) -> set[fx.Node]:
 
 def _stacked(mixture: Mixture, edit: Edit) -> dict[Source, str | fx.Node]:
     """Stack the parameters that are not yet; return the name or node of each family's stack."""
-    families = list(dict.fromkeys(source for source in mixture.sources if isinstance(source, Items)))
+    families = list(dict.fromkeys(mixture.separate))
     found: dict[Source, str | fx.Node] = {s: s.stack for s in mixture.sources if not isinstance(s, Items)}
     if not families:
         return found

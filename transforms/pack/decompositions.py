@@ -11,13 +11,13 @@ from torch import fx
 from ...cuda_ops import KERNELS
 from ...layers.packed import Activation, known_activations
 from ...operators import canonical_name
-from ...passes.rewriting import Pattern, lasting_guards, reason_against_inlining
-from ...runtime.graphs import Specialization, capture_of
+from ...passes.rewriting import Pattern, lasting_guards, only_graph, reason_against_inlining
+from ...runtime.graphs import Specialization
 from ...runtime.values import TensorMeta
 from ...tracing.program import Program
 from ..swap_kernels import spelled
 
-__all__ = ["Spelled", "spelled_at", "written_out"]
+__all__ = ["SpelledActivation", "spelled_at", "written_out"]
 
 _NAMES = {"gelu_tanh": ("gelu", "tanh"), "gelu": ("gelu", "none"), "silu": ("silu", None)}
 """What `bias_act` calls them -> operator and `approximate`."""
@@ -28,21 +28,15 @@ def written_out(program: Program, owner: str, user: fx.Node, x: fx.Node) -> Acti
     if user.op != "call_module" or user.args != (x,) or user.kwargs:
         return None
     module = program.callee(owner, user)
-    capture = capture_of(module)
-    if capture is None or len(capture.specializations) != 1 or reason_against_inlining(module) is not None:
+    found = only_graph(module, user)
+    if found is None or reason_against_inlining(module) or lasting_guards(module, *found):
         return None
-    (specialization,), inner = capture.specializations, program.name_of(module)
-    try:
-        given = capture.parameters.bind(user.args, {})
-    except TypeError:
-        return None
-    if lasting_guards(module, specialization, given):
-        return None
-    return next((each for pattern, each in _spellings() if _fits(pattern, specialization, program, inner)), None)
+    inner = program.name_of(module)
+    return next((each for pattern, each in _spellings() if _fits(pattern, found[0], program, inner)), None)
 
 
 @dataclass(frozen=True)
-class Spelled:
+class SpelledActivation:
     """An activation of `x` that a module, or several operations of a graph, write out."""
 
     activation: Activation
@@ -50,25 +44,25 @@ class Spelled:
     computed: tuple[fx.Node, ...]
 
 
-def spelled_at(program: Program, owner: str, node: fx.Node) -> Spelled | None:
+def spelled_at(program: Program, owner: str, node: fx.Node) -> SpelledActivation | None:
     """Return the activation of floats that a node gives, written out in several operations; None for anything else."""
     x, found = node.args[0] if len(node.args) == 1 else None, None
     if node.op != "call_module":
         found = _of_operations(program, owner, node)
     elif isinstance(x, fx.Node) and (activation := written_out(program, owner, node, x)) is not None:
-        found = Spelled(activation, x, (node,))
+        found = SpelledActivation(activation, x, (node,))
     meta = None if found is None else found.x.meta.get("val")
     return found if isinstance(meta, TensorMeta) and meta.dtype.is_floating_point else None
 
 
-def _of_operations(program: Program, owner: str, node: fx.Node) -> Spelled | None:
+def _of_operations(program: Program, owner: str, node: fx.Node) -> SpelledActivation | None:
     if node.op not in ("call_function", "call_method") or canonical_name(node) != "mul":
         return None
     for pattern, activation in _spellings():
         for found in pattern.at(program, owner, node):
             within, x = set(found.computed), found.nodes.get("x")
             if x is not None and all(within.issuperset(each.users) for each in within - {node}):
-                return Spelled(activation, x, found.computed)
+                return SpelledActivation(activation, x, found.computed)
     return None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...layers.packed import NO_ACTIVATION, Activation, known_activations
-from ...passes.rewriting import Held, LayerCall, call_in, is_undisturbed, reason_against_inlining, shape_of
+from ...passes.rewriting import Held, LayerCall, call_in, is_undisturbed, only_user, reason_against_inlining, shape_of
 from ...runtime.values import user_class
 from .decompositions import written_out
 
@@ -62,7 +62,7 @@ def _whole(
 def _through_dropouts(layer: LayerCall, inside: tuple[fx.Node, ...]) -> tuple[tuple[fx.Node, ...], tuple[str, ...]]:
     """Return nodes with the dropouts that follow, which do nothing in evaluation, and the attributes of their modes."""
     modes: list[str] = []
-    while (user := _only_user(inside[-1])) is not None:
+    while (user := only_user(inside[-1])) is not None:
         call = call_in(layer.program, layer.owner, user, "dropout")
         if call is None or call.orders[0][0] is not inside[-1]:
             break
@@ -77,7 +77,7 @@ def _through_dropouts(layer: LayerCall, inside: tuple[fx.Node, ...]) -> tuple[tu
 
 def _joined(layer: LayerCall, node: fx.Node, joins: str) -> tuple[fx.Node, fx.Node] | None:
     """Return the addition or product that is all that reads a node, and the other operand, of the same shape."""
-    user = _only_user(node)
+    user = only_user(node)
     call = None if user is None else call_in(layer.program, layer.owner, user, joins)
     if user is None or call is None or call.named.get("alpha", 1) != 1:
         return None
@@ -89,7 +89,7 @@ def _joined(layer: LayerCall, node: fx.Node, joins: str) -> tuple[fx.Node, fx.No
 
 def _activation(layer: LayerCall, node: fx.Node) -> tuple[fx.Node, Activation] | None:
     """Return the activation that is all that reads a node, and what it is; None where there is none."""
-    user = _only_user(node)
+    user = only_user(node)
     if user is None:
         return None
     for known in known_activations():
@@ -106,7 +106,7 @@ def _activation(layer: LayerCall, node: fx.Node) -> tuple[fx.Node, Activation] |
 
 def _relu_in_place(layer: LayerCall, total: fx.Node) -> tuple[fx.Node, Activation] | None:
     """Return a ReLU that writes into a sum: into a layer's new result, that is, which nothing else reads."""
-    user = _only_user(total)
+    user = only_user(total)
     if user is None or user.op != "call_module":
         return None
     module = layer.program.callee(layer.owner, user)
@@ -116,10 +116,6 @@ def _relu_in_place(layer: LayerCall, total: fx.Node) -> tuple[fx.Node, Activatio
 
 def _is_undisturbed(layer: LayerCall, *nodes: fx.Node) -> bool:
     return is_undisturbed(layer.program, layer.owner, nodes)
-
-
-def _only_user(node: fx.Node) -> fx.Node | None:
-    return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _is_number(value: object) -> bool:

@@ -51,7 +51,7 @@ _Gains = dict[Hashable, Judgement]
 
 
 @dataclass(frozen=True)
-class _Found:
+class _FoundLayer:
     """A layer of a graph that can be computed on a packed weight, with what is computed together, in a dtype."""
 
     number: int
@@ -91,7 +91,7 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
             Refusal(IN_TRAINING, "(root)", Cause.IN_TRAINING) for _ in itertools.islice(_candidates(program, dtype), 1)
         )
         return
-    layers: list[_Found] = []
+    layers: list[_FoundLayer] = []
     for item in _candidates(program, dtype):
         if isinstance(item, Refusal):
             yield item
@@ -99,7 +99,7 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
             layers.append(item)
     gains = _gains(program, layers, budget)
     together = _gain_together(layers, gains)
-    graphs: dict[tuple[str, int], list[_Found]] = {}
+    graphs: dict[tuple[str, int], list[_FoundLayer]] = {}
     for found in layers:
         least = _LEAST_TOGETHER if together and found.layer.geometry is not None else LEAST_GAIN
         if refusal := gains[found.kind].refusal(found.name, least):
@@ -117,7 +117,7 @@ def found_in(program: Program, dtype: torch.dtype, budget: float) -> Iterator[Si
         yield _site(program, place, graphs.get(place, []), other, gains)
 
 
-def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_Found]]) -> dict[tuple[str, int], Nodes]:
+def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_FoundLayer]]) -> dict[tuple[str, int], Nodes]:
     """Return the activations of each graph that are written out, and not computed with a layer that is packed."""
     found: dict[tuple[str, int], list[fx.Node]] = {}
     taken: set[str] = set()
@@ -136,14 +136,14 @@ def _spelled(program: Program, graphs: Mapping[tuple[str, int], Sequence[_Found]
     }
 
 
-def _gain_together(layers: Sequence[_Found], gains: _Gains) -> bool:
+def _gain_together(layers: Sequence[_FoundLayer], gains: _Gains) -> bool:
     """Say whether the convolutions of a model gain, all of them packed: in between, images would be laid out anew."""
     timed = [figures for found in layers if found.layer.geometry is not None and (figures := gains[found.kind].figures)]
     own, packed = (sum(figures[name] for figures in timed) for name in ("before_us", "after_us"))
     return own > LEAST_GAIN * packed
 
 
-def _site(program: Program, place: tuple[str, int], group: Sequence[_Found], other: Nodes, gains: _Gains) -> Site:
+def _site(program: Program, place: tuple[str, int], group: Sequence[_FoundLayer], other: Nodes, gains: _Gains) -> Site:
     nodes = {f"layer.{count}": found.layer.call.node.name for count, found in enumerate(group)}
     kind = (*(found.kind for found in group), *(label for label in other if label.startswith(ACTIVATION)))
     known = [gains[found.kind] for found in group]
@@ -169,7 +169,7 @@ def _detail(layers: Collection[str], other: Collection[str], speeds: Sequence[fl
     return f"{what}, {low:.3g}x{f' to {high:.3g}x' if high > low else ''} by themselves"
 
 
-def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refusal]:
+def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_FoundLayer | Refusal]:
     for owner, number, graph in graphs_in(program):
         in_region = isinstance(program.module(owner), Region)
         for node in graph.nodes:
@@ -180,12 +180,12 @@ def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_Found | Refus
             if reason:
                 yield Refusal(reason, layer.call.qualified_name)
             else:
-                yield _Found(number, layer, find_epilogue(layer.call), dtype)
+                yield _FoundLayer(number, layer, find_epilogue(layer.call), dtype)
 
 
-def _gains(program: Program, layers: Sequence[_Found], budget: float) -> _Gains:
+def _gains(program: Program, layers: Sequence[_FoundLayer], budget: float) -> _Gains:
     """Return what each kind of layer of a known shape gains, where that is to be measured, and which are wrong."""
-    kinds: dict[Hashable, list[_Found]] = {}
+    kinds: dict[Hashable, list[_FoundLayer]] = {}
     for found in layers:
         if math.prod(found.layer.given or (0,)):
             kinds.setdefault(found.kind, []).append(found)
@@ -214,7 +214,7 @@ def _gains(program: Program, layers: Sequence[_Found], budget: float) -> _Gains:
     return gains
 
 
-def _take_single_rows(kinds: Mapping[Hashable, Sequence[_Found]], gains: _Gains) -> None:
+def _take_single_rows(kinds: Mapping[Hashable, Sequence[_FoundLayer]], gains: _Gains) -> None:
     """Choose how layers of several rows compute one row, where the model is called with one, too, in the same graph."""
     single: dict[Hashable, Lowerings] = {}
     for kind, alike in kinds.items():
@@ -228,13 +228,13 @@ def _take_single_rows(kinds: Mapping[Hashable, Sequence[_Found]], gains: _Gains)
         gains[kind] = replace(gains[kind], lowering=fastest(gains[kind], figures).lowering)
 
 
-def _waits_for_memory(layers: Sequence[_Found]) -> bool:
+def _waits_for_memory(layers: Sequence[_FoundLayer]) -> bool:
     """Say whether the weights of all linear layers are more than caches hold: between two calls each has left them."""
     sizes = {found.name: math.prod(found.layer.call.shape) for found in layers if found.layer.geometry is None}
     return _BYTES * sum(sizes.values()) > last_level_bytes()
 
 
-def _calls(alike: Sequence[_Found], *, transposed: bool = False, rows: int = 0) -> Calls:
+def _calls(alike: Sequence[_FoundLayer], *, transposed: bool = False, rows: int = 0) -> Calls:
     """Return the calls of layers of a kind on what they are given, or on so many rows."""
     first, packed = alike[0], alike[0].packed(transposed=transposed)
     tensors = [found.layer.call.tensors() for found in alike]

@@ -107,9 +107,11 @@ def packable_at(program: Program, owner: str, node: fx.Node) -> Packable | None:
         objection = why_not_packed(call.tensors()[0])
     if call.is_linear or not call.shape:
         return Packable(call, call.x, objection)
-    geometry = _geometry(call)
+    its = call.geometry
+    geometry = None if its is None else _fitting(its, call.kernel)
     if geometry is None:
         return Packable(call, call.x, objection or _PADDING)
+    geometry = dataclasses.replace(geometry, size=shape_of(call.x))
     return _with_pad(Packable(call, call.x, objection, geometry), geometry)
 
 
@@ -126,61 +128,19 @@ def _with_pad(layer: Packable, geometry: Geometry) -> Packable:
     return Packable(layer.call, x, layer.objection, dataclasses.replace(its, size=size), layer.x)
 
 
-# -- the settings of convolutions ----------------------------------------------------------------------------------
-
-
-def _geometry(call: LayerCall) -> Geometry | None:
-    """Return the settings of a convolution; None where it pads otherwise than with zeros, or they are no numbers."""
-    named, rank, given = call.settings, call.rank, call.x
-    stride, dilation = (_numbers(named.get(name, 1), rank) for name in ("stride", "dilation"))
-    output_padding = _numbers(named.get("output_padding", 0), rank) if call.is_transposed else None
-    if stride is None or dilation is None or type(named.get("groups", 1)) is not int or call.mode != "zeros":
-        return None
-    both = _padding(named.get("padding", 0), call.kernel, dilation, rank)
-    if both is None or (call.is_transposed and output_padding is None):
-        return None
-    size = None if given is None else shape_of(given)
-    its = Geometry(stride, (0,) * rank, dilation, call.groups, output_padding, size)
-    return _with_padding(its, both, call.kernel)
-
-
 def _padded(geometry: Geometry, zeros: object, kernel: Sequence[int]) -> Geometry | None:
     """Return the settings of a convolution behind a pad by `zeros`, as `F.pad` has them; None where there are none."""
-    given = _numbers(zeros, 0)
-    if given is None or len(given) % 2 or len(given) > 2 * geometry.rank or min(given, default=0) < 0:
+    given = list(cast("Sequence[object]", zeros)) if isinstance(zeros, (tuple, list)) else []
+    numbers = [each for each in given if type(each) is int and each >= 0]
+    if not given or len(numbers) < len(given) or len(given) % 2 or len(given) > 2 * geometry.rank:
         return None
-    pairs = [(given[at], given[at + 1]) for at in range(0, len(given), 2)][::-1]
-    pairs = [(0, 0)] * (geometry.rank - len(pairs)) + pairs
-    own = zip(geometry.padding, geometry.padding_after or geometry.padding, strict=True)
-    both = [(before + b, after + a) for (before, after), (b, a) in zip(own, pairs, strict=True)]
-    return None if geometry.output_padding is not None else _with_padding(geometry, both, kernel)
+    before, after = ([0] * (geometry.rank - len(given) // 2) + numbers[side::2][::-1] for side in (0, 1))
+    return None if geometry.output_padding is not None else _fitting(geometry.with_zeros(before, after), kernel)
 
 
-def _with_padding(geometry: Geometry, both: Sequence[tuple[int, int]], kernel: Sequence[int]) -> Geometry | None:
-    """Return settings with other padding; None where kernels would start in nothing but zeros."""
-    before, after = tuple(each[0] for each in both), tuple(each[1] for each in both)
-    its = dataclasses.replace(geometry, padding=before, padding_after=None if before == after else after)
-    if its.padding_after is None:
-        return its
-    spans = (d * (k - 1) for d, k in zip(its.dilation, kernel, strict=True))
-    return its if all(zeros <= span for zeros, span in zip(its.even.padding, spans, strict=True)) else None
-
-
-def _padding(
-    given: object, kernel: Sequence[int], dilation: tuple[int, ...], rank: int
-) -> list[tuple[int, int]] | None:
-    """Return how many zeros stand before and behind each dimension."""
-    if not isinstance(given, str):
-        numbers = _numbers(given, rank)
-        return None if numbers is None else [(zeros, zeros) for zeros in numbers]
-    spans = [d * (k - 1) for d, k in zip(dilation, kernel, strict=False)] if given == "same" else [0] * rank
-    return [(total // 2, total - total // 2) for total in spans]
-
-
-def _numbers(given: object, rank: int) -> tuple[int, ...] | None:
-    """Return a setting as one number for each dimension; None where it is no plain number. A rank of 0 is any."""
-    values = list(cast("Sequence[object]", given)) if isinstance(given, (tuple, list)) else [given]
-    if not all(type(value) is int for value in values) or (rank and len(values) not in (1, rank)):
-        return None
-    numbers = cast("list[int]", values)
-    return tuple(numbers * (rank if len(numbers) == 1 and rank else 1))
+def _fitting(geometry: Geometry, kernel: Sequence[int]) -> Geometry | None:
+    """Return the settings of a convolution; None where kernels would start in nothing but zeros."""
+    if geometry.padding_after is None:
+        return geometry
+    spans = (d * (k - 1) for d, k in zip(geometry.dilation, kernel, strict=True))
+    return geometry if all(zeros <= span for zeros, span in zip(geometry.even.padding, spans, strict=True)) else None

@@ -33,7 +33,7 @@ LABEL = "recurrent"
 
 
 @dataclass(frozen=True)
-class _Found:
+class _FoundLSTM:
     """A call of an LSTM in a graph, and why it stays as it is, or ""."""
 
     owner: str
@@ -106,7 +106,7 @@ def write_recurrent(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
     return True
 
 
-def _calls(program: Program) -> Iterator[_Found]:
+def _calls(program: Program) -> Iterator[_FoundLSTM]:
     for owner, number, graph in graphs_in(program):
         for node in graph.find_nodes(op="call_module"):
             found = _found(program, owner, number, node)
@@ -114,11 +114,11 @@ def _calls(program: Program) -> Iterator[_Found]:
                 yield found
 
 
-def _found(program: Program, owner: str, number: int, node: fx.Node) -> _Found | None:
+def _found(program: Program, owner: str, number: int, node: fx.Node) -> _FoundLSTM | None:
     module = program.callee(owner, node) if node.op == "call_module" else None
     if not isinstance(module, nn.LSTM):
         return None
-    return _Found(owner, number, node, module, _objection(program, owner, module, node))
+    return _FoundLSTM(owner, number, node, module, _objection(program, owner, module, node))
 
 
 def _objection(program: Program, owner: str, module: nn.LSTM, node: fx.Node) -> str:
@@ -158,7 +158,7 @@ def _tensors(lstm: nn.LSTM) -> list[Tensor]:
     return [cast("Tensor", own[name]) for name in settings_of(lstm).names]
 
 
-def _as_calls(found: _Found, shape: tuple[int, ...], dtype: torch.dtype) -> Calls:
+def _as_calls(found: _FoundLSTM, shape: tuple[int, ...], dtype: torch.dtype) -> Calls:
     packed, tensors = PackedLSTM(settings_of(found.module), dtype), _tensors(found.module)
 
     def before(x: Tensor, *tensors: Tensor) -> object:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from ...compat import all_modules, version_of
 from ...operators import counted_flops
+from ...passes.timing import race_clock
 from ...runtime.graphs import capture_of, fitting
 from ...runtime.guards import require
 from ...runtime.values import is_leaf, is_library, is_plain_structure, tensors_within
@@ -21,9 +21,9 @@ from ...tracing.analyses import has_random_effects, module_has_random_effects
 from ...tracing.examples import Inputs
 from ...tracing.isolation import in_phase, preserved
 from ...tracing.program import GraphRunner, function_of_node
-from .opening import Holds, Opened
+from .opening import Holds, OpenedModel
 
-__all__ = ["Cost", "Kind", "NodeFacts", "observed"]
+__all__ = ["Cost", "NodeFacts", "ValueKind", "observed"]
 
 Cost = Literal["flops", "time"]
 """What the stages are balanced by: floating-point operations, or seconds on this machine."""
@@ -36,7 +36,7 @@ _REPEATS = 3
 """So often a node is timed; the fastest counts, since whatever else the machine does only makes it slower."""
 
 
-class Kind(enum.Enum):
+class ValueKind(enum.Enum):
     """How a value gets from one stage to the next."""
 
     TENSOR = "tensor"
@@ -51,7 +51,7 @@ class NodeFacts:
     """What is known of one node."""
 
     cost: float = 0.0  # of running it forward
-    kind: Kind = Kind.OTHER  # of its value
+    kind: ValueKind = ValueKind.OTHER  # of its value
     size: int = 0  # of its value, in bytes
     repeatable: bool = False  # it hangs on inputs and buffers alone: every stage that needs it computes it for itself
     repeatable_when_told: bool = False  # so it does, but it hangs on plain values of other stages, too
@@ -60,7 +60,7 @@ class NodeFacts:
 
 
 def observed(
-    opened: Opened, model: nn.Module, call: Inputs, cost: Cost, *, training: bool
+    opened: OpenedModel, model: nn.Module, call: Inputs, cost: Cost, *, training: bool
 ) -> tuple[dict[fx.Node, NodeFacts], dict[str, list[int]]]:
     """Run an opened graph; return what is seen of each node, and by path which graphs captured modules would run."""
     counter = counted_flops() if cost == "flops" else None
@@ -77,11 +77,12 @@ def observed(
 class _Observer(GraphRunner):
     """Run an opened graph and note what is seen of each node."""
 
-    def __init__(self, opened: Opened, model: nn.Module, flops: Callable[[], int] | None) -> None:
+    def __init__(self, opened: OpenedModel, model: nn.Module, flops: Callable[[], int] | None) -> None:
         super().__init__(model, opened.graph)
         self.seen: dict[fx.Node, NodeFacts] = {}
         self.fitting_graphs: dict[str, list[int]] = {}
         self._model, self._paths, self._flops = model, opened.paths, flops
+        self._clock = race_clock(waits_for_gpu=any(parameter.is_cuda for parameter in model.parameters()))
         self._versions: dict[fx.Node, tuple[int, ...]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
@@ -95,28 +96,38 @@ class _Observer(GraphRunner):
         random, before = torch.get_rng_state(), self._flops() if self._flops else 0
         # A function might write into its arguments: once.
         repeats = _REPEATS if n.op == "call_module" and not self._flops else 1
-        value, seconds = _timed(function, args, kwargs, repeats)
+        value, seconds = self._timed(function, args, kwargs, repeats)
         draws = not torch.equal(random, torch.get_rng_state())
         wrote = self._has_written(n)
         self.note(n, value, float(self._flops() - before) if self._flops else seconds)
         if not (draws or wrote) and self._only_computes(n, value):
             seen, inputs = self.seen[n], [self.seen[used] for used in n.all_input_nodes]
             seen.repeatable = all(each.repeatable for each in inputs)
-            told = all(each.repeatable or each.repeatable_when_told or each.kind is Kind.PLAIN for each in inputs)
+            told = all(each.repeatable or each.repeatable_when_told or each.kind is ValueKind.PLAIN for each in inputs)
             checks = isinstance(n.target, Holds) or n.target is require
             seen.repeatable_when_told = told and not seen.repeatable and not checks
         return value
 
+    def _timed(self, function: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> tuple[Any, float]:
+        """Return a function's value, and the seconds of the fastest call."""
+        value, fastest = None, float("inf")
+        for _ in range(repeats):
+            start = self._clock()
+            value = function(*args, **kwargs)
+            fastest = min(fastest, self._clock() - start)
+        return value, fastest
+
     def note(self, node: fx.Node, value: Any, cost: float) -> None:
-        kind = Kind.TENSOR if isinstance(value, Tensor) else Kind.PLAIN if self._is_size(node, value) else Kind.OTHER
-        size = value.nbytes if isinstance(value, Tensor) else 0
-        self.seen[node] = NodeFacts(cost, kind, size, tuple_length=_tuple_length(value) if kind is Kind.OTHER else None)
+        is_size = not isinstance(value, Tensor) and self._is_size(node, value)
+        kind = ValueKind.TENSOR if isinstance(value, Tensor) else ValueKind.PLAIN if is_size else ValueKind.OTHER
+        length = _tuple_length(value) if kind is ValueKind.OTHER else None
+        self.seen[node] = NodeFacts(cost, kind, value.nbytes if isinstance(value, Tensor) else 0, tuple_length=length)
         self._versions[node] = _versions(value)
 
     def _is_size(self, node: fx.Node, value: Any) -> bool:
         """Say whether a value is plain and equal for all data of a shape."""
         reads_form = node.target in _FORM_FUNCTIONS or (node.op == "call_method" and node.target in _FORM_METHODS)
-        of_sizes = all(self.seen[used].kind is Kind.PLAIN for used in node.all_input_nodes)
+        of_sizes = all(self.seen[used].kind is ValueKind.PLAIN for used in node.all_input_nodes)
         return is_plain_structure(value) and (reads_form or of_sizes)
 
     def _has_written(self, writer: fx.Node) -> bool:
@@ -136,16 +147,6 @@ class _Observer(GraphRunner):
             leaves = (each for each in all_modules(module) if is_leaf(each) and is_library(type(each)))
             return next(module.parameters(), None) is None and not any(map(module_has_random_effects, leaves))
         return isinstance(node.target, Holds) or not has_random_effects(node)
-
-
-def _timed(function: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> tuple[Any, float]:
-    """Return a function's value, and the seconds of the fastest call."""
-    value, fastest = None, float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        value = function(*args, **kwargs)
-        fastest = min(fastest, time.perf_counter() - start)
-    return value, fastest
 
 
 def _tuple_length(value: Any) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...runtime.guards import require
-from .costs import Kind, NodeFacts
+from .costs import NodeFacts, ValueKind
 
 __all__ = ["BALANCE", "Line", "Stages", "line_of"]
 
@@ -123,7 +123,7 @@ def _stays_with(node: fx.Node, seen: Mapping[fx.Node, NodeFacts]) -> list[fx.Nod
     if node.op != "call_function" or node.target not in _PICKS:
         return []
     sources = [source for source in node.all_input_nodes if not seen[source].repeatable and source.op != "get_attr"]
-    picks = node.target is require or any(seen[source].kind is Kind.OTHER for source in sources)
+    picks = node.target is require or any(seen[source].kind is ValueKind.OTHER for source in sources)
     return sources if picks and not any(seen[source].repeatable_when_told for source in sources) else []
 
 
@@ -141,7 +141,7 @@ def _crossing(
 
     for node, first in place.items():
         last = max((place.get(user, len(items) - 1) for user in node.users), default=first)
-        if seen[node].kind is Kind.OTHER:
+        if seen[node].kind is ValueKind.OTHER:
             forbid(first, last)
         written = seen[node].last_writer
         if written is not None and written in place:

@@ -16,9 +16,9 @@ from ...runtime.graphs import fitting, required_capture
 from ...tracing.examples import Inputs
 from ...tracing.isolation import in_phase
 from ...tracing.program import Program
-from .costs import Cost, Kind, NodeFacts, observed
+from .costs import Cost, NodeFacts, ValueKind, observed
 from .cuts import BALANCE, Line, Stages, line_of
-from .opening import Opened, depends_on_mode, opened_graph, why_closed
+from .opening import OpenedModel, depends_on_mode, opened_graph, why_closed
 
 __all__ = ["Found", "find_stages", "other_routes"]
 
@@ -27,7 +27,7 @@ __all__ = ["Found", "find_stages", "other_routes"]
 class Route:
     """One way through a model."""
 
-    opened: Opened
+    opened: OpenedModel
     seen: Mapping[fx.Node, NodeFacts]
 
     def divided(self, stage_of: Mapping[fx.Node, int], count: int) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Route:
             "stages": {node.name: stage for node, stage in stage_of.items()},
             "repeated": [node.name for node, each in self.seen.items() if each.repeatable and node.op != "placeholder"],
             "late": [node.name for node, each in self.seen.items() if each.repeatable_when_told],
-            "plain": [node.name for node, each in self.seen.items() if each.kind is Kind.PLAIN],
+            "plain": [node.name for node, each in self.seen.items() if each.kind is ValueKind.PLAIN],
         }
 
 
@@ -102,7 +102,7 @@ def find_stages(program: Program, stages: int, cost: Cost) -> Found:
 
 
 def _to_open(
-    opened: Opened, line: Line, fits: Mapping[str, list[int]], stages: int, model: nn.Module
+    opened: OpenedModel, line: Line, fits: Mapping[str, list[int]], stages: int, model: nn.Module
 ) -> dict[str, int]:
     """Return the modules to look into next: those inside which an ideal division would cut; else the costliest."""
     calls = [(node, opened.paths[node.name]) for node in line.items if opened.paths.get(node.name) in fits]
@@ -205,6 +205,6 @@ def _stages_on(route: Route, homes: Mapping[str, Sequence[int]], model: nn.Modul
         seen = route.seen[node]
         last = max((stage_of.get(user, end if user.op == "output" else 0) for user in node.users), default=stage)
         is_written = seen.last_writer is not None and stage_of.get(seen.last_writer, stage) > stage
-        if is_written or (seen.kind is Kind.OTHER and last > stage):
+        if is_written or (seen.kind is ValueKind.OTHER and last > stage):
             raise MatchFailure(f"'{node.name}' would cross into another stage")
     return stage_of

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
 
-from ...compat import all_modules, own_buffers, own_parameters
+from ...compat import all_modules
 from ...errors import PlanError
-from .opening import Holds, Opened, opened_graph
+from ...runtime.values import all_tensors
+from .opening import Holds, OpenedModel, opened_graph
 
-__all__ = ["Layout", "Part"]
+__all__ = ["Layout", "StagePart"]
 
 
 @dataclass(frozen=True)
-class Part:
+class StagePart:
     """What one stage does."""
 
     number: int  # of the stage
@@ -30,8 +32,8 @@ class Part:
 class Layout:
     """A model, divided into stages."""
 
-    opened: Opened
-    parts: Sequence[Part]
+    opened: OpenedModel
+    parts: Sequence[StagePart]
     repeated: Sequence[fx.Node]  # hangs on inputs and buffers alone: computed wherever needed
     plain: frozenset[fx.Node]  # the values that are no tensors
 
@@ -90,13 +92,13 @@ class _Needs:
             return {self.count - 1}
         return {self.stage_of[node]} if node in self.stage_of else self._of[node]
 
-    def part(self, number: int) -> Part:
+    def part(self, number: int) -> StagePart:
         own = {node for node, stage in self.stage_of.items() if stage == number}
         own |= {node for node in self.late if number in self._of[node]}
         own |= {used for node in own for used in node.all_input_nodes if used.op == "get_attr"}
         nodes = [node for node in self.graph.nodes if node in own]
         result = self.graph.output_node().args[0] if number == self.count - 1 else None
-        return Part(number, nodes, self._crossing(number), self._crossing(number + 1), result)
+        return StagePart(number, nodes, self._crossing(number), self._crossing(number + 1), result)
 
     def _crossing(self, stage: int) -> list[fx.Node]:
         """Return the values that are made before a stage and read by it or by a later one."""
@@ -104,11 +106,7 @@ class _Needs:
         return [node for node in made if max(self._of[node], default=-1) >= stage]
 
 
-def _tensors_of(node: fx.Node, model: nn.Module) -> Iterator[Tensor]:
-    path, _, name = str(node.target).rpartition(".")
+def _tensors_of(node: fx.Node, model: nn.Module) -> Iterable[Tensor]:
     if node.op == "call_module":
-        for module in all_modules(model.get_submodule(str(node.target))):
-            yield from (tensor for tensor in own_parameters(module).values() if tensor is not None)
-            yield from (tensor for tensor in own_buffers(module).values() if tensor is not None)
-    elif node.op == "get_attr":
-        yield getattr(model.get_submodule(path), name)
+        return all_tensors(all_modules(model.get_submodule(str(node.target))))
+    return [operator.attrgetter(str(node.target))(model)] if node.op == "get_attr" else []

@@ -15,7 +15,7 @@ from ...runtime.values import map_tensors, tensors_within
 from ...tracing.examples import Inputs, normalize_inputs
 from ...tracing.isolation import preserved
 from .layout import Layout
-from .part import Part, Placement
+from .part import Placement, RankPart
 from .running import Feed, Forms, Relay, StageModule, Ways
 
 __all__ = ["PipelineModule", "Schedule", "check_norms", "divided", "rows_of"]
@@ -32,7 +32,7 @@ _Prepared = tuple[Any, Mapping[fx.Node, Any]]
 """The schedule for batches of one form, and the values from other stages that are no tensors."""
 
 
-class PipelineModule(Part):
+class PipelineModule(RankPart):
     """One rank's stages of a model: `step` trains all stages together, a call evaluates them."""
 
     def __init__(self, model: nn.Module, layouts: Sequence[Layout], schedule: Schedule, microbatches: int) -> None:

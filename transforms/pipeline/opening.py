@@ -17,7 +17,7 @@ from ...runtime.graphs import Capture, capture_of, specializations_of
 from ...runtime.guards import NOT_HELD, SELF, Argument, Attribute, Constant, Guard, Item, Source, reader, require
 from ...runtime.values import keep, qualified
 
-__all__ = ["Holds", "Opened", "depends_on_mode", "opened_graph", "why_closed"]
+__all__ = ["Holds", "OpenedModel", "depends_on_mode", "opened_graph", "why_closed"]
 
 
 class Holds:
@@ -52,7 +52,7 @@ class Holds:
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedModel:
     """A model as one graph."""
 
     graph: fx.Graph  # calls modules by their qualified names; modules that are looked into are not called
@@ -70,7 +70,7 @@ class Opened:
         return {node: read(self.sources[node.name]) for node in self.graph.find_nodes(op="placeholder")}
 
 
-def opened_graph(model: nn.Module, chosen: Mapping[str, int], unpacked: Mapping[str, int]) -> Opened:
+def opened_graph(model: nn.Module, chosen: Mapping[str, int], unpacked: Mapping[str, int]) -> OpenedModel:
     """Return a captured model as one graph; MatchFailure: a `chosen` module cannot be looked into."""
     reason = why_closed(model)
     capture = capture_of(model)
@@ -81,8 +81,7 @@ def opened_graph(model: nn.Module, chosen: Mapping[str, int], unpacked: Mapping[
 
 def why_closed(module: nn.Module) -> str | None:
     """Return why a module must stay one call, or None."""
-    capture = capture_of(module)
-    return "it has no graph" if capture is None or not capture.specializations else reason_against_opening(module)
+    return reason_against_opening(module) if specializations_of(module) else "it has no graph"
 
 
 def depends_on_mode(module: nn.Module) -> bool:
@@ -100,7 +99,7 @@ class _Opener(Opener):
         self.paths: dict[str, str] = {}
         self.names = {"": ""}
 
-    def result(self, capture: Capture) -> Opened:
+    def result(self, capture: Capture) -> OpenedModel:
         specialization = capture.specializations[self.chosen.get("", 0)]
         placeholders = specialization.graph.find_nodes(op="placeholder")
         inputs = [self.graph.placeholder(node.name) for node in placeholders]
@@ -111,7 +110,7 @@ class _Opener(Opener):
         guards = unmet_guards(self.model, specialization, unknown)
         self.graph.output(self.run(specialization.graph, ("", ""), inputs))
         holds = Holds(self.model, capture, guards, "")
-        return Opened(self.graph, self.chosen, self.unpacked, sources, holds, self.paths, self.names)
+        return OpenedModel(self.graph, self.chosen, self.unpacked, sources, holds, self.paths, self.names)
 
     def made(self, node: fx.Node, place: tuple[str, str], args: Any, kwargs: Any) -> Any:
         """Add what a node does; return its value, which is a node or known already."""

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from ...compat import all_modules, own_buffers, own_children, own_parameters, own_tensor, submodule
+from ...compat import all_modules, own_buffers, own_children, own_parameters, tensor_at
 from ...errors import StateError
 from ...runtime.state import STATE_MAP, VIEWS, InParts, StateMap, StateStep
 from ...runtime.values import all_tensors
 from .layout import Layout
 
-__all__ = ["Part", "Placement"]
+__all__ = ["Placement", "RankPart"]
 
 
 class Elsewhere(nn.Module):
@@ -129,7 +129,7 @@ class Placement:
 
 def _of_this_rank(module: nn.Module, state_map: StateMap) -> StateMap:
     """Return a module's map without the steps whose tensors are elsewhere."""
-    gone = {name for name in state_map.targets if not _has(module, name)}
+    gone = {name for name in state_map.targets if tensor_at(module, name) is None}
     steps: list[StateStep] = []
     for step in reversed(state_map.steps):
         if gone.issuperset(step.targets):
@@ -139,13 +139,7 @@ def _of_this_rank(module: nn.Module, state_map: StateMap) -> StateMap:
     return replace(state_map, steps=tuple(reversed(steps)))
 
 
-def _has(module: nn.Module, name: str) -> bool:
-    path, _, last = name.rpartition(".")
-    holder = submodule(module, path)
-    return holder is not None and own_tensor(holder, last) is not None
-
-
-class Part(InParts):
+class RankPart(InParts):
     """The part of a model that is on this rank, under the original names; the model loses the rest to `Elsewhere`."""
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:
@@ -193,7 +187,7 @@ class Part(InParts):
 
     # -- a module --------------------------------------------------------------------------------------------------
 
-    def train(self, mode: bool = True) -> Part:
+    def train(self, mode: bool = True) -> RankPart:
         self._whole.train(mode)
         self.training = mode
         return self

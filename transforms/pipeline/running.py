@@ -13,8 +13,8 @@ from torch.fx.node import map_arg
 from ...errors import GuardError
 from ...tracing.examples import Inputs
 from ...tracing.program import function_of_node
-from .layout import Layout, Part
-from .opening import Opened
+from .layout import Layout, StagePart
+from .opening import OpenedModel
 
 __all__ = ["Feed", "Forms", "Relay", "StageModule", "Ways"]
 
@@ -55,7 +55,7 @@ class Feed:
 class _PartRun:
     """Run what one stage does, on one way through the model."""
 
-    def __init__(self, part: Part, model: nn.Module, plain: Collection[fx.Node], *, is_last: bool) -> None:
+    def __init__(self, part: StagePart, model: nn.Module, plain: Collection[fx.Node], *, is_last: bool) -> None:
         self.received = [node for node in part.received if node not in plain]
         self.sent = [node for node in part.sent if node not in plain]
         self.hears = [node for node in part.received if node in plain]  # no tensors: told beside them
@@ -96,7 +96,7 @@ class Ways:
     """Find the way of a call through the model, and compute what every stage computes for itself."""
 
     def __init__(self, layouts: Sequence[Layout], model: nn.Module) -> None:
-        self._ways: list[tuple[Opened, Steps, dict[str, fx.Node]]] = []
+        self._ways: list[tuple[OpenedModel, Steps, dict[str, fx.Node]]] = []
         for layout in layouts:
             repeated = set(layout.repeated)
             needed = [node for node in layout.repeated if any(user not in repeated for user in node.users)]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from ...compat import own_parameters, own_tensor, submodule, transient_buffers
+from ...compat import own_parameters, submodule, tensor_at, transient_buffers
 from ...errors import MatchFailure
 from ...layers.masked import masked_module, set_sparse
 from ...layers.resized import KeptExperts
@@ -38,8 +38,7 @@ def reference(site: Site, original: nn.Module) -> nn.Module:
         return original
     lists = site.data["lists"]
     for name, dim, size, number in site.data["tensors"]:
-        path, _, last = name.rpartition(".")
-        tensor = own_tensor(original.get_submodule(path), last)
+        tensor = tensor_at(original, name)
         gone = sorted(set(range(size)) - set(lists[number]))
         if tensor is not None:
             tensor.data.index_fill_(dim, torch.tensor(gone, device=tensor.device), 0)
@@ -119,8 +118,7 @@ def _replace(edit: Edit, name: str) -> None:
 
 def _cut(edit: Edit, name: str, step: Select) -> None:
     path, _, last = name.rpartition(".")
-    module = submodule(edit.owner, path)
-    tensor = None if module is None else own_tensor(module, last)
+    module, tensor = submodule(edit.owner, path), tensor_at(edit.owner, name)
     if module is None or tensor is None:
         raise MatchFailure(f"'{name}' is no parameter or buffer any more")
     if tensor.shape[step.dim] != step.size:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import has_hooks, has_state_hooks, own_parameters, submodule
+from ...compat.packed import Geometry
 from ...layers.folded import Fold, Folds
 from ...layers.members import FusedMembers, stacked_weights
-from ...layers.quantized import ASKED, FakeQuantized, Geometry, QuantizedLayer
+from ...layers.quantized import ASKED, FakeQuantized, QuantizedLayer
 from ...operators import Derived
 from ...passes.contract import word_for
 from ...passes.rewriting import Layer, layer_of
@@ -22,8 +23,8 @@ from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners, TensorReads
 
 __all__ = [
-    "CONVOLUTIONS", "Candidate", "already_quantized", "candidates", "is_candidate", "linear_of", "linears",
-    "objection", "obstacle", "tied_to", "weight_of",
+    "CONVOLUTIONS", "Candidate", "already_quantized", "candidates", "even_geometry", "is_candidate", "linear_of",
+    "linears", "objection", "obstacle", "tied_to", "weight_of",
 ]  # fmt: skip
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -177,6 +178,13 @@ def candidates(
         yield Refusal(reason, name or "(root)") if reason else (name, module)
 
 
+def even_geometry(module: nn.Module) -> Geometry | None:
+    """Return the settings of a convolution; None where it pads with anything but as many zeros on both sides."""
+    layer = layer_of(module)
+    geometry = None if layer is None else layer.geometry
+    return None if geometry is None or geometry.padding_after is not None else geometry
+
+
 def objection(name: str, module: nn.Module, program: Program, *, runs_here: bool = True) -> str:
     """Return why a candidate must stay as it is, or ""; see `candidates`."""
     weight = cast("nn.Parameter", cast("nn.Linear", module).weight)
@@ -187,6 +195,6 @@ def objection(name: str, module: nn.Module, program: Program, *, runs_here: bool
         return f"it is on {weight.device.type}, and the kernels are for CPUs"
     if weight.dtype not in (torch.float32, torch.bfloat16):
         return f"its weight is of {str(weight.dtype).removeprefix('torch.')}; the kernels take float32 and bfloat16"
-    if isinstance(module, CONVOLUTIONS) and Geometry.of(cast("nn.Conv2d", module)) is None:
+    if isinstance(module, CONVOLUTIONS) and even_geometry(module) is None:
         return "it pads with something else than as many zeros on both sides"
     return ""

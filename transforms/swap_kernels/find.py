@@ -11,8 +11,8 @@ from torch import fx, nn
 
 from ...cuda_ops import Kernel
 from ...operators import canonical_name, operator_of_module
-from ...passes.rewriting import Held, Match, reason_against_inlining, unmet_guards
-from ...runtime.graphs import Specialization, capture_of
+from ...passes.rewriting import Held, Match, only_graph, reason_against_inlining, unmet_guards
+from ...runtime.graphs import Specialization
 from ...runtime.guards import SELF, Argument, Attribute, Guard, is_switch
 from ...runtime.values import user_class
 from ...tracing.program import Program
@@ -88,12 +88,11 @@ def _led_into(last: Occurrence, kernel: Kernel) -> Iterator[Occurrence]:
 def _called(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iterator[Occurrence]:
     """Yield what a called module computes and nothing besides, as if the graph computed that itself."""
     module = program.callee(owner, node) if node.op == "call_module" else None
-    capture = None if module is None else capture_of(module)
-    if module is None or capture is None or len(capture.specializations) != 1:
+    captured = None if module is None else only_graph(module, node)
+    if module is None or captured is None:
         return
-    (specialization,) = capture.specializations
+    specialization, given = captured
     result = specialization.graph.output_node().args[0]
-    given = capture.parameters.bind(node.args, dict(node.kwargs))
     if not isinstance(result, fx.Node) or reason_against_inlining(module):
         return
     if not all(_is_sealed(guard, module) for guard in unmet_guards(module, specialization, given)):

@@ -10,9 +10,9 @@ from typing import Any, cast
 from torch import fx
 
 from ...operators import canonical_name, info_of, normalized_arguments
-from ...runtime.values import TensorMeta
+from ...passes.rewriting import shape_of
 
-__all__ = ["Block", "Call", "Part", "PartSize", "Stop", "parts_in", "result_of"]
+__all__ = ["SplitBlock", "SplitCall", "SplitSize", "SplitTensor", "Stop", "parts_in", "result_of"]
 
 
 class Stop(Exception):
@@ -24,20 +24,20 @@ class Stop(Exception):
 
 
 @dataclass(eq=False)
-class Block:
+class SplitBlock:
     """Layers that are split together, because their results meet."""
 
     columns: list[str]  # names of the layers that are split by outputs, and of those after them, by inputs
     rows: list[str]
     stop: Stop | None = None  # why it cannot be split after all
-    joined: Block | None = None  # the block that has taken this one in
+    joined: SplitBlock | None = None  # the block that has taken this one in
 
     @property
-    def whole(self) -> Block:
+    def whole(self) -> SplitBlock:
         """Return the block that this one is a part of by now."""
         return self if self.joined is None else self.joined.whole
 
-    def take(self, other: Block) -> Block:
+    def take(self, other: SplitBlock) -> SplitBlock:
         one, two = self.whole, other.whole
         if one is not two:
             one.columns += two.columns
@@ -48,23 +48,23 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitTensor:
     """A tensor of which each process has a part."""
 
     dim: int  # along which it is split, counted from the last: -1
-    block: Block  # which layers did it
+    block: SplitBlock  # which layers did it
 
 
 @dataclass(frozen=True)
-class PartSize:
+class SplitSize:
     """A number that differs from that of one process: the size of a part."""
 
-    block: Block
+    block: SplitBlock
 
 
-def parts_in(value: Any) -> Iterator[Part | PartSize]:
+def parts_in(value: Any) -> Iterator[SplitTensor | SplitSize]:
     """Yield what is split in a value."""
-    if isinstance(value, (Part, PartSize)):
+    if isinstance(value, (SplitTensor, SplitSize)):
         yield value
     elif isinstance(value, Mapping):
         yield from parts_in(list(cast("Mapping[Any, Any]", value).values()))
@@ -75,15 +75,9 @@ def parts_in(value: Any) -> Iterator[Part | PartSize]:
         yield from parts_in((value.start, value.stop, value.step))
 
 
-def shape_of(node: Any) -> tuple[int, ...] | None:
-    """Return the shape of a node's value in one process, where it is a tensor."""
-    meta = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return meta.shape if isinstance(meta, TensorMeta) else None
-
-
-def sizes_of(shape: tuple[int, ...], part: Part) -> tuple[PartSize | None, ...]:
+def sizes_of(shape: tuple[int, ...], part: SplitTensor) -> tuple[SplitSize | None, ...]:
     """Return the shape of a part, as a value."""
-    return tuple(PartSize(part.block) if dim - len(shape) == part.dim else None for dim in range(len(shape)))
+    return tuple(SplitSize(part.block) if dim - len(shape) == part.dim else None for dim in range(len(shape)))
 
 
 def position_after(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
@@ -102,7 +96,7 @@ _SHAPES = frozenset({"view", "reshape", "flatten", "unflatten", "expand"})
 
 
 @dataclass(frozen=True)
-class Call:
+class SplitCall:
     """One call of an operator."""
 
     node: fx.Node
@@ -110,20 +104,24 @@ class Call:
     processes: int  # over how many it is split
 
     @property
-    def parts(self) -> list[Part | PartSize]:
+    def parts(self) -> list[SplitTensor | SplitSize]:
         return list(parts_in(self.value((self.node.args, self.node.kwargs))))
 
     def named(self, operator: str) -> Mapping[str, Any]:
         """Return the arguments, nodes as they are, by parameter."""
         return normalized_arguments(operator, self.node.target, self.node.args, self.node.kwargs).named
 
-    def tensors(self) -> list[tuple[Part | None, tuple[int, ...]]]:
+    def tensors(self) -> list[tuple[SplitTensor | None, tuple[int, ...]]]:
         """Return the tensors among the operands and their shapes in one process."""
-        shapes = ((self.value(node), shape_of(node)) for node in self.node.all_input_nodes)
-        return [(value if isinstance(value, Part) else None, shape) for value, shape in shapes if shape is not None]
+        found: list[tuple[SplitTensor | None, tuple[int, ...]]] = []
+        for node in self.node.all_input_nodes:
+            value, shape = self.value(node), shape_of(node)
+            if shape is not None:
+                found.append((value if isinstance(value, SplitTensor) else None, shape))
+        return found
 
 
-def result_of(call: Call) -> Any:
+def result_of(call: SplitCall) -> Any:
     """Return what a call gives of which each process has a part; Stop says that it needs the whole."""
     name = canonical_name(call.node)
     if call.node.target is getattr:
@@ -134,7 +132,7 @@ def result_of(call: Call) -> Any:
         return _size(call)
     if name in ("len", "dim"):
         return None
-    sizes = [part for part in call.parts if isinstance(part, PartSize)]
+    sizes = [part for part in call.parts if isinstance(part, SplitSize)]
     if name in ("mul", "floor_divide", "floordiv") and len(sizes) == len(call.parts):
         return sizes[0]
     if name in _SHAPES:
@@ -149,31 +147,31 @@ def result_of(call: Call) -> Any:
     raise Stop(f"'{call.node.name}' ({name or call.node.target}) needs the whole of it", is_near=name is not None)
 
 
-def _attribute(call: Call) -> Any:
+def _attribute(call: SplitCall) -> Any:
     value, name = call.value(call.node.args[0]), call.node.args[1]
-    if isinstance(value, Part) and name == "shape":
+    if isinstance(value, SplitTensor) and name == "shape":
         return sizes_of(shape_of(call.node.args[0]) or (), value)
-    if isinstance(value, Part) and name not in ("dtype", "device", "ndim", "requires_grad"):
+    if isinstance(value, SplitTensor) and name not in ("dtype", "device", "ndim", "requires_grad"):
         raise Stop(f"'{call.node.name}' reads .{name} of a part")
     return None
 
 
-def _size(call: Call) -> Any:
+def _size(call: SplitCall) -> Any:
     value, shape = call.value(call.node.args[0]), shape_of(call.node.args[0])
     sizes = sizes_of(shape or (), value)
     return sizes if len(call.node.args) < 2 else sizes[_integer(call, call.node.args[1])]
 
 
-def _integer(call: Call, value: Any) -> int:
+def _integer(call: SplitCall, value: Any) -> int:
     if isinstance(value, int):
         return value
     raise Stop(f"'{call.node.name}' computes which dimension it means")
 
 
-def _item(call: Call) -> Any:
+def _item(call: SplitCall) -> Any:
     source, index = call.node.args
     value = call.value(source)
-    if isinstance(value, Part):
+    if isinstance(value, SplitTensor):
         return _sliced(call, value, index)
     try:
         return value[index]
@@ -181,7 +179,7 @@ def _item(call: Call) -> Any:
         raise Stop(f"'{call.node.name}' picks by what is computed") from error
 
 
-def _sliced(call: Call, part: Part, index: Any) -> Part:
+def _sliced(call: SplitCall, part: SplitTensor, index: Any) -> SplitTensor:
     """Let a tensor keep its split dimension where an index takes all of it."""
     picks: list[Any] = list(cast("tuple[Any, ...]", index)) if isinstance(index, tuple) else [index]
     shape = shape_of(call.node.args[0]) or ()
@@ -195,7 +193,7 @@ def _sliced(call: Call, part: Part, index: Any) -> Part:
     return part
 
 
-def _aligned(call: Call) -> Part:
+def _aligned(call: SplitCall) -> SplitTensor:
     """Let operands that broadcast keep the dimension, which all have to be split along or to lack."""
     tensors = call.tensors()
     (first, *others) = [part for part, _ in tensors if part is not None]
@@ -209,38 +207,38 @@ def _aligned(call: Call) -> Part:
     return first
 
 
-def _transposed(call: Call) -> Part:
+def _transposed(call: SplitCall) -> SplitTensor:
     named, part = call.named("transpose"), _only(call)
     rank = len(shape_of(call.node) or ())
     one, other = (_integer(call, named[key]) % rank - rank for key in ("dim0", "dim1"))
-    return Part({one: other, other: one}.get(part.dim, part.dim), part.block)
+    return SplitTensor({one: other, other: one}.get(part.dim, part.dim), part.block)
 
 
-def _permuted(call: Call) -> Part:
+def _permuted(call: SplitCall) -> SplitTensor:
     part, order = _only(call), call.node.args[1:]
     order = order[0] if len(order) == 1 and isinstance(order[0], (tuple, list)) else order
     rank = len(order)
     place = [_integer(call, dim) % rank for dim in order].index(part.dim % rank)
-    return Part(place - rank, part.block)
+    return SplitTensor(place - rank, part.block)
 
 
-def _unsqueezed(call: Call) -> Part:
+def _unsqueezed(call: SplitCall) -> SplitTensor:
     part, rank = _only(call), len(shape_of(call.node) or ())
     added = _integer(call, call.named("unsqueeze")["dim"]) % rank
-    return Part(part.dim - 1 if added - rank > part.dim - 1 else part.dim, part.block)
+    return SplitTensor(part.dim - 1 if added - rank > part.dim - 1 else part.dim, part.block)
 
 
-def _only(call: Call) -> Part:
-    parts = [part for part in call.parts if isinstance(part, Part)]
+def _only(call: SplitCall) -> SplitTensor:
+    parts = [part for part in call.parts if isinstance(part, SplitTensor)]
     if len(parts) != 1:
         raise Stop(f"'{call.node.name}' takes several parts")
     return parts[0]
 
 
-def _beside(operator: str, default: int = 0) -> Callable[[Call], Any]:
+def _beside(operator: str, default: int = 0) -> Callable[[SplitCall], Any]:
     """Return the rule of operators along one dimension, which must not be the split one."""
 
-    def rule(call: Call) -> Any:
+    def rule(call: SplitCall) -> Any:
         part = _aligned(call)
         rank = len(shape_of(call.node.all_input_nodes[0]) or ())
         dim = call.named(operator).get("dim", default)
@@ -252,7 +250,7 @@ def _beside(operator: str, default: int = 0) -> Callable[[Call], Any]:
     return rule
 
 
-def _product(call: Call) -> Part:
+def _product(call: SplitCall) -> SplitTensor:
     """Let products of matrices keep a dimension that is not of the matrices."""
     part = _aligned(call)
     if part.dim > -3:
@@ -260,11 +258,11 @@ def _product(call: Call) -> Part:
     return part
 
 
-def _attention(call: Call) -> Part:
+def _attention(call: SplitCall) -> SplitTensor:
     """Let attention keep heads: each by itself; fewer heads of keys and values have to be split, too."""
     named = call.named("scaled_dot_product_attention")
     parts = [call.value(named[key]) for key in ("query", "key", "value")]
-    if not all(isinstance(part, Part) for part in parts):
+    if not all(isinstance(part, SplitTensor) for part in parts):
         raise Stop(f"'{call.node.name}' joins a part with a whole tensor", is_near=False)
     for part in parts[1:]:
         parts[0].block.take(part.block)
@@ -276,14 +274,14 @@ def _attention(call: Call) -> Part:
     return parts[0]
 
 
-def _reshaped(call: Call) -> Part:
+def _reshaped(call: SplitCall) -> SplitTensor:
     """Let a tensor keep its dimension where it stays the outermost of what it is split into or joined with."""
     source, part = call.node.args[0], call.value(call.node.args[0])
     before, after = shape_of(source), shape_of(call.node)
-    if not isinstance(part, Part) or before is None or after is None:
+    if not isinstance(part, SplitTensor) or before is None or after is None:
         raise Stop(f"'{call.node.name}' reads the size of a part")
     if canonical_name(call.node) == "expand":
-        return Part(part.dim, part.block)
+        return SplitTensor(part.dim, part.block)
     place = position_after(before, after, len(before) + part.dim)
     if place is None:
         raise Stop(f"'{call.node.name}' takes the dimension that is split apart")
@@ -291,10 +289,10 @@ def _reshaped(call: Call) -> Part:
         raise Stop(f"{after[place]} heads do not divide by {call.processes} processes ('{call.node.name}')")
     if canonical_name(call.node) != "flatten":
         _check_written_size(call, place, len(after))
-    return Part(place - len(after), part.block)
+    return SplitTensor(place - len(after), part.block)
 
 
-def _check_written_size(call: Call, place: int, rank: int) -> None:
+def _check_written_size(call: SplitCall, place: int, rank: int) -> None:
     """Make sure that a new shape does not say how large the dimension is in one process."""
     sizes: Sequence[Any] = call.node.args[1:]
     if len(sizes) == 1 and not isinstance(sizes[0], int):
@@ -303,12 +301,12 @@ def _check_written_size(call: Call, place: int, rank: int) -> None:
     if not isinstance(sizes, (tuple, list)) or len(sizes) != rank:
         raise Stop(f"'{call.node.name}' computes its shape")
     size = sizes[place]
-    if size != -1 and not isinstance(call.value(size), PartSize):
+    if size != -1 and not isinstance(call.value(size), SplitSize):
         shown = size if isinstance(size, int) else "a size"
         raise Stop(f"'{call.node.name}' writes {shown} for the dimension that is split, where -1 would do")
 
 
-_RULES: Mapping[str, Callable[[Call], Any]] = {
+_RULES: Mapping[str, Callable[[SplitCall], Any]] = {
     "transpose": _transposed,
     "permute": _permuted,
     "unsqueeze": _unsqueezed,

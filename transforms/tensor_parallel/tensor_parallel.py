@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, ClassVar, cast
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 from torch import distributed, fx, nn
 
 from ...operators import operator_info, operator_of_module
 from ...passes.contract import Pass, device_type, mesh_of_same_weights, require_process_group
-from ...passes.rewriting import layer_of
+from ...passes.rewriting import Opener, layer_of, substituted
 from ...passes.sites import Goal, Phase, Refusal, Site
 from ...runtime.graphs import Specialization, capture_of, specializations_of
 from ...runtime.guards import Argument, reader
 from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners
-from .rules import Block, Call, Part, PartSize, Stop, parts_in, result_of
+from .rules import SplitBlock, SplitCall, SplitSize, SplitTensor, Stop, parts_in, result_of
 
-__all__ = ["Blocks", "TensorParallel", "is_conv1d"]
+__all__ = ["TensorParallel", "blocks_in", "is_conv1d"]
 
 _HARMLESS = ("dtype", "device", "requires_grad")
 """What may be asked of a tensor without its numbers."""
@@ -31,55 +31,44 @@ def is_conv1d(module: nn.Module) -> bool:
     return layer is not None and layer.inputs_first
 
 
-@dataclass
-class Blocks:
-    """Follows the values of a program through its graphs, as they are where layers are split over processes."""
-
-    program: Program
-    processes: int
-    refusals: list[Refusal] = field(default_factory=list[Refusal])  # blocks that almost are
-
-    def find(self) -> list[Block]:
-        """Return the blocks; what cannot be one is left whole, and the rest is looked at again."""
-        left_out: set[str] = set()
-        while True:
-            blocks = self._followed(left_out)
-            stopped = [block for block in blocks if block.stop is not None or not block.rows]
-            if not stopped:
-                return blocks
-            for block in stopped:
-                if block.stop is not None and block.stop.is_near:
-                    self.refusals.append(Refusal(str(block.stop), at=block.columns[0]))
-                left_out.update(block.columns)
-
-    def _followed(self, left_out: set[str]) -> list[Block]:
-        run = _Run(self.program, self.processes, left_out)
-        run.model()
-        blocks = list({id(block.whole): block.whole for block in run.blocks}.values())
+def blocks_in(program: Program, processes: int) -> tuple[list[SplitBlock], list[Refusal]]:
+    """Return the layers that can be split together, and the blocks that almost can.
+    What cannot be a block is left whole, and the rest is looked at again.
+    """
+    left_out, refusals = set[str](), list[Refusal]()
+    while True:
+        walk = _Walk(program, processes, left_out)
+        walk.model()
+        blocks = list({id(block.whole): block.whole for block in walk.blocks}.values())
         for block in blocks:
-            block.stop = block.stop or self._left_over(block)
-        return blocks
+            block.stop = block.stop or _uneven(program, block, processes)
+        stopped = [block for block in blocks if block.stop is not None or not block.rows]
+        if not stopped:
+            return blocks, refusals
+        for block in stopped:
+            if block.stop is not None and block.stop.is_near:
+                refusals.append(Refusal(str(block.stop), at=block.columns[0]))
+            left_out.update(block.columns)
 
-    def _left_over(self, block: Block) -> Stop | None:
-        """Say which layer cannot be split evenly."""
-        for name in block.columns:
-            module = self.program.module(name)
-            outputs = module.get_parameter("weight").shape[1 if is_conv1d(module) else 0]
-            if outputs % self.processes:
-                near = bool(block.rows)
-                return Stop(f"its {outputs} outputs do not divide by {self.processes} processes", is_near=near)
-        return None
+
+def _uneven(program: Program, block: SplitBlock, processes: int) -> Stop | None:
+    """Say which layer cannot be split evenly."""
+    for layer in (layer_of(program.module(name)) for name in block.columns):
+        outputs = 0 if layer is None else layer.channels[1]
+        if outputs % processes:
+            return Stop(f"its {outputs} outputs do not divide by {processes} processes", is_near=bool(block.rows))
+    return None
 
 
 @dataclass
-class _Run:
-    """One walk through all graphs of each mode, in the order in which they run."""
+class _Walk(Opener):
+    """One walk through all graphs of each mode, as they run. A place is a module, by its name and itself."""
 
     program: Program
     processes: int
     left_out: set[str]  # layers that are left whole
     flipped: bool = False  # whether the graphs are followed for the other mode than the model is in
-    blocks: list[Block] = field(default_factory=list[Block])
+    blocks: list[SplitBlock] = field(default_factory=list[SplitBlock])
     roles: dict[str, str] = field(default_factory=dict[str, str])  # how each layer is split
 
     @cached_property
@@ -114,30 +103,21 @@ class _Run:
         except TypeError as error:
             given = dict[str, Any]()
             _stop_all((args, kwargs), Stop(f"'{name}' is called in a way that its forward does not take: {error}"))
-        values: dict[fx.Node, Any] = {}
-        for node in specialization.graph.nodes:
-            values[node] = self._node(name, module, specialization, node, values, given)
-        result = values[specialization.graph.output_node()]
+        graph = specialization.graph
+        inputs = [_read(given, specialization, node) for node in graph.find_nodes(op="placeholder")]
+        result = self.run(graph, (name, module), inputs)
         if not name:
             _stop_all(result, Stop("", is_near=False))  # no linear layer follows
         return result
 
-    def _node(
-        self, name: str, module: nn.Module, specialization: Specialization, node: fx.Node, values: Any, given: Any
-    ) -> Any:
-        def value(argument: Any) -> Any:
-            return _with_values(argument, values)
-
-        if node.op == "placeholder":
-            return _read(given, specialization, node)
+    def value(self, node: fx.Node, place: tuple[str, nn.Module], values: Mapping[fx.Node, Any]) -> Any:
         if node.op == "get_attr":
             return None
-        if node.op == "output":
-            return value(node.args[0])
+        value = partial(substituted, values=values)
         if node.op == "call_module":
-            called = qualified(name, str(node.target))
-            return self.module(called, module.get_submodule(str(node.target)), value(node.args), value(node.kwargs))
-        call = Call(node, value, self.processes)
+            name, owner, path = *place, str(node.target)
+            return self.module(qualified(name, path), owner.get_submodule(path), value(node.args), value(node.kwargs))
+        call = SplitCall(node, value, self.processes)
         if not _alive(call.parts):
             return None
         try:
@@ -149,13 +129,13 @@ class _Run:
     def _linear(self, name: str, module: nn.Module, given: Any) -> Any:
         """Split a layer by inputs where its input is a part; else by outputs, if that is to be tried."""
         name = self.program.name_of(self.program.module(name))
-        part = given if isinstance(given, Part) and given.block.whole.stop is None else None
+        part = given if isinstance(given, SplitTensor) and given.block.whole.stop is None else None
         role = "row" if part is not None else "column" if name not in self.left_out else "whole"
         if self.roles.setdefault(name, role) != role:
             where = "in training and in evaluation" if self.flipped else "at several places"
             stop = Stop(f"'{name}' is called {where}, which would split it differently")
             concerned = (block for block in self.blocks if name in block.columns or name in block.rows)
-            _stop_all([given, *(Part(-1, block) for block in concerned)], stop)
+            _stop_all([given, *(SplitTensor(-1, block) for block in concerned)], stop)
             return None
         if part is not None:
             return self._row(name, part)
@@ -163,11 +143,11 @@ class _Run:
             return None
         block = next((each for each in self.blocks if name in each.columns), None)
         if block is None:
-            block = Block([name], [])
+            block = SplitBlock([name], [])
             self.blocks.append(block)
-        return Part(-1, block)
+        return SplitTensor(-1, block)
 
-    def _row(self, name: str, part: Part) -> None:
+    def _row(self, name: str, part: SplitTensor) -> None:
         if part.dim != -1:
             _stop_all(part, Stop(f"'{name}' gets what is split along another dimension than its inputs"))
         elif self._is_bound_elsewhere(self.program.module(name), name):
@@ -192,24 +172,10 @@ class _Run:
             return None
         operator = operator_of_module(user_class(type(module)))
         is_alike = operator in ("dropout", "identity") or (operator is not None and operator_info(operator).elementwise)
-        if is_alike and len(parts) == 1 and isinstance(parts[0], Part):
+        if is_alike and len(parts) == 1 and isinstance(parts[0], SplitTensor):
             return parts[0]
         _stop_all(parts, Stop(f"'{name}' ({type(module).__name__}) needs the whole of it", is_near=False))
         return None
-
-
-def _with_values(given: Any, values: Mapping[fx.Node, Any]) -> Any:
-    """Return the arguments of a node with values in the place of nodes; what else they hold is whole."""
-    if isinstance(given, fx.Node):
-        return values[given]
-    if isinstance(given, slice):
-        return slice(_with_values(given.start, values), _with_values(given.stop, values), None)
-    if isinstance(given, (tuple, list)):
-        return tuple(_with_values(item, values) for item in cast("Sequence[Any]", given))
-    if isinstance(given, Mapping):
-        pairs = cast("Mapping[str, Any]", given)
-        return {key: _with_values(item, values) for key, item in pairs.items()}
-    return None
 
 
 def _read(given: Mapping[str, Any], specialization: Specialization, node: fx.Node) -> Any:
@@ -223,7 +189,7 @@ def _read(given: Mapping[str, Any], specialization: Specialization, node: fx.Nod
         return None
 
 
-def _alive(parts: list[Part | PartSize]) -> list[Part | PartSize]:
+def _alive(parts: list[SplitTensor | SplitSize]) -> list[SplitTensor | SplitSize]:
     return [part for part in parts if part.block.whole.stop is None]
 
 
@@ -248,13 +214,13 @@ class TensorParallel(Pass):
         device_type(model, self.name)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        search = Blocks(program, distributed.get_world_size())
-        for block in search.find():
+        blocks, refusals = blocks_in(program, distributed.get_world_size())
+        for block in blocks:
             detail = f"columns of {', '.join(block.columns)}; rows of {', '.join(block.rows)}"
             yield Site(
                 program, block.columns[0], {}, detail=detail, data={"columns": block.columns, "rows": block.rows}
             )
-        yield from search.refusals
+        yield from refusals
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         from torch.distributed.tensor.parallel import parallelize_module

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fxopt.errors import StateError
 from fxopt.layers.quantized import (
-    Geometry,
     Range,
     StaticConv,
     StaticLayer,
@@ -22,6 +21,7 @@ from fxopt.layers.quantized import (
     max_pool_numbers,
     to_numbers,
 )
+from fxopt.passes.rewriting import layer_of
 
 OF_INPUT = Range(0.03, 120)
 CONVOLUTIONS = {
@@ -47,9 +47,10 @@ def static_of(layer: Any, count: int = 8) -> StaticLayer:
     settings = *numbers_of(layer.weight, count), layer.bias, layer.weight.dtype, OF_INPUT
     if isinstance(layer, nn.Linear):
         return StaticLinear(*settings)
-    geometry = Geometry.of(layer)
-    assert geometry is not None
-    return StaticConv(*settings, geometry)
+    call = layer_of(layer)
+    assert call is not None
+    assert call.geometry is not None
+    return StaticConv(*settings, call.geometry)
 
 
 def inputs_of(layer: Any) -> Tensor:
@@ -175,8 +176,15 @@ def test_numbers_are_pooled_like_floats(kernel: list[int], stride: list[int], pa
 
 
 def test_geometry_that_kernels_lack_is_told():
-    assert Geometry.of(nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect")) is None
-    assert Geometry.of(nn.Conv2d(3, 3, (2, 3), padding="same")) is None
+    reflecting, uneven = (
+        layer_of(conv)
+        for conv in (nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"), nn.Conv2d(3, 3, (2, 3), padding="same"))
+    )
+    assert reflecting is not None
+    assert uneven is not None
+    assert uneven.geometry is not None
+    assert reflecting.geometry is None
+    assert (uneven.geometry.padding, uneven.geometry.padding_after) == ((0, 1), (1, 1))
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -14,7 +14,7 @@ from fxopt.errors import OrderError, UsageError
 from fxopt.passes.pipeline import parse
 from fxopt.tracing.program import capture_program
 from fxopt.transforms.tensor_parallel import TensorParallel
-from fxopt.transforms.tensor_parallel.tensor_parallel import Blocks
+from fxopt.transforms.tensor_parallel.tensor_parallel import blocks_in
 
 X = torch.ones(2, 5, 16)
 
@@ -43,9 +43,8 @@ class Attention(nn.Module):
 
 def found(model: nn.Module, processes: int = 2, x: Any = X) -> tuple[list[tuple[list[str], list[str]]], dict[str, str]]:
     """Return columns and rows of each block, and the refusals."""
-    search = Blocks(capture_program(model, x), processes)
-    blocks = [(block.columns, block.rows) for block in search.find()]
-    return blocks, {str(refusal.at): refusal.reason for refusal in search.refusals}
+    blocks, refusals = blocks_in(capture_program(model, x), processes)
+    return [(b.columns, b.rows) for b in blocks], {str(refusal.at): refusal.reason for refusal in refusals}
 
 
 def reason(model: nn.Module, processes: int = 2) -> str:

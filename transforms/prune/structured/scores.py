@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from ....errors import UsageError
-from ....runtime.values import flatten, tensors_by_name
+from ....runtime.values import flatten, requires_grad, tensors_by_name
 from ....tracing.examples import Inputs
 from ....tracing.isolation import copied_module
 from ....tracing.program import Program
@@ -199,7 +199,7 @@ def _loss(model: nn.Module, call: Inputs, loss: Any) -> Tensor:
     output = model(*call.args, **call.kwargs)
     if loss is not None:
         return loss(output)
-    leaves = [leaf for leaf in flatten(output).values() if isinstance(leaf, Tensor) and leaf.requires_grad]
+    leaves = [leaf for leaf in flatten(output).values() if requires_grad(leaf)]
     return torch.stack([leaf.square().mean() for leaf in leaves]).sum() if leaves else torch.zeros(())
 
 

@@ -15,7 +15,6 @@ from ....layers.folded import Fold
 from ....layers.members import settings_of
 from ....layers.quantized import (
     FakeQuantized,
-    Geometry,
     Range,
     StaticConv,
     StaticLayer,
@@ -29,7 +28,7 @@ from ....runtime.guards import Attribute, Call, Guard, Lacks, Source, Truth, exa
 from ....runtime.state import QuantizeTrained, QuantizeWeight, StateStep
 from ....runtime.values import TensorMeta, qualified, user_class
 from ...fold_batchnorm import source_of, write_check
-from ..layers import CONVOLUTIONS, is_candidate, objection
+from ..layers import CONVOLUTIONS, even_geometry, is_candidate, objection
 from ..write import instead_of, put
 from .find import pooling_of
 
@@ -91,7 +90,7 @@ def _layer_of(old: nn.Module, values: torch.Tensor, scales: torch.Tensor, of_inp
     settings = values, scales, own_parameters(old).get("bias"), cast("nn.Linear", old).weight.dtype, of_input
     if isinstance(old, nn.Linear):
         return StaticLinear(*settings)
-    geometry = Geometry.of(cast("nn.Conv2d", old))
+    geometry = even_geometry(old)
     if geometry is None:
         raise MatchFailure("it pads with something else than as many zeros on both sides")
     return StaticConv(*settings, geometry)
