@@ -32,7 +32,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _QUANTIZED = "it is quantized already; for another scheme, begin with the model as it was, or with fxopt.restore(model)"
 _FOLDED = (
     "a batch norm was folded into it; int8_static folds norms itself: begin with the model as it was, or with "
-    "fxopt.restore(model)"
+    "fxopt.restore(model), and list quantize{scheme=int8_static} before fold_batchnorm or the preset that has it"
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
