@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..settings import Kind
+from ..options import Kind
 
 __all__ = ["Attribute", "Coupling", "Cut", "Group", "Kind", "Norm", "Number", "Refused", "Router"]
 
