@@ -219,7 +219,11 @@ class _Kept(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         _forget(ctx.module)  # an optimizer may step now, and torch does not count the writes of fused ones
-        return gradient.masked_fill(ctx.gone, 0), None, None, None
+        return _without(ctx.gone, gradient), None, None, None
+
+
+def _without(gone: Tensor, gradient: Tensor) -> Tensor:
+    return gradient.masked_fill(gone, 0)
 
 
 def _beside(module: nn.Module, name: str, parameter: Tensor) -> Tensor:
