@@ -114,23 +114,17 @@ def _share_of_time(program: Program) -> Callable[[nn.Module], float]:
 
 
 def _measured(program: Program, chosen: Sequence[Chosen], measure: Callable[[nn.Module], float]) -> float:
+    """Return what is measured with units gone; DoesNotRun names the groups that the model does not run without."""
     try:
         return measure(_pruned(program, chosen))
     except Exception as error:  # whatever the model's code raises
-        alone = {each.group.name: _raised(program, each, measure) for each in chosen}
-        reasons = {name: raised for name, raised in alone.items() if raised}
-        raise DoesNotRun(reasons or dict.fromkeys(alone, _shown(error))) from error
-
-
-def _raised(program: Program, each: Chosen, measure: Callable[[nn.Module], float]) -> str:
-    """Return what the removal of one group's units makes the model raise, or ""."""
-    if len(each.kept) == each.group.size:
-        return ""
-    try:
-        measure(_pruned(program, [each]))
-    except Exception as error:  # as above
-        return _shown(error)
-    return ""
+        reasons: dict[str, str] = {}
+        for each in chosen if len(chosen) > 1 else ():
+            try:
+                _measured(program, [each], measure)
+            except DoesNotRun as alone:
+                reasons |= alone.reasons
+        raise DoesNotRun(reasons or dict.fromkeys((each.group.name for each in chosen), _shown(error))) from error
 
 
 def _shown(error: Exception) -> str:

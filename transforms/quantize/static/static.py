@@ -14,7 +14,7 @@ from ...calibration import calls, ranges_of
 from ..layers import CONVOLUTIONS, candidates
 from ..options import Options
 from .find import Chain, Link, chains
-from .sensitivity import Sensitivity, sensitivity, unknown
+from .sensitivity import Sensitivity, sensitivity
 
 __all__ = ["find"]
 
@@ -25,12 +25,8 @@ def find(options: Options, program: Program) -> Iterator[Site | Refusal]:
         reason = "it is for evaluation, and the model is in training; call model.eval() first"
         yield Refusal(reason, "(root)", Cause.IN_TRAINING)
         return
-    layers: dict[str, nn.Module] = {}
-    for found in candidates(options.keep, program):
-        if isinstance(found, Refusal):
-            yield found
-        else:
-            layers[found[0]] = found[1]
+    layers, refused = candidates(options.keep, program)
+    yield from refused
     if layers:
         yield from _calibrated(options, program, layers)
 
@@ -47,7 +43,9 @@ def _calibrated(options: Options, program: Program, layers: Mapping[str, nn.Modu
     if not ranges:
         return
     budget = options.error_budget
-    found = sensitivity(program, ranges, options.group, data[0], budget) if data else unknown(ranges)
+    found = Sensitivity(dict.fromkeys(ranges, 0.0))
+    if data:
+        found = sensitivity(program, ranges, options.group, data[0], budget)
     for name in found.left:
         cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"
         yield Refusal(f"{cost}, all layers together by {found.together:.2g}; the budget is {budget:g}", name)

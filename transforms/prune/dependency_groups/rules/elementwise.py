@@ -91,9 +91,8 @@ def never(_: Sequence[bool | None]) -> bool:
 
 
 def elementwise(zero: _Zero, *, scalars: int = 0) -> Rule:
-    """Return the rule of an operator that is zero where `zero` says so of its operands, which may be plain numbers.
-
-    Of its arguments the first `scalars` are operands where they are plain numbers, too.
+    """Return the rule of an operator that is zero where `zero` says so of its operands.
+    Plain numbers are operands among the first `scalars` arguments alone.
     """
 
     def rule(tracker: DimensionTracker, out: Any, *args: Any) -> Any:
