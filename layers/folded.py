@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import Tensor
 
 from ..errors import GuardError
 
 __all__ = ["Fold", "Folds", "expect_dimensions", "expect_one_of"]
-
-
-class _Originals(NamedTuple):
-    """What goes into a fold, in float64: a layer's weight and bias, and a batch norm's tensors, each [channels]."""
-
-    weight: Tensor
-    bias: Tensor | None
-    gamma: Tensor | None
-    beta: Tensor | None
-    mean: Tensor
-    variance: Tensor
 
 
 @dataclass(frozen=True)
@@ -42,15 +30,16 @@ class Fold:
         `rest` is the layer's bias, the norm's weight, bias, mean and variance [channels], the number of batches (torch
         counts that as written to in training, not the statistics), and of each that is masked, which elements are zero.
         """
-        wide = self._originals(self._zeroed((weight, *rest)))
-        scale = _scale(wide, self.eps)
+        wide = iter([tensor.double() for tensor in self._zeroed((weight, *rest))])
+        own, absent = next(wide), ((self.biased, 0.0), (self.scaled, 1.0), (self.shifted, 0.0))
+        bias, gamma, beta = (next(wide) if is_there else neutral for is_there, neutral in absent)
+        mean, variance = next(wide), next(wide)
+        scale = gamma / (variance + self.eps).sqrt()
         if self.before:
-            shift = -wide.mean * scale if wide.beta is None else wide.beta - wide.mean * scale
-            added = (wide.weight * self._spread(shift, wide.weight, reads=True)).flatten(1).sum(1)
-            bias = added if wide.bias is None else wide.bias + added
-            return (wide.weight * self._spread(scale, wide.weight, reads=True)).to(weight.dtype), bias.to(weight.dtype)
-        bias = _shift(wide) * scale if wide.beta is None else _shift(wide) * scale + wide.beta
-        return (wide.weight * self._spread(scale, wide.weight)).to(weight.dtype), bias.to(weight.dtype)
+            made = bias + (own * self._spread(beta - mean * scale, own)).flatten(1).sum(1)
+        else:
+            made = (bias - mean) * scale + beta
+        return (own * self._spread(scale, own)).to(weight.dtype), made.to(weight.dtype)
 
     @property
     def layer_tensors(self) -> tuple[str, ...]:
@@ -73,15 +62,9 @@ class Fold:
         ]
         return (*own, *tensors[len(own) : count])
 
-    def _originals(self, tensors: tuple[Tensor, ...]) -> _Originals:
-        rest = iter([tensor.double() for tensor in tensors])
-        weight = next(rest)
-        bias, gamma, beta = (next(rest) if there else None for there in (self.biased, self.scaled, self.shifted))
-        return _Originals(weight, bias, gamma, beta, next(rest), next(rest))
-
-    def _spread(self, values: Tensor, weight: Tensor, *, reads: bool = False) -> Tensor:
-        """Return one value for each channel that the layer gives, or `reads`, in a shape that multiplies the weight."""
-        if not (self.transposed or reads):
+    def _spread(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Return one value for each channel that the norm is for, in a shape that multiplies the weight."""
+        if not (self.transposed or self.before):
             return values.reshape(-1, *[1] * (weight.ndim - 1))
         rows = values.view(self.groups, -1).repeat_interleave(weight.shape[0] // self.groups, 0)
         return rows.reshape(*rows.shape, *[1] * (weight.ndim - 2))
@@ -100,15 +83,6 @@ class Folds:
         weight, bias = self.before(tensors[0].double(), *tensors[1:count])
         weight, bias = self.behind(weight, bias, *tensors[count:])
         return weight.to(tensors[0].dtype), bias.to(tensors[0].dtype)
-
-
-def _scale(wide: _Originals, eps: float) -> Tensor:
-    deviation = (wide.variance + eps).sqrt()
-    return 1 / deviation if wide.gamma is None else wide.gamma / deviation
-
-
-def _shift(wide: _Originals) -> Tensor:
-    return -wide.mean if wide.bias is None else wide.bias - wide.mean
 
 
 def expect_dimensions(found: int, count: int) -> None:

@@ -67,12 +67,9 @@ class Qat(Pass):
         check_in_floats(self.name, model)
 
     def find(self, program: Program) -> Iterable[Site | Refusal]:
-        layers: dict[str, nn.Module] = {}
-        for found in candidates(self.keep, program, runs_here=False):
-            if isinstance(found, Refusal):
-                yield found
-            elif not isinstance(found[1], FakeQuantized):
-                layers[found[0]] = found[1]
+        found, refused = candidates(self.keep, program, runs_here=False)
+        yield from refused
+        layers = {name: layer for name, layer in found.items() if not isinstance(layer, FakeQuantized)}
         if layers:
             yield from self._layers(program, layers)
             yield from self._norms(program)

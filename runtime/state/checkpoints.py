@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple, cast
@@ -15,7 +16,7 @@ from ...compat import modules_by_name, own_buffers, submodule, transient_buffers
 from ...compat.distributed import shard_again
 from ...errors import StateError
 from ..values import class_recipe, is_sharded, subclass, user_class
-from .state_map import StateMap
+from .state_map import StateMap, warn_of_zeros
 
 __all__ = [
     "ADDED_TENSORS", "RECORD_KEY", "SETTLED", "STATE_MAP", "VIEWS", "KeepsOriginalNames", "Loading",
@@ -37,6 +38,9 @@ ADDED_TENSORS = "_fxopt_added_tensors"
 SETTLED = torch.empty(0, device="meta")
 """Stands in a state dict for a tensor that a module further out has loaded, or has reported missing."""
 
+_ZEROS: ContextVar[list[str] | None] = ContextVar("_ZEROS", default=None)
+"""Of the outermost `state_dict` that runs: names of tensors with zeros in the places of what is gone."""
+
 
 def absent_from_checkpoints(module: nn.Module) -> frozenset[str]:
     """Return the names of a module's own tensors that no checkpoint of the original has."""
@@ -49,10 +53,18 @@ class KeepsOriginalNames(nn.Module):
     """
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        saved: dict[str, Any] = cast("Any", super()).state_dict(*args, **kwargs)
-        state_map: StateMap | None = self.__dict__.get(STATE_MAP)
-        if state_map is not None:
-            translate_saved(state_map, saved, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        around = _ZEROS.get()
+        zeros = list[str]() if around is None else around
+        token = _ZEROS.set(zeros)
+        try:
+            saved: dict[str, Any] = cast("Any", super()).state_dict(*args, **kwargs)
+            state_map: StateMap | None = self.__dict__.get(STATE_MAP)
+            if state_map is not None:
+                zeros += translate_saved(state_map, saved, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
+        finally:
+            _ZEROS.reset(token)
+        if around is None:
+            warn_of_zeros(zeros, stacklevel=3)
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -137,15 +149,18 @@ def _check_finite(given: Mapping[str, Tensor], held_as: Tensor | None, prefix: s
             raise StateError(f"'{prefix}{name}' has elements that are not finite; it cannot be quantized")
 
 
-def translate_saved(state_map: StateMap, saved: dict[str, Any], prefix: str) -> None:
-    """Replace new names by original ones in what `state_dict` has gathered below `prefix`, but for sharded tensors."""
+def translate_saved(state_map: StateMap, saved: dict[str, Any], prefix: str) -> list[str]:
+    """Replace new names by original ones in what `state_dict` has gathered below `prefix`, but for sharded tensors.
+    Return the names of what has zeros in the places of what is gone.
+    """
     found = {name: saved[prefix + name] for name in state_map.origins if prefix + name in saved}
     found = {name: tensor for name, tensor in found.items() if not is_sharded(tensor)}
-    originals = state_map.backward(found)
+    originals, zeros = state_map.with_zeros(found)
     for name in found:
         del saved[prefix + name]
     saved.update({prefix + name: tensor for name, tensor in originals.items()})
     _put_in_order(saved, [prefix + name for name in state_map.names if prefix + name in saved], prefix)
+    return [prefix + name for name in zeros]
 
 
 def _put_in_order(saved: dict[str, Any], names: Sequence[str], prefix: str) -> None:

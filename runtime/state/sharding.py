@@ -125,7 +125,7 @@ def functional_state(state: Mapping[str, Tensor], state_map: StateMap, model: nn
     """
     refuse_sharded(model, "translating a state needs whole tensors", "use torch.func.functional_call before sharding")
     current = tensors_by_name(model)
-    known = state_map.backward(current)
+    known = state_map.backward(current, warn=False)
     aliases = {name for pair in state_map.aliases for name in pair}
     unknown = [name for name in state if not (name in known or name in current or name in aliases)]
     if unknown:

@@ -19,9 +19,10 @@ from .state_steps import StateStep
 __all__ = ["StateMap"]
 
 SCHEMA_VERSION = 1
-_LOST = (
-    "the state dict has the original shapes, with zeros in the places of what a lossy pass cut away: the original "
-    "computes something else with it; fxopt.plan(model) says what is gone, and fxopt.save keeps the result as it is"
+_ZEROS = (
+    "the state dict has the original shapes, with zeros in the places of what a lossy pass cut away, in {}: the "
+    "original computes something else with it; fxopt.plan(model) says what is gone, and fxopt.save keeps the result as "
+    "it is"
 )
 
 
@@ -90,19 +91,26 @@ class StateMap:
         What a lossy step has cut away comes back as zeros, which `warn` says. Where a step keeps the name, original
         tensors pass through. Raises a StateError if a tensor does not have the shape that the steps gave it.
         """
+        originals, zeros = self.with_zeros(state)
+        if warn:
+            warn_of_zeros(zeros, stacklevel=3)
+        return originals
+
+    def with_zeros(self, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+        """Return what `backward` does, and the original names of what has zeros in the places of what is gone."""
         values = dict(state)
-        lost = False
+        zeros: frozenset[str] = frozenset()
         for step in reversed(self.steps):
             applied = _apply(
                 values, step.targets, step.sources, step.backward, step.is_new if step.keeps_names else None
             )
-            lost = lost or (applied and step.lossy and not step.idempotent)
+            if applied and ((step.lossy and not step.idempotent) or not zeros.isdisjoint(step.targets)):
+                zeros = zeros.difference(step.targets).union(step.sources)
         for alias, name in self.aliases:
             if name in values and name in self.sources and (alias not in values or name in self.kept_names):
                 values[alias] = values[name]
-        if lost and warn:
-            warnings.warn(_LOST, StateWarning, stacklevel=2)
-        return _in_order(values, self.names)
+        originals = _in_order(values, self.names)
+        return originals, [name for name in originals if name in zeros]
 
     # -- composition -----------------------------------------------------------------------------------------------
 
@@ -259,6 +267,12 @@ class StateMap:
             given_one = next(given[name] for name in names if name in given)
             values.update({name: known[name].to(given_one) for name in absent})
         return values
+
+
+def warn_of_zeros(names: Sequence[str], stacklevel: int) -> None:
+    """Warn that tensors have zeros in the places of what is gone, if there are any."""
+    if names:
+        warnings.warn(_ZEROS.format(listing(names)), StateWarning, stacklevel=stacklevel)
 
 
 def check_fits(

@@ -15,21 +15,12 @@ from ...passes.sites import Refusal, Site
 from ...runtime.graphs import Capture
 from ...runtime.state import packed
 from ...tracing.program import Program
+from .costs import Cost, DoesNotRun, cost_of, with_costs
 from .dependency_groups import Group, Refused, coupling
 from .masks import Target, chosen, kernel_for, order_of_inputs, scores_of, targets, weakest_of
-from .settings import Options
-from .structured import (
-    Chosen,
-    Cost,
-    DoesNotRun,
-    NoScores,
-    choose,
-    chosen_for_target,
-    cost_of,
-    scores_of_units,
-    sites_of,
-    with_costs,
-)
+from .options import Options
+from .scores import NoScores, scores_of_units
+from .sites import Chosen, choose, chosen_for_target, sites_of
 
 __all__ = ["find"]
 

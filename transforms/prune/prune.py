@@ -9,19 +9,19 @@ from typing import ClassVar
 from torch import nn
 
 from ...layers.quantized import check_in_floats
-from ...passes.contract import Pass, check_named, module_words
+from ...passes.contract import check_named
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ...tracing.program import Program
 from .find import find
-from .settings import Options, check_options, check_scores, check_weights
+from .options import Options, check_scores, check_weights
 from .write import reference, rewrite
 
 __all__ = ["Prune"]
 
 
 @dataclass(frozen=True)
-class Prune(Options, Pass):
+class Prune(Options):
     """Set the weights that matter least to zero, and keep them there while the model is trained.
 
     Before: y = x @ weight        After: y = x @ (weight * mask)
@@ -56,13 +56,6 @@ class Prune(Options, Pass):
     numerics: ClassVar[Numerics] = Numerics.SEMANTIC
     goal: ClassVar[Goal] = Goal.SIZE
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # it reads what was put in the place of the weights
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
-        kinds: object = self.kinds
-        if isinstance(kinds, (str, list)):
-            object.__setattr__(self, "kinds", (kinds,) if isinstance(kinds, str) else tuple(self.kinds))
-        check_options(self)
 
     def check(self, model: nn.Module) -> None:
         check_named(self.name, "keep", self.keep, model)

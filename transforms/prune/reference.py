@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -50,92 +50,63 @@ class WithoutExperts(TorchFunctionMode):
 
 
 class KeptStatistics(TorchFunctionMode):
-    """Take statistics over kept units, wherever the values of all others are zeros."""
+    """Take statistics over kept units, wherever the values of all others are zeros: these stay zeros."""
 
     def __init__(self, size: int, kept: Sequence[int]) -> None:
         super().__init__()
-        self.size, self.kept = size, kept
+        self.size, self.kept = size, list(kept)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(func)
-        result = None if rule is None else rule(self, *args, **kwargs)
+        result = None if rule is None else rule(self, func, *args, **kwargs)
         return func(*args, **kwargs) if result is None else result
 
-    def mask(self, x: Tensor, dims: Sequence[int]) -> Tensor | None:
-        """Return ones where units are kept, to be multiplied with x; None where none of these dimensions has them."""
-        for dim in dims:
-            if x.shape[dim] != self.size:
-                continue
-            mask = torch.zeros(self.size, dtype=x.dtype, device=x.device)
-            mask[list(self.kept)] = 1
-            shape = [1] * x.dim()
-            shape[dim] = self.size
-            if not bool((x * (1 - mask.view(shape))).any()):
-                return mask.view(shape)
+    def dim_in(self, x: Tensor, dims: Iterable[int]) -> int | None:
+        """Return the one of some dimensions that has the units; None where none has, or others than these are there."""
+        gone = [place for place in range(self.size) if place not in self.kept]
+        having = (dim for dim in dims if x.shape[dim] == self.size)
+        return next((dim for dim in having if not bool(self.of(x, dim, gone).any())), None)
+
+    def of(self, value: Any, dim: int, places: Sequence[int] | None = None) -> Any:
+        """Return a tensor with the kept units alone, or with those at other places; what is no tensor as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        chosen = self.kept if places is None else places
+        return value.index_select(dim, torch.tensor(chosen, dtype=torch.long, device=value.device))
+
+    def among_zeros(self, kept: Tensor, like: Tensor, dim: int) -> Tensor:
+        """Return values of the kept units with zeros in the places of the others."""
+        return torch.zeros_like(like, dtype=kept.dtype).index_copy(
+            dim, torch.tensor(self.kept, device=like.device), kept
+        )
+
+
+def _norm(mode: KeptStatistics, func: Any, x: Tensor, shape: Sequence[int], *given: Any, **named: Any) -> Tensor | None:
+    dim = mode.dim_in(x, range(-len(shape), 0))
+    if dim is None:
         return None
+    kept = list(shape)
+    kept[dim] = len(mode.kept)
+    named = {name: mode.of(value, dim) for name, value in named.items()}
+    return mode.among_zeros(func(mode.of(x, dim), kept, *(mode.of(each, dim) for each in given), **named), x, dim)
 
 
-def _layer_norm(
-    mode: KeptStatistics, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
-    bias: Tensor | None = None, eps: float = 1e-5, *_: Any,
-) -> Tensor | None:  # fmt: skip
-    dims = list(range(-len(normalized_shape), 0))
-    mask = mode.mask(x, dims)
-    return None if mask is None else _affine(_standardised(x, mask, dims, eps), weight, bias)
-
-
-def _rms_norm(
-    mode: KeptStatistics, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor | None:  # fmt: skip
-    dims = list(range(-len(normalized_shape), 0))
-    mask = mode.mask(x, dims)
-    if mask is None:
+def _group_norm(mode: KeptStatistics, func: Any, x: Tensor, groups: int, *given: Any, **named: Any) -> Tensor | None:
+    if mode.dim_in(x, [1]) is None:
         return None
-    mean = _mean(x.square(), mask, dims, keepdim=True)
-    return _affine(x * torch.rsqrt(mean + (torch.finfo(x.dtype).eps if eps is None else eps)), weight, None)
+    left = len({place * groups // mode.size for place in mode.kept})
+    named = {name: mode.of(value, 0) for name, value in named.items()}
+    return mode.among_zeros(func(mode.of(x, 1), left, *(mode.of(each, 0) for each in given), **named), x, 1)
 
 
-def _group_norm(
-    mode: KeptStatistics, x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-5, *_: Any,
-) -> Tensor | None:  # fmt: skip
-    mask = mode.mask(x, [1])
-    if mask is None:
-        return None
-    in_groups = x.reshape(x.shape[0], num_groups, -1)
-    of_groups = mask.expand_as(x).reshape(in_groups.shape)
-    made = _standardised(in_groups, of_groups, [-1], eps).view_as(x)
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    return _affine(made, *(None if each is None else each.view(shape) for each in (weight, bias)))
-
-
-def _plain_mean(
-    mode: KeptStatistics, x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor | None:
-    dims: list[int] = [dim] if isinstance(dim, int) else list(dim or ())
-    mask = mode.mask(x, dims)
-    if mask is None:
-        return None
-    return _mean(x if dtype is None else x.to(dtype), mask, dims, keepdim=keepdim)
-
-
-def _mean(x: Tensor, mask: Tensor, dims: list[int], *, keepdim: bool) -> Tensor:
-    return (x * mask).sum(dims, keepdim=keepdim) / mask.expand_as(x).sum(dims, keepdim=keepdim)
-
-
-def _standardised(x: Tensor, mask: Tensor, dims: list[int], eps: float) -> Tensor:
-    centred = (x - _mean(x, mask, dims, keepdim=True)) * mask
-    return centred * torch.rsqrt(_mean(centred.square(), mask, dims, keepdim=True) + eps)
-
-
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    scaled = x if weight is None else x * weight
-    return scaled if bias is None else scaled + bias
+def _mean(mode: KeptStatistics, func: Any, x: Tensor, dim: Any = None, *given: Any, **named: Any) -> Tensor | None:
+    found = mode.dim_in(x, [dim] if isinstance(dim, int) else dim or ())
+    return None if found is None else func(mode.of(x, found), dim, *given, **named)
 
 
 _RULES: dict[Any, Callable[..., Tensor | None]] = {
-    F.layer_norm: _layer_norm, torch.layer_norm: _layer_norm, F.rms_norm: _rms_norm, torch.rms_norm: _rms_norm,
-    F.group_norm: _group_norm, torch.group_norm: _group_norm, torch.mean: _plain_mean, Tensor.mean: _plain_mean,
-}  # fmt: skip
+    **dict.fromkeys((F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm), _norm),
+    **dict.fromkeys((F.group_norm, torch.group_norm), _group_norm),
+    **dict.fromkeys((torch.mean, Tensor.mean), _mean),
+}

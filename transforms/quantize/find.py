@@ -21,7 +21,7 @@ from ...settings import Measure
 from ...tracing.program import Program, is_on_meta
 from ...tracing.recording import Call
 from .layers import Candidate, already_quantized, obstacle
-from .schemes import Settings
+from .options import Options
 from .within import left_in_floats
 from .write import Instead
 
@@ -39,13 +39,13 @@ _BYTES = 2**25
 Make = Callable[[nn.Module], Instead]
 
 
-def found(settings: Settings, program: Program, layers: Sequence[Candidate], make: Make) -> Iterator[Site | Refusal]:
+def found(options: Options, program: Program, layers: Sequence[Candidate], make: Make) -> Iterator[Site | Refusal]:
     """Yield the layers to replace by what `make` returns, the most saved for an error first, and why others stay."""
-    yield from already_quantized(settings.keep, program)
+    yield from already_quantized(options.keep, program)
     called = _called(program, [layer.module for layer in layers])
     able: list[Candidate] = []
     for layer in sorted(layers, key=lambda layer: -layer.size):
-        if word_for(settings.keep, layer.name, program) is not None:
+        if word_for(options.keep, layer.name, program) is not None:
             continue
         reason = (obstacle(layer, program) if layer.weights else "") or layer.objection
         if not reason and called is not None and layer.module not in called:
@@ -58,10 +58,10 @@ def found(settings: Settings, program: Program, layers: Sequence[Candidate], mak
     if called is None or is_on_meta(program.model):
         yield from (Site(program, layer.name, {}, detail=layer.detail) for layer in able)
         return
-    measuring = program.measuring if settings.aim == "speed" else Measure.NO
-    judged = _judged(program, able, make, settings.error_budget, measuring=measuring)
+    measuring = program.measuring if options.aim == "speed" else Measure.NO
+    judged = _judged(program, able, make, options.error_budget, measuring=measuring)
     fine = {layer.module: new for layer, new, judgement in judged if new is not None and judgement.objection() is None}
-    costly = left_in_floats(program, fine, settings.error_budget)
+    costly = left_in_floats(program, fine, options.error_budget)
     for layer, _, judgement in sorted(judged, key=lambda each: -Measured.of(each[2].all_figures).saved_per_error):
         cost = costly.get(layer.module)
         reason = None if cost is None else Refusal(_COSTLY.format(cost), layer.name)

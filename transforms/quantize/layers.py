@@ -33,7 +33,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _QUANTIZED = "it is quantized already; for another scheme, begin with the model as it was, or with fxopt.restore(model)"
 _FOLDED = (
     "a batch norm was folded into it; int8_static folds norms itself: begin with the model as it was, or with "
-    "fxopt.restore(model)"
+    "fxopt.restore(model), and list quantize{scheme=int8_static} before fold_batchnorm or the preset that has it"
 )
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -167,15 +167,19 @@ def is_candidate(module: nn.Module) -> bool:
 
 def candidates(
     keep: Sequence[str], program: Program, *, runs_here: bool = True
-) -> Iterator[tuple[str, nn.Module] | Refusal]:
-    """Yield the layers that can be quantized, by name, to run here on the CPU if `runs_here`, and why others cannot."""
-    yield from already_quantized(keep, program)
+) -> tuple[dict[str, nn.Module], list[Refusal]]:
+    """Return the layers that can be quantized, by name, on the CPU here if `runs_here`, and why others cannot."""
+    layers, refused = dict[str, nn.Module](), list(already_quantized(keep, program))
     for module in program.names.distinct:
         name = program.names.name(module)
         if not is_candidate(module) or word_for(keep, name, program) is not None:
             continue
         reason = objection(name, module, program, runs_here=runs_here)
-        yield Refusal(reason, name or "(root)") if reason else (name, module)
+        if reason:
+            refused.append(Refusal(reason, name or "(root)"))
+        else:
+            layers[name] = module
+    return layers, refused
 
 
 def even_geometry(module: nn.Module) -> Geometry | None:

@@ -70,8 +70,8 @@ def left_in_floats(program: Program, layers: Mapping[nn.Module, nn.Module], budg
     replaced = [module for module in program.names.distinct if module in layers]
     sizes = {module: sum(each.numel() for each in module.parameters()) for module in replaced}
     alone = costs_in_groups(sizes, run.on_less().error, allowed)
-    left, _ = left_out({layer: cost**2 / sizes[layer] for layer, cost in alone.items()}, run.error, allowed)
-    return {layer: alone[layer] for layer in left}
+    density = {layer: cost**2 / sizes[layer] for layer, cost in alone.items()}
+    return {layer: alone[layer] for layer in left_out(density, run.error, allowed)}
 
 
 def costs_in_groups(
@@ -128,16 +128,15 @@ def costs(layers: Iterable[Layer], error: Callable[[Sequence[Layer]], float]) ->
 
 def left_out(
     alone: Mapping[Layer, float], error: Callable[[Sequence[Layer]], float], allowed: float
-) -> tuple[Sequence[Layer], float]:
-    """Return the layers to leave in floats, by what each costs `alone`, and the error with all others in fewer bits."""
+) -> Sequence[Layer]:
+    """Return the layers to leave in floats, by what each costs `alone`, so that the others err no more than allowed."""
     order = sorted(alone, key=alone.__getitem__, reverse=True)
     # More layers in floats are taken to err less, so that the count can be found by halving.
-    wrong, right, least = 0, len(order), 0.0
+    wrong, right = 0, len(order)
     while right - wrong > 1:
         middle = (wrong + right) // 2
-        found = error(order[middle:])
-        wrong, right, least = (wrong, middle, found) if found <= allowed else (middle, right, least)
-    return order[:right], least
+        wrong, right = (wrong, middle) if error(order[middle:]) <= allowed else (middle, right)
+    return order[:right]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .labels import Array, Block, IndexClasses, Labels
+from .labels import FIXED, Array, Block, IndexClasses, Labels
 from .sizes import Count, Requirement, Size
 
 __all__ = ["Dimension", "DimensionTracker", "Statistic"]
@@ -85,23 +85,20 @@ class DimensionTracker(IndexClasses):
         labels = self._parameters[id(tensor)] = Labels(tuple(tensor.shape), tuple(blocks))
         return labels
 
-    def _dimension_of(self, atoms: Array) -> int | None:
-        """Return the number of the dimension that atoms come from, judged by the first of them."""
-        first = int(atoms.flat[0])
+    def _note(self, block: Block | None, into: set[int], unless: set[int]) -> None:
+        """Note the dimension that a block's atoms come from, judged by the first of them."""
+        first = FIXED if block is None else int(block.atoms.flat[0])
         number = bisect_right(self.dimensions, first, key=lambda each: int(each.atoms[0])) - 1
-        return number if number >= 0 and first <= self.dimensions[number].atoms[-1] else None
+        if number >= 0 and first <= self.dimensions[number].atoms[-1] and number not in unless:
+            into.add(number)
 
     def makes(self, block: Block | None) -> None:
         """Note that a block is the width of what an operator makes."""
-        number = None if block is None else self._dimension_of(block.atoms)
-        if number is not None and number not in self.read:
-            self.made.add(number)
+        self._note(block, self.made, self.read)
 
     def reads(self, block: Block | None) -> None:
         """Note that a block reads a width that others make."""
-        number = None if block is None else self._dimension_of(block.atoms)
-        if number is not None and number not in self.made:
-            self.read.add(number)
+        self._note(block, self.read, self.made)
 
     def keep_whole(self, labels: Labels, dims: Collection[int] | None = None, because: str = "") -> Labels:
         """Say that dimensions stay whole because of the operator that runs: all of them by default."""

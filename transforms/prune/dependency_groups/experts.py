@@ -251,7 +251,7 @@ def _numbers(program: Program, modules: list[str], size: int) -> Iterator[Number
             for node in specialization.graph.nodes:
                 for path, value in _counted(node):
                     if abs(value - size) <= 1:
-                        yield Number(owner, which, node.name, path, value, tuple(range(size)))
+                        yield Number(owner, which, node.name, path, tuple(range(size)))
 
 
 def _counted(node: fx.Node) -> Iterator[tuple[tuple[str | int, ...], int]]:

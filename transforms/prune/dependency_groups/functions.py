@@ -39,7 +39,7 @@ class Functions(TorchFunctionMode):
             dim = args[1] if len(args) > 1 else given.get("dim")
             sizes = _counted(tracker, args[0], args[0].shape)
             return sizes if dim is None else cast("Any", sizes)[dim]
-        tracker.given = _GIVEN[name](args, given) if name in _GIVEN else None
+        tracker.given = _argument(args, given, *_GIVEN[name]) if name in _GIVEN else None
         if name == "rms_norm":  # it is run as a mean and products, which are given nothing
             tracker.operator = name
             labels = tracker.get(args[0])
@@ -69,12 +69,11 @@ def _counted(tracker: DimensionTracker, tensor: Tensor, shape: torch.Size) -> to
     return torch.Size(sizes)
 
 
-_Given: TypeAlias = "Callable[[Sequence[Any], Mapping[str, Any]], Any]"
 _Seen: TypeAlias = "Callable[[DimensionTracker, Sequence[Any], Mapping[str, Any], Any], None]"
 
 
-def _argument(position: int, name: str, default: Any = None) -> _Given:
-    return lambda args, kwargs: args[position] if len(args) > position else kwargs.get(name, default)
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], position: int, name: str, default: Any = None) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name, default)
 
 
 def _shape_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], first: int = 1) -> list[Any]:
@@ -143,13 +142,13 @@ def _factory(first: int, *, zero: bool) -> _Seen:
 
 
 def _unflattened(tracker: DimensionTracker, args: Sequence[Any], kwargs: Mapping[str, Any], out: Tensor) -> None:
-    dim, sizes = _argument(1, "dim")(args, kwargs), _argument(2, "sizes")(args, kwargs)
+    dim, sizes = _argument(args, kwargs, 1, "dim"), _argument(args, kwargs, 2, "sizes")
     _require_all(tracker, sizes, tracker.get(out), dim % len(args[0].shape))
 
 
 def _splitted(tracker: DimensionTracker, args: Sequence[Any], kwargs: Mapping[str, Any], out: Sequence[Tensor]) -> None:
     sizes = args[1] if len(args) > 1 else kwargs.get("split_size_or_sections", kwargs.get("split_size"))
-    dim = _argument(2, "dim", 0)(args, kwargs) % len(args[0].shape)
+    dim = _argument(args, kwargs, 2, "dim", 0) % len(args[0].shape)
     each = [sizes] * len(out) if isinstance(sizes, int) else list(sizes or ())
     for size, part in zip(each, out, strict=False):
         tracker.require(size, tracker.get(part).of(dim), dim)
@@ -206,13 +205,12 @@ def _other(tracker: DimensionTracker, name: str, args: Sequence[Any], kwargs: Ma
                 tracker.require(size, None)
 
 
-_GIVEN: Mapping[str, _Given] = {
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _argument(6, "groups", 1)),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _argument(6, "groups", 1)),
-    "group_norm": _argument(1, "num_groups"),
-    **dict.fromkeys(("layer_norm", "rms_norm"), _argument(1, "normalized_shape")),
+_GIVEN: Mapping[str, tuple[int, str, Any]] = {
+    **{f"conv{transposed}{rank}d": (6, "groups", 1) for transposed in ("", "_transpose") for rank in (1, 2, 3)},
+    "group_norm": (1, "num_groups", None),
+    **dict.fromkeys(("layer_norm", "rms_norm"), (1, "normalized_shape", None)),
 }
-"""Functions whose operators are asked what was given to the function."""
+"""Functions whose operators are asked what was given to the function: which argument, and its default."""
 
 _AFTER: Mapping[str, _Seen] = {
     **dict.fromkeys(("view", "reshape", "_unsafe_view"), _viewed),

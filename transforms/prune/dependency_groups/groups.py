@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..settings import Kind
+from ..options import Kind
 
 __all__ = ["Attribute", "Coupling", "Cut", "Group", "Kind", "Norm", "Number", "Refused", "Router"]
 
@@ -33,7 +33,6 @@ class Number:
     specialization: int
     node: str
     path: tuple[str | int, ...]  # from `(args, kwargs)`: `(0, 1, 2)`, `(1, "groups")`; in a slice, "start" or "stop"
-    value: int  # as it is
     units: tuple[int, ...]  # what it counts
 
 

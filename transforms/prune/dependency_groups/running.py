@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from ....compat import all_modules
 from ....runtime.graphs import Capture, Region, capture_of, select
@@ -126,7 +127,9 @@ class _Caller:
             run_from_graph = not self._tracker.own_forwards or isinstance(module, Region)
             chosen = None
             if run_from_graph:
-                chosen = select(module, args, kwargs) or select(module, _plain(args), _plain(kwargs))
+                chosen = select(module, args, kwargs) or select(
+                    module, *pytree.tree_map_only(Size, int, (args, kwargs))
+                )
             if chosen is None:
                 return capture.base.forward(module, *args, **kwargs)
             specialization, values = chosen
@@ -175,14 +178,3 @@ class _Runner(GraphRunner):
             start, stop = (self._filled(getattr(ends, end), source, end) for end in ("start", "stop"))
             return slice(start, stop, self._filled(ends.step, None))
         return marked(value, source) if type(value) is int and source is not None else value
-
-
-def _plain(value: Any) -> Any:
-    """Return arguments whose sizes are plain numbers."""
-    if isinstance(value, Size):
-        return int(value)
-    if type(value) in (tuple, list):
-        return type(value)(map(_plain, value))
-    if type(value) is not dict:
-        return value
-    return {key: _plain(item) for key, item in cast("dict[Any, Any]", value).items()}

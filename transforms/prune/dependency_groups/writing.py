@@ -140,14 +140,14 @@ class Writer:
     def _numbers(self) -> dict[int, list[Number]]:
         """Return the sizes in graphs, by group: those that count its units, and those that it has to be told of."""
         numbers: dict[int, list[Number]] = defaultdict(list)
-        for source, (value, units) in self.known.items():
+        for source, (_, units) in self.known.items():
             for group in self.grouping.groups_in(units) if not source.is_attribute else ():
-                numbers[group].append(_number(source, value, self.grouping.of(units, group)))
+                numbers[group].append(_number(source, self.grouping.of(units, group)))
         for each in self.wrong:
             source = None if each.requirement.own else given_in_graph(each.requirement)
             if source is not None and each.requirement.count is not None:
                 of = self.grouping.of(each.requirement.count.units(self.solution), each.group)
-                numbers[each.group].append(_number(source, len(of), of))
+                numbers[each.group].append(_number(source, of))
         return numbers
 
     def _attributes(self) -> dict[int, list[Attribute]]:
@@ -192,8 +192,8 @@ class Writer:
                 yield Refused(_layer(dimension), why, by_design=why == RESULT)
 
 
-def _number(source: Source, value: int, units: tuple[int, ...]) -> Number:
-    return Number(source.owner, source.specialization, source.name, source.path, value, units)
+def _number(source: Source, units: tuple[int, ...]) -> Number:
+    return Number(source.owner, source.specialization, source.name, source.path, units)
 
 
 def _repeated(names: Mapping[int, str]) -> list[int]:

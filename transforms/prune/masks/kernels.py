@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ....layers.masked import packed_weight, reason_against_sparse
 from ....passes.timing import time_candidates
 from ....tracing.program import Program
-from ..settings import Options
+from ..options import Options
 from .targets import Target
 
 __all__ = ["kernel_for"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ....errors import BudgetError
-from ..settings import Options
+from ..options import Options
 
 __all__ = ["chosen", "order_of_inputs", "scores_of", "weakest", "weakest_of"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,9 +15,9 @@ from ....layers.masked import gone_of, set_gone, unmask
 from ....passes.driver import remember
 from ....passes.pipeline import parse
 from ....runtime.record import Decision, Record, record_of
-from ....runtime.state import Mask, packed, unpacked
+from ....runtime.state import Mask, StateStep, packed, unpacked
 from ....runtime.values import is_sharded, qualified
-from ..settings import Options
+from ..options import Options
 from .ranking import chosen
 
 __all__ = ["PruningSchedule", "masks", "remove_masks", "set_masks"]
@@ -28,10 +28,8 @@ def masks(model: nn.Module) -> dict[str, Tensor]:
 
     Plain tensors, to be saved beside a state dict; `set_masks` gives them to another model that `prune` has run on.
     """
-    found = (
-        (qualified(path, n), flags) for path, m in modules_by_name(model).items() for n, flags in gone_of(m).items()
-    )
-    return {name: ~flags for name, flags in found}
+    found = _masked(model).items()
+    return {qualified(path, name): ~flags for path, module in found for name, flags in gone_of(module).items()}
 
 
 def set_masks(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
@@ -56,7 +54,7 @@ def set_masks(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
         if flags.isnan().any():
             raise StateError(f"the mask of '{name}' has NaN in it; give True where the weight stays")
     gone = {name: ~flags.to(known[name].device, torch.bool) for name, flags in kept.items()}
-    for path, module in modules_by_name(model).items():
+    for path, module in _masked(model).items():
         mine = {name: gone.get(qualified(path, name), flags) for name, flags in gone_of(module).items()}
         if any(qualified(path, name) in gone for name in mine):
             set_gone(module, mine)
@@ -71,16 +69,15 @@ def remove_masks(model: nn.Module) -> None:
     `fxopt.restore` undoes all other passes as well. Raises UsageError if `optimize` did not return the model.
     """
     record, names = _record(model), set(masks(model))
-    for module in modules_by_name(model).values():
-        if gone_of(module):
-            unmask(module)
-    steps = tuple(s for s in record.state_map.steps if not (isinstance(s, Mask) and s.new in names))
-    decisions = tuple(each for each in record.plan.decisions if not _texts(each))
-    plan, state_map = (
-        dataclasses.replace(record.plan, decisions=decisions),
-        dataclasses.replace(record.state_map, steps=steps),
-    )
-    remember(model, record.changed(plan, state_map))
+    for module in _masked(model).values():
+        unmask(module)
+    steps = [s for s in record.state_map.steps if not (isinstance(s, Mask) and s.new in names)]
+    remember(model, _changed(record, steps, [each for each in record.plan.decisions if not _texts(each)]))
+
+
+def _masked(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with masks, by name."""
+    return {path: module for path, module in modules_by_name(model).items() if gone_of(module)}
 
 
 def _record(model: nn.Module) -> Record:
@@ -107,6 +104,10 @@ def _with(record: Record, texts: Mapping[str, str]) -> Record:
     left = dict(texts)
     for number, decision in reversed(list(enumerate(decisions))):
         decisions[number] = _decision_with(decision, left)
+    return _changed(record, steps, decisions)
+
+
+def _changed(record: Record, steps: Sequence[StateStep], decisions: Sequence[Decision]) -> Record:
     plan = dataclasses.replace(record.plan, decisions=tuple(decisions))
     return record.changed(plan, dataclasses.replace(record.state_map, steps=tuple(steps)))
 
@@ -204,7 +205,7 @@ class PruningSchedule:
 
 
 def _check_masks(model: nn.Module) -> None:
-    if not any(gone_of(module) for module in modules_by_name(model).values()):
+    if not _masked(model):
         raise UsageError("this model has no masks (any more), so there is nothing to schedule; run prune again")
 
 
@@ -222,7 +223,7 @@ def _options(model: nn.Module) -> Options:
 
 def _masked_weights(model: nn.Module) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    for path, module in modules_by_name(model).items():
+    for path, module in _masked(model).items():
         for name in gone_of(module):
             weight = own_parameters(module)[name]
             if is_sharded(weight):

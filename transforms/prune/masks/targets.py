@@ -21,16 +21,8 @@ from ....tracing.program import Program
 __all__ = ["Target", "targets"]
 
 _INPUTS: dict[type[nn.Module], int] = {
-    nn.Linear: 1,
-    nn.Bilinear: 1,
-    nn.Conv1d: 1,
-    nn.Conv2d: 1,
-    nn.Conv3d: 1,
-    nn.ConvTranspose1d: 0,
-    nn.ConvTranspose2d: 0,
-    nn.ConvTranspose3d: 0,
-    nn.MultiheadAttention: 1,
-    nn.RNNBase: 1,
+    **dict.fromkeys((nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention, nn.RNNBase), 1),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), 0),
     MixtureOfExperts: 2,
 }
 """Layers whose matrices are pruned; along which dimension of their weights the inputs lie."""

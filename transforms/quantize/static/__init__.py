@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from .static import Static
+from .static import find
+from .write import rewrite
 
-__all__ = ["Static"]
+__all__ = ["find", "rewrite"]

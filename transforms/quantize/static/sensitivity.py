@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from ....tracing.examples import Inputs
 from ....tracing.program import Program
 from ..within import ComparedRun, costs, left_out
 
-__all__ = ["Sensitivity", "sensitivity", "unknown"]
+__all__ = ["Sensitivity", "sensitivity"]
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,9 @@ class Sensitivity:
     """What quantizing costs, relative to the scale: each layer's results, and the model's by it alone."""
 
     own: Mapping[str, float]
-    alone: Mapping[str, float]
-    left: Sequence[str]
-    error: float
-    together: float
-
-
-def unknown(ranges: Mapping[str, Range]) -> Sensitivity:
-    """Return what is known where there is no call to run: nothing."""
-    return Sensitivity(dict.fromkeys(ranges, 0.0), {}, (), 0.0, 0.0)
+    alone: Mapping[str, float] = field(default_factory=dict[str, float])
+    left: Sequence[str] = ()
+    together: float = 0.0
 
 
 def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call: Inputs, budget: float) -> Sensitivity:
@@ -42,10 +36,9 @@ def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call:
     simulation = _RoundedModel(program, ranges, group, call)
     whole = simulation.error(ranges)
     if whole <= budget:
-        return Sensitivity(simulation.own_errors, {}, (), whole, whole)
+        return Sensitivity(simulation.own_errors)
     alone = costs(ranges, simulation.on_less().error)
-    left, error = left_out(alone, simulation.error, budget)
-    return Sensitivity(simulation.own_errors, alone, left, error, whole)
+    return Sensitivity(simulation.own_errors, alone, left_out(alone, simulation.error, budget), whole)
 
 
 # -- layers that compute in floats what they would compute in 8 bits, for a while ----------------------------------

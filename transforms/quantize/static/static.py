@@ -1,76 +1,51 @@
-"""The scheme: calibrate, leave out what costs too much, and rewrite layer by layer or chain by chain."""
+"""Calibrate, leave out what costs too much, and find layers one by one or in chains."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
-from ....compat.quantized import OBSERVERS, why_no_static_int8
-from ....errors import UsageError, did_you_mean
 from ....layers.quantized import FakeQuantized, Range
-from ....passes.rewriting import Edit
 from ....passes.sites import Cause, Refusal, Site
 from ....tracing.program import Program
 from ...calibration import calls, ranges_of
 from ..layers import CONVOLUTIONS, candidates
-from ..schemes import Scheme, Settings
+from ..options import Options
 from .find import Chain, Link, chains
-from .sensitivity import Sensitivity, sensitivity, unknown
-from .write import rewrite
+from .sensitivity import Sensitivity, sensitivity
 
-__all__ = ["Static"]
-
-
-class Static(Scheme):
-    """Quantize linear layers and convolutions with ranges that calibration found."""
-
-    options: ClassVar[tuple[str, ...]] = ("per_channel", "observer", "batches", "calibration")
-    folds_norms: ClassVar[bool] = True
-    profiles_itself: ClassVar[bool] = False
-
-    def check(self, settings: Settings, model: nn.Module) -> None:
-        reason = why_no_static_int8()
-        if reason:
-            raise UsageError(f"pass 'quantize': scheme={settings.scheme} does not run here: {reason}")
-        if isinstance(settings.batches, bool) or settings.batches < 1:
-            raise UsageError(f"pass 'quantize': batches={settings.batches}; give a positive number, such as 32")
-        if settings.observer not in OBSERVERS:
-            near = did_you_mean(str(settings.observer), OBSERVERS)
-            raise UsageError(f"pass 'quantize': observer={settings.observer!r} is unknown{near}")
-
-    def find(self, settings: Settings, program: Program) -> Iterable[Site | Refusal]:
-        if program.training:
-            reason = "it is for evaluation, and the model is in training; call model.eval() first"
-            yield Refusal(reason, "(root)", Cause.IN_TRAINING)
-            return
-        layers: dict[str, nn.Module] = {}
-        for found in candidates(settings.keep, program):
-            if isinstance(found, Refusal):
-                yield found
-            else:
-                layers[found[0]] = found[1]
-        if layers:
-            yield from _calibrated(settings, program, layers)
-
-    def rewrite(self, settings: Settings, site: Site, edit: Edit) -> None:
-        rewrite(site, edit, settings.group)
+__all__ = ["find"]
 
 
-def _calibrated(settings: Settings, program: Program, layers: Mapping[str, nn.Module]) -> Iterator[Site | Refusal]:
+def find(options: Options, program: Program) -> Iterator[Site | Refusal]:
+    """Yield the chains of linear layers and convolutions to quantize, and why others stay."""
+    if program.training:
+        reason = "it is for evaluation, and the model is in training; call model.eval() first"
+        yield Refusal(reason, "(root)", Cause.IN_TRAINING)
+        return
+    layers, refused = candidates(options.keep, program)
+    yield from refused
+    if layers:
+        yield from _calibrated(options, program, layers)
+
+
+def _calibrated(options: Options, program: Program, layers: Mapping[str, nn.Module]) -> Iterator[Site | Refusal]:
     trained = {name: layer.input_range for name, layer in layers.items() if isinstance(layer, FakeQuantized)}
     others = {name: layer for name, layer in layers.items() if name not in trained}
-    if others or settings.calibration is not None or program.whole_calls:
-        data = calls(settings.calibration, settings.batches, program, settings.scheme)
+    if others or options.calibration is not None or program.whole_calls:
+        data = calls(options.calibration, options.batches, program, options.scheme)
     else:
         data = ()
-    ranges = trained | (ranges_of(program, others, data, settings.observer) if others else {})
+    ranges = trained | (ranges_of(program, others, data, options.observer) if others else {})
     yield from (Refusal("the calibration data never reaches it", name) for name in layers if name not in ranges)
     if not ranges:
         return
-    budget = settings.error_budget
-    found = sensitivity(program, ranges, settings.group, data[0], budget) if data else unknown(ranges)
+    budget = options.error_budget
+    found = Sensitivity(dict.fromkeys(ranges, 0.0))
+    if data:
+        found = sensitivity(program, ranges, options.group, data[0], budget)
     for name in found.left:
         cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"
         yield Refusal(f"{cost}, all layers together by {found.together:.2g}; the budget is {budget:g}", name)

@@ -410,6 +410,16 @@ def test_norms_fold_into_what_is_quantized_and_into_the_rest(net: nn.Module):
     folded = fxopt.optimize(net, "fold_batchnorm", example_inputs=X, measure=False)
     refused = [d.reason for d in fxopt.plan(optimized(folded)).decisions if d.status == "refused"]
     assert len(refused) == 2 and all("int8_static folds norms itself: begin with" in reason for reason in refused)
+    assert all("list quantize{scheme=int8_static} before fold_batchnorm" in reason for reason in refused)
+
+
+def test_it_comes_before_the_preset_that_quantizes_linear_layers(net: nn.Module):
+    static = Quantize(scheme="int8_static", calibration=[X])
+    right = fxopt.optimize(net, [static, "inference{dtype=int8}"], example_inputs=X, measure=False)
+    assert is_static(right.first) and is_static(right.second)
+    wrong = fxopt.optimize(net, ["inference{dtype=int8}", static], example_inputs=X, measure=False)
+    assert not is_static(wrong.first)
+    assert any("before fold_batchnorm or the preset that has it" in d.reason for d in fxopt.plan(wrong).decisions)
 
 
 def test_a_norm_behind_a_layer_in_floats_is_folded_beside_the_quantized_ones(net: nn.Module):

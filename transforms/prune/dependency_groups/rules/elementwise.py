@@ -13,7 +13,7 @@ from ..labels import Block, Labels
 
 __all__ = [
     "Rule", "add_index", "clamp", "clamp_max", "elementwise", "embedding", "first", "gather", "index", "index_put",
-    "index_select", "labelled", "masked_fill", "merged", "never", "results_of", "where",
+    "labelled", "masked_fill", "merged", "never", "results_of",
 ]  # fmt: skip
 
 Rule: TypeAlias = "Callable[..., Any]"
@@ -90,14 +90,15 @@ def never(_: Sequence[bool | None]) -> bool:
     return False
 
 
-def elementwise(zero: _Zero, *, scalars: bool = False) -> Rule:
-    """Return the rule of an operator that is zero where `zero` says so of its operands, plain `scalars` included."""
+def elementwise(zero: _Zero, *, scalars: int = 0) -> Rule:
+    """Return the rule of an operator that is zero where `zero` says so of its operands.
+    Plain numbers are operands among the first `scalars` arguments alone.
+    """
 
     def rule(tracker: DimensionTracker, out: Any, *args: Any) -> Any:
         results = results_of(out)
         operands = [tracker.get(value) for value in args if isinstance(value, Tensor)]
-        plain = [value for value in args[:2] if not isinstance(value, Tensor)] if scalars else []
-        operands += [Labels(()) for value in plain if value != 0]
+        operands += [Labels(()) for value in args[:scalars] if not isinstance(value, Tensor) and value != 0]
         return [merged(tracker, operands, results[0].shape, zero)] * len(results)
 
     return rule
@@ -115,13 +116,6 @@ def clamp_max(tracker: DimensionTracker, out: Tensor, x: Tensor, high: Any) -> L
     return clamp(tracker, out, x, None, high)
 
 
-def where(tracker: DimensionTracker, out: Tensor, *args: Any) -> Labels:
-    """What is chosen is zero where both alternatives are."""
-    operands = [value for value in args if isinstance(value, Tensor) or value != 0]
-    labels = [tracker.get(value) if isinstance(value, Tensor) else Labels(()) for value in operands]
-    return merged(tracker, labels, out.shape, lambda flags: all(flags[1:]))
-
-
 def masked_fill(tracker: DimensionTracker, out: Tensor, x: Tensor, mask: Tensor, filled: Any) -> Labels:
     """Filling with zeros keeps a zero."""
     keeps = not isinstance(filled, Tensor) and filled == 0
@@ -136,12 +130,6 @@ def embedding(tracker: DimensionTracker, out: Tensor, table: Tensor, *_: Any) ->
         tracker.fix(rows.atoms)
     tracker.makes(width)
     return labelled(out, None if width is None else Block((len(out.shape) - 1,), width.atoms))
-
-
-def index_select(tracker: DimensionTracker, out: Tensor, x: Tensor, dim: int, *_: Any) -> Labels:
-    """What is selected from stays whole."""
-    labels = tracker.get(x)
-    return labelled(out, *tracker.keep_whole(labels, [dim % max(len(labels.shape), 1)]).blocks)
 
 
 def index(tracker: DimensionTracker, out: Tensor, x: Tensor, indices: Sequence[Tensor | None]) -> Labels:

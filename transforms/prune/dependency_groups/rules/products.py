@@ -15,7 +15,7 @@ from .elementwise import Rule, labelled, merged, results_of
 
 __all__ = [
     "BMM", "MM", "MV", "added", "attention", "channel_shuffle", "convolution", "grouped_mm", "in_channels",
-    "in_space", "linear", "pixel_shuffle", "pixel_unshuffle", "product",
+    "linear", "pixel_shuffle", "pixel_unshuffle", "product",
 ]  # fmt: skip
 
 
@@ -203,19 +203,6 @@ def _depthwise(
         return None
     tracker.join(outputs.atoms, line.atoms.repeat(outputs.atoms.size // groups))
     return outputs
-
-
-def in_space(rank: int) -> Rule:
-    """Return the rule of operators that work on the last `rank` dimensions alone."""
-
-    def rule(tracker: DimensionTracker, out: Any, x: Tensor, *_: Any) -> Any:
-        labels = tracker.get(x)
-        size = len(labels.shape)
-        labels = tracker.keep_whole(labels, range(size - rank, size))
-        found = [labelled(result, *labels.blocks) for result in results_of(out)]
-        return [found[0], *(each.with_zero(False) for each in found[1:])]
-
-    return rule
 
 
 def _channels(tracker: DimensionTracker, x: Tensor) -> tuple[int, Block | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +12,10 @@ from ..labels import Block, Labels
 from .elementwise import Rule, labelled, merged, results_of
 from .products import in_channels
 
-__all__ = ["along", "batch_norm", "cumulative", "group_norm", "normalized", "reduction"]
+__all__ = ["along", "batch_norm", "group_norm", "in_last", "normalized", "reduction"]
 
 
-def _dims(labels: Labels, given: Any) -> list[int]:
-    rank = len(labels.shape)
+def _dims(rank: int, given: Any) -> list[int]:
     if given is None or given == []:
         return list(range(rank))
     return [int(dim) % rank for dim in results_of(given)] if rank else []
@@ -38,7 +37,7 @@ def reduction(position: int = 0, *, additive: bool = False, observed: str = "", 
     def rule(tracker: DimensionTracker, out: Any, x: Tensor, *args: Any) -> Any:
         labels = tracker.get(x)
         given = args[position] if len(args) > position else tracker.named.get("dim")
-        dims = [] if isinstance(given, bool) else _dims(labels, given)
+        dims = [] if isinstance(given, bool) else _dims(len(labels.shape), given)
         for block in labels.blocks:
             inside = [dim for dim in block.dims if dim in dims]
             is_followed = len(inside) == len(block.dims) and block.zero
@@ -52,22 +51,33 @@ def reduction(position: int = 0, *, additive: bool = False, observed: str = "", 
     return rule
 
 
-def along(position: int = 0, default: int = 0, because: str = "") -> Rule:
-    """Return the rule of what keeps its shape and works along one dimension: softmax, sort."""
+def along(position: int = 0, default: int = 0, because: str = "", *, zero: bool = False) -> Rule:
+    """Return the rule of what works along one dimension, and keeps the others: softmax, sort; `zero`: zeros, too."""
+
+    def dims(tracker: DimensionTracker, rank: int, args: Sequence[Any]) -> list[int]:
+        given = args[position] if len(args) > position else tracker.named.get("dim", default)
+        return _dims(rank, given)
+
+    return _keeping_others(dims, because, zero=zero)
+
+
+def in_last(count: int) -> Rule:
+    """Return the rule of what works on the last dimensions alone: pooling, triangles."""
+    return _keeping_others(lambda _, rank, __: list(range(rank - count, rank)), zero=True)
+
+
+def _keeping_others(
+    dims: Callable[[DimensionTracker, int, Sequence[Any]], list[int]], because: str = "", *, zero: bool
+) -> Rule:
+    """Return the rule of what keeps all dimensions but `dims` as they are; further results are never zero."""
 
     def rule(tracker: DimensionTracker, out: Any, x: Tensor, *args: Any) -> Any:
         labels = tracker.get(x)
-        given = args[position] if len(args) > position else tracker.named.get("dim", default)
-        labels = tracker.keep_whole(labels, _dims(labels, given), because)
-        return [labelled(each, *labels.blocks).with_zero(False) for each in results_of(out)]
+        labels = tracker.keep_whole(labels, dims(tracker, len(labels.shape), args), because)
+        found = [labelled(each, *labels.blocks) for each in results_of(out)]
+        return [each if zero and not number else each.with_zero(False) for number, each in enumerate(found)]
 
     return rule
-
-
-def cumulative(tracker: DimensionTracker, _: Tensor, x: Tensor, dim: int) -> Labels:
-    """What runs along a dimension, and is zero where all of it is."""
-    labels = tracker.get(x)
-    return tracker.keep_whole(labels, _dims(labels, dim))
 
 
 def batch_norm(tracker: DimensionTracker, out: Any, x: Tensor, *args: Any) -> list[Labels]:

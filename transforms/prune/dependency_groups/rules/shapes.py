@@ -14,8 +14,8 @@ from ..labels import FIXED, Block, Labels
 from .elementwise import labelled
 
 __all__ = [
-    "as_strided", "cat", "expand", "flip", "glu", "last_two", "pad", "permute", "repeat", "repeat_interleave",
-    "select", "slice_", "split", "split_with_sizes", "stack", "transpose", "unbind", "unsqueeze", "view",
+    "as_strided", "cat", "expand", "flip", "glu", "pad", "permute", "repeat", "repeat_interleave", "select",
+    "slice_", "split", "split_with_sizes", "stack", "transpose", "unbind", "unsqueeze", "view",
 ]  # fmt: skip
 
 
@@ -213,9 +213,3 @@ def as_strided(tracker: DimensionTracker, out: Tensor, x: Tensor, *_: Any) -> La
         return labels
     tracker.keep_whole(labels)
     return labelled(out)
-
-
-def last_two(tracker: DimensionTracker, _: Tensor, x: Tensor, *__: Any) -> Labels:
-    """What depends on the position in the last two dimensions."""
-    labels = tracker.get(x)
-    return tracker.keep_whole(labels, [len(labels.shape) - 2, len(labels.shape) - 1])

@@ -26,17 +26,17 @@ _TABLE: Mapping[str, e.Rule] = {
     "lgamma uniform normal exponential geometric random isfinite logit i0 randint_like eq ge le atan2 xlogy logaddexp "
     "nextafter float_power polar complex isclose": e.elementwise(e.never),
     "add sub rsub maximum minimum copy hypot ne fmax fmin bitwise_or bitwise_xor logical_or logical_xor gt lt":
-        e.elementwise(all, scalars=True),
+        e.elementwise(all, scalars=2),
     "mul bitwise_and logical_and": e.elementwise(any),
     "addcmul addcdiv": e.elementwise(lambda flags: bool(flags[0]) and any(flags[1:])),
     "lerp": e.elementwise(lambda flags: all(flags[:2])),
     "clamp clip clamp_min hardtanh": e.clamp,
     "clamp_max": e.clamp_max,
-    "where": e.where,
+    "where": e.elementwise(lambda flags: all(flags[1:]), scalars=3),
     "masked_fill": e.masked_fill,
     # By index.
     "embedding": e.embedding,
-    "index_select": e.index_select,
+    "index_select": r.along(zero=True),
     "index _unsafe_index": e.index,
     "gather": e.gather,
     "scatter_add scatter scatter_reduce index_add index_reduce": e.add_index,
@@ -59,7 +59,7 @@ _TABLE: Mapping[str, e.Rule] = {
     "glu": s.glu,
     "repeat": s.repeat,
     "repeat_interleave": s.repeat_interleave,
-    "tril triu": s.last_two,
+    "tril triu": r.in_last(2),
     "constant_pad_nd": s.pad,
     # Products.
     "mm": p.MM,
@@ -77,13 +77,13 @@ _TABLE: Mapping[str, e.Rule] = {
     "convolution _convolution convolution_overrideable": p.convolution,
     # In space.
     "max_pool1d avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d upsample_linear1d "
-    "reflection_pad1d replication_pad1d _upsample_nearest_exact1d max_pool1d_with_indices": p.in_space(1),
+    "reflection_pad1d replication_pad1d _upsample_nearest_exact1d max_pool1d_with_indices": r.in_last(1),
     "max_pool2d max_pool2d_with_indices avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d "
     "upsample_nearest2d upsample_bilinear2d upsample_bicubic2d reflection_pad2d replication_pad2d "
-    "_upsample_nearest_exact2d _upsample_bilinear2d_aa mkldnn_max_pool2d grid_sampler_2d": p.in_space(2),
+    "_upsample_nearest_exact2d _upsample_bilinear2d_aa mkldnn_max_pool2d grid_sampler_2d": r.in_last(2),
     "max_pool3d max_pool3d_with_indices avg_pool3d adaptive_avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d "
     "upsample_nearest3d upsample_trilinear3d reflection_pad3d replication_pad3d _upsample_nearest_exact3d":
-        p.in_space(3),
+        r.in_last(3),
     "pixel_shuffle": p.pixel_shuffle,
     "pixel_unshuffle": p.pixel_unshuffle,
     "channel_shuffle native_channel_shuffle": p.channel_shuffle,
@@ -94,7 +94,7 @@ _TABLE: Mapping[str, e.Rule] = {
     "amax amin max min aminmax median mode kthvalue prod any all std var std_mean var_mean": r.reduction(),
     "logsumexp argmax argmin": r.reduction(zero=False),
     "softmax _softmax log_softmax _log_softmax _safe_softmax": r.along(because=_COUNTS),
-    "cumsum cumprod logcumsumexp": r.cumulative,
+    "cumsum cumprod logcumsumexp": r.along(zero=True),
     "sort argsort": r.along(default=-1, because=_NUMBERS),
     "topk": r.along(1, default=-1, because=_NUMBERS),
     "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit _batch_norm_with_update "

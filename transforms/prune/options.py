@@ -12,17 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UsageError, did_you_mean, expect
-from ...passes.contract import Pass, check_option_types, check_options_read
+from ...passes.contract import Pass, check_option_types, check_options_read, module_words
 
-__all__ = [
-    "KINDS",
-    "Kind",
-    "Options",
-    "check_options",
-    "check_score",
-    "check_scores",
-    "check_weights",
-]
+__all__ = ["Kind", "Options", "check_score", "check_scores", "check_weights"]
 
 Kind = Literal["channels", "heads", "hidden", "experts"]
 """What a unit is: a channel of convolutions, an attention head, a hidden unit of linears, a whole expert."""
@@ -33,7 +25,7 @@ Scores = Mapping[str, Tensor] | Callable[[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Pass):
     """What the user asks for; `Prune` says what each option means."""
 
     method: Literal["magnitude", "random", "nm", "structured"] = "magnitude"
@@ -52,6 +44,20 @@ class Options:
     scores: Scores | None = field(default=None, compare=False, repr=False)
     loss: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     data: Iterable[Any] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
+        kinds: object = self.kinds
+        if isinstance(kinds, (str, list)):
+            object.__setattr__(self, "kinds", (kinds,) if isinstance(kinds, str) else tuple(self.kinds))
+        _check_numbers(self)
+        check_option_types(self)
+        if self.schedule != "one_shot" and self.scores is not None:
+            raise UsageError(
+                "pass 'prune': a schedule ranks by magnitude, later than now; leave scores or schedule out"
+            )
+        check_options_read("prune", self, "method", _READ_BY)
+        _check_runs(self)
 
     @property
     def kept_of(self) -> tuple[int, int]:
@@ -74,16 +80,6 @@ _READ_BY = {
     **dict.fromkeys(("norm", "criterion", "kinds", "target", "round_to"), ("structured",)),
 }
 """Option -> the methods that read it; all read the others, or none without `criterion`."""
-
-
-def check_options(options: Options) -> None:
-    """Raise UsageError where an option is wrong, or says something that the method does not read."""
-    _check_numbers(options)
-    check_option_types(cast("Pass", options))
-    if options.schedule != "one_shot" and options.scores is not None:
-        raise UsageError("pass 'prune': a schedule ranks by magnitude, later than now; leave scores or schedule out")
-    check_options_read("prune", options, "method", _READ_BY)
-    _check_runs(options)
 
 
 def _check_numbers(options: Options) -> None:

@@ -14,9 +14,9 @@ from fxopt.errors import BudgetError, UsageError
 from fxopt.storage import byte_text
 from fxopt.tracing.program import capture_program
 from fxopt.transforms.prune import Prune
+from fxopt.transforms.prune.costs import cost_of
 from fxopt.transforms.prune.dependency_groups import Cut, Group, Refused
-from fxopt.transforms.prune.structured.costs import cost_of
-from fxopt.transforms.prune.structured.sites import Chosen, choose, chosen_for_target
+from fxopt.transforms.prune.sites import Chosen, choose, chosen_for_target
 
 
 def structured(**options: Any) -> Prune:

@@ -60,7 +60,7 @@ def residual_groups(stem: int = 8, inner: int = 8) -> tuple[Group, ...]:
             Cut("block.conv2.bias", 0, units(stem)), *batch_norm("block.bn2", stem),
             Cut("head.weight", 1, units(stem, 4)),
         ),
-        numbers=(Number("", 0, "view", (0, 2), 4 * stem, units(stem, 4)),),
+        numbers=(Number("", 0, "view", (0, 2), units(stem, 4)),),
         attributes=(
             Attribute("stem", "out_channels", None, units(stem)),
             Attribute("block.conv1", "in_channels", None, units(stem)),
@@ -160,7 +160,7 @@ def decoder_groups() -> tuple[Group, ...]:
             Cut("attention.out.weight", 1, units(4, 4)),
         ),
         numbers=tuple(
-            Number("attention", 0, node, (0, 3), 4, units(4)) for node in ("view", "view_1", "view_2")
+            Number("attention", 0, node, (0, 3), units(4)) for node in ("view", "view_1", "view_2")
         ),
         attributes=(
             Attribute("attention", "heads", None, units(4)),

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ....compat import modules_by_name
-from ....errors import BudgetError
-from ....passes.sites import Site
-from ....runtime.values import tensors_by_name
-from ....tracing.program import Program
-from ..dependency_groups import Group
-from ..settings import Options
+from ...errors import BudgetError
+from ...passes.sites import Site
+from ...tracing.program import Program, TensorOwners
+from .dependency_groups import Group
+from .options import Options
 
 __all__ = ["Chosen", "choose", "chosen_for_target", "kept_indices", "sites_of"]
 
@@ -40,36 +38,21 @@ def kept_indices(units: Sequence[int], kept: Collection[int]) -> list[int]:
 
 def sites_of(program: Program, chosen: Sequence[Chosen]) -> Iterator[Site]:
     """Yield a site for each group; groups that cut one dimension of a tensor, as concatenated ones do, share a site."""
-    names = _Names(program.model)
-    for together in _coupled(names, chosen):
+    for together in _coupled(program, chosen):
         if any(len(each.kept) < each.group.size for each in together):
-            yield _SiteOf(program, names, together).site()
+            yield _SiteOf(program, together).site()
 
 
-class _Names:
-    """All names of each tensor and module: tied ones are cut once, under the first."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.of = _aliases(tensors_by_name(model))
-        self.of_module = _aliases(modules_by_name(model, every_name=True))
-
-    def first(self, tensor: str) -> str:
-        return self.of[tensor][0]
+def _first_name(program: Program, tensor: str) -> str:
+    """Return under which name a tensor is cut, which may be tied to others."""
+    return program.analyses[TensorOwners].names(tensor)[0]
 
 
-def _aliases(items: Mapping[str, object]) -> dict[str, list[str]]:
-    """Return all names of what each name stands for."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, each in items.items():
-        names[id(each)].append(name)
-    return {name: names[id(each)] for name, each in items.items()}
-
-
-def _coupled(names: _Names, chosen: Sequence[Chosen]) -> list[list[Chosen]]:
+def _coupled(program: Program, chosen: Sequence[Chosen]) -> list[list[Chosen]]:
     """Return groups with those together that cut one dimension of a tensor."""
     found: list[tuple[list[int], set[tuple[str, int]]]] = []
     for number, each in enumerate(chosen):
-        cutting = {(names.first(cut.tensor), cut.dim) for cut in each.group.cuts}
+        cutting = {(_first_name(program, cut.tensor), cut.dim) for cut in each.group.cuts}
         touching = [one for one in found if one[1] & cutting]
         numbers = sorted([number, *(other for others, _ in touching for other in others)])
         found = [one for one in found if not one[1] & cutting] + [(numbers, cutting.union(*(c for _, c in touching)))]
@@ -79,8 +62,8 @@ def _coupled(names: _Names, chosen: Sequence[Chosen]) -> list[list[Chosen]]:
 class _SiteOf:
     """One site over groups that are cut together."""
 
-    def __init__(self, program: Program, names: _Names, chosen: Sequence[Chosen]) -> None:
-        self.program, self.names, self.chosen = program, names, chosen
+    def __init__(self, program: Program, chosen: Sequence[Chosen]) -> None:
+        self.program, self.chosen = program, chosen
         self.tensors: dict[tuple[str, int], tuple[int, set[int]]] = {}
         self.numbers: dict[tuple[str, int, str, tuple[str | int, ...]], int] = defaultdict(int)
         self.attributes: dict[tuple[str, str, int | None], int] = defaultdict(int)
@@ -90,14 +73,15 @@ class _SiteOf:
 
     def _add(self, each: Chosen) -> None:
         kept, group = set(each.kept), each.group
-        cuts = {(self.names.first(cut.tensor), cut.dim): cut for cut in group.cuts}  # a tied tensor may be named twice
+        # A tied tensor may be named twice.
+        cuts = {(_first_name(self.program, cut.tensor), cut.dim): cut for cut in group.cuts}
         for key, cut in cuts.items():
             size, gone = self.tensors.setdefault(key, (len(cut.units), set()))
             gone.update(set(range(size)) - set(kept_indices(cut.units, kept)))
         for number in dict.fromkeys(group.numbers):
             key = number.owner, number.specialization, number.node, number.path
             self.numbers[key] += _gone(number.units, kept)
-        attributes = {(self.names.of_module[a.module][0], a.name, a.index): a for a in group.attributes}
+        attributes = {(self._names(a.module)[0], a.name, a.index): a for a in group.attributes}
         for key, attribute in attributes.items():
             self.attributes[key] += _gone(attribute.units, kept)
         for norm in group.norms:
@@ -126,11 +110,15 @@ class _SiteOf:
         replaced = [module for each in self.chosen for module in each.group.replaced]
         listed = [each.group.listed for each in self.chosen if each.group.listed is not None]
         for module in (*replaced, *listed):
-            yield from (name.rpartition(".")[0] for name in self.names.of_module[module])
+            yield from (name.rpartition(".")[0] for name in self._names(module))
         for tensor, _ in self.tensors:
-            yield from (name.rpartition(".")[0] for name in self.names.of[tensor])
+            yield from (name.rpartition(".")[0] for name in self.program.analyses[TensorOwners].names(tensor))
         for module in (*(module for module, _, _ in self.attributes), *(module for module, _ in self.norms)):
-            yield from self.names.of_module[module]
+            yield from self._names(module)
+
+    def _names(self, module: str) -> Sequence[str]:
+        """Return all names of a module, the first one first."""
+        return self.program.names.names(self.program.module(module))
 
     def _data(self, around: str, labels: Mapping[tuple[str, int, str], str]) -> dict[str, Any]:
         """Return what is cut, in names as the module around the site has them; equal lists are kept once."""

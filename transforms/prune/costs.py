@@ -10,18 +10,19 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ....compat import all_modules, fake_tensors
-from ....errors import BudgetError
-from ....operators import counted_flops
-from ....passes.rewriting import Edit
-from ....passes.sites import Site
-from ....passes.timing import Runner, time_candidates
-from ....runtime.values import qualified, tensors_by_name
-from ....tracing.isolation import copied_module, shallow_clone
-from ....tracing.program import Program, deactivate
-from ..settings import Options
-from ..write import rewrite
+from ....passes.timing import Runner
+from ...compat import all_modules, fake_tensors
+from ...errors import BudgetError
+from ...operators import counted_flops
+from ...passes.rewriting import Edit
+from ...passes.sites import Site
+from ...passes.timing import time_candidates
+from ...runtime.values import qualified, tensors_by_name
+from ...tracing.isolation import copied_module, shallow_clone
+from ...tracing.program import Program, deactivate
+from .options import Options
 from .sites import Chosen, kept_indices, sites_of
+from .write import rewrite
 
 __all__ = ["Cost", "DoesNotRun", "cost_of", "with_costs"]
 
@@ -44,7 +45,7 @@ def cost_of(program: Program, target: str) -> Cost:
     if target == "units":
         return lambda chosen: float(sum(len(each.kept) for each in chosen))
     if target == "parameters":
-        return lambda chosen: float(sum(_elements_left(program.model, chosen).values()))
+        return lambda chosen: float(sum(map(math.prod, _shapes_left(program.model, chosen).values())))
     if not program.whole_calls:
         raise BudgetError(f"target={target} needs example_inputs, on which the model is run")
     measure = _operations(program) if target == "flops" else _share_of_time(program)
@@ -57,11 +58,6 @@ def cost_of(program: Program, target: str) -> Cost:
         return known[kept]
 
     return cost
-
-
-def _elements_left(model: nn.Module, chosen: Sequence[Chosen]) -> dict[str, int]:
-    """Return how many elements each parameter has where units are kept, by its first name; nothing is cut for that."""
-    return {name: math.prod(shape) for name, shape in _shapes_left(model, chosen).items()}
 
 
 def _shapes_left(model: nn.Module, chosen: Sequence[Chosen]) -> dict[str, list[int]]:
@@ -119,23 +115,17 @@ def _share_of_time(program: Program) -> Callable[[nn.Module], float]:
 
 
 def _measured(program: Program, chosen: Sequence[Chosen], measure: Callable[[nn.Module], float]) -> float:
+    """Return what is measured with units gone; DoesNotRun names the groups that the model does not run without."""
     try:
         return measure(_pruned(program, chosen))
     except Exception as error:  # whatever the model's code raises
-        alone = {each.group.name: _raised(program, each, measure) for each in chosen}
-        reasons = {name: raised for name, raised in alone.items() if raised}
-        raise DoesNotRun(reasons or dict.fromkeys(alone, _shown(error))) from error
-
-
-def _raised(program: Program, each: Chosen, measure: Callable[[nn.Module], float]) -> str:
-    """Return what the removal of one group's units makes the model raise, or ""."""
-    if len(each.kept) == each.group.size:
-        return ""
-    try:
-        measure(_pruned(program, [each]))
-    except Exception as error:  # as above
-        return _shown(error)
-    return ""
+        reasons: dict[str, str] = {}
+        for each in chosen if len(chosen) > 1 else ():
+            try:
+                _measured(program, [each], measure)
+            except DoesNotRun as alone:
+                reasons |= alone.reasons
+        raise DoesNotRun(reasons or dict.fromkeys((each.group.name for each in chosen), _shown(error))) from error
 
 
 def _shown(error: Exception) -> str:
@@ -158,22 +148,20 @@ def with_costs(
     model: nn.Module, chosen: Sequence[Chosen], sites: Sequence[Site], wanted: Options, cost: Cost
 ) -> Iterator[Site]:
     """Yield the sites with what they save, should one be undone; the first one also with what all of them are for."""
-    shapes = _shapes_left(model, chosen)
-    before, after = _elements_left(model, ()), {name: math.prod(shape) for name, shape in shapes.items()}
-    sizes = {name: parameter.element_size() for name, parameter in model.named_parameters()}
-    units: list[float] = [sum(each.group.size for each in chosen), sum(len(each.kept) for each in chosen)]
+    shapes, parameters = _shapes_left(model, chosen), dict(model.named_parameters())
+    sizes = {name: parameter.element_size() for name, parameter in parameters.items()}
+    before_after = [{name: each.shape for name, each in parameters.items()}, shapes]
     costs: dict[str, list[float]] = {
-        "units": units,
-        "parameters": [sum(before.values()), sum(after.values())],
-        "bytes": [sum(sizes[name] * count for name, count in left.items()) for left in (before, after)],
+        "units": [sum(each.group.size for each in chosen), sum(len(each.kept) for each in chosen)],
+        "parameters": [sum(map(math.prod, left.values())) for left in before_after],
+        "bytes": [sum(sizes[name] * math.prod(shape) for name, shape in left.items()) for left in before_after],
     }
     if wanted.target not in costs:
         whole = [Chosen(each.group, tuple(range(each.group.size))) for each in chosen]
         costs[wanted.target] = [cost(whole), cost(chosen)]
     of_all = {"costs": costs, "asked": [wanted.amount, wanted.target]}
     for number, site in enumerate(sites):
-        saves = {"saves": _saved(site, shapes, sizes)}
-        yield replace(site, data={**site.data, **saves, **({} if number else of_all)})
+        yield replace(site, data={**site.data, "saves": _saved(site, shapes, sizes), **({} if number else of_all)})
 
 
 def _saved(site: Site, left: Mapping[str, Sequence[int]], sizes: Mapping[str, int]) -> dict[str, int]:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from ....errors import UsageError
-from ....runtime.values import flatten, requires_grad, tensors_by_name
-from ....tracing.examples import Inputs
-from ....tracing.isolation import copied_module
-from ....tracing.program import Program
-from ..dependency_groups import Cut, Group, choices_of
-from ..settings import Options, check_score
+from ....runtime.values import requires_grad
+from ...errors import UsageError
+from ...runtime.values import flatten, tensors_by_name
+from ...tracing.examples import Inputs
+from ...tracing.isolation import copied_module
+from ...tracing.program import Program
+from .dependency_groups import Cut, Group, choices_of
+from .options import Options, check_score
 
 __all__ = ["NoScores", "scores_of_units"]
 

@@ -1,0 +1,98 @@
+"""The options of each scheme, the contract of the pass with them, and what is refused of them before any work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, get_args
+
+from ...compat.quantized import OBSERVERS, why_no_int8, why_no_static_int8
+from ...errors import UsageError, did_you_mean
+from ...passes.contract import Pass, check_options_read, module_words
+from ...passes.sites import Goal, Numerics, OwnForward, Phase
+from ..calibration import replayable
+
+__all__ = ["Options", "check_options"]
+
+Scheme = Literal["int8_dynamic", "int8_static", "int8_weight", "int4_weight", "float8"]
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+
+
+@dataclass(frozen=True)
+class Options(Pass):
+    """What the user asks for, and the contract that follows from it; `Quantize` says what each option means."""
+
+    scheme: Scheme = "int8_dynamic"
+    keep: tuple[str, ...] = ()
+    budget: float | None = None
+    per_channel: bool = True
+    group_size: int = 64
+    aim: Literal["speed", "size"] = "speed"
+    observer: Literal["histogram", "minmax", "moving_average"] = "histogram"
+    batches: int = 32
+    calibration: Any = field(default=None, compare=False, repr=False)
+
+    numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
+    phase: ClassVar[Phase] = Phase.EVAL
+    trainable: ClassVar[bool] = False
+    own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # what is replaced is in its place there, too
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
+        object.__setattr__(self, "calibration", replayable(self.calibration))
+        for name, value in self._contract().items():
+            object.__setattr__(self, name, value)
+
+    def _contract(self) -> dict[str, Any]:
+        """Return the part of the pass's contract that its options decide."""
+        is_static = self.scheme == "int8_static"
+        contract = {"goal": Goal.SIZE if self.aim == "size" else Goal.SPEED, "profiles_itself": not is_static}
+        if is_static:  # it folds norms, and leaves the others as they were
+            return {**contract, "includes": ("fold_batchnorm", *self.includes)}
+        return {**contract, "destroys": {**self.destroys, "fold_batchnorm": "it works on the weights as they were"}}
+
+    @property
+    def error_budget(self) -> float:
+        return _BUDGETS.get(str(self.scheme), _BUDGET) if self.budget is None else super().error_budget
+
+    @property
+    def group(self) -> int:
+        """Return how many weights have a scale in common: 0 is those of an output, -1 is all."""
+        return self.group_size if self.scheme == "int4_weight" else 0 if self.per_channel else -1
+
+
+_BUDGET = 0.05
+_BUDGETS = {"int4_weight": 0.2, "float8": 0.1}
+
+_READ_BY = {
+    "per_channel": ("int8_dynamic", "int8_static", "int8_weight", "float8"),
+    "group_size": ("int4_weight",),
+    **dict.fromkeys(("observer", "batches", "calibration"), ("int8_static",)),
+}
+"""Option -> the schemes that read it; all read the others."""
+
+_GROUPS = (32, 64, 128, 256)
+
+
+def check_options(options: Options) -> None:
+    """Raise UsageError where an option is wrong, or not read by the scheme, or the scheme does not run here."""
+    scheme = options.scheme
+    if scheme not in SCHEMES:
+        raise _wrong(f"scheme={scheme!r} is unknown{did_you_mean(scheme, SCHEMES)}")
+    if options.aim not in ("speed", "size"):
+        raise _wrong(f"aim={options.aim!r}; use 'speed' or 'size'")
+    for name, value, such in (("group_size", options.group_size, 64), ("batches", options.batches, 32)):
+        if isinstance(value, bool) or value < 1:
+            raise _wrong(f"{name}={value}; give a positive number, such as {such}")
+    if options.observer not in OBSERVERS:
+        raise _wrong(f"observer={options.observer!r} is unknown{did_you_mean(str(options.observer), OBSERVERS)}")
+    check_options_read("quantize", options, "scheme", _READ_BY)
+    _ = options.error_budget
+    if scheme == "int4_weight" and options.group_size not in _GROUPS:
+        raise _wrong(f"group_size={options.group_size}; the int4 kernel takes {', '.join(map(str, _GROUPS))}")
+    reason = {"int8_dynamic": why_no_int8, "int8_static": why_no_static_int8}.get(scheme, str)()
+    if reason:
+        raise _wrong(f"scheme={scheme} does not run here: {reason}")
+
+
+def _wrong(said: str) -> UsageError:
+    return UsageError(f"pass 'quantize': {said}")
