@@ -10,15 +10,14 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
-from ..compat import own_tensor, version_of
+from ..compat import own_tensor
 from ..errors import FusedMemberError
-from ..runtime.graphs import Captured, sharing
-from ..runtime.state import VIEWS
+from ..runtime.graphs import Captured
 from ..runtime.values import class_recipe, empty_module, subclass, user_class
 from .saving import SavesSlices
+from .shared_slices import live
 from .slices import ADVICE, View, check_plain, frozen_alone, slices_in
 from .views import (
     SEALED,
@@ -237,7 +236,7 @@ def _body(base: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
         "_fxopt_base": user_class(base),
         FUSED_FROM: base,
         "_fxopt_recipe": (_remade, (class_recipe(base), names)),
-        **{name: _live(name) for name in names if not isinstance(getattr(base, name, None), property)},
+        **{name: live(name) for name in names if not isinstance(getattr(base, name, None), property)},
     }
     if issubclass(base, _CONTAINERS):
         body |= {name: _refusing(name, getattr(base, name)) for name in _MUTATORS if hasattr(base, name)}
@@ -250,33 +249,6 @@ def _remade(recipe: tuple[Callable[..., type[nn.Module]], tuple[Any, ...]], name
     """Return the class again, whose base may be one that was made on the fly, too."""
     make, arguments = recipe
     return fused_class(make(*arguments), names)
-
-
-def _live(name: str) -> property:
-    """Return the property through which a member's parameter is read; writing goes through `__setattr__`."""
-
-    def read(self: nn.Module) -> Tensor:
-        try:
-            view: View = self.__dict__[VIEWS][name]
-        except KeyError:
-            raise AttributeError(name) from None
-        call = sharing.call
-        if call is None:
-            return view.read()
-        store, stacked, position = view
-        try:
-            cut = call.cuts[store][stacked]
-        except KeyError:
-            cut = call.cut(store, stacked)
-        else:
-            # Written out, for a call costs more than the answer: members read hundreds of times in a call of the model.
-            tensor = cut.stacked
-            same = cut.registry.get(stacked) is tensor and cut.version == version_of(tensor)
-            if not same or not (cut.tracked or not torch.is_grad_enabled()):
-                cut = call.cut(store, stacked)
-        return view.read() if cut is None else cut.slices[position]
-
-    return property(read)
 
 
 def live_weights(layer: nn.RNNBase) -> list[Any]:
