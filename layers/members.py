@@ -23,15 +23,8 @@ from .steps import watch_steps
 from .views import SEALED, sealed_names, views_of
 
 __all__ = [
-    "FusedMembers",
-    "attach_member",
-    "seal",
-    "settings_of",
-    "stacked_weights",
-    "vector_size",
-    "ways_to",
-    "written_out",
-]
+    "FusedMembers", "attach_member", "seal", "settings_of", "stacked_weights", "vector_size", "ways_to", "written_out",
+]  # fmt: skip
 
 
 class FusedMembers(SavesWhatMembersDoNot):
