@@ -11,15 +11,9 @@ from ..errors import InputError, UsageError, did_you_mean
 from ..known_passes import PRESETS, check_names, pass_names
 
 __all__ = [
-    "check_cold",
-    "check_name",
-    "check_pipeline",
-    "check_read",
-    "check_tolerance",
-    "check_written",
-    "complete_name",
+    "check_cold", "check_name", "check_pipeline", "check_read", "check_tolerance", "check_written", "complete_name",
     "complete_pipeline",
-]
+]  # fmt: skip
 
 _MARKS = ("manifest.json", "archive_format")
 """What a zip file has, in the root or one folder below, that fxopt or torch.export wrote."""

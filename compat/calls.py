@@ -1,4 +1,4 @@
-"""What calling a module runs besides its forward, and what the functions of torch.nn call: private names of PyTorch."""
+"""What the functions of torch.nn call: private names of PyTorch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,8 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.modules import module as _module
 
-__all__ = ["DIRECT", "hooks_of", "hooks_of_all"]
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return the registries of the hooks that run with a module's call; they stay the same objects."""
-    return tuple(vars(module)[name] for name in _HOOKS)
-
-
-def hooks_of_all() -> tuple[Any, ...]:
-    """Return the registries of the hooks that run with every module's call."""
-    return tuple(getattr(_module, f"_global{name}") for name in _HOOKS)
-
+__all__ = ["DIRECT"]
 
 _NATIVE: Any = cast("Any", torch)._C._nn
 

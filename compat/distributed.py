@@ -12,15 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
-    "BatchNorm",
-    "after_backward",
-    "after_forward",
-    "before_forward",
-    "broadcast_together",
-    "shard_again",
-    "shared_store",
-    "sync_batch_norm",
-]
+    "BatchNorm", "after_backward", "after_forward", "before_forward", "broadcast_together", "shard_again",
+    "shared_store", "sync_batch_norm",
+]  # fmt: skip
 
 
 _MESSAGE_BYTES = 250 * 2**20

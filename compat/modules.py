@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
 __all__ = [
     "BORROWED", "REGIONS", "REGISTERS", "all_modules", "children_of", "has_global_hooks", "has_hooks",
-    "has_lazy_parameters", "has_pre_hooks", "has_state_hooks", "hooks_of", "modules_by_name", "own_buffers",
-    "own_children", "own_parameters", "own_tensor", "property_access", "read_by_name", "submodule", "tensor_at",
+    "has_lazy_parameters", "has_pre_hooks", "has_state_hooks", "hook_registries", "hooks_of", "modules_by_name", "own_buffers", "own_children", "own_parameters", "own_tensor", "property_access", "read_by_name", "submodule", "tensor_at",
     "transient_buffers",
 ]  # fmt: skip
 
@@ -29,7 +28,7 @@ BORROWED = "_fxopt_borrowed"
 """In a region's `__dict__`: the names that its owner has for what it calls."""
 
 
-has_global_hooks: Callable[[], Any] = _has_any_global_hook
+has_global_hooks: Callable[[], Any] = _module._has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 """Say whether there are hooks that run with every module's call."""
 
 
@@ -54,6 +53,12 @@ def has_pre_hooks(module: nn.Module) -> bool:
 def has_state_hooks(module: nn.Module) -> bool:
     """Say whether the module has hooks that may change what its state dict holds."""
     return bool(module.__dict__["_state_dict_hooks"] or module.__dict__["_state_dict_pre_hooks"])
+
+
+def hook_registries(*modules: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return what holds the hooks that run with calls of modules, with every module's first; these stay the same."""
+    of_all = (getattr(_module, f"_global{name}") for name in _HOOKS)
+    return (*of_all, *(vars(module)[name] for module in modules for name in _HOOKS))
 
 
 def hooks_of(module: nn.Module) -> list[Callable[..., Any]]:
@@ -121,7 +126,11 @@ def own_tensor(module: nn.Module, name: str) -> Tensor | None:
 
 def read_by_name() -> dict[str, property]:
     """Return what makes a recurrent layer read its weights by their names, in the place of the list that it keeps."""
-    return {"_flat_weights": property(lambda m: [getattr(m, n) for n in m._flat_weights_names], lambda m, value: None)}
+    return {"_flat_weights": property(_weights_by_name, lambda layer, value: None)}
+
+
+def _weights_by_name(layer: nn.Module) -> list[Any]:
+    return [getattr(layer, name, None) for name in vars(layer).get("_flat_weights_names", ())]
 
 
 def submodule(module: nn.Module, path: str) -> nn.Module | None:

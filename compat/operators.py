@@ -13,14 +13,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._library import autograd as _library_autograd
 
 __all__ = [
-    "answer_instead",
-    "flash_on_cpu_arguments",
-    "is_flash_on_cpu",
-    "is_recorded",
-    "numbers_of",
-    "register_promotion",
+    "answer_instead", "flash_on_cpu_arguments", "is_flash_on_cpu", "is_recorded", "numbers_of", "register_promotion",
     "written_arguments",
-]
+]  # fmt: skip
 
 _native: Any = cast("Any", torch)._C
 _AUTOGRAD = _native.DispatchKey.AutogradCPU

@@ -33,7 +33,7 @@ def kernels_in_use() -> str:
     if not torch.cuda.is_available():
         return "CPU reference: no CUDA device"
     broken = f"; reference for {', '.join(_broken)}, which could not be built" if _broken else ""
-    return f"triton {_version()}{broken}"
+    return f"triton {importlib.metadata.version('triton')}{broken}"
 
 
 def kernels_compute_on(device: torch.device) -> bool:
@@ -47,7 +47,8 @@ def on_gpu(place: str, name: str, reference: Callable[..., Any]) -> Callable[...
     def compute(*args: Any, **kwargs: Any) -> Any:
         tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
         fits = all(tensor.dtype in _DTYPES for tensor in tensors if tensor.is_floating_point())
-        if not fits or place in _broken or (_is_triton(place) and not _has_triton()):
+        # Kernels in CUDA C++ say what they lack when they are called.
+        if not fits or place in _broken or ("triton_kernel:" in place and not _has_triton()):
             return reference(*args, **kwargs)
         try:
             with torch.cuda.device(tensors[0].device):
@@ -59,15 +60,6 @@ def on_gpu(place: str, name: str, reference: Callable[..., Any]) -> Callable[...
             return reference(*args, **kwargs)
 
     return compute
-
-
-def _is_triton(place: str) -> bool:
-    """Say whether a kernel is in Triton; others are in CUDA C++, and say what they lack when they are called."""
-    return place.partition(":")[0].endswith("triton_kernel")
-
-
-def _version() -> str:
-    return importlib.metadata.version("triton")
 
 
 @cache

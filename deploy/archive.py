@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..compat import modules_by_name
-from ..errors import ArchiveError, InputError, StateError, UsageError, one_line
+from ..compat import has_hooks, modules_by_name
+from ..errors import ArchiveError, InputError, PlanError, StateError, UsageError, one_line
 from ..passes.pipeline import parse
 from ..runtime.record import Plan, Record
 from ..runtime.state import StateMap
@@ -41,13 +42,12 @@ KIND = "recipe"
 FORMER_KIND = "standalone"
 PLAN = "plan.json"
 
+_CAPTURING = "_output_capturing_hooks_installed"
+"""Where transformers notes that a first call with `output_hidden_states=True` put hooks on a model's parts."""
 
-class Replay(Protocol):
-    """Repeat a plan's rewrites on the original model; on inputs that were `drawn`, results are not compared."""
 
-    def __call__(
-        self, original: nn.Module, plan: Plan, phase: str, inputs: object, *, drawn: bool = False
-    ) -> nn.Module: ...
+Replay = Callable[..., nn.Module]
+"""From a model, a plan, a phase and inputs to the model rewritten; what of inputs that were `drawn` is not compared."""
 
 
 def save(
@@ -65,7 +65,7 @@ def save(
     is_compact = any(step.is_compact for step in record.state_map.steps)  # and gives back what it was made from
     shape = {"state_map": record.state_map.to_json()} if is_compact else {}
     stored, aliases = stored_once(record.state_map.forward(state) if shape else state)
-    modules = modules_by_name(model)
+    modules, originals = modules_by_name(model), modules_by_name(record.skeleton)
     plan = json.dumps(record.plan.to_json(), indent=1, allow_nan=False)
     manifest: dict[str, Any] = {
         "kind": KIND,
@@ -75,6 +75,8 @@ def save(
         "class": f"{type(record.skeleton).__module__}:{type(record.skeleton).__qualname__}",
         "training": model.training,
         "other_mode": [name for name, module in modules.items() if module.training != model.training],
+        "hooked": [name for name, module in originals.items() if has_hooks(module)],
+        "capturing": [name for name, module in originals.items() if vars(module).get(_CAPTURING)],
         "frozen": [name for name, p in record.skeleton.named_parameters() if not p.requires_grad],
         "aliases": aliases,
         "added": sorted(set(state) - set(record.skeleton.state_dict())),
@@ -103,11 +105,19 @@ def load(
         inputs = inputs_beside(str(description.factory)) if inputs is None else inputs
     else:
         original = copy.deepcopy(model)
-    added = description.added
+    unhooked = _without_hooks(original, description)
+    added = description.names("added", optional=True)
     known = {name: tensor for name, tensor in state.items() if name not in added}
     _load_weights(where, original, known, description.names("frozen"))
     try:
         fast = _replayed(replay, original, plan, inputs, description)
+    except PlanError as error:
+        if not unhooked:
+            raise
+        raise ArchiveError(
+            f"{where}: its plan cannot be repeated: {', '.join(map(repr, unhooked))} had hooks when the model was "
+            "optimized, which no archive holds; register them on the unoptimized model, and pass it as model="
+        ) from error
     except UsageError as error:  # the passes that it names are unknown here, or in no possible order
         raise ArchiveError(f"{where}: its plan cannot be repeated: {one_line(error)}") from error
     if added:
@@ -158,8 +168,8 @@ class _Description:
     def factory(self) -> str | None:
         return None if self.manifest.get("factory") is None else self._of_type("factory", str)
 
-    def names(self, key: str) -> list[str]:
-        return [str(name) for name in self._of_type(key, list)]
+    def names(self, key: str, *, optional: bool = False) -> list[str]:
+        return [] if optional and key not in self.manifest else [str(name) for name in self._of_type(key, list)]
 
     @property
     def calls(self) -> list[Inputs]:
@@ -168,11 +178,6 @@ class _Description:
             return calls_of_forms(self.manifest.get("calls", []))
         except ValueError as error:
             raise ArchiveError(f"{self.where} is damaged: in its manifest, {error}") from error
-
-    @property
-    def added(self) -> frozenset[str]:
-        """Return the names of the tensors that the original has not, and passes gave it."""
-        return frozenset(self.names("added")) if "added" in self.manifest else frozenset()
 
     def with_original_names(self, stored: dict[str, Tensor], trust: Sequence[str] | bool) -> dict[str, Tensor]:
         """Return the state by its original names, tied tensors under each of theirs."""
@@ -205,6 +210,17 @@ def _replayed(replay: Replay, original: nn.Module, plan: Plan, inputs: object, d
         with suppress(InputError):  # a model may take some numbers only
             return replay(original, plan, phase, calls, drawn=True)
     return replay(original, plan, phase, inputs)
+
+
+def _without_hooks(model: nn.Module, description: _Description) -> list[str]:
+    """Return the modules that had hooks and have none; what hooks transformers itself installs are installed."""
+    modules = modules_by_name(model)
+    library: Any = sys.modules.get("transformers.utils.output_capturing")
+    for name in description.names("capturing", optional=True):
+        if library is not None and hasattr(modules.get(name), "_can_record_outputs"):
+            library.maybe_install_capturing_hooks(modules[name])
+    hooked = description.names("hooked", optional=True)
+    return [name or "(root)" for name in hooked if name not in modules or not has_hooks(modules[name])]
 
 
 def _built(description: _Description, trust: Sequence[str] | bool) -> nn.Module:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from ..compat import all_modules
 from ..compat.export import load_exported_program
 from ..errors import ArchiveError, one_line
 from ..settings import weights_only
@@ -52,7 +53,9 @@ def is_exported(names: Iterator[str] | list[str]) -> bool:
 
 
 def load_exported(path: Path) -> tuple[nn.Module, Inputs | None]:
-    """Return the module that a `.pt2` file describes, and its example inputs; `ArchiveError` if it may do harm."""
+    """Return the module that a `.pt2` file describes, in evaluation mode, and its example inputs.
+    Raise an `ArchiveError` if the file may do harm.
+    """
     regular_file(path)
     _check_checksum(path)
     try:
@@ -64,7 +67,10 @@ def load_exported(path: Path) -> tuple[nn.Module, Inputs | None]:
         with weights_only():
             program = load_exported_program(checked)
         inputs = cast("tuple[tuple[Any, ...], dict[str, Any]] | None", program.example_inputs)
-        return program.module(), None if inputs is None else Inputs(*inputs[0], **inputs[1])
+        model = program.module()
+        for module in all_modules(model):
+            module.training = False  # what runs is written out, and its own `eval()` and `train()` raise
+        return model, None if inputs is None else Inputs(*inputs[0], **inputs[1])
     except Exception as error:  # the reader asserts what it expects, and raises whatever it meets
         first = one_line(Exception((str(error).strip().splitlines() or [""])[0]))
         raise ArchiveError(f"{path} is not a readable .pt2 file: {type(error).__name__}: {first}") from error

@@ -17,15 +17,8 @@ from torch import nn
 from ..errors import InputError, UsageError, did_you_mean, one_line
 
 __all__ = [
-    "build_model",
-    "find_factory",
-    "import_module",
-    "importable",
-    "is_trusted",
-    "module_of",
-    "name_class",
-    "owner_of",
-]
+    "build_model", "find_factory", "import_module", "importable", "is_trusted", "module_of", "name_class", "owner_of",
+]  # fmt: skip
 
 _SPEC = re.compile(r"(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<path>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
 

@@ -1,16 +1,18 @@
-"""What a region runs under: autocast, whose results leave it in the type that the caller computes in."""
+"""What a region or a single layer runs under: autocast, whose results are of the type that the caller computes in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..runtime.graphs import Context
+from ..runtime.values import Remade, in_class, remade_by, subclass
 
-__all__ = ["ReturningAutocast"]
+__all__ = ["AutocastLeaf", "ReturningAutocast", "in_autocast"]
 
 
 class ReturningAutocast(Context):
@@ -44,3 +46,23 @@ def _returned(value: Any, low: torch.dtype) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_returned(item, low) for item in cast("list[Any]", value))
     return value
+
+
+class AutocastLeaf(Remade):
+    """A layer of its own class that computes under autocast: code without a graph calls it, so no region can."""
+
+    autocast: ReturningAutocast
+
+
+def in_autocast(module: nn.Module, dtype: torch.dtype, device: str) -> nn.Module:
+    """Return a module of the same class and with the same tensors as `module`, which computes under autocast."""
+    new = in_class(module, _leaf_class(type(module)))
+    vars(new)["autocast"] = ReturningAutocast(dtype, device)
+    return new
+
+
+def _leaf_class(base: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.autocast.run(partial(base.forward, self, **kwargs), args)
+
+    return subclass(base, (AutocastLeaf,), lambda: {**remade_by(_leaf_class, base), "forward": forward}, key="autocast")

@@ -18,9 +18,8 @@ from .ensemble import align_members
 
 __all__ = [
     "attend_members", "batch_norm_members", "convolve_members", "embed_members", "group_norm_members",
-    "layer_norm_members", "member_dim", "member_numel", "member_shape", "member_size", "members_training",
+    "layer_norm_members", "member_dim", "member_numel", "member_size", "members_training",
     "normalize_member", "pool_members", "reshape_members", "results_of_member", "rms_norm_members",
-    "transposed_convolve_members",
 ]  # fmt: skip
 
 
@@ -44,28 +43,15 @@ def convolve_members(
     path: str, x: Tensor, weight: Tensor, bias: Tensor | None, shared: bool, groups: int, options: dict[str, Any]
 ) -> Tensor:
     """Convolve x [B, C, ...] if `shared`, else [N, B, C, ...], all in one convolution, to [N, B, out, ...].
-    Weight is [N, out, C / groups, ...], bias [N, out]; there may be no batch.
+    Weight is [N, out, C / groups, ...] or, transposed, [N, C, out / groups, ...], bias [N, out]; there may be no batch.
     """
     count, spatial = weight.shape[0], weight.ndim - 3
-    if shared and groups == 1:
-        wide = x  # one convolution with everybody's output channels
-    else:
+    kernel, flat_bias = weight.flatten(0, 1), None if bias is None else bias.flatten()
+    if not shared or groups > 1:
         wide, groups = side_by_side(_given_to_all(x, count) if shared else x, spatial), count * groups
-    flat_bias = None if bias is None else bias.flatten()
-    return apart(resolve(path)(wide, weight.flatten(0, 1), flat_bias, groups=groups, **options), count, spatial)
-
-
-def transposed_convolve_members(
-    path: str, x: Tensor, weight: Tensor, bias: Tensor | None, shared: bool, groups: int, options: dict[str, Any]
-) -> Tensor:
-    """Do `convolve_members` for a transposed convolution, whose weight is [N, C, out / groups, ...]."""
-    count, spatial = weight.shape[0], weight.ndim - 3
-    if shared and groups == 1:
-        wide, kernel = x, weight.movedim(0, 1).flatten(1, 2)
     else:
-        wide, kernel = side_by_side(_given_to_all(x, count) if shared else x, spatial), weight.flatten(0, 1)
-        groups = count * groups
-    flat_bias = None if bias is None else bias.flatten()
+        wide = x  # one convolution with everybody's output channels
+        kernel = weight.movedim(0, 1).flatten(1, 2) if "transpose" in path else kernel
     return apart(resolve(path)(wide, kernel, flat_bias, groups=groups, **options), count, spatial)
 
 
@@ -200,13 +186,8 @@ def reshape_members(x: Tensor, *shape: Any) -> Tensor:
     return x.reshape(x.shape[0], *sizes)
 
 
-def member_shape(x: Tensor) -> torch.Size:
-    """Return the shape that one member of [N, ...] has."""
-    return x.shape[1:]
-
-
 def member_size(x: Tensor, dim: int | None = None) -> Any:
-    """Return what `size` of one member gives."""
+    """Return what `size` of one member of [N, ...] gives: its shape, or the length of one dimension."""
     return x.shape[1:] if dim is None else x.shape[1:][dim]
 
 

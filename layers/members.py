@@ -12,26 +12,19 @@ from torch import Tensor, nn
 
 from ..compat import REGISTERS, own_children, own_parameters, own_tensor
 from ..errors import FusedMemberError
-from ..runtime.graphs import MEMBERS, Capture, by_member, capture_of, install, own_class, regions_of, share_children
+from ..runtime.graphs import Capture, capture_of, install, own_class, regions_of, share_children
 from ..runtime.state import VIEWS
 from ..runtime.values import INTERNAL
 from .parts import FUSED_FROM, FusedPart, fused_class
 from .register import Children, Register
 from .saving import SavesWhatMembersDoNot, count_slices
-from .slices import View
+from .slices import MEMBERS, View, by_member
 from .steps import watch_steps
 from .views import SEALED, sealed_names, views_of
 
 __all__ = [
-    "FusedMembers",
-    "attach_member",
-    "seal",
-    "settings_of",
-    "stacked_weights",
-    "vector_size",
-    "ways_to",
-    "written_out",
-]
+    "FusedMembers", "attach_member", "seal", "settings_of", "stacked_weights", "vector_size", "ways_to", "written_out",
+]  # fmt: skip
 
 
 class FusedMembers(SavesWhatMembersDoNot):

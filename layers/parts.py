@@ -10,15 +10,14 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
-from ..compat import own_tensor, version_of
+from ..compat import own_tensor, read_by_name
 from ..errors import FusedMemberError
-from ..runtime.graphs import Captured, sharing
-from ..runtime.state import VIEWS
-from ..runtime.values import class_recipe, empty_module, subclass, user_class
+from ..runtime.graphs import Captured
+from ..runtime.values import class_recipe, empty_module, remade_by, subclass, user_class
 from .saving import SavesSlices
+from .shared_slices import live
 from .slices import ADVICE, View, check_plain, frozen_alone, slices_in
 from .views import (
     SEALED,
@@ -33,7 +32,7 @@ from .views import (
     views_of,
 )
 
-__all__ = ["FUSED_FROM", "FusedPart", "fused_class", "live_weights"]
+__all__ = ["FUSED_FROM", "FusedPart", "fused_class"]
 
 FUSED_FROM = "_fxopt_fused_from"
 
@@ -234,55 +233,15 @@ def fused_class(base: type[nn.Module], names: tuple[str, ...] = ()) -> type[nn.M
 
 def _body(base: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
     body: dict[str, Any] = {
-        "_fxopt_base": user_class(base),
+        **remade_by(fused_class, base, names),
         FUSED_FROM: base,
-        "_fxopt_recipe": (_remade, (class_recipe(base), names)),
-        **{name: _live(name) for name in names if not isinstance(getattr(base, name, None), property)},
+        **{name: live(name) for name in names if not isinstance(getattr(base, name, None), property)},
     }
     if issubclass(base, _CONTAINERS):
         body |= {name: _refusing(name, getattr(base, name)) for name in _MUTATORS if hasattr(base, name)}
     if issubclass(base, nn.RNNBase):
-        body["_flat_weights"] = property(live_weights, lambda self, value: None)
+        body |= read_by_name()
     return body
-
-
-def _remade(recipe: tuple[Callable[..., type[nn.Module]], tuple[Any, ...]], names: tuple[str, ...]) -> type[nn.Module]:
-    """Return the class again, whose base may be one that was made on the fly, too."""
-    make, arguments = recipe
-    return fused_class(make(*arguments), names)
-
-
-def _live(name: str) -> property:
-    """Return the property through which a member's parameter is read; writing goes through `__setattr__`."""
-
-    def read(self: nn.Module) -> Tensor:
-        try:
-            view: View = self.__dict__[VIEWS][name]
-        except KeyError:
-            raise AttributeError(name) from None
-        call = sharing.call
-        if call is None:
-            return view.read()
-        store, stacked, position = view
-        try:
-            cut = call.cuts[store][stacked]
-        except KeyError:
-            cut = call.cut(store, stacked)
-        else:
-            # Written out, for a call costs more than the answer: members read hundreds of times in a call of the model.
-            tensor = cut.stacked
-            same = cut.registry.get(stacked) is tensor and cut.version == version_of(tensor)
-            if not same or not (cut.tracked or not torch.is_grad_enabled()):
-                cut = call.cut(store, stacked)
-        return view.read() if cut is None else cut.slices[position]
-
-    return property(read)
-
-
-def live_weights(layer: nn.RNNBase) -> list[Any]:
-    """Return the weights that a recurrent layer computes with; it keeps a list of its own otherwise."""
-    names: list[str] = layer.__dict__.get("_flat_weights_names", [])
-    return [getattr(layer, name, None) for name in names]
 
 
 def _refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from ..compat import modules_by_name, transient_buffers
 from ..compat.distributed import shard_again
 from ..errors import FusedMemberError
-from ..runtime.graphs import MEMBERS
 from ..runtime.state import SETTLED, KeepsOriginalNames, Loading, cut_from_sharded
 from ..runtime.values import is_sharded, qualified
-from .slices import View
+from .slices import MEMBERS, View
 from .views import views_of
 
 __all__ = ["SavesSlices", "SavesWhatMembersDoNot", "count_slices"]

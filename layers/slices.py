@@ -11,12 +11,20 @@ from torch import Tensor, nn
 
 from ..compat import own_tensor, storage_id
 from ..errors import FusedMemberError
-from ..runtime.graphs import MEMBERS, by_member
 from ..runtime.values import is_sharded
 
-__all__ = ["ADVICE", "Slice", "View", "check_plain", "frozen_alone", "slices_in"]
+__all__ = ["ADVICE", "MEMBERS", "Slice", "View", "by_member", "check_plain", "frozen_alone", "slices_in"]
 
 ADVICE = "fxopt.restore(model) gives the original structure back, with the current weights"
+
+MEMBERS = "_fxopt_members"
+"""In the `__dict__` of a module: of how many members its tensors hold vectors behind one another, by name."""
+
+
+def by_member(store: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor with the members along dimension 0: `name` of `store`, its gradient, or another like it."""
+    count: int | None = store.__dict__.get(MEMBERS, {}).get(name)
+    return tensor if count is None else tensor.view(count, tensor.numel() // count)
 
 
 class View(NamedTuple):

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from ..operators import resolve
 from ..runtime.graphs import PortableGraph
 from ..runtime.values import map_leaves
+from .batched_layers import results_of_member
 
 __all__ = ["Slot", "Template", "VectorizedMembers", "graph_of_member", "vectorize_members"]
 
@@ -46,7 +47,7 @@ class Template(nn.Module):
             if isinstance(value, Tensor):
                 tensors[name] = value
             else:
-                self._part(name).training = value
+                self.__dict__["template"].get_submodule(name.rpartition(".")[0]).training = value
         # The fused inference kernels of attention have no batching rule.
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -55,10 +56,6 @@ class Template(nn.Module):
                 return torch.func.functional_call(self.__dict__["template"], tensors, args, kwargs)
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
-
-    def _part(self, flag: str) -> nn.Module:
-        template: nn.Module = self.__dict__["template"]
-        return template.get_submodule(flag.rpartition(".")[0])
 
     def extra_repr(self) -> str:
         return type(self.__dict__["template"]).__name__
@@ -140,14 +137,10 @@ def _for_members(compute: Callable[..., Any], in_dims: tuple[int | None, ...], o
     tensors = [leaf for leaf in pytree.tree_leaves(tuple(operands)) if isinstance(leaf, Tensor)]
     if not tensors or not torch.is_autocast_enabled(tensors[0].device.type):
         return torch.func.vmap(compute, in_dims=in_dims, randomness="different")(*operands)
-    given = zip(operands, in_dims, strict=True)
+    given = list(zip(operands, in_dims, strict=True))
     count = next(pytree.tree_leaves(operand)[0].shape[0] for operand, dim in given if dim is not None)
-    results = [compute(*_of_member(operands, in_dims, index)) for index in range(count)]
-    return pytree.tree_map(lambda *parts: torch.stack(parts), *results)
-
-
-def _of_member(operands: Sequence[Any], in_dims: Sequence[int | None], index: int) -> list[Any]:
-    return [
-        operand if dim is None else pytree.tree_map_only(Tensor, lambda stacked: stacked[index], operand)
-        for operand, dim in zip(operands, in_dims, strict=True)
+    results = [
+        compute(*(operand if dim is None else results_of_member(operand, index) for operand, dim in given))
+        for index in range(count)
     ]
+    return pytree.tree_map(lambda *parts: torch.stack(parts), *results)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..compat import operator_name, overloads_of
+from ..compat.operators import written_arguments
 
 __all__ = ["UNKNOWN", "Chance", "OpInfo", "info_of_schema"]
 
@@ -117,20 +118,12 @@ def info_of_schema(operator: Any) -> OpInfo:
     Pure is what writes into no argument and returns something, fresh what returns no alias of an argument.
     """
     every = overloads_of(operator)
-    overloads = [(overload, schema) for overload, schema in every if not _takes_out(schema)] or every
+    # Calls of an overload that writes into `out` are known by that argument.
+    overloads = [each for each in every if not any(argument.is_out for argument in each[1].arguments)] or every
     returns = [[value.alias_info for value in schema.returns] for _, schema in overloads]
     return OpInfo(
         operator_name(operator) or "",
-        pure=all(returns) and not any(_writes(schema) for _, schema in overloads),
+        pure=all(returns) and not any(written_arguments(overload) for overload, _ in overloads),
         random=any(torch.Tag.nondeterministic_seeded in overload.tags for overload, _ in overloads),
         fresh=not any(alias is not None for aliases in returns for alias in aliases),
     )
-
-
-def _writes(schema: Any) -> bool:
-    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments)
-
-
-def _takes_out(schema: Any) -> bool:
-    """Say whether an overload is the one that writes into `out`; calls of it are known by that argument."""
-    return any(argument.is_out for argument in schema.arguments)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,14 +14,9 @@ from .info import UNKNOWN, OpInfo, info_of_schema, registered_operator
 from .table import TABLE
 
 __all__ = [
-    "NAMESPACES",
-    "Registration",
-    "function_name",
-    "method_name",
-    "operator_info",
-    "operator_of_module",
+    "NAMESPACES", "Registration", "function_name", "method_name", "operator_info", "operator_of_module",
     "register_operator",
-]
+]  # fmt: skip
 
 NAMESPACES: tuple[Any, ...] = (torch, F, torch.special, native_functions())
 """Where functions are found by the names of operators, the first one first."""
@@ -58,7 +53,8 @@ class _Table:
     def _places(self, info: OpInfo) -> list[tuple[list[Any], dict[Any, str]]]:
         """Return what an operator is found by, and where."""
         methods = [] if info.name == "where" else _spellings(info)  # `x.where` takes its operands in another order
-        functions = dict.fromkeys((*_named_functions(info), *info.functions))
+        named = [getattr(namespace, name, None) for name in _spellings(info) for namespace in NAMESPACES]
+        functions = dict.fromkeys((*filter(callable, named), *info.functions))
         return [(list(functions), self.functions), (methods, self.methods), (list(info.modules), self.modules)]
 
 
@@ -66,11 +62,6 @@ def _spellings(info: OpInfo) -> list[str]:
     """Return the names of an operator, those of its in-place forms with them."""
     names = (info.name, *info.aliases)
     return [*names, *(f"{name}_" for name in names if not name.startswith("__"))]
-
-
-def _named_functions(info: OpInfo) -> list[Callable[..., Any]]:
-    found = (getattr(namespace, name, None) for name in _spellings(info) for namespace in NAMESPACES)
-    return [function for function in found if callable(function)]
 
 
 _table = _Table(TABLE)  # made before anything is traced: traces put other functions into the places of torch's

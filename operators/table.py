@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import nn
@@ -66,13 +66,12 @@ def _rows(names: str, **known: Any) -> list[OpInfo]:
     split = [word.split("|") for word in names.split()]
     known = {"pure": True, "random": False, "fresh": False, **known}
     return [
-        OpInfo(name, tuple(aliases), _PYTHON.get(name, ()), _modules(name), order=_order(name), **known)
+        OpInfo(
+            name, tuple(aliases), _PYTHON.get(name, ()), _modules(name),
+            order="kept" if name in _KEPT else "anew" if name in _ANEW else None, **known,
+        )
         for name, *aliases in split
-    ]
-
-
-def _order(name: str) -> Literal["kept", "anew"] | None:
-    return "kept" if name in _KEPT else "anew" if name in _ANEW else None
+    ]  # fmt: skip
 
 
 def _modules(name: str) -> tuple[type[nn.Module], ...]:

@@ -25,14 +25,10 @@ def _plain(x: Tensor, minimum: float) -> Tensor:
 
 def _check(x: Tensor, minimum: float) -> None:
     check_one_dtype("log_clip", x=x)
-    _check_minimum(minimum, x.dtype)
-
-
-def _check_minimum(minimum: float, dtype: torch.dtype) -> None:
-    smallest = torch.finfo(dtype).smallest_normal
+    smallest = torch.finfo(x.dtype).smallest_normal
     if not smallest <= minimum < math.inf:
         raise UsageError(
-            f"log_clip: minimum is {minimum}; pass a number of at least {smallest:.2e}, {dtype}'s smallest"
+            f"log_clip: minimum is {minimum}; pass a number of at least {smallest:.2e}, {x.dtype}'s smallest"
         )
 
 

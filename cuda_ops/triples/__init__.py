@@ -9,6 +9,7 @@ from .triangles import (
     check_batch,
     check_edge_index,
     check_edges,
+    check_graphs,
     lexicographic,
     simple_edges,
     triangles,
@@ -16,5 +17,5 @@ from .triangles import (
 
 __all__ = [
     "CLOSED", "MEMORY_LIMIT", "NODE_LIMIT", "TYPES", "OrientedGraph", "check_batch", "check_edge_index",
-    "check_edges", "lexicographic", "oriented_edges", "simple_edges", "sums_by_type", "triangles",
+    "check_edges", "check_graphs", "lexicographic", "oriented_edges", "simple_edges", "sums_by_type", "triangles",
 ]  # fmt: skip

@@ -10,14 +10,14 @@ from torch import Tensor
 from ...errors import UsageError
 from ..definition import define
 from .structures import check_sizes
-from .triangles import OrientedGraph, check_batch, check_edge_index, check_nodes, simple_edges
+from .triangles import OrientedGraph, check_batch, check_edge_index, check_graphs, check_nodes, simple_edges
 
 __all__ = ["oriented_edges"]
 
 
 def _reference(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: int) -> tuple[Tensor, Tensor]:
     check_nodes(edge_index, len(batch))
-    _check_graphs(edge_index, batch, num_graphs)
+    check_graphs(edge_index, batch, num_graphs)
     if node_limit >= 0:
         check_sizes(batch, node_limit)
     n = len(batch)
@@ -42,21 +42,6 @@ def _check(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: int) 
 def _unknown_number(edge_index: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     number = cast("Any", torch.library.get_ctx()).new_dynamic_size()
     return edge_index.new_empty(2, number), edge_index.new_empty(edge_index.shape[1])
-
-
-def _check_graphs(edge_index: Tensor, batch: Tensor, num_graphs: int) -> None:
-    if not len(batch):
-        return
-    least, most = (int(bound) for bound in batch.aminmax())
-    if least < 0 or most >= num_graphs:
-        wrong = least if least < 0 else most
-        raise UsageError(f"batch names graph {wrong}, but there are {num_graphs} graphs, counted from 0")
-    first, second = batch[edge_index]
-    across = (first != second).nonzero().view(-1)
-    if len(across):
-        edge = int(across[0])
-        u, v = (int(node) for node in edge_index[:, edge])
-        raise UsageError(f"edge {edge} of edge_index joins nodes {u} and {v} of two graphs, {batch[u]} and {batch[v]}")
 
 
 _oriented_edges = define("oriented_edges", _reference, check=_check, fake=_unknown_number, batching=None, shape="data")

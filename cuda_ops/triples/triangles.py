@@ -13,8 +13,8 @@ from ...errors import UsageError, expect
 from .listing import closed_wedges, listed_triangles
 
 __all__ = [
-    "MEMORY_LIMIT", "OrientedGraph", "check_batch", "check_edge_index", "check_edges", "check_nodes", "lexicographic",
-    "simple_edges", "triangles",
+    "MEMORY_LIMIT", "OrientedGraph", "check_batch", "check_edge_index", "check_edges", "check_graphs", "check_nodes",
+    "lexicographic", "simple_edges", "triangles",
 ]  # fmt: skip
 
 MEMORY_LIMIT = 64 * 2**20
@@ -73,6 +73,22 @@ def check_batch(batch: Tensor, num_nodes: int) -> None:
     if batch.dtype != torch.int64 or batch.shape != (num_nodes,):
         found = f"{list(batch.shape)} {batch.dtype}"
         raise UsageError(f"batch is {found}; give one torch.int64 for each of the {num_nodes} nodes")
+
+
+def check_graphs(edge_index: Tensor, batch: Tensor, num_graphs: int) -> None:
+    """Raise a UsageError where nodes [n] are of graphs that are not there, or an edge joins two graphs."""
+    if not len(batch):
+        return
+    least, most = (int(bound) for bound in batch.aminmax())
+    if least < 0 or most >= num_graphs:
+        wrong = least if least < 0 else most
+        raise UsageError(f"batch names graph {wrong}, but there are {num_graphs} graphs, counted from 0")
+    first, second = batch[edge_index]
+    across = (first != second).nonzero().view(-1)
+    if len(across):
+        edge = int(across[0])
+        u, v = (int(node) for node in edge_index[:, edge])
+        raise UsageError(f"edge {edge} of edge_index joins nodes {u} and {v} of two graphs, {batch[u]} and {batch[v]}")
 
 
 def simple_edges(edge_index: Tensor, num_nodes: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.compiler import is_compiling
 
 from ...compat import has_global_hooks, has_hooks
 from ...runtime.graphs import uninstall
-from ...runtime.values import Remade, class_recipe, in_class, subclass, user_class
+from ...runtime.values import Remade, in_class, remade_by, subclass, user_class
 from .kept import KeptGraphs, Sights, is_small
 from .supported import CONVOLUTIONS, takes
 
@@ -98,11 +98,5 @@ def is_compressed(module: nn.Module) -> bool:
 
 
 def _compressed_class(base: type[nn.Module]) -> type[nn.Module]:
-    def body() -> dict[str, Any]:
-        return {"_fxopt_base": base, "_fxopt_recipe": (_remade, class_recipe(base))}
-
+    body = partial(remade_by, _compressed_class, base)
     return subclass(base, (CompressedMessages,), body, key="compressed messages")
-
-
-def _remade(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> type[nn.Module]:
-    return _compressed_class(make(*arguments))

@@ -79,11 +79,8 @@ class Rows:
     def transposed(self) -> Rows:
         """The edges from each node; `order` holds their places in these rows."""
         with torch.inference_mode(False):
-            return self._transposed()
-
-    def _transposed(self) -> Rows:
-        order = _order(self.sources, self.num_sources)
-        return Rows(_offsets(self.sources, self.num_sources), self.targets[order], order, self.num_targets)
+            order = _order(self.sources, self.num_sources)
+            return Rows(_offsets(self.sources, self.num_sources), self.targets[order], order, self.num_targets)
 
     def of_heads(self, heads: int) -> Rows:
         """Return the rows of as many graphs as there are heads, one after another.

@@ -17,7 +17,7 @@ from torch_geometric.nn.pool.pool import pool_edge  # pyright: ignore[reportUnkn
 from torch_geometric.nn.pool.select import Select, SelectOutput
 from torch_geometric.utils import remove_self_loops, to_undirected
 
-from ...cuda_ops.triples import check_batch, check_edges, triangles
+from ...cuda_ops.triples import check_batch, check_edges, check_graphs, triangles
 from ...errors import UsageError, expect, positive_integer
 from .disjoint import disjoint_triads, disjoint_wedges
 
@@ -194,7 +194,11 @@ class RO3TriadPooling(nn.Module):
         check_edges(edge_index, len(x))
         edge_index = edge_index.contiguous()
         batch = edge_index.new_zeros(len(x)) if batch is None else batch
-        _check_graphs(edge_index, edge_attr, batch, len(x))
+        check_batch(batch, len(x))
+        check_graphs(edge_index, batch, int(batch.max()) + 1 if len(batch) else 0)
+        if edge_attr is not None and len(edge_attr) != edge_index.shape[1]:
+            found = list(edge_attr.shape)
+            raise UsageError(f"edge_attr is {found}; give a row for each of {edge_index.shape[1]} edges")
         attn = self._scored(x if attn is None else attn, edge_index)
         if len(attn) != len(x):
             raise UsageError(f"attn has {len(attn)} rows; give one for each of {len(x)} nodes")
@@ -212,18 +216,6 @@ class RO3TriadPooling(nn.Module):
     def extra_repr(self) -> str:
         limit = f"ratio={self.ratio}" if self.min_score is None else f"min_score={self.min_score}"
         return f"{self.in_channels}, {limit}, triads={self.triads!r}, multiplier={self.multiplier}"
-
-
-def _check_graphs(edge_index: Tensor, edge_attr: Tensor | None, batch: Tensor, num_nodes: int) -> None:
-    check_batch(batch, num_nodes)
-    if batch.numel() and int(batch.min()) < 0:
-        raise UsageError(f"batch names graph {int(batch.min())}; graphs are counted from 0")
-    if edge_attr is not None and edge_attr.shape[:1] != edge_index.shape[1:]:
-        raise UsageError(f"edge_attr is {list(edge_attr.shape)}; give a row for each of {edge_index.shape[1]} edges")
-    first, second = batch[edge_index]
-    if not torch.equal(first, second):
-        edge = int((first != second).nonzero()[0])
-        raise UsageError(f"edge {edge} of edge_index joins nodes of two graphs, {first[edge]} and {second[edge]}")
 
 
 def _check(in_channels: object, ratio: object, triads: object, min_score: object) -> None:

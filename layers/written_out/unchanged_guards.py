@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...compat import REGISTERS, has_hooks, own_children
-from ...compat.calls import hooks_of, hooks_of_all
+from ...compat import REGISTERS, has_hooks, hook_registries, own_children
 from ...runtime.graphs import capture_of
 from ...runtime.guards import NOT_HELD
 from ...runtime.values import Absent, is_plain_structure, user_class
@@ -78,24 +77,6 @@ def _count(module: nn.Module) -> int:
     return len(own_children(module))
 
 
-@dataclass(frozen=True)
-class _Noted:
-    """What modules are like: equal as long as they are the same, with the same settings, of the same classes.
-    `places` at `names` hold `values` of `types`; `registries` are dictionaries of attributes and children, of `sizes`.
-    """
-
-    hooks: tuple[Any, ...]
-    places: list[dict[str, Any]]
-    names: list[str]
-    values: list[Any]
-    types: list[type]
-    registries: list[dict[str, Any]]
-    sizes: list[int]
-    modules: list[nn.Module]
-    kinds: list[type]
-    is_right: bool
-
-
 class UnchangedGuard:
     """Say of a module whether those inside of it are what they were when their calls were written out, without hooks.
     At each call lists are compared; copies and pickles look anew. `compiled` answers while `torch.compile` reads the
@@ -107,7 +88,9 @@ class UnchangedGuard:
     def __init__(self, opened: Sequence[Opened], children: int | None, *, compiled: bool = False) -> None:
         self.opened, self.children, self.compiled = tuple(opened), children, compiled
         self._known: dict[int, tuple[Any, ...]] = {}
-        """By the identity of the module, for copies of a model may share a graph."""
+        """By the identity of the module, for copies of a model may share a graph: what those inside are like.
+        `places` at `names` hold `values` of `types`; `registries`, of attributes and children, are of `sizes`.
+        """
 
     def __call__(self, module: nn.Module) -> bool:
         if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and not self.compiled):
@@ -137,11 +120,11 @@ class UnchangedGuard:
         except NOT_HELD:
             return False  # one is not there
         key, known = id(module), self._known
-        alive = weakref.ref(module, lambda _: known.pop(key, None))
-        known[key] = (*(getattr(noted, name) for name in noted.__match_args__), alive)
-        return noted.is_right and not any(noted.hooks)
+        known[key] = (*noted, weakref.ref(module, lambda _: known.pop(key, None)))
+        hooks, *_, is_right = noted
+        return is_right and not any(hooks)
 
-    def _noted(self, module: nn.Module) -> _Noted:
+    def _noted(self, module: nn.Module) -> tuple[Any, ...]:
         places: list[dict[str, Any]] = []
         names: list[str] = []
         modules: list[nn.Module] = []
@@ -158,11 +141,10 @@ class UnchangedGuard:
                 places += [registry] * len(there)
                 names += there
         values = [_kept(place[name]) for place, name in zip(places, names, strict=True)]
-        hooks = tuple(registry for inside in modules for registry in hooks_of(inside))
         parents = [cast("dict[str, Any]", own_children(each)) for each in (module, *modules)]
         registries = [*map(vars, modules), *(children for children in parents if children)]
-        return _Noted(
-            (*hooks, *hooks_of_all()), places, names, values, [*map(type, values)], registries, [*map(len, registries)],
+        return (
+            hook_registries(*modules), places, names, values, [*map(type, values)], registries, [*map(len, registries)],
             modules, [*map(type, modules)], is_right,
         )  # fmt: skip
 

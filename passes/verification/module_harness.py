@@ -173,7 +173,12 @@ class _Belongings:
         return self._misses is not None and self._misses[0] != self._misses[1]
 
     def restore(self) -> None:
-        self._state.restore(exact=True)
+        own, before = self.own, self._state.copy
+        own.update(before)  # in half the time that looking for what has changed takes
+        if len(own) > len(before):
+            for name in own.keys() - before.keys():
+                del own[name]
+        self._state.restore_containers()
         if self._misses is not None and self.has_missed:
             put_members_back(*self._misses)
 

@@ -27,7 +27,7 @@ from .contexts import Context, Opening, Surrounding
 from .fallback import CACHES, attach, detach, fallback_of, misses_in
 from .inactive import FOUND
 from .items import note_added, note_removed
-from .misses import Miss
+from .misses import Miss, this_call
 from .portable import PortableGraph, copy_graph
 from .rank_local import is_rank_local, is_trial_step, rank_local, trial_step
 from .regions import (
@@ -41,15 +41,54 @@ from .regions import (
     share_children,
 )
 from .selection import fitting, select
-from .shared_slices import MEMBERS, by_member, sharing
 from .source import generate
 
 __all__ = [
-    "CACHES", "EVAL_ONLY", "FOUND", "MEMBERS", "Capture", "Captured", "Context", "ContextRegion", "Miss", "Opening",
-    "PortableGraph", "Region", "RegionPlan", "Specialization", "Surrounding", "WrappedRegion", "add_region", "attach",
-    "by_member", "capture_of", "context_regions", "copy_graph", "deactivate_again", "detach", "drop_specializations",
-    "fallback_of", "fitting", "generate", "install", "is_rank_local", "is_trial_step", "misses_in", "note_added",
-    "note_removed", "own", "own_class", "rank_local", "recompile", "regions_of", "remove_region", "required_capture",
-    "select", "share_children", "sharing", "specializations_of", "trial_step", "uninstall", "with_graph",
+    "CACHES",
+    "EVAL_ONLY",
+    "FOUND",
+    "Capture",
+    "Captured",
+    "Context",
+    "ContextRegion",
+    "Miss",
+    "Opening",
+    "PortableGraph",
+    "Region",
+    "RegionPlan",
+    "Specialization",
+    "Surrounding",
+    "WrappedRegion",
+    "add_region",
+    "attach",
+    "capture_of",
+    "context_regions",
+    "copy_graph",
+    "deactivate_again",
+    "detach",
+    "drop_specializations",
+    "fallback_of",
+    "fitting",
+    "generate",
+    "install",
+    "is_rank_local",
+    "is_trial_step",
+    "misses_in",
+    "note_added",
+    "note_removed",
+    "own",
+    "own_class",
+    "rank_local",
+    "recompile",
+    "regions_of",
+    "remove_region",
+    "required_capture",
+    "select",
+    "share_children",
+    "specializations_of",
+    "this_call",
+    "trial_step",
+    "uninstall",
+    "with_graph",
     "with_specializations",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from .capture import Capture, Specialization, capture_of, check_picklable, forge
 from .compiled_class import dynamic_class
 from .inactive import FOUND, note_found
 from .items import EXTRA, item_methods
-from .misses import handler_of
+from .misses import handler_of, keeping
 from .regions import (
     ContextRegion,
     Region,
@@ -151,10 +151,9 @@ def _answered(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
     announce()
     announce_changes()
     reason = explain_miss(module, args, kwargs) if miss is None else str(miss)
-    handler = handler_of(module)
-    handler.note(module, args, kwargs, reason, None if miss is None else miss.tally)
+    handler_of(module).note(module, args, kwargs, reason, None if miss is None else miss.tally)
     _without_graphs(module)
-    with handler.during_call():
+    with keeping(module):
         return forward(*args, **kwargs)
 
 

@@ -6,7 +6,6 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +19,6 @@ from ..values import ModelNames, has_attributes, map_leaves
 from .capture import Specialization, capture_of, required_capture
 from .captured import drop_specializations, uninstall
 from .misses import HANDLER, Miss
-from .shared_slices import SharedSlices
 
 __all__ = ["CACHES", "attach", "detach", "fallback_of", "misses_in"]
 
@@ -67,11 +65,6 @@ class Fallback:
         """Hold what came of misses besides, by the guards that failed."""
         return {}
 
-    @cached_property
-    def slices(self) -> SharedSlices:
-        """Hold slices of stacked tensors, for calls in which the members of an ensemble run one by one."""
-        return SharedSlices()
-
     def note(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str, tally: Tally | None
     ) -> None:
@@ -98,10 +91,6 @@ class Fallback:
             why = f"its graphs are for calls in which {reason}" if graphs else reason
             told = f"{self._which(module)} used its original forward: {why}. {_MEANS}. {advice}"
             warnings.warn(told, GuardWarning, 7)
-
-    def during_call(self) -> AbstractContextManager[None]:
-        """Let the members of an ensemble share the slices of their stacked tensors."""
-        return self.slices.during_call()
 
     def refuse(self, module: nn.Module, reason: str) -> str:
         """Count a call that raises GuardError, and return what to call the module."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
 
+from ...compat import is_plainly_eager
 from ..guards import Tally
 from .capture import required_capture
 
-__all__ = ["HANDLER", "Miss", "MissHandler", "handler_of"]
+__all__ = ["HANDLER", "Miss", "MissHandler", "handler_of", "keeping", "this_call"]
 
 HANDLER = "_fxopt_fallback"
 """In a module's `__dict__`: the `MissHandler` that it was handed over with."""
@@ -43,10 +45,6 @@ class MissHandler(Protocol):
         """Note a call before the module's original forward runs; `tally` is of a check of data that did not hold."""
         ...
 
-    def during_call(self) -> AbstractContextManager[None]:
-        """Return what the module's original forward runs in."""
-        ...
-
     def refuse(self, module: nn.Module, reason: str) -> str:
         """Take note of a call that is about to raise GuardError, and return what to call the module."""
         ...
@@ -60,9 +58,6 @@ class _Working:
     ) -> None:
         required_capture(module).misses[reason] += 1
 
-    def during_call(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def refuse(self, module: nn.Module, reason: str) -> str:
         return f"this {type(module).__name__}"
 
@@ -73,3 +68,24 @@ _working: MissHandler = _Working()
 def handler_of(module: nn.Module) -> MissHandler:
     """Return who hears of a module's misses."""
     return module.__dict__.get(HANDLER, _working)
+
+
+class _Local(threading.local):
+    kept: dict[nn.Module, dict[str, Any]] | None = None
+
+
+this_call = _Local()
+"""`kept` is for what modules keep during a call of this thread that runs an original forward; None outside of one."""
+
+
+@contextmanager
+def keeping(module: nn.Module) -> Generator[None]:
+    """Let all that run inside a module's original forward keep things until it is done, in the user's hands."""
+    if HANDLER not in vars(module) or this_call.kept is not None or not is_plainly_eager():
+        yield
+        return
+    this_call.kept = {}
+    try:
+        yield
+    finally:
+        this_call.kept = None

@@ -10,6 +10,7 @@ from .dynamic import (
     class_recipe,
     empty_module,
     in_class,
+    remade_by,
     same_kind,
     subclass,
     user_class,
@@ -56,7 +57,8 @@ __all__ = [
     "copied_object", "counts_items", "empty_module", "flatten", "generators_now", "given", "graft", "has_attributes",
     "held_tensors", "in_class", "is_container", "is_leaf", "is_library", "is_meta", "is_namedtuple", "is_object",
     "is_plain_structure", "is_scripted", "is_sharded", "is_whole", "keep", "map_leaves", "map_tensors", "meta_key",
-    "meta_of", "objects_in", "parts_of", "plain", "plain_tensors", "put_members_back", "qualified", "requires_grad",
+    "meta_of", "objects_in", "parts_of", "plain", "plain_tensors", "put_members_back", "qualified", "remade_by",
+    "requires_grad",
     "runs_as_sequential", "same_kind", "same_members", "signature_of", "state_of", "structure", "subclass",
     "take_back", "tensors_by_name", "tensors_in", "tensors_within", "user_class",
 ]  # fmt: skip

@@ -16,8 +16,8 @@ from torch import nn
 from ...compat import REGISTERS
 
 __all__ = [
-    "Quiet", "Remade", "cached_by_class", "class_recipe", "empty_module", "identity", "in_class", "same_kind",
-    "subclass", "user_class",
+    "Quiet", "Remade", "cached_by_class", "class_recipe", "empty_module", "identity", "in_class", "remade_by",
+    "same_kind", "subclass", "user_class",
 ]  # fmt: skip
 
 _Key = tuple[type, tuple[type, ...], object]
@@ -75,6 +75,17 @@ def identity(cls: type[nn.Module]) -> type[nn.Module]:
 def class_recipe(cls: type[nn.Module]) -> tuple[Callable[..., type[nn.Module]], tuple[Any, ...]]:
     """Return a function and arguments, all picklable, that make `cls` again."""
     return getattr(cls, "_fxopt_recipe", (identity, (cls,)))
+
+
+def remade_by(make: Callable[..., type[nn.Module]], base: type[nn.Module], *arguments: Any) -> dict[str, Any]:
+    """Return what a class that `make(base, *arguments)` makes says of itself: the user's class, and its recipe."""
+    return {"_fxopt_base": user_class(base), "_fxopt_recipe": (_remade, (make, class_recipe(base), arguments))}
+
+
+def _remade(make: Callable[..., type[nn.Module]], of_base: tuple[Any, ...], arguments: tuple[Any, ...]) -> type[Any]:
+    """Return a class again, whose base may be one that was made on the fly, too."""
+    make_base, given = of_base
+    return make(make_base(*given), *arguments)
 
 
 def empty_module(make: Callable[..., type[nn.Module]], arguments: tuple[Any, ...]) -> nn.Module:

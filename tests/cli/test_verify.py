@@ -234,6 +234,7 @@ def test_an_exported_model_needs_no_trust_and_no_class(fxopt: Fxopt, zoo: Path):
     (zoo / "zoo.py").unlink()
     sys.modules.pop("zoo")
     assert fxopt("inspect", "heads.pt2").code == 0
+    assert "applied for inference" in fxopt("optimize", "heads.pt2").out
     again = fxopt("optimize", "heads.pt2", "-p", "inference", "-o", "again.fxopt", "--no-measure")
     assert again.code == 2
     assert "does not say how its model is built, so it cannot be saved; leave -o out, or use fxopt export" in again.err

@@ -73,6 +73,6 @@ def test_the_doctor_says_what_computes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu, "_has_triton", lambda: True)
     assert kernels_in_use() == "CPU reference: no CUDA device"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "_version", lambda: "3.7.1")
+    monkeypatch.setattr(gpu.importlib.metadata, "version", lambda _: "3.7.1")
     monkeypatch.setattr(gpu, "_broken", {"add.triton_kernel:add": "no compiler"})
     assert kernels_in_use() == "triton 3.7.1; reference for add.triton_kernel:add, which could not be built"

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fxopt
 from fxopt.deploy import archive
-from fxopt.errors import ArchiveError, UsageError
+from fxopt.errors import ArchiveError, PlanError, UsageError
 from fxopt.runtime.record import Decision, Plan, Record
 from fxopt.runtime.state import StateMap
 from fxopt.tracing.isolation import skeleton_of
@@ -233,3 +234,31 @@ def test_weights_that_are_a_pickle_run_nothing(zoo: Any, tmp_path: Path, monkeyp
     monkeypatch.setattr(archive, "weights_bytes", lambda stored: pickle.dumps(Bomb()))
     assert "its weights are unreadable" in refusal(save(zoo.Tied(), tmp_path / "m"), trust=["zoo"])
     assert not (tmp_path / "ran").exists()
+
+
+def without_plan(original: nn.Module, plan: Plan, phase: str, inputs: object) -> nn.Module:
+    raise PlanError("the plan's site is not in this model")
+
+
+def test_says_which_modules_had_hooks_if_the_plan_does_not_fit_without(zoo: Any, tmp_path: Path):
+    model = zoo.Tied()
+    model.norm.register_forward_hook(lambda *_: None)
+    path = save(model, tmp_path / "m.fxopt")
+    said = refusal(path, replay=without_plan, model=zoo.Tied())
+    assert "'norm' had hooks when the model was optimized" in said and "pass it as model=" in said
+    assert type(load(path, model=zoo.Tied())) is zoo.Tied
+    with pytest.raises(PlanError):
+        load(path, replay=without_plan, model=model)
+
+
+def test_hooks_that_transformers_installs_are_there_again(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=16)
+    model, ids = transformers.BertModel(config).eval(), torch.arange(8).reshape(2, 4)
+    model(ids, output_hidden_states=True)
+    fast = fxopt.optimize(model, "inference", example_inputs=(ids,), measure=False)
+    fxopt.save(fast, tmp_path / "bert.fxopt")
+    again = fxopt.load(tmp_path / "bert.fxopt", model=transformers.BertModel(config).eval())
+    torch.testing.assert_close(again(ids)[0], model(ids)[0])
+    assert len(again(ids, output_hidden_states=True).hidden_states) == 2

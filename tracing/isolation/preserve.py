@@ -120,7 +120,7 @@ class AttributeState:
     def restore_containers(self) -> None:
         """Put back what is in the registries and containers."""
         for _, container, copy in self._kept:
-            if not same_members(container, copy):
+            if (copy or container) and not same_members(container, copy):  # most registries are empty
                 put_members_back(container, copy)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...compat import own_children
 from ...errors import UsageError, one_line
-from ...layers.autocast import ReturningAutocast
+from ...layers.autocast import ReturningAutocast, in_autocast
 from ...operators import operator_info
 from ...passes.contract import Pass, check_named
 from ...passes.rewriting import Edit
@@ -20,7 +20,6 @@ from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.analyses import HashLevel, StructuralHash
 from ...tracing.program import Program
 from .find import Part, Search
-from .leaf import in_autocast
 from .lists import FLOAT32, FOLLOWING, LOWER
 
 __all__ = ["Autocast"]

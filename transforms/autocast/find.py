@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...compat import all_modules, has_hooks, own_parameters
-from ...layers.autocast import ReturningAutocast
+from ...layers.autocast import AutocastLeaf, ReturningAutocast
 from ...operators import canonical_name, operator_info, operator_of_module
 from ...passes.contract import names_module
 from ...passes.sites import Refusal, Site
 from ...runtime.graphs import Context, WrappedRegion, capture_of, required_capture, specializations_of
 from ...runtime.values import TensorMeta, is_leaf, qualified, user_class
 from ...tracing.program import CallSites, Program
-from .leaf import AutocastLeaf
 from .lists import Kind, kind_of_layer
 from .parts import in_float32, kind_of_operation, parts_of
 

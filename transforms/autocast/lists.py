@@ -66,7 +66,6 @@ _FUSED: Mapping[Kind, tuple[object, ...]] = {
         ensemble.grouped_linear,
         ensemble.shared_grouped_linear,
         batched_layers.convolve_members,
-        batched_layers.transposed_convolve_members,
         batched_layers.attend_members,
     ),
     Kind.FOLLOWS: (

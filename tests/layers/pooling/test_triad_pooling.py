@@ -245,7 +245,10 @@ def test_what_does_not_fit_is_refused_in_one_line():
     calls = [
         (lambda: layer(x, edges, torch.ones(2)), r"edge_attr is \[2\]; give a row for each of 3 edges"),
         (lambda: layer(x, edges, None, torch.tensor([0, 0, 0, -1])), "batch names graph -1"),
-        (lambda: layer(x, edges, None, torch.tensor([0, 0, 1, 1])), "edge 1 of edge_index joins nodes of two graphs"),
+        (
+            lambda: layer(x, edges, None, torch.tensor([0, 0, 1, 1])),
+            "edge 1 of edge_index joins nodes 1 and 2 of two graphs",
+        ),
         (lambda: layer(x, edges.int()), r"give \[2, number of edges\] torch.int64"),
     ]
     for call, message in calls:

@@ -6,12 +6,6 @@ from .dataflow import InlinedGraph, Known, Operation, is_chain, module_signature
 from .inliner import inlined_graph
 
 __all__ = [
-    "InlinedGraph",
-    "Known",
-    "Operation",
-    "inlined_graph",
-    "is_chain",
-    "module_signature",
-    "operations_in",
+    "InlinedGraph", "Known", "Operation", "inlined_graph", "is_chain", "module_signature", "operations_in",
     "state_names",
-]
+]  # fmt: skip

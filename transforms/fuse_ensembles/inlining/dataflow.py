@@ -11,20 +11,13 @@ from typing import Any, Self, TypeVar, cast
 from torch import fx, nn
 
 from ....compat import modules_by_name
-from ....errors import CaptureError
 from ....runtime.guards import Guard
 from ....tracing.program import Program
 
 __all__ = [
-    "InlinedGraph",
-    "Known",
-    "Operation",
-    "is_chain",
-    "module_operator",
-    "module_signature",
-    "operations_in",
+    "InlinedGraph", "Known", "Operation", "is_chain", "module_operator", "module_signature", "operations_in",
     "state_names",
-]
+]  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
@@ -64,12 +57,6 @@ class InlinedGraph:
     assumed: Mapping[str, Sequence[Guard]]  # owner node -> modes taken for granted, as guards of the owner
     may_restart: bool  # whether the owner may run the original forward after its graph has begun: it writes nothing
 
-    def __getitem__(self, name: str) -> Operation:
-        for operation in self.operations:
-            if operation.name == name:
-                return operation
-        raise CaptureError(f"no operation '{name}' in the expanded graph any more")
-
     @cached_property
     def writes(self) -> Sequence[Operation]:
         return [operation for operation in self.operations if operation.mutates]
@@ -83,9 +70,6 @@ class InlinedGraph:
             else None
             for o in self.operations
         ]
-
-    def by_name(self) -> dict[str, Operation]:
-        return {operation.name: operation for operation in self.operations}
 
 
 _K = TypeVar("_K")

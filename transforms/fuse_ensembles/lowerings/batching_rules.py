@@ -88,8 +88,7 @@ def _written(argument: Any, values: Values) -> Any:
 
 
 def _convolution(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
-    transposed = "transpose" in pack.operator
-    options = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+    options = ("output_padding", "groups", "dilation") if "transpose" in pack.operator else ("dilation", "groups")
     named = _named(pack, ("input", "weight", "bias", "stride", "padding", *options))
     if named is None:
         return None
@@ -97,9 +96,8 @@ def _convolution(pack: Pack, values: Values, graph: fx.Graph) -> fx.Node | None:
     if not _is_own(pack, weight) or not _own_or_absent(pack, bias):
         return None
     groups, shared = named.pop("groups", 1), not _is_own(pack, x)
-    function = batched.transposed_convolve_members if transposed else batched.convolve_members
     arguments = (pack.function, x, weight, bias, shared, groups, named)
-    return graph.call_function(function, _written(arguments, values))
+    return graph.call_function(batched.convolve_members, _written(arguments, values))
 
 
 def _norm(function: Callable[..., Any], names: Sequence[str], defaults: Mapping[str, Any]) -> Callable[..., Any]:
@@ -301,7 +299,7 @@ _RULES: Mapping[str, Callable[[Pack, Values, fx.Graph], fx.Node | None]] = {
         batched.rms_norm_members, ("input", "normalized_shape", "weight", "eps"), {"weight": None, "eps": None}
     ),
     "scaled_dot_product_attention": _attention,
-    "shape": _shape(batched.member_shape),
+    "shape": _shape(batched.member_size),
     "size": _shape(batched.member_size),
     "transpose": _along(("dim0", 1, None), ("dim1", 2, None)),
     "view": _reshape,

@@ -54,18 +54,17 @@ def rebuild(
     covered = set(covered)
     written_out = {operation.call for operation in covered}
     needed = {key for unit in replacements for key in unit.needs}
-    units = [*replacements, *_kept(graph, inlined, covered, written_out, needed)]
-    new = fx.Graph()
-    writer = Writer(new, origins=_origins(graph))
-    for unit in _scheduled(units):
+    origins = {node.name: node.meta.get("origin", node.name) for node in graph.nodes}
+    writer = Writer(fx.Graph(), origins=origins)
+    for unit in _scheduled([*replacements, *_kept(graph, inlined, covered, written_out, needed, origins)]):
         unit.emit(writer)
-    return new
+    return writer.graph
 
 
 def _kept(
-    graph: fx.Graph, inlined: InlinedGraph, covered: set[Operation], written_out: set[str], needed: set[Hashable]
-) -> Iterable[Unit]:
-    origins = _origins(graph)
+    graph: fx.Graph, inlined: InlinedGraph, covered: set[Operation], written_out: set[str], needed: set[Hashable],
+    origins: Mapping[str, Any],
+) -> Iterable[Unit]:  # fmt: skip
     for operation in inlined.operations:
         idle = operation not in needed and _is_idle(operation, covered)
         if operation.call in written_out and operation not in covered and not idle:
@@ -77,10 +76,6 @@ def _kept(
         idle = isinstance(result, Operation) and result not in needed and _is_idle(result, covered)
         if node.name not in written_out and not idle:
             yield _node_unit(node, inlined, last.get(node.name, 0), node.name in writing)
-
-
-def _origins(graph: fx.Graph) -> dict[str, Any]:
-    return {node.name: node.meta.get("origin", node.name) for node in graph.nodes}
 
 
 def _is_idle(operation: Operation, covered: set[Operation]) -> bool:

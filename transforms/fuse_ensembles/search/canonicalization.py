@@ -12,14 +12,9 @@ from ....runtime.values import map_leaves
 from ..inlining import Operation
 
 __all__ = [
-    "canonical_form",
-    "gives_new_value",
-    "may_share_memory",
-    "packable",
-    "same_shape",
-    "same_type",
+    "canonical_form", "gives_new_value", "may_share_memory", "packable", "same_shape", "same_type",
     "writes_to_fresh_value",
-]
+]  # fmt: skip
 
 _LINEAR = ("input", "weight", "bias")
 

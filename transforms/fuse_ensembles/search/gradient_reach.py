@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from functools import reduce
+from typing import Self
 
 from ....compat import children_of
 from ....operators import operator_info
@@ -58,7 +58,7 @@ def _paths(name: str) -> Iterator[str]:
 
 def used_by(program: Program, owner: str, names: Collection[str]) -> str | None:
     """Return what outside of `owner` calls a part of it, or reads a tensor, that concerns these parameters of it."""
-    borrowers, holder = program.analyses[_Borrowers].regions, holder_of(program.model, owner)
+    borrowers, holder = program.analyses[_Borrowers], holder_of(program.model, owner)
     if not owner and not borrowers:
         return None
     users = program.analyses[_Users]
@@ -71,7 +71,7 @@ def used_by(program: Program, owner: str, names: Collection[str]) -> str | None:
         return _used_beside(users, owner, [path for path in paths if path.startswith(holder.inside)])
     inside = f"{owner}." if owner else ""
     for path in paths if owner else ():
-        for other in users.modules.get(path, ()):
+        for other in users.get(path, ()):
             if path.startswith(inside) and other != owner and not other.startswith(inside):
                 return f"module '{other or '(root)'}'"
     return None
@@ -80,40 +80,34 @@ def used_by(program: Program, owner: str, names: Collection[str]) -> str | None:
 def _used_beside(users: _Users, owner: str, paths: Sequence[str]) -> str | None:
     """Return what uses one of these modules or tensors beside `owner` and those among them that are around it."""
     for path in paths:
-        for other in users.modules.get(path, ()):
+        for other in users.get(path, ()):
             if other != owner and not (other in paths and path.startswith(f"{other}.")):
                 return f"module '{other or '(root)'}'"
     return None
 
 
-@dataclass(frozen=True)
-class _Borrowers:
+class _Borrowers(Known[str, list[str]]):
     """The regions that borrow a module, by its qualified name."""
 
-    regions: Mapping[str, Sequence[str]]
-
     @classmethod
-    def compute(cls, program: Program) -> _Borrowers:
-        regions: dict[str, list[str]] = {}
+    def compute(cls, program: Program) -> Self:
+        regions = cls()
         for name, module in program.names.modules.items():
             for child in children_of(module).values() if isinstance(module, Region) else ():
                 if child is not None:
                     regions.setdefault(program.name_of(child), []).append(name)
-        return cls(regions)
+        return regions
 
 
-@dataclass(frozen=True)
-class _Users:
+class _Users(Known[str, dict[str, None]]):
     """The modules whose graphs call a module or read a tensor, by its qualified name."""
 
-    modules: Mapping[str, Sequence[str]]
-
     @classmethod
-    def compute(cls, program: Program) -> _Users:
-        modules: dict[str, dict[str, None]] = {}
+    def compute(cls, program: Program) -> Self:
+        users = cls()
         for place, graph in program.graphs.items():
             other = place.partition("#")[0]
             holder = holder_of(program.model, other)
             for node in (*graph.find_nodes(op="call_module"), *graph.find_nodes(op="get_attr")):
-                modules.setdefault(holder.qualified(str(node.target)), {})[other] = None
-        return cls({target: list(others) for target, others in modules.items()})
+                users.setdefault(holder.qualified(str(node.target)), {})[other] = None
+        return users

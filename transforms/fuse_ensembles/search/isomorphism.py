@@ -67,7 +67,8 @@ def _search(inlined: InlinedGraph, owner: nn.Module) -> list[Ensemble]:
             if operation not in taken:
                 search.color(operation)
         for members in list(search.classes.values()):
-            search.pack(members)
+            for group in search.align(members):
+                search.pack_group(group)
         ensembles = [each for each in search.ensembles() if _is_of_interest(each)]
         found.extend(ensembles)
         taken.update(member for ensemble in ensembles for pack in ensemble.packs for member in pack.members)
@@ -186,10 +187,6 @@ class _Search:
             self.places[path] = (self.place(outer, name) if path else "", in_dictionary)
         around, in_dictionary = self.places[path]
         return f"{around}.{'*' if in_dictionary else _without_numbers(last)}"
-
-    def pack(self, members: Sequence[Operation]) -> None:
-        for group in self.align(members):
-            self.pack_group(group)
 
     def pack_group(self, group: Sequence[Operation]) -> Pack | None:
         """Form the pack of a group, in its order, where there is one."""

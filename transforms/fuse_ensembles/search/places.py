@@ -89,11 +89,13 @@ def present_cases(program: Program, owner: str) -> list[Case]:
 def places_of(ensemble: Ensemble, case: Case, program: Program, owner: str) -> list[Place]:
     """Return where an ensemble is computed in all graphs of its owner and in both modes; raise where one differs."""
     places = [Place(case, inlined_graph(program, owner, case.specialization, flipped=case.flipped), ensemble)]
+    wanted = set(ensemble.parameters)
     for other in cases_of(program, owner):
         if other == case or _is_covered(other, places):
             continue
         inlined = inlined_graph(program, owner, other.specialization, flipped=other.flipped)
-        same = _same_ensemble(ensemble, other, program, owner)
+        found = find_ensembles(program, owner, other.specialization, flipped=other.flipped)
+        same = next((each for each in found if set(each.parameters) == wanted), None)
         if same is not None:
             places.append(Place(other, inlined, same))
         elif _is_for_one_mode(places[0], other, program.module(owner)):
@@ -141,20 +143,11 @@ def _is_for_one_mode(place: Place, other: Case, owner: nn.Module) -> bool:
         return False
     calls = dict.fromkeys(member.call for pack in place.ensemble.packs for member in pack.members)
     inside = (owner.get_submodule(path) for call in calls for path in place.inlined.modules.get(call, ()))
-    return any(_has_no_graph_in_other_mode(module) for module in inside)
-
-
-def _has_no_graph_in_other_mode(module: nn.Module) -> bool:
-    capture = capture_of(module)
-    return capture is not None and not any(
-        specialization.runs_in_mode(module, flipped=True) for specialization in capture.specializations
+    return any(
+        capture is not None and not any(each.runs_in_mode(module, flipped=True) for each in capture.specializations)
+        for module in inside
+        for capture in [capture_of(module)]
     )
-
-
-def _same_ensemble(ensemble: Ensemble, case: Case, program: Program, owner: str) -> Ensemble | None:
-    wanted = set(ensemble.parameters)
-    found = find_ensembles(program, owner, case.specialization, flipped=case.flipped)
-    return next((other for other in found if set(other.parameters) == wanted), None)
 
 
 def _reads_any(inlined: InlinedGraph, names: Sequence[str]) -> bool:
