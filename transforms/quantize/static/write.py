@@ -94,7 +94,7 @@ def _layer_of(old: nn.Module, values: torch.Tensor, scales: torch.Tensor, of_inp
         return StaticLinear(*settings)
     geometry = Geometry.of(cast("nn.Conv2d", old))
     if geometry is None:
-        raise MatchFailure("it pads with something else than as many zeros on both sides")
+        raise MatchFailure("its padding is not the same number of zeros on both sides")
     return StaticConv(*settings, geometry)
 
 
