@@ -11,8 +11,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 __all__ = [
     "BORROWED", "REGIONS", "REGISTERS", "all_modules", "children_of", "has_global_hooks", "has_hooks",
-    "has_lazy_parameters", "has_pre_hooks", "has_state_hooks", "hook_registries", "hooks_of", "modules_by_name", "own_buffers", "own_children", "own_parameters", "own_tensor", "property_access", "read_by_name", "submodule", "tensor_at",
-    "transient_buffers",
+    "has_lazy_parameters", "has_pre_hooks", "has_state_hooks", "hook_registries", "hooks_of", "modules_by_name",
+    "own_buffers", "own_children", "own_parameters", "own_tensor", "property_access", "read_by_name", "submodule",
+    "tensor_at", "transient_buffers",
 ]  # fmt: skip
 
 

@@ -60,7 +60,7 @@ class Release(Pass):
                 "(root)",
             )
         elif not readers:
-            yield Refusal("nothing is packed: 'pack' is not listed before it, or found nothing that pays", "(root)")
+            yield Refusal("nothing is packed: 'pack' is not listed before it, or found no layer that gains", "(root)")
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         for site in sites:

@@ -57,7 +57,7 @@ def _found(program: Program, name: str, module: nn.Module) -> Iterator[Site | Re
         yield Refusal("it goes over compressed rows already", name)
     elif f"{base.__module__}.{base.__qualname__}" not in CONVOLUTIONS:
         known = ", ".join(each.rpartition(".")[2] for each in CONVOLUTIONS)
-        yield Refusal(f"{base.__name__} is none of {known}; what its messages are is its own", name)
+        yield Refusal(f"{base.__name__} is none of {known}; its messages may differ", name)
     elif type(module) is not base:
         yield Refusal("another pass has rewritten it", name)
     else:

@@ -207,7 +207,7 @@ def test_a_transposed_weight_stays() -> None:
     assert not fast[0].weight.is_meta and fast[2].weight.is_meta
 
 
-NOTHING_PACKED = "nothing is packed: 'pack' is not listed before it, or found nothing that pays"
+NOTHING_PACKED = "nothing is packed: 'pack' is not listed before it, or found no layer that gains"
 FOLDED = "1 packed weight made of several tensors (a norm is folded in): all of these stay"
 
 

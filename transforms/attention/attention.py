@@ -159,7 +159,7 @@ def _unfit(found: Occurrence) -> str | None:
 def _unfit_mask(values: Any, metas: Any, scores: Sequence[int]) -> str | None:
     number, lowest = number_of(values.get("number")), torch.finfo(metas["q"].dtype).min
     if number is not None and number > max(_HIDES, lowest):
-        return f"a masked score is {number:g}, which is not as good as minus infinity"
+        return f"a masked score is {number:g}, which is too large to act as minus infinity"
     if "beta" in values and number_of(values["beta"]) != 1:
         return "the mask is scaled"
     for name, kind in (("mask", "floating-point numbers"), ("hidden", "flags"), ("shown", "flags")):

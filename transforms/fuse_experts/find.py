@@ -152,7 +152,7 @@ class _MixtureReader:
         if without.reached != set(others):
             raise MatchFailure(_ENDS_EARLY)
         if without.rest != mixture.rest:
-            raise MatchFailure(f"its forward computes with how many experts have tokens, without expert {first}, say")
+            raise MatchFailure(f"its forward uses the number of experts with tokens, seen without expert {first}")
 
     def _read_call(self, opened: list[nn.Module], overwritten: Mapping[str, Tensor]) -> Mixture:
         try:

@@ -69,9 +69,9 @@ def edges_before(program: Program, owner: str, x: fx.Node) -> fx.Node | Refusal:
         seen.update(before)
         queue += before
     if not found:
-        return Refusal("no message passing in this forward says which edges its nodes have", at)
+        return Refusal("no message passing in this forward gives the edges of its nodes", at)
     if len(found) > 1:
-        return Refusal("several edge_index lead to it, of different graphs", at)
+        return Refusal("several edge_index of different graphs lead to it", at)
     edges, rows = found.popitem()
     if rows != _number_of_rows(x):
         return Refusal("its nodes are no longer those that edge_index names", at)

@@ -151,7 +151,7 @@ def _route(model: nn.Module, call: Inputs, names: Collection[str], training: boo
         fits = fitting(model, call.args, call.kwargs)
     capture = required_capture(model)
     pending = [({"": capture.specializations.index(each)}, dict[str, int]()) for each in reversed(fits)]
-    failure = GuardError("no graph of the model is for it")
+    failure = GuardError("no graph of the model fits this call")
     for _ in range(_TRIES):
         if not pending:
             break

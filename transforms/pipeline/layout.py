@@ -44,7 +44,7 @@ class Layout:
         by_name = {node.name: node for node in opened.graph.nodes}
         missing = [name for name in (*data["stages"], *data["repeated"]) if name not in by_name]
         if missing:
-            raise PlanError(f"the plan divides a model with '{missing[0]}' into stages, which this one has not")
+            raise PlanError(f"the plan's stages have '{missing[0]}', which this model does not have")
         stage_of: dict[fx.Node, int] = {by_name[name]: stage for name, stage in data["stages"].items()}
         needs = _Needs(opened.graph, stage_of, {by_name[name] for name in data["late"]}, data["count"])
         plain = frozenset(by_name[name] for name in data["plain"] if name in by_name)

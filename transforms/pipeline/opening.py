@@ -168,7 +168,7 @@ class _Opener(Opener):
             case Attribute(owner, key):
                 return self._picked(getattr, self._at(owner, given, name), key)
             case _:
-                raise MatchFailure(f"'{name}' is given '{source}' in a form that cannot be looked into")
+                raise MatchFailure(f"'{name}' is given '{source}' in a form that cannot be opened")
 
     def _picked(self, pick: Callable[[Any, Any], Any], around: Any, key: Any) -> Any:
         return self.graph.call_function(pick, (around, key)) if isinstance(around, fx.Node) else pick(around, key)

@@ -61,7 +61,7 @@ class Pipeline(Pass):
         stages = self._stages(distributed.get_world_size())
         try:
             if not program.whole_calls:
-                raise MatchFailure("example_inputs are needed to find out what the parts of the model cost")
+                raise MatchFailure("example_inputs are needed to measure the parts of the model")
             found = find_stages(program, stages, self.cost)
             others = list(other_routes(program, found))
             routes = [found.data(), *(route for route in others if not isinstance(route, Refusal))]
@@ -137,9 +137,9 @@ def run_trial_step(model: nn.Module, layouts: Sequence[Layout], call: Inputs, *,
                 "or a loss over it), so microbatches would train another model"
             )
         if problem:
-            raise MatchFailure(f"the stages do not give what the model gives: {problem}")
+            raise MatchFailure(f"the results of the stages differ from the model's: {problem}")
         return
-    raise failure or GuardError("the stages are not for this call")
+    raise failure or GuardError("no graph of the stages fits this call")
 
 
 def _difference(model: nn.Module, layouts: Sequence[Layout], call: Inputs, count: int, training: bool) -> str:

@@ -114,7 +114,7 @@ class Ways:
                 return number, {**given, **{nodes[name]: value for name, value in found.items()}}
             except GuardError as error:
                 failure = failure or error
-        raise failure or GuardError("there is no way through the model")
+        raise failure or GuardError("no graph of the model fits this call")
 
 
 Forms = tuple[Tensor, ...]

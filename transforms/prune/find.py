@@ -94,7 +94,7 @@ def _detail(targets: Sequence[Target], gone: Sequence[Tensor], wanted: Options) 
         share = "of all layers" if wanted.scope == "global" else "of each layer"
         return f"{said}; a PruningSchedule brings that to {wanted.amount:g} {share} ({wanted.schedule})"
     was_zero = all(not target.weight[flags].any() for target, flags in zip(targets, gone, strict=True))
-    return f"{said}, as they were: nothing had to be done" if zeros and was_zero else said
+    return f"{said}, as before: nothing to do" if zeros and was_zero else said
 
 
 def _units(program: Program, wanted: Options) -> Iterator[Site | Refusal]:

@@ -246,5 +246,5 @@ def chosen_for_target(
             break
         low, high = (share, high) if gone < amount else (low, share)
     if least < amount - 0.02:
-        raise BudgetError(f"amount={amount:g} of the {what} cannot go; all that can be pruned is {least:.2f} of them")
+        raise BudgetError(f"amount={amount:g} of the {what} cannot be removed; at most {least:.2f} of them can")
     return best

@@ -200,5 +200,5 @@ def objection(name: str, module: nn.Module, program: Program, *, runs_here: bool
     if weight.dtype not in (torch.float32, torch.bfloat16):
         return f"its weight is of {str(weight.dtype).removeprefix('torch.')}; the kernels take float32 and bfloat16"
     if isinstance(module, CONVOLUTIONS) and even_geometry(module) is None:
-        return "it pads with something else than as many zeros on both sides"
+        return "its padding is not the same number of zeros on both sides"
     return ""

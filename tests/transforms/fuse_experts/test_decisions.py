@@ -184,7 +184,7 @@ ODD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "type": (ByType, "decides by the type or shape"),
     "rare": (Rare, "do not all compute the same"),
     "ending": (EndingEarly, "its loop breaks, or takes another path, at an expert without tokens"),
-    "averaging": (Averaging, "computes with how many experts have tokens"),
+    "averaging": (Averaging, "uses the number of experts with tokens"),
     "sorted": (Sorted, "sorted by expert, cut by counts, and joined"),
     "numpy": (SortedInNumpy, "turns a tensor into a numpy array"),
 }

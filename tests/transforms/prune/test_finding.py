@@ -81,7 +81,7 @@ def test_a_target_is_met_as_nearly_as_units_allow(scope: Any):
     wanted = structured(scope=scope)
     (found,) = chosen_for_target(0.5, lambda share: choose(group, scores, share, wanted), cost, "parameters")
     assert abs(cost([found]) / 10050 - 0.5) < 0.01
-    with pytest.raises(BudgetError, match=r"amount=0\.999 of the parameters cannot go"):
+    with pytest.raises(BudgetError, match=r"amount=0\.999 of the parameters cannot be removed"):
         chosen_for_target(0.999, lambda share: choose(group, scores, min(share, 0.5), wanted), cost, "parameters")
 
 

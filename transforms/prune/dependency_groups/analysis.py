@@ -24,7 +24,7 @@ __all__ = ["coupling"]
 def coupling(program: Program) -> Coupling:
     """Return the groups of units that can be removed, and the layers that must stay; InputError: no example inputs."""
     if not program.whole_calls:
-        raise InputError("pruning needs example_inputs: what belongs together is seen in a run of the model")
+        raise InputError("pruning needs example_inputs: a run of the model shows which tensors belong together")
     with collection_paused():
         return with_experts(program, _followed(program))
 

@@ -145,7 +145,7 @@ class PruningSchedule:
             if number < 1:
                 raise UsageError(f"{name}={number}; give a whole number from 1")
         if every > steps:
-            raise UsageError(f"every={every} is more than steps={steps}; all would go at once, in the last step")
+            raise UsageError(f"every={every} is more than steps={steps}; all weights would be pruned in the last step")
         self._options = _options(model)
         _check_masks(model)
         self.model, self.steps, self.every, self.done = model, steps, every, 0

@@ -92,7 +92,7 @@ def _layer_of(old: nn.Module, values: torch.Tensor, scales: torch.Tensor, of_inp
         return StaticLinear(*settings)
     geometry = even_geometry(old)
     if geometry is None:
-        raise MatchFailure("it pads with something else than as many zeros on both sides")
+        raise MatchFailure("its padding is not the same number of zeros on both sides")
     return StaticConv(*settings, geometry)
 
 

@@ -326,7 +326,7 @@ def test_the_report_says_that_what_goes_was_zero():
             ).decisions
         ]
 
-    assert details(0.25) == [f"{n} of {4 * n} weights are zero, as they were: nothing had to be done" for n in (40, 25)]
+    assert details(0.25) == [f"{n} of {4 * n} weights are zero, as before: nothing to do" for n in (40, 25)]
     assert details(0.75) == ["120 of 160 weights are zero", "75 of 100 weights are zero"]
 
 

@@ -249,7 +249,7 @@ def test_bad_calibration_data_is_one_clear_error(net: nn.Module):
         ([], "no batches"),
         (5, "of type int"),
         ([torch.randn(2, 4, 8, 8)], "does not take calibration batch 0: RuntimeError"),
-        ([X, X * float("nan")], "what comes into 'first' is not finite"),
+        ([X, X * float("nan")], "the input of 'first' is not finite"),
     ):
         with pytest.raises(CalibrationError, match=message):
             optimized(net, calibration=data)
@@ -299,11 +299,11 @@ def test_what_is_refused(net: nn.Module):
     net.pool.lone = nn.Linear(3, 3)
     assert "the calibration data never reaches it" in reasons(optimized(net))
     reflecting = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), nn.ReLU()).eval()
-    assert "pads with something else" in reasons(optimized(reflecting))
+    assert "its padding is not the same number of zeros" in reasons(optimized(reflecting))
     net.down.weight.data[0] = float("nan")
     assert "'down.weight' has elements that are not finite" in reasons(optimized(net))
     net.first.weight.data[0] = float("nan")
-    with pytest.raises(CalibrationError, match="what comes into 'second' is not finite"):
+    with pytest.raises(CalibrationError, match="the input of 'second' is not finite"):
         optimized(net)
 
 
