@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import CaptureError, MatchFailure, PassError, PlanError, one_line
+from ...runtime.record import Decision
 from ...tracing.program import Program
 from ..contract import Pass
-from ..pipeline import Decision
 from ..sites import Cause, Reason, Refusal, Site, StaleSite
 from .context import RunContext
 from .groups import Group, grouped_in_order

@@ -10,13 +10,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ....passes.timing import Runner
 from ...compat import all_modules, fake_tensors
 from ...errors import BudgetError
 from ...operators import counted_flops
 from ...passes.rewriting import Edit
 from ...passes.sites import Site
-from ...passes.timing import time_candidates
+from ...passes.timing import Runner, time_candidates
 from ...runtime.values import qualified, tensors_by_name
 from ...tracing.isolation import copied_module, shallow_clone
 from ...tracing.program import Program, deactivate

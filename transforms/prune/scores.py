@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from ....runtime.values import requires_grad
 from ...errors import UsageError
-from ...runtime.values import flatten, tensors_by_name
+from ...runtime.values import flatten, requires_grad, tensors_by_name
 from ...tracing.examples import Inputs
 from ...tracing.isolation import copied_module
 from ...tracing.program import Program
