@@ -16,7 +16,6 @@ from torch import fx
 
 from ..compat import is_registered_operator, native_functions, overloads_of
 from ..compat.operators import written_arguments
-from .derived import Keeping
 from .info import Chance, OpInfo, registered_operator
 from .registry import NAMESPACES, function_name, method_name, operator_info
 
@@ -43,8 +42,8 @@ def canonical_name(node: fx.Node) -> str | None:
     if node.op == "call_function":
         if node.target is getattr:
             return "shape" if node.args[1:] == ("shape",) else None
-        if isinstance(node.target, Keeping):
-            return node.target.operator
+        if (named := getattr(type(node.target), "operator", None)) is not None:
+            return named
         return "len" if node.target is len else function_name(node.target)
     return method_name(str(node.target)) if node.op == "call_method" else None
 

@@ -9,8 +9,10 @@ import torch
 from torch import fx, nn
 
 from ...compat import has_hooks, is_registered_operator
+from ...layers.folded import expect_dimensions, expect_one_of
 from ...operators import (
     OpInfo,
+    canonical_name,
     has_random_effects,
     info_of,
     is_known_function,
@@ -140,9 +142,19 @@ def writes(node: fx.Node, program: Program, owner: str) -> bool:
         return program.analyses[_Known].of(
             callee, lambda: _holds_of_module(callee, program, name, _leaf_writes, writes)
         )
-    if node.op not in ("call_function", "call_method") or node.target is require:
+    if node.op not in ("call_function", "call_method") or node.target in _CHECKS or _only_normalises(node):
         return False
     return mutates(node) or (has_effects(node, program, owner) and not has_random_effects(node))
+
+
+_CHECKS = (require, expect_one_of, expect_dimensions)
+"""They raise, or do nothing."""
+
+
+def _only_normalises(node: fx.Node) -> bool:
+    """Say whether a node calls a batch norm in evaluation, which does not count."""
+    training = node.args[5] if len(node.args) > 5 else node.kwargs.get("training")
+    return canonical_name(node) == "batch_norm" and training is False
 
 
 def _leaf_writes(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ...runtime.guards import (
     Argument,
     Attribute,
     Call,
+    Condition,
     Constant,
     Equals,
     Guard,
@@ -120,6 +122,8 @@ class Opener:
         is_of_structure = bool(args) and isinstance(args[0], (tuple, list, dict))
         if node.target is operator.getitem and is_of_structure and isinstance(args[1], (int, str, slice)):
             return args[0][args[1]]
+        if node.target in (operator.getitem, getattr) and node.op == "call_function" and (held := _field(*args[:2])):
+            return held[0]
         if node.target is len and is_of_structure:
             return len(args[0])
         opened = self.opened(node, place, args, kwargs) if node.op == "call_module" else None
@@ -132,6 +136,30 @@ class Opener:
     def made(self, node: fx.Node, place: Any, args: Any, kwargs: Any) -> Any:
         """Return the value of any other node."""
         raise NotImplementedError
+
+
+def _field(built: object, key: object) -> tuple[Any] | None:
+    """Return what a field holds of an output of transformers that a node builds, by name or by number; None: unknown."""
+    kind = built.target if isinstance(built, fx.Node) and built.op == "call_function" else None
+    if not isinstance(built, fx.Node) or not isinstance(kind, type) or built.args or not _is_model_output(kind):
+        return None
+    given = {each.name: built.kwargs.get(each.name, each.default) for each in dataclasses.fields(kind)}
+    if any(value is dataclasses.MISSING for value in given.values()) or not set(built.kwargs) <= set(given):
+        return None
+    if type(key) is int:  # those that are not None are counted
+        present = [value for value in given.values() if value is not None]
+        return (present[key],) if -len(present) <= key < len(present) else None
+    return (given[key],) if isinstance(key, str) and key in given else None
+
+
+def _is_model_output(kind: type) -> bool:
+    """Say whether a class is an output of transformers that reads its fields as the library does."""
+    base = next((each for each in kind.__mro__ if each.__name__ == "ModelOutput"), None)
+    plain = {name for each in kind.__mro__ if not (base and issubclass(base, each)) for name in vars(each)}
+    return (
+        base is not None and base.__module__ == "transformers.utils.generic" and dataclasses.is_dataclass(kind)
+        and not plain & {"__getitem__", "__getattribute__", "__getattr__", "__post_init__", "to_tuple"}
+    )  # fmt: skip
 
 
 def substituted(argument: Any, values: Mapping[fx.Node, Any]) -> Any:
@@ -159,8 +187,23 @@ def only_graph(module: nn.Module, call: fx.Node) -> tuple[Specialization, Mappin
 def received(specialization: Specialization, given: Mapping[str, Any], kind: type) -> list[Any] | None:
     """Return what each placeholder receives, or None where one receives no value, of this kind, by itself."""
     sources = map(specialization.argument, specialization.graph.find_nodes(op="placeholder"))
-    values = [given.get(source.name) if isinstance(source, Argument) else None for source in sources]
+    values = [_value_of(source, given) for source in sources]
     return values if all(isinstance(value, kind) for value in values) else None
+
+
+def _value_of(source: Source, given: Mapping[str, Any]) -> Any:
+    """Return what a call passes in an argument, or in a container among the arguments; None where that is not known."""
+    match source:
+        case Argument(name):
+            return given.get(name)
+        case Item(owner, Constant(value=key)):
+            held = _value_of(owner, given)
+            try:
+                return held[key] if isinstance(held, (tuple, list, dict)) else None
+            except (IndexError, KeyError, TypeError):
+                return None
+        case _:
+            return None
 
 
 # -- conditions on what is computed, as checks in the graph around --------------------------------------------------
@@ -209,6 +252,24 @@ def _asked(source: Source, given: Mapping[str, Any]) -> fx.Node | _Calculation |
     return None if read is None else _Calculation(function, (read, *rest))
 
 
+def _condition(guard: Guard, given: Mapping[str, Any]) -> tuple[_Calculation, bool] | None:
+    """Return any other condition on arguments alone; None where it is on the module, or what is outside of it."""
+    read = [each for each in guard.sources() if isinstance(each, Argument)]
+    names = tuple(dict.fromkeys(each.name for each in read))
+    if not names or SELF in read or any(name not in given for name in names) or any(map(is_outside, guard.sources())):
+        return None
+    values = tuple(given[name] for name in names)
+    return (_Calculation(Condition(guard, names), values), True) if _are_hashable(values) else None
+
+
+def _are_hashable(values: tuple[Any, ...]) -> bool:
+    try:
+        hash(values)
+    except TypeError:
+        return False
+    return True
+
+
 class Checks:
     """Checks in a graph, each written once; where one fails, the module that runs the graph starts over."""
 
@@ -217,8 +278,8 @@ class Checks:
         self._nodes: dict[Any, fx.Node] = {}
 
     def write(self, guards: Sequence[Guard], given: Mapping[str, Any]) -> bool:
-        """Write conditions on types, ranks and sizes of what is `given`, by argument; False, and none, for others."""
-        compared = [_comparison(guard, given) for guard in guards]
+        """Write conditions on what is `given`, by argument; False, and none, where one is also on anything else."""
+        compared = [_comparison(guard, given) or _condition(guard, given) for guard in guards]
         if None in compared:
             return False
         for guard, (asked, expected) in zip(guards, cast("list[tuple[Any, int]]", compared), strict=True):
@@ -232,7 +293,8 @@ class Checks:
         if isinstance(asked, fx.Node):
             return asked
         if asked not in self._nodes:
-            args = (self._node(asked.args[0]), *asked.args[1:])
+            first, *others = asked.args
+            args = (self._node(first) if isinstance(first, _Calculation) else first, *others)
             create = self._graph.call_method if isinstance(asked.function, str) else self._graph.call_function
             self._nodes[asked] = cast("Any", create)(asked.function, args)
         return self._nodes[asked]

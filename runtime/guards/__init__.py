@@ -6,6 +6,7 @@ from .expressions import DESCRIPTIONS, SWITCHES, is_switch, question, source_of_
 from .guards import (
     NOT_HELD,
     Check,
+    Condition,
     Equals,
     Guard,
     GuardMiss,
@@ -53,7 +54,7 @@ from .spelling import attribute_text
 
 __all__ = [
     "DESCRIPTIONS", "LIBRARIES", "NOT_HELD", "SELF", "SWITCHES", "Argument", "Attribute", "Call", "Check", "Constant",
-    "Dictionary", "Equals", "Globals", "Guard", "GuardMiss", "Has", "Is", "IsNot", "Item", "Known", "Lacks", "Method",
+    "Condition", "Dictionary", "Equals", "Globals", "Guard", "GuardMiss", "Has", "Is", "IsNot", "Item", "Known", "Lacks", "Method",
     "Source", "Tally", "Truth", "attribute_at", "attribute_text", "cells_of", "children_of", "constant", "equal",
     "exactly", "fits", "in_evaluation", "is_outside", "is_switch", "is_tensor", "is_training", "item_of", "key_of",
     "length_of", "module_at", "of_class", "own_cells", "question", "reader", "require", "same_type", "source_of_node",

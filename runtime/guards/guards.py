@@ -35,7 +35,7 @@ from .sources import (
 from .spelling import told_name
 
 __all__ = [
-    "NOT_HELD", "Check", "Equals", "Guard", "GuardMiss", "Has", "Is", "IsNot", "Lacks", "Tally", "Truth", "equal",
+    "NOT_HELD", "Check", "Condition", "Equals", "Guard", "GuardMiss", "Has", "Is", "IsNot", "Lacks", "Tally", "Truth", "equal",
     "exactly", "fits", "in_evaluation", "is_tensor", "of_class", "require", "same_type",
 ]  # fmt: skip
 
@@ -237,6 +237,19 @@ def in_evaluation(module: str, reason: str) -> Guard:
 
 
 # -- checks in the middle of a graph ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Say in a graph whether a guard holds where its arguments, of these names, are values that the graph computed."""
+
+    guard: Guard
+    names: tuple[str, ...]
+    operator: ClassVar[str] = "condition"
+    __name__: ClassVar[str] = "condition"
+
+    def __call__(self, *values: Any) -> bool:
+        return self.guard.holds(dict(zip(self.names, values, strict=True)))
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from ...compat.calls import DIRECT
 from ...layers.folded import expect_one_of
 from ...layers.packed import keep_narrow
 from ...layers.written_out import Opened, UnchangedGuard
+from ...operators import info_of, mutates
 from ...passes.rewriting import (
     Checks,
     Opener,
@@ -168,7 +169,8 @@ class _Writer(Opener):
         self.found: dict[str, Opened] = {}  # the modules that were opened
         self._computed: dict[str, Opened] = {}
         self._sources: dict[fx.Node, Source] = {}
-        self._has_written = False
+        self._has_written = False  # to what was there before the start
+        self._fresh = set[fx.Node]()  # results in memory of their own
         self._checks = Checks(self.graph)
 
     def input(self, node: fx.Node, source: Source) -> fx.Node:
@@ -201,9 +203,15 @@ class _Writer(Opener):
             return self.owner.get_submodule(parent).training
         if node.op == "get_attr" and parent in self.found and last in self.found[parent].without:
             return None
-        self._has_written = self._has_written or writes(node, self.program, qualified(self.name, place[0]))
         new = self.graph.create_node(node.op, target, args, kwargs, node.name)
         new.meta = dict(node.meta)
+        if writes(node, self.program, qualified(self.name, place[0])):
+            if mutates(node) and args and args[0] in self._fresh:
+                self._fresh.add(new)  # what was computed since the start
+            else:
+                self._has_written = True
+        elif info_of(node).fresh:
+            self._fresh.add(new)
         if place[1]:
             new.meta["origin"] = place[1]
         if node.op == "get_attr":
