@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
-    "ArchiveError", "BudgetError", "CalibrationError", "CaptureError", "FusedMemberError", "FxoptError", "GuardError",
-    "GuardWarning", "InputError", "MatchFailure", "ModeError", "NothingDoneWarning", "OrderError", "PassError",
+    "ArchiveError", "BudgetError", "CalibrationError", "CaptureError", "EngineWarning", "FusedMemberError",
+    "FxoptError", "GuardError", "GuardWarning", "InputError", "MatchFailure", "ModeError", "NothingDoneWarning", "OrderError", "PassError",
     "PipelineError", "PlanError", "StateError", "StateWarning", "UnverifiedWarning", "UsageError",
     "VerificationError", "did_you_mean", "expect", "one_line", "positive_integer",
 ]  # fmt: skip
@@ -76,6 +76,10 @@ class GuardError(FxoptError):
 
 class GuardWarning(UserWarning):
     """A call does not meet what was assumed at capture, and the module's original forward ran instead of a graph."""
+
+
+class EngineWarning(UserWarning):
+    """An engine cannot compute a region any more, or gives something else; the model's own operations run."""
 
 
 class UnverifiedWarning(UserWarning):

@@ -65,6 +65,13 @@ ORDER: Mapping[str, Order] = MappingProxyType(
                 "sync_batchnorm",
             )
         ),
+        "delegate": Order(
+            after=(
+                "eliminate_common_subexpressions", "fold_constants", "eliminate_dead_code", "fold_batchnorm",
+                "fuse_experts", "fuse_ensembles", "swap_kernels", "attention", "pack", "sparse_message_passing",
+                "channels_last", "autocast", "quantize", "qat", "prune", "graph_pooling", "flatten_calls",
+            )
+        ),
         # several processes: before and destroys of one pass mean that the two never go together
         "ddp": Order(
             before=("tensor_parallel", "pipeline"),

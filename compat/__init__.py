@@ -31,6 +31,7 @@ from .tensors import (
     autocast_dtype,
     autocast_settings,
     cpu_capabilities,
+    dispatch_modes_off,
     draws_randomly,
     fake_tensors,
     in_place_format,
@@ -56,11 +57,11 @@ from .tensors import (
 
 __all__ = [
     "BORROWED", "REGIONS", "REGISTERS", "DispatchMode", "all_modules", "autocast_dtype", "autocast_settings",
-    "children_of", "cpu_capabilities", "draws_randomly", "fake_tensors", "has_global_hooks", "has_hooks",
-    "has_lazy_parameters", "has_pre_hooks", "has_state_hooks", "hook_registries", "hooks_of", "in_place_format",
-    "is_autocast", "is_cast_by_autocast", "is_plainly_eager", "is_registered_operator", "is_torch_wrapper",
-    "is_transformed", "is_view_operator", "modules_by_name", "native_functions", "operator_format", "operator_name",
-    "overloads_of", "own_buffers", "own_children", "own_parameters", "own_tensor", "padding_around", "property_access",
-    "read_by_name", "runs_kernels", "storage_id", "submodule", "tensor_at", "tensor_hooks", "torch_functions_off",
-    "transient_buffers", "version_of", "wants_gradients",
+    "children_of", "cpu_capabilities", "dispatch_modes_off", "draws_randomly", "fake_tensors", "has_global_hooks",
+    "has_hooks", "has_lazy_parameters", "has_pre_hooks", "has_state_hooks", "hook_registries", "hooks_of",
+    "in_place_format", "is_autocast", "is_cast_by_autocast", "is_plainly_eager", "is_registered_operator",
+    "is_torch_wrapper", "is_transformed", "is_view_operator", "modules_by_name", "native_functions", "operator_format",
+    "operator_name", "overloads_of", "own_buffers", "own_children", "own_parameters", "own_tensor", "padding_around",
+    "property_access", "read_by_name", "runs_kernels", "storage_id", "submodule", "tensor_at", "tensor_hooks",
+    "torch_functions_off", "transient_buffers", "version_of", "wants_gradients",
 ]  # fmt: skip

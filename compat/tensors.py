@@ -211,6 +211,11 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
+def dispatch_modes_off() -> AbstractContextManager[None]:
+    """Let operations run past every dispatch mode: under one, `torch.jit.trace` takes results for constants."""
+    return cast("Any", python_dispatch)._disable_current_modes()
+
+
 def torch_functions_off() -> AbstractContextManager[None]:
     """Let torch functions and properties act on tensors directly, past every mode and override."""
     return torch._C.DisableTorchFunction()  # pyright: ignore[reportPrivateUsage]

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .flatten_calls import FlattenCalls
+from .write import Flat, flattened, is_written_out
 
-__all__ = ["FlattenCalls"]
+__all__ = ["Flat", "FlattenCalls", "flattened", "is_written_out"]

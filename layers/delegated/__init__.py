@@ -1,0 +1,8 @@
+"""Regions of graphs that an installed engine computes: the call that graphs hold, and the table of engines."""
+
+from __future__ import annotations
+
+from .engines import Engine, Session, engine_named, engines
+from .region import DelegatedRegion
+
+__all__ = ["DelegatedRegion", "Engine", "Session", "engine_named", "engines"]

@@ -1,0 +1,44 @@
+"""onnxruntime: computations by way of an ONNX model."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .engines import Engine
+
+__all__ = ["OnnxRuntime"]
+
+
+class OnnxRuntime(Engine):
+    """Compile for the CPU by onnxruntime, with all sizes free."""
+
+    name: ClassVar[str] = "onnxruntime"
+    packages: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnx")
+
+    def compile(self, function: Any, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> _Session:
+        import onnxruntime
+
+        names = [f"input{place}" for place in range(len(example))]
+        sizes = {name: {d: f"{name}_{d}" for d in range(x.dim())} for name, x in zip(names, example, strict=True)}
+        written = io.BytesIO()
+        # The exporter of torch.export takes several times as long, and fixes more sizes.
+        torch.onnx.export(function, tuple(example), written, dynamo=False, input_names=names, dynamic_axes=sizes)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 3
+        return _Session(onnxruntime.InferenceSession(written.getvalue(), options, ["CPUExecutionProvider"]))
+
+
+class _Session:
+    def __init__(self, session: Any) -> None:
+        self._session, self._names = session, [each.name for each in session.get_inputs()]
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        given = {f"input{place}": value.numpy() for place, value in enumerate(inputs)}
+        results = self._session.run(None, {name: given[name] for name in self._names})
+        return [torch.from_numpy(result) for result in results]

@@ -1,0 +1,308 @@
+"""A region of a graph, computed by an engine where that gives the same, and by its own operations everywhere else."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...compat import dispatch_modes_off, runs_kernels, version_of, wants_gradients
+from ...errors import EngineWarning, one_line
+from ...operators import Keeping, Unchanged, sample_of, why_unseen
+from ...runtime.graphs import PortableGraph, copy_graph
+from ...runtime.guards import require
+from ..folded import expect_dimensions, expect_one_of
+from .engines import Engine, Session, engine_named
+
+__all__ = ["DelegatedRegion"]
+
+_MOST_SHAPES = 1000
+"""So many combinations of shapes are remembered; with others, the region's own operations run."""
+
+_MOST_KEPT = 2
+"""For so many copies of a model the engine holds the numbers at a time."""
+
+_ERROR = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
+"""What a result may be off, relative to its scale, at the first call with new shapes. How exact an engine is was
+verified before; an engine that took a size for a constant is off by more."""
+
+_TAKEN = frozenset((torch.float32, torch.int64, torch.int32, torch.bool))
+"""What inputs may hold: a model in float64 computes in float64, and other types are rare."""
+
+_CHECKS = (require, expect_dimensions, expect_one_of)
+
+
+@dataclass
+class _Converted:
+    """What an engine made of a region with the tensors as they were."""
+
+    unchanged: Unchanged
+    compile: Callable[[int], Session]
+    process: int
+    noted: Sequence[tuple[Tensor, int, Any]]  # the tensors' memory, with counts of writes and samples of then
+    seconds: float = 0.0
+    by_threads: dict[int, Session] = field(default_factory=dict[int, Session])
+    by_shapes: dict[Any, Session | None] = field(default_factory=dict[Any, "Session | None"])  # None: other results
+
+    def session(self, threads: int) -> Session:
+        if threads not in self.by_threads:
+            self.by_threads[threads] = self.compile(threads)
+        return self.by_threads[threads]
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether other tensors hold the same numbers, those of a copy of the model."""
+        return self.process == os.getpid() and all(
+            old.shape == new.shape and old.dtype is new.dtype and new.is_cpu and version_of(old) == version
+            and view == sample and torch.equal(old, new)
+            for (old, version, (view, sample)), new in zip(self.noted, tensors, strict=True)
+        )  # fmt: skip
+
+
+@dataclass
+class _Waiting:
+    """Tensors that the engine does not hold, and how long the region computed with them by itself."""
+
+    unchanged: Unchanged
+    seconds: float = 0.0
+
+
+class DelegatedRegion(Keeping):
+    """Compute a region of a graph by an engine, on the parameters and buffers of the model as they are.
+
+    A graph calls it with what the region is given, and then with the tensors of the model that it reads; the result is
+    a tuple. The region's own operations run where a gradient could be asked for, under autocast, in compiled, exported
+    and transformed code, on other types than float32, for NaN and infinities, and where the engine fails. With shapes
+    that it has not seen they run beside the engine once: what they check is checked, and the results are compared.
+
+    What the engine holds is made of the model's tensors. Where these were changed, the region's own operations run
+    until they have taken as long as a conversion does; then the engine takes the new numbers.
+    """
+
+    operator = "delegated"
+    __name__ = "delegated_region"
+
+    def __init__(self, engine: str, graph: fx.Graph, inputs: int, dtype: torch.dtype = torch.float32) -> None:
+        self.engine, self.graph, self.inputs, self.dtype = engine, graph, inputs, dtype
+        self._own: Callable[..., Any] = cast("Any", fx.GraphModule(nn.Module(), graph, "Region")).forward
+        self._lock = threading.RLock()
+        self._converted: dict[int, _Converted] = {}
+        """By the identity of a tensor of the model: copies of a model may share a graph."""
+        self._waiting: dict[int, _Waiting] = {}
+        self._failed = ""
+
+    def __call__(self, *operands: Any) -> Sequence[Tensor]:
+        """Return what the region computes, each result in memory of its own."""
+        if self._failed or wants_gradients(*operands) or not runs_kernels():
+            return self._own(*operands)
+        inputs, tensors = operands[: self.inputs], operands[self.inputs :]
+        if not all(map(_is_taken, inputs)):
+            return self._own(*operands)
+        converted = self._current(inputs, tensors)
+        if converted is None:
+            return self._by_itself(operands, tensors)
+        key = (torch.get_num_threads(), *[(x.shape, x.dtype) for x in inputs])
+        if key not in converted.by_shapes:
+            return self._first(converted, key, operands)
+        session = converted.by_shapes[key]
+        if session is None:
+            return self._own(*operands)
+        try:
+            return session([x.contiguous() for x in inputs])
+        except Exception as error:
+            return self._given_up(error, operands)
+
+    # -- what the engine holds -----------------------------------------------------------------------------------
+
+    def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Let the engine take the tensors as they are, for inputs such as these; raise what it raises."""
+        converted = self._convert(inputs, tensors)
+        with dispatch_modes_off():
+            converted.session(torch.get_num_threads())(inputs)
+
+    def forget_all(self) -> None:
+        """Let everything be converted anew, at the next call."""
+        with self._lock:
+            self._converted.clear()
+            self._waiting.clear()
+            self._failed = ""
+
+    def _current(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> _Converted | None:
+        """Return what the engine made of the tensors as they are now; None where it holds others."""
+        key = _key_of(tensors)
+        held = self._converted.get(key)
+        if held is not None and held.unchanged.same(*tensors) and held.process == os.getpid():
+            return held
+        with self._lock:
+            if held is None or held.process != os.getpid() or self._is_due(held, key, tensors):
+                try:
+                    return self._convert(inputs, tensors)
+                except Exception as error:
+                    self._give_up(error)
+        return None
+
+    def _is_due(self, held: _Converted, key: int, tensors: Sequence[Tensor]) -> bool:
+        waiting = self._waiting.get(key)
+        if waiting is None or not waiting.unchanged.same(*tensors):
+            self._waiting[key] = _Waiting(Unchanged(tensors))
+            return False
+        return waiting.seconds >= held.seconds
+
+    def _convert(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> _Converted:
+        with self._lock, torch.inference_mode(False), torch.no_grad(), dispatch_modes_off():
+            key, start = _key_of(tensors), time.perf_counter()
+            engine, unchanged = engine_named(self.engine), Unchanged(tensors)
+            reason = engine.reason_against(self.dtype) or next(filter(None, map(_reason_against, tensors)), "")
+            if reason:
+                raise RuntimeError(reason)
+            for held in self._converted.values():
+                if held.holds(tensors):
+                    return self._keep(key, replace(held, unchanged=unchanged))
+            example = [x.detach().clone() for x in inputs]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch.jit is deprecated, and tracing tells of each size it reads
+                traced = torch.jit.trace(_Computation(self.graph, tensors), tuple(example), check_trace=False)
+            noted = [(each.detach(), version_of(each), sample_of(each)) for each in tensors]
+            converted = _Converted(unchanged, _Compile(engine, traced, example, self.dtype), os.getpid(), noted)
+            converted.session(torch.get_num_threads())
+            converted.seconds = time.perf_counter() - start
+            return self._keep(key, converted)
+
+    def _keep(self, key: int, converted: _Converted) -> _Converted:
+        for other, kept in tuple(self._converted.items()):
+            if kept.unchanged.first_is_gone or len(self._converted) >= _MOST_KEPT:
+                self._converted.pop(other, None)
+        self._converted[key] = converted
+        self._waiting.pop(key, None)
+        return converted
+
+    # -- the region's own operations -----------------------------------------------------------------------------
+
+    def _by_itself(self, operands: Sequence[Any], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Compute by the region's own operations, and note how long that takes."""
+        start = time.perf_counter()
+        result = self._own(*operands)
+        waiting = self._waiting.get(_key_of(tensors))
+        if waiting is not None:
+            waiting.seconds += time.perf_counter() - start
+        return result
+
+    def _first(self, converted: _Converted, key: Any, operands: Sequence[Any]) -> Sequence[Tensor]:
+        """Compute by the engine and by the region's own operations, and note whether they agree."""
+        own = self._own(*operands)
+        try:
+            session = converted.session(key[0])
+            found = session([x.contiguous() for x in operands[: self.inputs]])
+        except Exception as error:
+            self._give_up(error)
+            return own
+        agree = _agree(found, own, _ERROR[self.dtype])
+        if agree is not None and len(converted.by_shapes) < _MOST_SHAPES:
+            converted.by_shapes[key] = session if agree else None
+        if agree is False:
+            shapes = ", ".join(str(tuple(x.shape)) for x in operands[: self.inputs])
+            _warn(f"{self.engine} gives something else for inputs of shape {shapes}; the model's own operations run")
+        return found if agree else own
+
+    def _given_up(self, error: Exception, operands: Sequence[Any]) -> Sequence[Tensor]:
+        self._give_up(error)
+        return self._own(*operands)
+
+    def _give_up(self, error: Exception) -> None:
+        self._failed = one_line(error)
+        _warn(f"{self.engine} cannot compute a region, and the model's own operations do: {self._failed}")
+
+    # -- copies, pickles -----------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DelegatedRegion:
+        return DelegatedRegion(self.engine, copy_graph(self.graph), self.inputs, self.dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _region, (self.engine, PortableGraph(self.graph), self.inputs, self.dtype)
+
+    def __repr__(self) -> str:
+        return f"DelegatedRegion({self.engine}, {len(self.graph.nodes)} nodes)"
+
+
+def _region(engine: str, graph: PortableGraph, inputs: int, dtype: torch.dtype) -> DelegatedRegion:
+    return DelegatedRegion(engine, graph.graph(), inputs, dtype)
+
+
+@dataclass
+class _Compile:
+    """Compile a traced computation for a number of threads."""
+
+    engine: Engine
+    traced: Any
+    example: Sequence[Tensor]
+    dtype: torch.dtype
+
+    def __call__(self, threads: int) -> Session:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.engine.compile(self.traced, self.example, self.dtype, threads)
+
+
+class _Computation(nn.Module):
+    """A region as a module of its inputs alone, without checks, to be traced."""
+
+    def __init__(self, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        graph = copy_graph(graph)
+        for node in [node for node in graph.nodes if node.target in _CHECKS]:
+            graph.erase_node(node)
+        self._graph_module = fx.GraphModule(nn.Module(), graph, "Region")
+        for number, tensor in enumerate(tensors):
+            self.register_buffer(f"tensor{number}", tensor.detach())
+        self._count = len(tensors)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self._graph_module(*inputs, *(getattr(self, f"tensor{number}") for number in range(self._count))))
+
+
+def _key_of(tensors: Sequence[Tensor]) -> int:
+    return id(tensors[0]) if tensors else 0
+
+
+def _is_taken(x: Any) -> bool:
+    """Say whether an input is one that engines compute as torch does: of finite numbers, if it is of floats."""
+    return (
+        type(x) is Tensor and x.dtype in _TAKEN and x.is_cpu and x.layout is torch.strided and x.numel() > 0
+        and not x.is_neg() and (not x.is_floating_point() or bool(torch.isfinite(x).all()))
+    )  # fmt: skip
+
+
+def _reason_against(tensor: Tensor) -> str:
+    """Return why a tensor of the model cannot be handed to an engine, or ""."""
+    if unseen := why_unseen(tensor):
+        return f"a parameter {unseen}"
+    if not tensor.is_cpu:
+        return f"a parameter is on {tensor.device}"
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        return "a parameter holds NaN or infinities"
+    return ""
+
+
+def _agree(found: Sequence[Tensor], own: Sequence[Tensor], allowed: float) -> bool | None:
+    """Say whether results are the same, but for rounding; None where they hold NaN or infinities, and tell nothing."""
+    for new, old in zip(found, own, strict=True):
+        if new.shape != old.shape or new.dtype is not old.dtype:
+            return False
+        if not old.is_floating_point():
+            if not torch.equal(new, old):
+                return False
+        elif not bool(torch.isfinite(old).all()):
+            return None
+        elif old.numel() and float((new - old).abs().max()) > allowed * max(float(old.abs().max()), 1e-30):
+            return False
+    return True
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, EngineWarning, stacklevel=2)

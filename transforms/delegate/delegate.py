@@ -1,0 +1,71 @@
+"""The pass: regions of a model, computed by an engine that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from ...errors import UsageError
+from ...layers.delegated import Engine, engine_named, engines
+from ...passes.contract import Pass
+from ...passes.rewriting import Edit
+from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...tracing.program import Program
+from .find import found_in
+from .write import write
+
+__all__ = ["Delegate"]
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Delegate(Pass):
+    """Let an installed engine compute a model in evaluation, or the parts of it that one takes.
+
+    Before: y = linear(relu(conv2d(x, weight, bias)), ...)    After: y, = engine(x, weight, bias, ...)
+    Refuses: models in training; modules with hooks, parametrizations or a `__call__` of their own, and what writes to
+        buffers, draws random numbers or decides by data: these stay calls, between regions.
+
+    Options:
+        engine: `auto` takes the fastest of `openvino` and `onnxruntime`, as far as they are installed; a name, that one.
+        dtype: what is computed in: `float32`, or `bfloat16` within a float32 model, by engines that do.
+        budget: the error that `bfloat16` may make, relative to the scale of each tensor; by default 0.02.
+    """
+
+    engine: str = AUTO
+    dtype: torch.dtype = torch.float32
+    budget: float = 0.02
+
+    numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
+    goal: ClassVar[Goal] = Goal.SPEED
+    phase: ClassVar[Phase] = Phase.EVAL
+    own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.float32, torch.bfloat16):
+            raise UsageError(f"pass 'delegate': dtype={str(self.dtype).removeprefix('torch.')}; use float32 or bfloat16")
+        if self.engine != AUTO:
+            engine_named(self.engine)
+        if self.dtype is torch.bfloat16:
+            object.__setattr__(self, "numerics", Numerics.APPROXIMATE)
+
+    def _usable(self) -> tuple[Mapping[str, Engine], str]:
+        """Return the engines that can be used here, or why there is none."""
+        asked = engines() if self.engine == AUTO else {self.engine: engine_named(self.engine)}
+        reasons = {name: engine.reason_against(self.dtype) for name, engine in asked.items()}
+        usable = {name: engine for name, engine in asked.items() if not reasons[name]}
+        return usable, "" if usable else "; ".join(reasons.values())
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        usable, reason = self._usable()
+        if reason:
+            yield Refusal(reason, "(root)")
+            return
+        yield from found_in(program, tuple(usable), required=self.engine != AUTO)
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        write(site, edit, site.choice or self.engine, self.dtype)
