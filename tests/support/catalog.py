@@ -46,6 +46,10 @@ PASSES: dict[str, Make] = {
     "autocast": _of("autocast", kinds="mlp blocks convolutions gated", training=None, near=0.1),
     "channels_last": _of("channels_last", kinds="convolutions", training=True),
     "checkpoint": _of("checkpoint{budget=0}", kinds="blocks convolutions", training=True),
+    "delegate": _of(
+        "delegate{engine=openvino}", "delegate{engine=onnxruntime}", "flatten_calls,delegate",
+        kinds="mlp blocks convolutions gated written tied",
+    ),
     "eliminate_common_subexpressions": partial(forwards.forwards, "eliminate_common_subexpressions"),
     "eliminate_dead_code": partial(forwards.forwards, "eliminate_dead_code"),
     "flatten_calls": _of("flatten_calls", kinds="mlp blocks convolutions gated tied", training=False),
