@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 __all__ = [
     "ArchiveError", "BudgetError", "CalibrationError", "CaptureError", "EngineWarning", "FusedMemberError",
-    "FxoptError", "GuardError", "GuardWarning", "InputError", "MatchFailure", "ModeError", "NothingDoneWarning", "OrderError", "PassError",
-    "PipelineError", "PlanError", "StateError", "StateWarning", "UnverifiedWarning", "UsageError",
-    "VerificationError", "did_you_mean", "expect", "one_line", "positive_integer",
+    "FxoptError", "GuardError", "GuardWarning", "InputError", "MatchFailure", "ModeError", "NothingDoneWarning",
+    "OrderError", "PassError", "PipelineError", "PlanError", "StateError", "StateWarning", "UnverifiedWarning",
+    "UsageError", "VerificationError", "did_you_mean", "expect", "one_line", "positive_integer",
 ]  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .engines import Engine, Session, engine_named, engines
+from .engine import Engine, Session
+from .engines import engine_named, engines
 from .region import DelegatedRegion
 
 __all__ = ["DelegatedRegion", "Engine", "Session", "engine_named", "engines"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .engines import Engine
+from .engine import Engine
 
 __all__ = ["OnnxRuntime"]
 
@@ -21,11 +22,10 @@ class OnnxRuntime(Engine):
     packages: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnx")
 
     def compile(self, function: Any, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> _Session:
-        import onnxruntime
-
+        onnxruntime = importlib.import_module("onnxruntime")
         names = [f"input{place}" for place in range(len(example))]
         sizes = {name: {d: f"{name}_{d}" for d in range(x.dim())} for name, x in zip(names, example, strict=True)}
-        written = io.BytesIO()
+        written: Any = io.BytesIO()
         # The exporter of torch.export takes several times as long, and fixes more sizes.
         torch.onnx.export(function, tuple(example), written, dynamo=False, input_names=names, dynamic_axes=sizes)
         options = onnxruntime.SessionOptions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -9,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .engines import Engine
+from .engine import Engine
 
 __all__ = ["OpenVINO"]
 
@@ -24,8 +25,7 @@ class OpenVINO(Engine):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
 
     def compile(self, function: Any, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> _Session:
-        import openvino
-
+        openvino = importlib.import_module("openvino")
         model = openvino.convert_model(function, example_input=tuple(example))
         settings = {
             "INFERENCE_PRECISION_HINT": _PRECISION[dtype], "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1,

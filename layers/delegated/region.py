@@ -19,7 +19,8 @@ from ...operators import Keeping, Unchanged, sample_of, why_unseen
 from ...runtime.graphs import PortableGraph, copy_graph
 from ...runtime.guards import require
 from ..folded import expect_dimensions, expect_one_of
-from .engines import Engine, Session, engine_named
+from .engine import Engine, Session
+from .engines import engine_named
 
 __all__ = ["DelegatedRegion"]
 
@@ -158,7 +159,8 @@ class DelegatedRegion(Keeping):
         with self._lock, torch.inference_mode(False), torch.no_grad(), dispatch_modes_off():
             key, start = _key_of(tensors), time.perf_counter()
             engine, unchanged = engine_named(self.engine), Unchanged(tensors)
-            reason = engine.reason_against(self.dtype) or next(filter(None, map(_reason_against, tensors)), "")
+            reasons = (reason for reason in map(_reason_against, tensors) if reason)
+            reason = engine.reason_against(self.dtype) or next(reasons, "")
             if reason:
                 raise RuntimeError(reason)
             for held in self._converted.values():
@@ -167,7 +169,9 @@ class DelegatedRegion(Keeping):
             example = [x.detach().clone() for x in inputs]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch.jit is deprecated, and tracing tells of each size it reads
-                traced = torch.jit.trace(_Computation(self.graph, tensors), tuple(example), check_trace=False)
+                traced = cast("Any", torch.jit).trace(
+                    _Computation(self.graph, tensors), tuple(example), check_trace=False
+                )
             noted = [(each.detach(), version_of(each), sample_of(each)) for each in tensors]
             converted = _Converted(unchanged, _Compile(engine, traced, example, self.dtype), os.getpid(), noted)
             converted.session(torch.get_num_threads())

@@ -139,7 +139,7 @@ class Opener:
 
 
 def _field(built: object, key: object) -> tuple[Any] | None:
-    """Return what a field holds of an output of transformers that a node builds, by name or by number; None: unknown."""
+    """Return what a field of an output of transformers holds that a node builds, by name or number; None: unknown."""
     kind = built.target if isinstance(built, fx.Node) and built.op == "call_function" else None
     if not isinstance(built, fx.Node) or not isinstance(kind, type) or built.args or not _is_model_output(kind):
         return None
@@ -199,7 +199,7 @@ def _value_of(source: Source, given: Mapping[str, Any]) -> Any:
         case Item(owner, Constant(value=key)):
             held = _value_of(owner, given)
             try:
-                return held[key] if isinstance(held, (tuple, list, dict)) else None
+                return cast("Any", held)[key] if isinstance(held, (tuple, list, dict)) else None
             except (IndexError, KeyError, TypeError):
                 return None
         case _:

@@ -35,8 +35,8 @@ from .sources import (
 from .spelling import told_name
 
 __all__ = [
-    "NOT_HELD", "Check", "Condition", "Equals", "Guard", "GuardMiss", "Has", "Is", "IsNot", "Lacks", "Tally", "Truth", "equal",
-    "exactly", "fits", "in_evaluation", "is_tensor", "of_class", "require", "same_type",
+    "NOT_HELD", "Check", "Condition", "Equals", "Guard", "GuardMiss", "Has", "Is", "IsNot", "Lacks", "Tally", "Truth",
+    "equal", "exactly", "fits", "in_evaluation", "is_tensor", "of_class", "require", "same_type",
 ]  # fmt: skip
 
 

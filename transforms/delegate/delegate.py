@@ -31,7 +31,7 @@ class Delegate(Pass):
         buffers, draws random numbers or decides by data: these stay calls, between regions.
 
     Options:
-        engine: `auto` takes the fastest of `openvino` and `onnxruntime`, as far as they are installed; a name, that one.
+        engine: `auto` takes the fastest of those installed; else a name: `openvino` or `onnxruntime`.
         dtype: what is computed in: `float32`, or `bfloat16` within a float32 model, by engines that do.
         budget: the error that `bfloat16` may make, relative to the scale of each tensor; by default 0.02.
     """
@@ -47,7 +47,9 @@ class Delegate(Pass):
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float32, torch.bfloat16):
-            raise UsageError(f"pass 'delegate': dtype={str(self.dtype).removeprefix('torch.')}; use float32 or bfloat16")
+            raise UsageError(
+                f"pass 'delegate': dtype={str(self.dtype).removeprefix('torch.')}; use float32 or bfloat16"
+            )
         if self.engine != AUTO:
             engine_named(self.engine)
         if self.dtype is torch.bfloat16:

@@ -85,9 +85,8 @@ class Cut:
         for node in self.graph.nodes:
             level = max((levels[each] for each in node.all_input_nodes), default=0)
             if self._kinds[node] is _Kind.TENSOR and mutates(node):
-                written = node.args[0] if node.args else None
-                inside = isinstance(written, fx.Node) and self._kinds[written] is _Kind.TENSOR
-                if not inside or levels[written] != level:  # it writes into what another region, or a caller, gave
+                written = node.all_input_nodes[0]
+                if self._kinds[written] is not _Kind.TENSOR or levels[written] != level:  # it is another region's
                     self._kinds[node] = _Kind.OTHER
             if self._kinds[node] is _Kind.OTHER:
                 level = last = max(level, last) + 1

@@ -53,7 +53,8 @@ def _written(found: Found, edit: Edit, engine: str, dtype: torch.dtype) -> fx.Gr
 
 def _example(meta: object) -> Tensor:
     """Return an input such as was recorded: an index of 0 is in every table."""
-    assert isinstance(meta, TensorMeta)
+    if not isinstance(meta, TensorMeta):
+        raise MatchFailure("a region is given what is no tensor")
     if meta.dtype.is_floating_point:
         return torch.randn(meta.shape).to(meta.dtype)
     return torch.zeros(meta.shape, dtype=meta.dtype)

@@ -1,0 +1,75 @@
+"""What an engine is: whether it is there, and how it takes a computation over."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Engine", "Session"]
+
+
+class Session(Protocol):
+    """A computation that an engine has compiled; several threads may call it."""
+
+    def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the results as tensors of their own, which no later call writes to. Inputs are contiguous, on the CPU."""
+        ...
+
+
+class Engine(ABC):
+    """One engine. A subclass says what to import, and makes sessions.
+
+    Attributes:
+        name: what users call it.
+        packages: the distributions that it needs, the first being the engine itself.
+        dtypes: the types that it can compute float32 models in.
+    """
+
+    name: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]]
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+
+    def reason_against(self, dtype: torch.dtype) -> str:
+        """Return why it cannot be used here, or ""."""
+        if dtype not in self.dtypes:
+            return f"{self.name} does not compute in {str(dtype).removeprefix('torch.')}"
+        for package in self.packages:
+            if _version(package) is None:
+                return f"{self.name} needs the package {package}: pip install {' '.join(self.packages)}"
+        return _import_error(self.packages[0])
+
+    @property
+    def version(self) -> str:
+        """Return the version of the engine, or "" where it is not installed."""
+        return _version(self.packages[0]) or ""
+
+    @abstractmethod
+    def compile(self, function: Any, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> Session:
+        """Compile a traced computation, of as many inputs as `example` has, each of any shape that fits it.
+
+        May raise anything for what the engine does not know: the region stays as it is.
+        """
+
+
+@cache
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _import_error(package: str) -> str:
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # a broken installation may raise anything
+        return f"importing {package} fails: {error}"
+    return ""
