@@ -19,7 +19,7 @@ class Session(Protocol):
     """A computation that an engine has compiled; several threads may call it."""
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results as tensors of their own, which no later call writes to. Inputs are contiguous, on the CPU."""
+        """Return the results as tensors of their own, which no later call writes to; inputs are contiguous."""
         ...
 
 

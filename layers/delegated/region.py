@@ -169,9 +169,8 @@ class DelegatedRegion(Keeping):
             example = [x.detach().clone() for x in inputs]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch.jit is deprecated, and tracing tells of each size it reads
-                traced = cast("Any", torch.jit).trace(
-                    _Computation(self.graph, tensors), tuple(example), check_trace=False
-                )
+                computation = _Computation(self.graph, tensors)
+                traced = cast("Any", torch.jit).trace(computation, tuple(example), check_trace=False)
             noted = [(each.detach(), version_of(each), sample_of(each)) for each in tensors]
             converted = _Converted(unchanged, _Compile(engine, traced, example, self.dtype), os.getpid(), noted)
             converted.session(torch.get_num_threads())
