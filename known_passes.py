@@ -29,9 +29,9 @@ PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "fold_batchnorm",
             "fuse_experts",
             "fuse_ensembles",
+            "sparse_message_passing",
             "attention",
             "pack",
-            "sparse_message_passing",
             "flatten_calls",
         ),
         "training": (
@@ -59,11 +59,18 @@ Replacements = Mapping[str, tuple[str, ...]]
 PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Replacements]]] = MappingProxyType(
     {
         "inference": {
+            "engine": {
+                "none": {},
+                "auto": {"attention": ("delegate", "attention")},
+            },
             "dtype": {
                 "float32": {},
-                "bfloat16": {"pack": ("pack{dtype=bfloat16}", "pack")},
-                "int8": {"pack": ("quantize", "pack{dtype=bfloat16}", "pack")},
-            }
+                "bfloat16": {
+                    "pack": ("pack{dtype=bfloat16}", "pack"),
+                    "delegate": ("delegate{dtype=bfloat16}", "delegate"),
+                },
+                "int8": {"pack": ("quantize", "pack{dtype=bfloat16}", "pack"), "delegate": ()},
+            },
         }
     }
 )
@@ -147,8 +154,8 @@ def _choices(preset: str) -> Iterator[str]:
 def members_of(preset: str, options: Mapping[str, str]) -> tuple[str, ...]:
     """Return what a preset stands for with some options, which are among `PRESET_OPTIONS`."""
     members = PRESETS[preset]
-    for option, value in options.items():
-        instead = PRESET_OPTIONS[preset][option][value]
+    for option, values in PRESET_OPTIONS.get(preset, {}).items():
+        instead = values[options.get(option, next(iter(values)))]
         members = tuple(each for member in members for each in instead.get(member, (member,)))
     return members
 

@@ -68,8 +68,8 @@ ORDER: Mapping[str, Order] = MappingProxyType(
         "delegate": Order(
             after=(
                 "eliminate_common_subexpressions", "fold_constants", "eliminate_dead_code", "fold_batchnorm",
-                "fuse_experts", "fuse_ensembles", "swap_kernels", "attention", "pack", "sparse_message_passing",
-                "channels_last", "autocast", "quantize", "qat", "prune", "graph_pooling", "flatten_calls",
+                "fuse_experts", "fuse_ensembles", "swap_kernels", "sparse_message_passing", "quantize", "qat", "prune",
+                "graph_pooling",
             )
         ),
         # several processes: before and destroys of one pass mean that the two never go together

@@ -9,6 +9,7 @@ from .capture import (
     capture_of,
     required_capture,
     specializations_of,
+    usual,
     with_graph,
     with_specializations,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "this_call",
     "trial_step",
     "uninstall",
+    "usual",
     "with_graph",
     "with_specializations",
 ]  # fmt: skip

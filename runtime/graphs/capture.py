@@ -21,7 +21,7 @@ from .portable import PortableGraph, copy_graph
 
 __all__ = [
     "Capture", "RegionPlan", "Specialization", "capture_of", "check_picklable", "forget_derived", "required_capture",
-    "specializations_of", "with_graph", "with_specializations",
+    "specializations_of", "usual", "with_graph", "with_specializations",
 ]  # fmt: skip
 
 
@@ -35,6 +35,11 @@ class Specialization:
     arguments: Mapping[str, Source] = field(default_factory=dict[str, Source])
     reads: frozenset[str] = frozenset()  # plain attributes whose value, and children whose class, is part of the graph
     volatile: bool = False  # what it computes hangs on attributes that are set while the model runs
+
+    @property
+    def is_delegated(self) -> bool:
+        """Say whether an engine computes regions of it."""
+        return any(getattr(node.target, "operator", "") == "delegated" for node in self.graph.nodes)
 
     def argument(self, placeholder: fx.Node) -> Source:
         """Return where the value of a placeholder is in the forward's arguments."""
@@ -207,6 +212,14 @@ def specializations_of(module: nn.Module) -> Sequence[Specialization]:
     """Return the graphs that `module` runs from, each with what it is for; none if it was not captured."""
     capture = capture_of(module)
     return () if capture is None else capture.specializations
+
+
+def usual(specializations: Sequence[Specialization]) -> list[tuple[int, Specialization]]:
+    """Return the graphs that calls mostly run, with their numbers: behind graphs with regions for an engine, the others
+    are for calls that these do not take.
+    """
+    numbered = list(enumerate(specializations))
+    return [each for each in numbered if each[1].is_delegated] or numbered
 
 
 def required_capture(module: nn.Module) -> Capture:

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...compat import submodule
 from ...errors import CaptureError, InputError
-from ...runtime.graphs import Capture, Miss, Region, capture_of, misses_in
+from ...runtime.graphs import Capture, Miss, Region, capture_of, misses_in, usual
 from ...runtime.values import ModelNames, qualified
 from ...settings import Measure
 from ..examples import Generating, Inputs
@@ -243,7 +243,7 @@ def is_called(program: Program, name: str) -> bool:
         around = around.rpartition(".")[0]
         capture = capture_of(program.module(around))
         if capture is not None and capture.specializations:
-            graphs = [each.graph for each in capture.specializations]
+            graphs = [each.graph for _, each in usual(capture.specializations)]
             called = {str(node.target) for graph in graphs for node in graph.find_nodes(op="call_module")}
             path = name[len(around) + bool(around) :].split(".")
             if not any(".".join(path[: count + 1]) in called for count in range(len(path))):

@@ -16,9 +16,10 @@ from ...passes.contract import Pass
 from ...passes.kinds import Judgement
 from ...passes.rewriting import Edit, Held
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
+from ...runtime.graphs import usual
 from ...runtime.guards import SELF, Attribute, Guard, Truth, attribute_at
 from ...runtime.values import TensorMeta
-from ...tracing.program import Program
+from ...tracing.program import Program, is_called
 from ..swap_kernels import Occurrence
 from .decompositions import WRITTEN_OUT, number_of
 from .judging import Judge
@@ -47,7 +48,9 @@ class Attention(Pass):
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         judge = Judge(program)
         for owner, capture in program.captures.items():
-            for number, specialization in enumerate(capture.specializations):
+            if not is_called(program, owner):
+                continue
+            for number, specialization in usual(capture.specializations):
                 for node in specialization.graph.nodes:
                     found = _occurrence(program, owner, node)
                     if isinstance(found, str) and specialization.runs_in_mode(program.module(owner)):

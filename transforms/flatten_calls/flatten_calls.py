@@ -16,7 +16,7 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...passes.timing import forward_seconds
-from ...runtime.graphs import Region, required_capture
+from ...runtime.graphs import Region, required_capture, usual
 from ...runtime.values import keep, qualified
 from ...tracing.program import Program, is_called
 from .write import Flat, flattened, is_written_out
@@ -115,7 +115,7 @@ def _flattened(program: Program, owner: str) -> list[tuple[int, Flat]]:
     module = program.module(owner)
     found = [
         (number, flattened(program, owner, each))
-        for number, each in enumerate(required_capture(module).specializations)
+        for number, each in usual(required_capture(module).specializations)
         if each.runs_in_mode(module) and not any(map(is_written_out, each.guards))
     ]
     return [(number, flat) for number, flat in found if flat.calls]

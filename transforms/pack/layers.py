@@ -13,6 +13,7 @@ from torch import fx
 
 from ...layers.packed import Activation, Geometry, PackedConvolution, PackedLinear, TransposedLinear, why_not_packed
 from ...passes.rewriting import LayerCall, call_in, call_of_layer, is_undisturbed, reason_against_module, shape_of
+from ...runtime.graphs import usual
 from ...tracing.program import Program, is_called
 
 __all__ = ["Packable", "graphs_in", "packable_at"]
@@ -89,7 +90,7 @@ def graphs_in(program: Program) -> Iterator[tuple[str, int, fx.Graph]]:
     for owner, capture in program.captures.items():
         if is_called(program, owner):
             module = program.module(owner)
-            for number, specialization in enumerate(capture.specializations):
+            for number, specialization in usual(capture.specializations):
                 if program.training or specialization.runs_in_mode(module):
                     yield owner, number, specialization.graph
 
