@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
@@ -11,14 +12,20 @@ from pathlib import Path
 from types import MappingProxyType
 
 from .errors import PipelineError, did_you_mean
+from .settings import current
 
 __all__ = [
-    "GROUP", "PRESETS", "PRESET_OPTIONS", "TRANSFORMS", "check_names", "class_name", "entry_points", "listing",
-    "members_of", "own_names", "own_summaries", "pass_names",
+    "ENGINES", "GROUP", "PRESETS", "PRESET_OPTIONS", "TRANSFORMS", "check_names", "class_name", "entry_points",
+    "has_engines", "listing", "members_of", "own_names", "own_summaries", "pass_names",
 ]  # fmt: skip
 
 GROUP = "fxopt.passes"
 """The entry-point group of passes from other distributions; fxopt's own win where names are equal."""
+
+ENGINES = "fxopt.engines"
+"""The entry-point group of engines from other distributions, one line each: `name = "module:EngineClass"`."""
+
+_ENGINES = ("openvino", "onnxruntime")
 
 PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -60,8 +67,8 @@ PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Replacements]]] = Mapping
     {
         "inference": {
             "engine": {
-                "none": {},
                 "auto": {"attention": ("delegate", "attention")},
+                "none": {},
             },
             "dtype": {
                 "float32": {},
@@ -74,7 +81,8 @@ PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Replacements]]] = Mapping
         }
     }
 )
-"""Preset -> option -> value -> what stands in the place of passes; the first value is the default."""
+"""Preset -> option -> value -> what stands in the place of passes; the first value is the default. Without an engine
+that is installed, the preset `inference` begins with none."""
 
 TRANSFORMS = f"{__name__.split('.', maxsplit=1)[0]}.transforms"
 _TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"|[,={}\[\]]|[^\s,={}\[\]"'<>]+""")
@@ -155,9 +163,16 @@ def members_of(preset: str, options: Mapping[str, str]) -> tuple[str, ...]:
     """Return what a preset stands for with some options, which are among `PRESET_OPTIONS`."""
     members = PRESETS[preset]
     for option, values in PRESET_OPTIONS.get(preset, {}).items():
-        instead = values[options.get(option, next(iter(values)))]
+        default = "none" if option == "engine" and not has_engines() else next(iter(values))
+        instead = values[options.get(option, default)]
         members = tuple(each for member in members for each in instead.get(member, (member,)))
     return members
+
+
+def has_engines() -> bool:
+    """Say whether an engine for the pass `delegate` is installed, and presets may use it."""
+    others = importlib.metadata.entry_points(group=ENGINES)
+    return current().engines and (bool(others) or any(importlib.util.find_spec(name) for name in _ENGINES))
 
 
 def class_name(name: str) -> str:

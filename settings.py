@@ -61,6 +61,7 @@ class Settings:
     reproducer_dir: Path = field(default_factory=lambda: Path(gettempdir()) / "fxopt")
     time_budget: str | None = None  # as `optimize` reads it
     kernel_cache: Path = field(default_factory=_own_cache)
+    engines: bool = True  # whether presets hand regions to engines that are installed
 
 
 def current(environment: Mapping[str, str] | None = None) -> Settings:
@@ -117,4 +118,5 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
     "pass_timeout": _seconds,
     "reproducer_dir": lambda _, text: Path(text).expanduser(),
     "kernel_cache": lambda _, text: Path(text).expanduser(),
+    "engines": _flag,
 }

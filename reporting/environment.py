@@ -22,7 +22,11 @@ from ..version import VERSION
 __all__ = ["Check", "checks"]
 
 REQUIRED = ("torch-geometric", "networkx", "safetensors", "typer", "rich")
-OPTIONAL = {"torchao": "quantization", "triton": "GPU kernels", "transformers": "its models"}
+OPTIONAL = {
+    "torchao": "quantization", "openvino": "an engine for the pass delegate",
+    "onnxruntime": "an engine for the pass delegate", "onnx": "onnxruntime", "triton": "GPU kernels",
+    "transformers": "its models",
+}  # fmt: skip
 _INT8 = ("avx_vnni", "avx512_vnni", "amx_int8", "dot", "i8mm")
 _BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)

@@ -37,6 +37,8 @@ def _put_checkout_on_path() -> None:
 if not _fxopt_is_this_checkout():
     _put_checkout_on_path()
 
+os.environ.setdefault("FXOPT_ENGINES", "0")  # tests of presets are of fxopt's own rewrites; those of engines name them
+
 hypothesis.settings.register_profile("fxopt", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("fxopt")

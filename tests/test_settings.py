@@ -21,8 +21,9 @@ def test_each_variable_is_read():
         "FXOPT_REPRODUCER_DIR": "/somewhere",
         "FXOPT_TIME_BUDGET": "30",
         "FXOPT_KERNEL_CACHE": "/elsewhere",
+        "FXOPT_ENGINES": "0",
     }
-    assert current(environment) == Settings(False, Measure.NO, 2.5, Path("/somewhere"), "30", Path("/elsewhere"))
+    assert current(environment) == Settings(False, Measure.NO, 2.5, Path("/somewhere"), "30", Path("/elsewhere"), False)
 
 
 def test_the_process_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch):

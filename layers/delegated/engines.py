@@ -8,14 +8,12 @@ from functools import cache
 from typing import cast
 
 from ...errors import UsageError, did_you_mean
+from ...known_passes import ENGINES
 from .engine import Engine
 from .onnx_runtime import OnnxRuntime
 from .open_vino import OpenVINO
 
-__all__ = ["GROUP", "engine_named", "engines"]
-
-GROUP = "fxopt.engines"
-"""The entry-point group of engines from other distributions, one line each: `name = "module:EngineClass"`."""
+__all__ = ["engine_named", "engines"]
 
 
 def engines() -> Mapping[str, Engine]:
@@ -34,7 +32,7 @@ def _own() -> Iterator[Engine]:
 
 
 def _others() -> Iterator[Engine]:
-    for point in importlib.metadata.entry_points(group=GROUP):
+    for point in importlib.metadata.entry_points(group=ENGINES):
         yield cast("type[Engine]", point.load())()
 
 
