@@ -67,7 +67,11 @@ PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Replacements]]] = Mapping
     {
         "inference": {
             "engine": {
-                "auto": {"attention": ("delegate", "attention")},
+                "auto": {
+                    # an engine computes few members, such as the three of attention, as fast as if they were fused
+                    "fuse_ensembles": ("fuse_ensembles{members=8}",),
+                    "attention": ("delegate", "attention"),
+                },
                 "none": {},
             },
             "dtype": {

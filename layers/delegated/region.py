@@ -140,6 +140,8 @@ class DelegatedRegion(Keeping):
         held = self._converted.get(key)
         if held is not None and held.unchanged.same(*tensors) and held.process == os.getpid():
             return held
+        if any(tensor.is_floating_point() and tensor.dtype is not torch.float32 for tensor in tensors):
+            return None  # the model was converted to another type
         with self._lock:
             if held is None or held.process != os.getpid() or self._is_due(held, key, tensors):
                 try:

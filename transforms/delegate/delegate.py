@@ -55,6 +55,11 @@ class Delegate(Pass):
         if self.dtype is torch.bfloat16:
             object.__setattr__(self, "numerics", Numerics.APPROXIMATE)
 
+    @property
+    def skippable(self) -> bool:
+        """Say no: an engine gains most, and passes behind it look at what it leaves."""
+        return False
+
     def _usable(self) -> tuple[Mapping[str, Engine], str]:
         """Return the engines that can be used here, or why there is none."""
         asked = engines() if self.engine == AUTO else {self.engine: engine_named(self.engine)}

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...errors import MatchFailure
+from ...errors import MatchFailure, positive_integer
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit, tensor_of
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
@@ -62,13 +62,18 @@ class FuseEnsembles(Pass):
         lowering: `auto` takes the fastest measured (without example inputs: `wide` where the members share their input,
             else `bmm`, and nothing where one weight has over 16,384 elements or members have convolutions, attention or
             recurrent layers); any other name is taken as asked.
+        members: ensembles of fewer members are left as they are.
     """
 
     lowering: Lowering = Lowering.AUTO
+    members: int = 2
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.SPEED
     phase: ClassVar[Phase] = Phase.BOTH
+
+    def check(self, model: nn.Module) -> None:
+        positive_integer(self.members, "fuse_ensembles: members")
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         if self.lowering is Lowering.LOOP:
@@ -88,7 +93,12 @@ class FuseEnsembles(Pass):
                 for ensemble in sorted(found, key=lambda each: -sum(pack.size for pack in each.packs)):
                     positions = frozenset(ensemble.parameters)
                     names = (name for operand in positions for name in operand.names)
-                    if positions not in seen and not any(n.startswith(f"{path}.") for path in closed for n in names):
+                    is_small = ensemble.size < self.members
+                    if (
+                        positions not in seen
+                        and not is_small
+                        and not any(n.startswith(f"{path}.") for path in closed for n in names)
+                    ):
                         yield self._examine(ensemble, case, program, owner)
                     seen.add(positions)
 
