@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -11,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..compat import version_of
+from ..compat import storage_id, version_of
 from ..compat.tensors import SAME_MEMORY, SAME_VERSION, holders_of
 
 __all__ = ["Cache", "Unchanged", "is_dense", "sample_of", "why_unseen"]
@@ -32,6 +35,7 @@ class Unchanged:
         kinds = tuple("none" if each is None else _kind(each, whole) for each in tensors)
         noted = [value for tensor in tensors if tensor is not None for value in _noted(tensor, whole)]
         self._memory = [tensor.detach() for tensor in tensors if tensor is not None]
+        _note(self._memory, 1)
         self.same: Callable[..., bool] = _check_of(kinds)(*noted)
 
     @property
@@ -40,8 +44,25 @@ class Unchanged:
 
     @property
     def first_is_gone(self) -> bool:
-        """Say whether nobody else holds the memory of the first tensor: it is gone, or has other memory."""
-        return holders_of(self._memory[0]) <= 1
+        """Say whether only notes hold the memory of the first tensor: it is gone, or has other memory."""
+        return holders_of(self._memory[0]) <= _NOTED_BY[storage_id(self._memory[0])]
+
+    def __del__(self) -> None:
+        _note(self._memory, -1)
+
+
+_NOTED_BY = Counter[int]()
+"""How many tensors of notes share a memory."""
+_LOCK = threading.RLock()
+
+
+def _note(memory: Sequence[Tensor], count: int) -> None:
+    with _LOCK:
+        for tensor in memory:
+            with contextlib.suppress(NotImplementedError):  # a sparse one has no memory of its own
+                _NOTED_BY[key := storage_id(tensor)] += count
+                if not _NOTED_BY[key]:
+                    del _NOTED_BY[key]
 
 
 def why_unseen(tensor: Tensor) -> str:
@@ -177,6 +198,12 @@ class Cache:
     def forget_all(self) -> None:
         """Let everything be made anew."""
         self._kept.clear()
+
+    def forget_gone(self) -> None:
+        """Let go of what was made of tensors that nobody holds any more."""
+        for key, (noted, *_) in tuple(self._kept.items()):
+            if noted.first_is_gone:
+                self.forget(key)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self)  # what is kept follows from the tensors beside it

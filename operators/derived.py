@@ -29,6 +29,12 @@ class Keeping:
         """Let everything be made anew."""
         raise NotImplementedError
 
+    def forget_gone(self) -> None:
+        """Let go of what was made of tensors that nobody holds any more."""
+        for held in vars(self).values():
+            if isinstance(held, (Cache, Keeping)):
+                held.forget_gone()
+
 
 class Derived(Cache, Keeping):
     """Call a function of tensors, and give what it made before as long as these are the same, unchanged.
@@ -67,9 +73,7 @@ class Derived(Cache, Keeping):
     def _keep(self, key: Hashable, noted: Unchanged, tensors: Sequence[Tensor | None], made: Any) -> None:
         results: Sequence[Tensor] = (made,) if isinstance(made, Tensor) else made
         if all(type(result) is Tensor for result in results) and _is_finished(results):
-            for known, (before, _) in tuple(self._kept.items()):
-                if before.first_is_gone:
-                    self.forget(known)
+            self.forget_gone()
             super()._keep(key, noted, tensors, made)
 
     def _attached(self, made: Any, originals: Sequence[Tensor]) -> Any:

@@ -35,14 +35,8 @@ HOUSE = (
     ("runtime",),
     ("cuda_ops",),
     ("operators",),
-    (
-        "compat",
-        "known_passes",
-        "pass_order",
-        "settings",
-        "storage",
-    ),
-    ("collection", "progress_bar"),
+    ("compat", "known_passes", "pass_order", "storage"),
+    ("collection", "progress_bar", "settings"),
     ("errors",),
     ("version",),
 )

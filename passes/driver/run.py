@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ...compat import all_modules
 from ...errors import InputError, UsageError
 from ...runtime.graphs import EVAL_ONLY, attach, capture_of, deactivate_again, detach, rank_local
 from ...runtime.record import Plan, Record, record_of
@@ -57,10 +58,19 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
             # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
             around.enter_context(collection_paused())
         fast = _on_all_ranks(model, names, request, others)
+        forget_copies(fast)
         if not finishes:
             return fast
         inputs = [call for call in request.inputs if request.verify and call.is_of_model]
         return finished(fast, vars(fast)[RECORD_KEY], request.passes, inputs=inputs, ranks=others)
+
+
+def forget_copies(fast: nn.Module) -> None:
+    """Let go of what was derived from the copies that the model was compared with."""
+    captures = [capture for module in all_modules(fast) if (capture := capture_of(module)) is not None]
+    for _ in range(2):  # what is derived from something derived goes after it
+        for capture in captures:
+            capture.forget_gone()
 
 
 def _checked(model: nn.Module, request: Request) -> ModelNames:

@@ -116,6 +116,12 @@ class Capture:
             if isinstance(node.target, Keeping):
                 node.target.forget_all()
 
+    def forget_gone(self) -> None:
+        """Let rewritten graphs let go of what they derived from tensors that nobody holds any more."""
+        for node in (node for each in self.specializations if self.rewritten for node in each.graph.nodes):
+            if isinstance(node.target, Keeping):
+                node.target.forget_gone()
+
     def copy(self) -> Capture:
         """Return a capture of the same graphs; both count as shared from now on."""
         self.owner = None
