@@ -67,12 +67,12 @@ PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Replacements]]] = Mapping
     {
         "inference": {
             "engine": {
+                "none": {},
                 "auto": {
                     # an engine computes few members, such as the three of attention, as fast as if they were fused
                     "fuse_ensembles": ("fuse_ensembles{members=8}",),
                     "attention": ("delegate", "attention"),
                 },
-                "none": {},
             },
             "dtype": {
                 "float32": {},
@@ -85,8 +85,8 @@ PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Replacements]]] = Mapping
         }
     }
 )
-"""Preset -> option -> value -> what stands in the place of passes; the first value is the default. Without an engine
-that is installed, the preset `inference` begins with none."""
+"""Preset -> option -> value -> what stands in the place of passes; the first value is the default. Where an engine is
+installed, that of `engine` is `auto`."""
 
 TRANSFORMS = f"{__name__.split('.', maxsplit=1)[0]}.transforms"
 _TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"|[,={}\[\]]|[^\s,={}\[\]"'<>]+""")
@@ -157,9 +157,9 @@ def _values(preset: str) -> str:
 def _choices(preset: str) -> Iterator[str]:
     """Yield the options of a preset, with what each value puts in the place of passes."""
     for option, values in PRESET_OPTIONS.get(preset, {}).items():
-        yield f"{option}={next(iter(values))}\n"
+        yield f"{option}={_default(option, values)}\n"
         for value, instead in values.items():
-            changed = [f"{','.join(passes)} in the place of {member}" for member, passes in instead.items()]
+            changed = [f"{','.join(passes) or 'nothing'} in the place of {member}" for member, passes in instead.items()]
             yield f"  {value:<10}{'; '.join(changed) or 'as above'}\n"
 
 
@@ -167,10 +167,13 @@ def members_of(preset: str, options: Mapping[str, str]) -> tuple[str, ...]:
     """Return what a preset stands for with some options, which are among `PRESET_OPTIONS`."""
     members = PRESETS[preset]
     for option, values in PRESET_OPTIONS.get(preset, {}).items():
-        default = "none" if option == "engine" and not has_engines() else next(iter(values))
-        instead = values[options.get(option, default)]
+        instead = values[options.get(option, _default(option, values))]
         members = tuple(each for member in members for each in instead.get(member, (member,)))
     return members
+
+
+def _default(option: str, values: Mapping[str, object]) -> str:
+    return "auto" if option == "engine" and has_engines() else next(iter(values))
 
 
 def has_engines() -> bool:

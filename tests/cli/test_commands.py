@@ -388,7 +388,9 @@ def test_passes_are_listed_and_described(fxopt: Fxopt):
     assert [info["name"] for info in described["passes"]] == described["presets"].pop("training")
     assert described["presets"] == {}
     assert "int8      quantize,pack{dtype=bfloat16},pack in the place of pack" in fxopt("passes", "inference").out
-    assert fxopt("passes", "inference", "--json").json["options"] == {"dtype": ["float32", "bfloat16", "int8"]}
+    assert fxopt("passes", "inference", "--json").json["options"] == {
+        "engine": ["none", "auto"], "dtype": ["float32", "bfloat16", "int8"],
+    }  # fmt: skip
     assert fxopt("passes", "inference{dtype=int8}").out == fxopt("passes", "inference").out
     assert "(dtype=float32, bfloat16, int8)" in listed.out
     wrong = fxopt("passes", "fuse")
