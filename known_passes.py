@@ -159,7 +159,8 @@ def _choices(preset: str) -> Iterator[str]:
     for option, values in PRESET_OPTIONS.get(preset, {}).items():
         yield f"{option}={_default(option, values)}\n"
         for value, instead in values.items():
-            changed = [f"{','.join(passes) or 'nothing'} in the place of {member}" for member, passes in instead.items()]
+            listed = {member: ",".join(passes) or "nothing" for member, passes in instead.items()}
+            changed = [f"{passes} in the place of {member}" for member, passes in listed.items()]
             yield f"  {value:<10}{'; '.join(changed) or 'as above'}\n"
 
 

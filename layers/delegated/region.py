@@ -285,7 +285,7 @@ def _is_taken(x: Any) -> bool:
 
 
 def _is_finite(x: Tensor) -> bool:
-    """Say whether a tensor holds no NaN and no infinity. Their sum says so in a tenth of the time, unless it is large."""
+    """Say whether a tensor holds no NaN and no infinity; its sum says so in a tenth of the time."""
     return math.isfinite(x.sum()) or bool(torch.isfinite(x).all())
 
 
