@@ -25,6 +25,8 @@ _HEAVY = frozenset(
 )
 """What makes a region worth a call of an engine."""
 _LEAST_HEAVY = 2
+_STAYS = frozenset("diff nonzero unique unique_consecutive masked_select bincount histc searchsorted".split())
+"""What no converter knows, or gives shapes that the numbers decide."""
 _DESCRIBES = frozenset("shape size dim len numel ndim dtype device is_floating_point stride condition type".split())
 """What tells of a tensor without reading its numbers."""
 
@@ -183,14 +185,19 @@ def _kind_of(node: fx.Node, metas: Mapping[fx.Node, Meta]) -> _Kind:
     if _is_plain(meta):
         on_tensors = any(_holds_tensors(metas[each]) for each in node.all_input_nodes)
         return _Kind.SIZE if not on_tensors or _describes(node) else _Kind.OTHER
-    if not _holds_tensors(meta) or has_random_effects(node) or not _is_of_torch(node):
+    if not _holds_tensors(meta) or has_random_effects(node) or not _is_of_torch(node) or _name(node) in _STAYS:
         return _Kind.OTHER
     return _Kind.TENSOR
 
 
+def _name(node: fx.Node) -> str:
+    if node.target is getattr:
+        return str(node.args[1])
+    return canonical_name(node) or getattr(node.target, "__name__", str(node.target))
+
+
 def _describes(node: fx.Node) -> bool:
-    name = canonical_name(node) or (str(node.args[1]) if node.target is getattr else "")
-    return name in _DESCRIBES or getattr(node.target, "__name__", "") in _DESCRIBES
+    return _name(node) in _DESCRIBES
 
 
 def _is_of_torch(node: fx.Node) -> bool:
