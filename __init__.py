@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         BudgetError,
         CalibrationError,
         CaptureError,
+        EngineWarning,
         FusedMemberError,
         FxoptError,
         GuardError,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from .transforms.channels_last import ChannelsLast
     from .transforms.checkpoint import Checkpoint
     from .transforms.ddp import Ddp
+    from .transforms.delegate import Delegate
     from .transforms.eliminate_common_subexpressions import EliminateCommonSubexpressions
     from .transforms.eliminate_dead_code import EliminateDeadCode
     from .transforms.flatten_calls import FlattenCalls
@@ -94,9 +96,9 @@ _PLACES = {
         "element_wise translate_optimizer translate_state"
     ),
     "errors": (
-        "ArchiveError BudgetError CalibrationError CaptureError FusedMemberError FxoptError GuardError GuardWarning "
-        "InputError MatchFailure ModeError NothingDoneWarning OrderError PassError PipelineError PlanError StateError "
-        "StateWarning UnverifiedWarning UsageError VerificationError"
+        "ArchiveError BudgetError CalibrationError CaptureError EngineWarning FusedMemberError FxoptError GuardError "
+        "GuardWarning InputError MatchFailure ModeError NothingDoneWarning OrderError PassError PipelineError "
+        "PlanError StateError StateWarning UnverifiedWarning UsageError VerificationError"
     ),
     "layers.replica": "no_sync",
     "operators": "OpInfo register_operator",
@@ -112,9 +114,9 @@ _PLACES = {
     "tracing.program": "Program",
 }
 _PASSES = (
-    "Attention Autocast ChannelsLast Checkpoint Ddp EliminateCommonSubexpressions EliminateDeadCode FlattenCalls "
-    "FoldBatchnorm FoldConstants Fsdp FuseEnsembles FuseExperts GraphPooling Pack Pipeline Prune Qat Quantize "
-    "Release SparseMessagePassing SwapKernels SyncBatchnorm TensorParallel"
+    "Attention Autocast ChannelsLast Checkpoint Ddp Delegate EliminateCommonSubexpressions EliminateDeadCode "
+    "FlattenCalls FoldBatchnorm FoldConstants Fsdp FuseEnsembles FuseExperts GraphPooling Pack Pipeline Prune Qat "
+    "Quantize Release SparseMessagePassing SwapKernels SyncBatchnorm TensorParallel"
 )
 _PLACE_OF = {
     **{name: namespace for namespace, names in _PLACES.items() for name in names.split()},
@@ -122,18 +124,18 @@ _PLACE_OF = {
 }
 
 __all__ = [
-    "ArchiveError", "Attention", "Autocast", "BudgetError", "CalibrationError", "CaptureError", "Cause",
-    "ChannelsLast", "Checkpoint", "Concatenate", "Context", "Ddp", "Decision", "Edit",
-    "EliminateCommonSubexpressions", "EliminateDeadCode", "FlattenCalls", "FoldBatchnorm", "FoldConstants", "Fsdp",
-    "FuseEnsembles", "FuseExperts", "FusedMemberError", "FxoptError", "Goal", "GraphPooling", "GuardError",
-    "GuardWarning", "InputError", "Inputs", "Mask", "Match", "MatchFailure", "ModeError", "NothingDoneWarning",
-    "Numerics", "OpInfo", "OrderError", "OwnForward", "Pack", "Pass", "PassError", "Pattern", "Phase", "Pipeline",
-    "PipelineError", "Plan", "PlanError", "Program", "Prune", "Qat", "Quantize", "Refusal", "Release", "Rename",
-    "Report", "Select", "Site", "SparseMessagePassing", "Stack", "StateError", "StateStep", "StateWarning",
-    "SwapKernels", "SyncBatchnorm", "TensorParallel", "UnverifiedWarning", "UsageError", "VerificationError",
-    "__version__", "anything", "capture", "either", "element_wise", "export", "graphs", "list_passes", "load",
-    "load_state_dict", "module", "no_sync", "operation", "optimize", "plan", "recording", "register_operator",
-    "report", "restore", "save", "state_dict", "translate_optimizer", "translate_state",
+    "ArchiveError", "Attention", "Autocast", "BudgetError", "CalibrationError", "CaptureError", "Cause", "ChannelsLast",
+    "Checkpoint", "Concatenate", "Context", "Ddp", "Decision", "Delegate", "Edit", "EliminateCommonSubexpressions",
+    "EliminateDeadCode", "EngineWarning", "FlattenCalls", "FoldBatchnorm", "FoldConstants", "Fsdp", "FuseEnsembles",
+    "FuseExperts", "FusedMemberError", "FxoptError", "Goal", "GraphPooling", "GuardError", "GuardWarning", "InputError",
+    "Inputs", "Mask", "Match", "MatchFailure", "ModeError", "NothingDoneWarning", "Numerics", "OpInfo", "OrderError",
+    "OwnForward", "Pack", "Pass", "PassError", "Pattern", "Phase", "Pipeline", "PipelineError", "Plan", "PlanError",
+    "Program", "Prune", "Qat", "Quantize", "Refusal", "Release", "Rename", "Report", "Select", "Site",
+    "SparseMessagePassing", "Stack", "StateError", "StateStep", "StateWarning", "SwapKernels", "SyncBatchnorm",
+    "TensorParallel", "UnverifiedWarning", "UsageError", "VerificationError", "__version__", "anything", "capture",
+    "either", "element_wise", "export", "graphs", "list_passes", "load", "load_state_dict", "module", "no_sync",
+    "operation", "optimize", "plan", "recording", "register_operator", "report", "restore", "save", "state_dict",
+    "translate_optimizer", "translate_state",
 ]  # fmt: skip
 
 

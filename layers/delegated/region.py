@@ -181,6 +181,7 @@ class DelegatedRegion(Keeping):
             return self._keep(key, converted)
 
     def _keep(self, key: int, converted: _Converted) -> _Converted:
+        self._converted.pop(key, None)  # what is replaced takes no other's place
         for other, kept in tuple(self._converted.items()):
             if kept.unchanged.first_is_gone or len(self._converted) >= _MOST_KEPT:
                 self._converted.pop(other, None)

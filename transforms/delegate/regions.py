@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 
 from ...layers.folded import expect_dimensions, expect_one_of
-from ...operators import Keeping, canonical_name, has_random_effects, is_known_function, mutates
+from ...operators import Keeping, canonical_name, has_random_effects, info_of, is_known_function, mutates
 from ...runtime.guards import require
 from ...runtime.values import PLAIN_TYPES, Meta, TensorMeta
 
@@ -66,6 +67,8 @@ class Cut:
     def __init__(self, graph: fx.Graph, metas: Mapping[fx.Node, Meta]) -> None:
         self.graph, self.metas = graph, metas
         self._kinds = {node: _kind_of(node, metas) for node in graph.nodes}
+        self._memory = _memory_of(graph)
+        self._written = set[fx.Node]()  # memory that calls that stay write into
         self._levels = self._leveled()
         members: dict[int, list[fx.Node]] = {}
         for node in graph.nodes:
@@ -81,17 +84,25 @@ class Cut:
     def _leveled(self) -> dict[fx.Node, int]:
         """Return behind how many calls that stay each node comes: nodes of one level can be computed together.
 
-        Calls that stay keep their order, for they may have effects.
+        Calls that stay keep their order, for they may have effects; what comes behind one that may write stays behind.
         """
-        levels, last = dict[fx.Node, int](), 0
+        levels, last, written, read = dict[fx.Node, int](), 0, 0, set[fx.Node]()
         for node in self.graph.nodes:
             level = max((levels[each] for each in node.all_input_nodes), default=0)
+            if self._kinds[node] is not _Kind.SOURCE:
+                level = max(level, written)
             if self._kinds[node] is _Kind.TENSOR and mutates(node):
-                written = node.all_input_nodes[0]
-                if self._kinds[written] is not _Kind.TENSOR or levels[written] != level:  # it is another region's
+                memory = self._memory[node.all_input_nodes[0]]
+                own = all(self._kinds[each] is _Kind.TENSOR and levels[each] == level for each in memory)
+                if not own or memory & read:  # it is another's, or a call before this one reads it
                     self._kinds[node] = _Kind.OTHER
             if self._kinds[node] is _Kind.OTHER:
                 level = last = max(level, last) + 1
+                read |= {place for each in node.all_input_nodes for place in self._memory[each]}
+                if mutates(node) and node.all_input_nodes:
+                    self._written |= self._memory[node.all_input_nodes[0]]
+                if mutates(node) or not _is_of_torch(node):
+                    written = level
             levels[node] = level
         return levels
 
@@ -108,6 +119,9 @@ class Cut:
         outputs = self._leaves(others) & inside
         if not outputs or not all(isinstance(self.metas[each], TensorMeta) for each in (*leaves, *outputs)):
             return None
+        shared = Counter(place for each in (*leaves, *outputs) for place in self._memory[each] & self._written)
+        if any(count > 1 for count in shared.values()):
+            return None  # results are copies: what is written into one would not be seen in another
         return Region(
             [node for node in graph.nodes if node in members],
             [node for node in graph.nodes if node in leaves and node.op != "get_attr"],
@@ -167,6 +181,18 @@ class Cut:
         for place, (node, meta) in enumerate(zip(region.outputs, metas, strict=True)):
             values[node] = new.call_function(operator.getitem, (called, place))
             values[node].meta = {**node.meta, "val": meta}
+
+
+def _memory_of(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
+    """Return the nodes in whose memory the result of each node may lie."""
+    memory = dict[fx.Node, set[fx.Node]]()
+    for node in graph.nodes:
+        read = [memory[each] for each in node.all_input_nodes]
+        if mutates(node):
+            memory[node] = read[0] if read else {node}
+        else:
+            memory[node] = {node} if info_of(node).fresh else {node}.union(*read)
+    return memory
 
 
 def _is_heavy(nodes: Sequence[fx.Node]) -> bool:

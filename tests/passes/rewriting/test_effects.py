@@ -217,3 +217,17 @@ def test_fused_members_stay_pure() -> None:
     [call] = program.graph("").find_nodes(op="call_module")
     assert program.callee("", call) is fast.heads[0]
     assert not has_effects(call, program, "")
+
+
+def test_batch_norms_in_evaluation_write_nothing() -> None:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        F.batch_norm(x, self.mean, self.variance)
+        F.batch_norm(x, self.mean, self.variance, training=False)
+        F.batch_norm(x, self.mean, self.variance, None, None, False)
+        F.batch_norm(x, self.mean, self.variance, None, None, True)
+        F.batch_norm(x, self.mean, self.variance, training=self.training)
+        return x
+
+    found = [write for _, write in effects(program_of(forward=forward)).values()]
+    assert found[1:4] == [False, False, True]
+    assert found[-1]

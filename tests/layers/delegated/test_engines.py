@@ -1,0 +1,36 @@
+"""The table of engines, and why one cannot be used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxopt.errors import UsageError
+from fxopt.layers.delegated import engine, engine_named, engines
+
+
+@pytest.mark.parametrize(("name", "packages"), [("openvino", "openvino"), ("onnxruntime", "onnxruntime onnx")])
+def test_what_is_missing_is_named_with_what_to_install(
+    name: str, packages: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "_version", lambda package: None)
+    reason = engine_named(name).reason_against(torch.float32)
+    assert reason == f"{name} needs the package {name}: pip install {packages}"
+    assert not engine_named(name).version
+
+
+def test_a_broken_installation_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_version", lambda package: "1.0")
+    monkeypatch.setattr(engine.importlib, "import_module", lambda name: 1 / 0)
+    engine._import_error.cache_clear()
+    try:
+        assert engine_named("openvino").reason_against(torch.float32) == "importing openvino fails: division by zero"
+    finally:
+        engine._import_error.cache_clear()
+
+
+def test_types_and_names_that_there_are_not() -> None:
+    assert list(engines())[:2] == ["openvino", "onnxruntime"]
+    assert engine_named("onnxruntime").reason_against(torch.bfloat16) == "onnxruntime does not compute in bfloat16"
+    with pytest.raises(UsageError, match="there is no engine 'openvno'; did you mean 'openvino'"):
+        engine_named("openvno")

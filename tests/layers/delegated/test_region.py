@@ -1,0 +1,282 @@
+"""A region by itself: what the engine computes, and when the region's own operations run."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fxopt.errors import EngineWarning
+from fxopt.layers.delegated import DelegatedRegion, Engine
+from fxopt.layers.delegated import region as region_module
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Fake(Engine):
+    """Computes by torch what it was given, notes what it does, and takes as long as it is told."""
+
+    name = "fake"
+    packages = ("torch",)
+    dtypes = (torch.float32, torch.bfloat16)
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock, self.compiled, self.calls = clock, 0, 0
+        self.off, self.error = 0.0, ""
+
+    def compile(self, function: Any, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> Any:
+        self.compiled += 1
+        self.clock.now += 10.0
+        function = torch.jit.freeze(function.eval())  # the numbers of now
+
+        def session(inputs: Sequence[Tensor]) -> list[Tensor]:
+            self.calls += 1
+            if self.error:
+                raise RuntimeError(self.error)
+            with torch.no_grad():
+                return [each.clone() + self.off for each in function(*inputs)]
+
+        return session
+
+
+class Clock:
+    """A clock that goes on by one second at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+    clock = Clock()
+    fake = Fake(clock)
+    monkeypatch.setattr(region_module, "engine_named", lambda name: fake)
+    monkeypatch.setattr(region_module.time, "perf_counter", clock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EngineWarning)
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        yield fake
+
+
+def made() -> DelegatedRegion:
+    graph = fx.Graph()
+    x, weight, bias = (graph.placeholder(name) for name in ("x", "weight", "bias"))
+    y = graph.call_function(F.linear, (x, weight, bias))
+    graph.output((graph.call_function(torch.relu, (y,)), y))
+    return DelegatedRegion("fake", graph, 1)
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 5)
+
+
+def call(region: DelegatedRegion, of: nn.Linear, x: Tensor = X) -> None:
+    """Call a region with the tensors of a layer, and compare."""
+    with torch.no_grad():
+        found, y = region(x, of.weight, of.bias), F.linear(x, of.weight, of.bias)
+    torch.testing.assert_close(tuple(found), (y.relu(), y))
+
+
+def calls_of_engine(engine: Fake, run: Callable[[], object]) -> int:
+    before = engine.calls
+    run()
+    return engine.calls - before
+
+
+# -- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def test_new_shapes_are_compared_once(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    region, of, own = made(), layer(), list[int]()
+    original = region._own
+    monkeypatch.setattr(region, "_own", lambda *operands: own.append(len(operands[0])) or original(*operands))
+    for rows in (3, 3, 7, 7, 3):
+        call(region, of, torch.randn(rows, 4))
+    assert (own, engine.calls, engine.compiled) == ([3, 7], 5, 1)
+
+
+def test_results_have_memory_of_their_own(engine: Fake) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    with torch.no_grad():
+        first, second = region(X, of.weight, of.bias), region(X, of.weight, of.bias)
+    expected = second[0].clone()
+    first[0].fill_(7)
+    assert torch.equal(second[0], expected)
+    call(region, of, X.t().contiguous().t())  # inputs in another order
+
+
+def test_a_wrong_session_is_not_used_and_warned_about_once(engine: Fake) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    engine.off = 1.0
+    with pytest.warns(EngineWarning, match=r"something else for inputs of shape \(7, 4\)"):
+        call(region, of, torch.randn(7, 4))
+    assert calls_of_engine(engine, lambda: call(region, of, torch.randn(7, 4))) == 0
+    engine.off = 0.0
+    assert calls_of_engine(engine, lambda: call(region, of)) == 1  # the other shape is still right
+
+
+def test_results_that_tell_nothing_are_compared_again(engine: Fake) -> None:
+    region, of = made(), layer()
+    nn.init.constant_(of.weight, 2.0)
+    huge = torch.full((2, 4), 3e38)
+    for _ in range(2):
+        with torch.no_grad():
+            found = region(huge, of.weight, of.bias)
+        assert torch.equal(found[1], F.linear(huge, of.weight, of.bias))
+    assert not next(iter(region._converted.values())).by_shapes
+
+
+# -- where the region's own operations run ---------------------------------------------------------------------------
+
+
+def test_what_is_no_call_for_an_engine(engine: Fake) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    cases: dict[str, Callable[[], object]] = {
+        "gradients": lambda: region(X, of.weight, of.bias),
+        "float64": lambda: call(region, copy.deepcopy(of).double(), X.double()),
+        "nothing": lambda: call(region, of, torch.empty(0, 4)),
+        "autocast": lambda: torch.autocast("cpu")(lambda: region(X, of.weight, of.bias))(),
+    }
+    for name, run in cases.items():
+        assert calls_of_engine(engine, run) == 0, name
+    with torch.no_grad():
+        found = region(torch.full((1, 4), float("nan")), of.weight, of.bias)
+    assert found[0].isnan().all()
+
+
+def test_an_engine_that_raises_is_given_up(engine: Fake) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    engine.error = "out of memory"
+    with pytest.warns(EngineWarning, match="cannot compute a region, and the model's own operations do: .*memory"):
+        call(region, of)
+    assert calls_of_engine(engine, lambda: call(region, of)) == 0
+    engine.error = ""
+    region.forget_all()
+    call(region, of)
+    assert calls_of_engine(engine, lambda: call(region, of)) == 1
+
+
+# -- parameters that change ------------------------------------------------------------------------------------------
+
+
+def _written(of: nn.Linear) -> None:
+    with torch.no_grad():
+        of.weight.mul_(2)
+
+
+def _replaced(of: nn.Linear) -> None:
+    of.weight = nn.Parameter(torch.ones(5, 4))
+
+
+def _by_data(of: nn.Linear) -> None:
+    of.weight.data = torch.ones(5, 4)
+
+
+def _into_data(of: nn.Linear) -> None:
+    of.bias.data.add_(1)
+
+
+@pytest.mark.parametrize("change", [_written, _by_data, _into_data])
+def test_changed_numbers_are_converted_when_that_pays(change: Callable[[nn.Linear], None], engine: Fake) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    call(region, of)
+    change(of)
+    for _ in range(11):  # by this clock a conversion takes 11 seconds, and the region by itself 1 second
+        assert engine.compiled == 1
+        assert calls_of_engine(engine, lambda: call(region, of)) == 0
+    call(region, of)
+    assert engine.compiled == 2
+    assert calls_of_engine(engine, lambda: call(region, of)) == 1
+
+
+def test_numbers_that_change_at_each_call_are_never_converted(engine: Fake) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    for _ in range(30):
+        _written(of)
+        call(region, of)
+    assert engine.compiled == 1
+
+
+def test_another_parameter_is_another_conversion(engine: Fake) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    _replaced(of)
+    call(region, of)
+    assert calls_of_engine(engine, lambda: call(region, of)) == 1
+
+
+def test_a_copy_with_equal_numbers_shares_the_conversion(engine: Fake) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    other = copy.deepcopy(of)
+    for _ in range(2):
+        call(region, other)
+    assert engine.compiled == 1
+    _written(other)
+    for _ in range(20):
+        call(region, other)
+        call(region, of)
+    assert engine.compiled == 2
+
+
+def test_parameters_that_an_engine_cannot_take(engine: Fake) -> None:
+    of = layer()
+    with torch.no_grad():
+        of.weight[0, 0] = float("inf")
+    with pytest.raises(RuntimeError, match="a parameter holds NaN or infinities"):
+        made().prepare([X], [of.weight, of.bias])
+    with torch.inference_mode():
+        weight = torch.ones(5, 4)
+    with pytest.raises(RuntimeError, match="a parameter was made in inference_mode"):
+        made().prepare([X], [weight, of.bias.detach()])
+
+
+# -- threads, copies -------------------------------------------------------------------------------------------------
+
+
+def test_threads(engine: Fake) -> None:
+    region, of = made(), layer()
+    failed: list[BaseException] = []
+
+    def run(rows: int) -> None:
+        try:
+            for _ in range(20):
+                call(region, of, torch.randn(rows, 4))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(rows,)) for rows in (1, 2, 3, 4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not failed
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda region: pickle.loads(pickle.dumps(region))])
+def test_copies_convert_by_themselves(copied: Callable[[DelegatedRegion], DelegatedRegion], engine: Fake) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    other = copied(region)
+    assert (other.engine, other.inputs, other.dtype) == (region.engine, region.inputs, region.dtype)
+    call(other, of)
+    assert engine.compiled == 2

@@ -1,0 +1,205 @@
+"""delegate: what engines compute, what stays a call between regions, and what stays as it was."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.engines import X, delegated, engines, linears, one_engine, reasons, regions, same
+from torch import Tensor, nn
+
+import fxopt
+
+
+def convolutional() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.Hardswish(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
+    )  # fmt: skip
+    model(torch.randn(8, 3, 10, 10))  # statistics that are none of the first ones
+    return model.eval()
+
+
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    return transformers.BertModel(config).eval()
+
+
+def vit() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4
+    )
+    return transformers.ViTModel(config).eval()
+
+
+def ids(*size: int) -> Tensor:
+    return torch.randint(0, 50, size, generator=torch.Generator().manual_seed(0))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], list[tuple[int, ...]]]] = {
+    "convolutional": (convolutional, torch.randn, [(2, 3, 10, 10), (1, 3, 10, 10), (3, 3, 12, 9)]),
+    "bert": (bert, ids, [(2, 7), (1, 7), (3, 11)]),
+    "vit": (vit, torch.randn, [(2, 3, 16, 16), (3, 3, 16, 16)]),
+}
+
+
+# -- results ---------------------------------------------------------------------------------------------------------
+
+
+@engines
+@pytest.mark.parametrize("kind", MODELS)
+def test_an_engine_computes_whole_models_of_any_batch_and_length(kind: str, engine: str, computed: list[str]) -> None:
+    make, draw, sizes = MODELS[kind]
+    model = make()
+    fast = delegated(model, engine, draw(*sizes[0]))
+    assert len(regions(fast)) == 1
+    for size in sizes:
+        x = draw(*size)
+        same(fast, model, x)
+        computed.clear()
+        same(fast, model, x)
+        assert computed == [engine]
+    before, after = model.state_dict(), fast.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@one_engine
+def test_gradients_training_and_float64_are_the_models_own(engine: str, computed: list[str]) -> None:
+    model = convolutional()
+    x = torch.randn(2, 3, 10, 10)
+    fast = delegated(model, engine, x)
+    computed.clear()
+    for each in (model, fast):
+        each(x).square().mean().backward()
+    for one, other in zip(fast.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    same(copy.deepcopy(fast).double(), copy.deepcopy(model).double(), x.double())
+    same(fast.train(), model.train(), x)
+    assert not computed
+    same(fast.eval(), model.eval(), x)  # batch norms counted
+
+
+@one_engine
+def test_parameters_are_the_models_own_at_each_call(engine: str) -> None:
+    model = linears()
+    fast = delegated(model, engine)
+    same(fast, model)
+    for each in (model, fast):
+        with torch.no_grad():
+            each[0].weight.mul_(2)
+        each[2].bias = nn.Parameter(torch.ones(8))
+    same(fast, model)
+    other = linears()
+    nn.init.ones_(other[0].weight)
+    fast.load_state_dict(other.state_dict())
+    same(fast, other)
+
+
+# -- mixed models ----------------------------------------------------------------------------------------------------
+
+
+class Called(nn.Linear):
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
+        return super().__call__(*args, **kwargs) + 1
+
+
+def hooked() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.register_forward_hook(lambda module, args, result: result * 2)
+    return layer
+
+
+@one_engine
+@pytest.mark.parametrize(
+    ("make", "reason"), [(hooked, "it has hooks"), (lambda: Called(8, 8), "it has a __call__ of its own")]
+)
+def test_what_must_stay_a_call_stays_between_regions(
+    make: Callable[[], nn.Module], reason: str, engine: str, computed: list[str]
+) -> None:
+    model = linears(make())
+    fast = delegated(model, engine)
+    assert len(regions(fast)) == 2
+    assert [node.target for node in fxopt.graphs(fast)[""].find_nodes(op="call_module")] == ["3"]
+    assert reasons(fast) == {"3": reason}
+    assert "(root): 5 operations in 2 regions" in str(fxopt.report(fast))
+    for rows in (4, 1, 7):
+        x = torch.randn(rows, 8)
+        same(fast, model, x)
+        computed.clear()
+        same(fast, model, x)
+        assert computed == [engine] * 2
+
+
+@one_engine
+def test_dropout_that_is_on_in_evaluation_stays_outside(engine: str) -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x, 0.5, training=True)
+
+    model = linears(Noisy())
+    fast = delegated(model, engine)
+    assert len(regions(fast)) == 2
+    results = list[Tensor]()
+    for each in (model, fast):
+        torch.manual_seed(1)
+        with torch.no_grad():
+            results.append(each(X))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+# -- plans, copies, restore ------------------------------------------------------------------------------------------
+
+
+@one_engine
+def test_a_plan_repeats_it(engine: str, computed: list[str]) -> None:
+    model = linears(hooked())
+    fast = delegated(model, engine)
+    again = fxopt.optimize(model, plan=fxopt.plan(fast), example_inputs=X)
+    assert len(regions(again)) == 2
+    computed.clear()
+    same(again, model)
+    assert set(computed) == {engine}
+
+
+@one_engine
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "archive"])
+def test_copies_stand_by_themselves(how: str, engine: str, tmp_path: Path, computed: list[str]) -> None:
+    model = linears()
+    fast = delegated(model, engine)
+    if how == "archive":
+        fxopt.save(fast, tmp_path / "model.fxopt")
+        copied = fxopt.load(tmp_path / "model.fxopt", model=linears())
+    else:
+        copied = copy.deepcopy(fast) if how == "deepcopy" else pickle.loads(pickle.dumps(fast))
+    same(copied, model)
+    computed.clear()
+    same(copied, model)
+    assert computed == [engine]
+    with torch.no_grad():
+        copied[0].weight.zero_()
+        assert not torch.allclose(copied(X), model(X))
+    same(fast, model)
+
+
+@one_engine
+def test_restore_gives_the_model_back(engine: str, computed: list[str]) -> None:
+    model = linears()
+    restored = fxopt.restore(delegated(model, engine))
+    assert type(restored) is nn.Sequential
+    computed.clear()
+    with torch.no_grad():
+        assert torch.equal(restored(X), model(X))
+    assert not computed

@@ -1,0 +1,82 @@
+"""Options of delegate: engines by name, engines that cannot be used, types to compute in, models in training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.engines import X, delegated, engines, linears, one_engine, openvino_only, reasons, regions, same
+
+import fxopt
+from fxopt.errors import NothingDoneWarning, PipelineError, UsageError
+from fxopt.passes.pipeline import parse
+from fxopt.transforms.delegate import Delegate
+from fxopt.transforms.delegate.delegate import engine_named
+
+
+@engines
+def test_an_engine_is_taken_by_its_name(engine: str, computed: list[str]) -> None:
+    fast = fxopt.optimize(linears(), f"delegate{{engine={engine}}}", example_inputs=X, measure=False)
+    assert {each.engine for each in regions(fast)} == {engine}
+    assert [each.choice for each in fxopt.plan(fast).decisions] == [engine]
+    assert set(computed) == {engine}
+
+
+def test_names_and_types_that_there_are_not() -> None:
+    with pytest.raises(UsageError, match="there is no engine 'openvno'; did you mean 'openvino'"):
+        Delegate("openvno")
+    with pytest.raises(PipelineError, match="did you mean 'onnxruntime'"):
+        parse("delegate{engine=onnxruntim}")
+    with pytest.raises(UsageError, match="use float32 or bfloat16"):
+        Delegate(dtype=torch.float16)
+
+
+@pytest.mark.parametrize("engine", ["openvino", "onnxruntime", "auto"])
+def test_a_refusal_names_the_package_to_install(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["openvino", "onnxruntime"] if engine == "auto" else [engine]
+    for name in names:
+        monkeypatch.setattr(
+            type(engine_named(name)), "reason_against", lambda self, dtype: f"needs pip install {self.name}"
+        )
+    model = linears()
+    with pytest.warns(NothingDoneWarning):
+        fast = delegated(model, engine)
+    assert reasons(fast) == {"(root)": "; ".join(f"needs pip install {name}" for name in names)}
+    same(fast, model)
+
+
+@one_engine
+def test_a_model_in_training_is_refused(engine: str) -> None:
+    with pytest.warns(NothingDoneWarning):
+        fast = delegated(linears().train(), engine)
+    assert reasons(fast) == {"(root)": "the model is in training; call model.eval() first"}
+
+
+@openvino_only
+def test_bfloat16_within_its_budget(engine: str) -> None:
+    model = linears()
+    fast = fxopt.optimize(model, f"delegate{{engine={engine},dtype=bfloat16}}", example_inputs=X, measure=False)
+    (decision,) = fxopt.plan(fast).decisions
+    assert (decision.status, decision.numerics) == ("applied", "approximate")
+    with torch.no_grad():
+        expected, found = model(X), fast(X)
+    assert found.dtype is torch.float32
+    assert float((found - expected).abs().max()) <= 0.02 * float(expected.abs().max())
+
+
+def test_an_engine_without_bfloat16_is_refused() -> None:
+    with pytest.warns(NothingDoneWarning):
+        fast = fxopt.optimize(linears(), "delegate{engine=onnxruntime,dtype=bfloat16}", example_inputs=X, measure=False)
+    assert reasons(fast) == {"(root)": "onnxruntime does not compute in bfloat16"}
+
+
+@one_engine
+def test_an_engine_that_does_not_take_a_region_is_told_of(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr(type(engine_named(engine)), "compile", refuse)
+    model = linears()
+    with pytest.warns(NothingDoneWarning):
+        fast = delegated(model, engine)
+    assert f"{engine} does not take it: no such operator" in str(fxopt.report(fast))
+    same(fast, model)
