@@ -115,8 +115,9 @@ def load(
         if not unhooked:
             raise
         raise ArchiveError(
-            f"{where}: its plan cannot be repeated: {', '.join(map(repr, unhooked))} had hooks when the model was "
-            "optimized, which no archive holds; register them on the unoptimized model, and pass it as model="
+            f"{where}: its plan cannot be repeated: {one_line(error)}. {', '.join(map(repr, unhooked))} had hooks when "
+            "the model was optimized, which no archive holds: register them on the unoptimized model, and pass that as "
+            "model="
         ) from error
     except UsageError as error:  # the passes that it names are unknown here, or in no possible order
         raise ArchiveError(f"{where}: its plan cannot be repeated: {one_line(error)}") from error

@@ -174,7 +174,7 @@ def _bytes(record: Record, model: nn.Module) -> str:
 def _left_for_speed(record: Record) -> str:
     """Say that more could be small which was left as it was since it is not faster."""
     places = [d for d in record.plan.decisions if d.pass_name in _TO_SMALL_NUMBERS and d.status != "applied"]
-    count = sum(d.cause != "" and Cause(d.cause).is_speed for d in places)
+    count = sum(Cause(d.cause).is_speed for d in places)
     if not count:
         return ""
     what = "one place was" if count == 1 else f"{count} places were"

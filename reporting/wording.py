@@ -318,7 +318,7 @@ def _named(record: Record, decisions: Sequence[Decision]) -> str:
 
 def _kind_of_reason(decision: Decision) -> tuple[str, ...]:
     """Return what places are named together by: a pass's own reason, or the cause and, if measured, the place."""
-    cause = Cause(decision.cause or Cause.NOT_APPLICABLE)
+    cause = Cause(decision.cause)
     place = decision.label.rpartition(".")[0] or decision.label if cause.is_measured else ""
     reason = decision.reason if cause is Cause.NOT_APPLICABLE else cause
     return decision.status, decision.pass_name, reason, _NUMBER.sub("#", place)

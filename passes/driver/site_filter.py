@@ -45,6 +45,9 @@ def found(tuner: Tuner, pass_: Pass, snapshot: Snapshot) -> list[Site | Refusal]
     wrong = next((item for item in items if not isinstance(item, (Site, Refusal))), None)
     if wrong is not None:
         raise PassError(f"pass '{pass_.name}': find yielded {type(wrong).__name__}, expected a Site or a Refusal")
+    reasons: list[Any] = [item.reason for item in items if isinstance(item, Refusal)]
+    if not all(isinstance(reason, (str, Reason)) for reason in reasons):
+        raise PassError(f"pass '{pass_.name}': find yielded a Refusal whose reason is no text")
     return items
 
 

@@ -50,6 +50,11 @@ class Cause(StrEnum):
     PLAN = "plan.absent"
     """The plan names it, and it is not there, or cannot be written there."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> Cause:
+        """Take what no member stands for as a pass's own: the cause of a plan of another release, or of none."""
+        return cls.NOT_APPLICABLE
+
     @property
     def stage(self) -> str:
         """Return who decided."""

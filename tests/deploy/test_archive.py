@@ -245,7 +245,8 @@ def test_says_which_modules_had_hooks_if_the_plan_does_not_fit_without(zoo: Any,
     model.norm.register_forward_hook(lambda *_: None)
     path = save(model, tmp_path / "m.fxopt")
     said = refusal(path, replay=without_plan, model=zoo.Tied())
-    assert "'norm' had hooks when the model was optimized" in said and "pass it as model=" in said
+    assert "the plan's site is not in this model. 'norm' had hooks when the model was optimized" in said
+    assert "pass that as model=" in said
     assert type(load(path, model=zoo.Tied())) is zoo.Tied
     with pytest.raises(PlanError):
         load(path, replay=without_plan, model=model)

@@ -56,10 +56,11 @@ class KeptStatistics(TorchFunctionMode):
         super().__init__()
         self.size, self.kept = size, list(kept)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         rule = _RULES.get(func)
-        result = None if rule is None else rule(self, func, *args, **kwargs)
+        named: dict[str, Any] = {_PARAMETERS.get(name, name): value for name, value in kwargs.items()}
+        result = None if rule is None else rule(self, func, *args, **named)
         return func(*args, **kwargs) if result is None else result
 
     def dim_in(self, x: Tensor, dims: Iterable[int]) -> int | None:
@@ -104,6 +105,9 @@ def _mean(mode: KeptStatistics, func: Any, x: Tensor, dim: Any = None, *given: A
     found = mode.dim_in(x, [dim] if isinstance(dim, int) else dim or ())
     return None if found is None else func(mode.of(x, found), dim, *given, **named)
 
+
+_PARAMETERS = {"input": "x", "axis": "dim", "normalized_shape": "shape", "num_groups": "groups"}
+"""What rules call the arguments that torch's functions take by name."""
 
 _RULES: dict[Any, Callable[..., Tensor | None]] = {
     **dict.fromkeys((F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm), _norm),

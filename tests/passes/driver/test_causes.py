@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import pytest
 import torch
@@ -46,6 +49,22 @@ def test_what_was_applied_has_no_cause_and_all_else_has_one() -> None:
     assert decisions and all((each["cause"] == "") == (each["status"] == "applied") for each in decisions)
     assert {each["cause"] for each in decisions} <= {"", *Cause}
     assert fxopt.Plan.from_json(fxopt.plan(fast).to_json()) == fxopt.plan(fast)
+
+
+@dataclass(frozen=True)
+class Refuses(fxopt.Pass):
+    name: ClassVar[str] = "refuses"
+    cause: str = ""
+
+    def find(self, program: fxopt.Program) -> Iterator[fxopt.Refusal]:
+        yield fxopt.Refusal("it is odd", "0", cast("Cause", self.cause))
+
+
+@pytest.mark.parametrize("cause", ["", "later.invented"])
+def test_a_cause_of_another_release_is_told_by_its_reason(cause: str) -> None:
+    with pytest.warns(fxopt.NothingDoneWarning, match="it is odd"):
+        fast = fxopt.optimize(network().eval(), [Refuses(cause)], example_inputs=X)
+    assert "it is odd" in str(fxopt.report(fast).table()) and not Cause(cause).is_speed
 
 
 def test_a_plan_that_does_not_fit_says_so() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import pytest
 import torch
@@ -232,6 +232,14 @@ class Nonsense(Pass):
 
 
 @dataclasses.dataclass(frozen=True)
+class Wordless(Pass):
+    """Refuse a place without a reason."""
+
+    def find(self, program: Program) -> Iterator[Refusal]:
+        yield Refusal(cast("str", None), "here")
+
+
+@dataclasses.dataclass(frozen=True)
 class RaiseInFind(Pass):
     """Raise after a first site."""
 
@@ -381,6 +389,7 @@ FAILURES = {
     RaiseMidway(): r"pass 'raise_midway' \(site \(root\):sub\) raised ValueError: half way",
     RaiseMidway(kind=KeyError): r"pass 'raise_midway' \(site \(root\):sub\) raised KeyError",
     Nonsense(): r"pass 'nonsense': find yielded str, expected a Site or a Refusal",
+    Wordless(): r"pass 'wordless': find yielded a Refusal whose reason is no text",
     RaiseInFind(): r"pass 'raise_in_find' \(find\) raised KeyError: 'lost'",
     Hang(): r"pass 'hang' \(site \(root\):sub\) took longer than 0.1 s",
     Pass(): r"pass 'pass' \(find\) raised NotImplementedError: Pass.find",

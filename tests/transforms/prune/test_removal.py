@@ -251,3 +251,18 @@ def test_encoder_layers_of_torch_lose_the_width_of_their_stream(training: bool):
     fast = fxopt.optimize(model, HALF, example_inputs=(x,))
     assert set(statuses(fast)) == {"applied"}
     assert fast[1].linear1.weight.shape == (12, 8)
+
+
+@pytest.mark.parametrize("mean", [{"dim": -1}, {"axis": -1}])
+@pytest.mark.parametrize("named", [False, True])
+def test_means_are_over_kept_units_however_their_arguments_are_named(mean: dict[str, Any], named: bool):
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.up(x)
+            return self.down(y - (torch.mean(input=y, keepdim=True, **mean) if named else y.mean(keepdim=True, **mean)))
+
+    assert statuses(fxopt.optimize(Centred().eval(), HALF, example_inputs=torch.randn(4, 8))) == ["applied"]
