@@ -159,9 +159,7 @@ class Cut:
         read = {each: [user for user in each.users if self._kinds[user] is _Kind.OTHER] for each in nodes}
         written = {each for each, users in read.items() if any(map(_may_write, users))}
         results = [node for node, users in read.items() if users or any(user not in read for user in node.users)]
-        return any(
-            one is not other and self._memory[one] & self._memory[other] for one in written for other in results
-        )
+        return any(one is not other and self._memory[one] & self._memory[other] for one in written for other in results)
 
     def _leaves(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """Return what nodes read, and in the place of sizes what these are computed from."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import EngineWarning, UsageError
-from fxopt.layers.delegated import DelegatedRegion, Engine
 from fxopt.runtime.graphs import specializations_of
+from fxopt.transforms.delegate.delegate import Engine, engine_named
+from fxopt.transforms.delegate.find import DelegatedRegion
 
 ENGINES = [each for each in ("openvino", "onnxruntime") if importlib.util.find_spec(each)]
 every_engine = pytest.mark.parametrize("engine", ENGINES)
@@ -330,7 +332,7 @@ class Wayward(Engine):
 
 @contextmanager
 def table_with(engine: Engine) -> Iterator[None]:
-    table: Any = importlib.import_module("fxopt.layers.delegated.engines")
+    table: Any = sys.modules[engine_named.__module__]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "_all", lambda: ((engine.name, engine),))
         yield
