@@ -56,6 +56,7 @@ class _Converted:
 
     unchanged: Unchanged
     compile: Callable[[int], Session]
+    types: Sequence[torch.dtype]  # of the inputs
     noted: Sequence[tuple[Tensor, int, Any]]  # the tensors' memory, with counts of writes and samples of then
     seconds: float = 0.0
     by_threads: dict[int, Session] = field(default_factory=dict[int, Session])
@@ -125,7 +126,9 @@ class DelegatedRegion(Keeping):
         converted = self._current(inputs, tensors)
         if converted is None:
             return self._by_itself(operands, tensors)
-        key = (torch.get_num_threads(), *[(x.shape, x.dtype) for x in inputs])
+        if [x.dtype for x in inputs] != converted.types:
+            return self._own(*operands)
+        key = (torch.get_num_threads(), *[x.shape for x in inputs])
         if key not in converted.by_shapes:
             return self._first(converted, key, operands)
         session = converted.by_shapes[key]
@@ -202,7 +205,9 @@ class DelegatedRegion(Keeping):
                 computation = _Computation(self.graph, tensors)
                 traced = cast("Any", torch.jit).trace(computation, tuple(example), check_trace=False)
             noted = [(each.detach(), version_of(each), sample_of(each)) for each in tensors]
-            converted = _Converted(unchanged, _Compile(engine, traced, example, self.dtype), noted)
+            converted = _Converted(
+                unchanged, _Compile(engine, traced, example, self.dtype), [x.dtype for x in inputs], noted
+            )
             converted.session(torch.get_num_threads())
             converted.seconds = time.perf_counter() - start
             return self._keep(key, converted)

@@ -34,9 +34,9 @@ _VIEWS = frozenset(
 """What takes no time, and gives the memory of its first operand."""
 _RANGED = frozenset(
     "embedding embedding_bag gather index_select take take_along_dim index_add index_copy index_fill index_put scatter "
-    "scatter_add scatter_reduce one_hot cross_entropy nll_loss repeat_interleave floor_divide remainder fmod".split()
+    "scatter_add scatter_reduce one_hot cross_entropy nll_loss repeat_interleave remainder fmod".split()
 )
-"""What raises for integers out of range, or rounds them down, where engines may do anything."""
+"""What raises for integers out of range, where engines may give anything."""
 _INDEXED = frozenset(("getitem", "setitem"))
 """The same, for integers in the second operand; a mask there makes shapes of numbers."""
 
@@ -237,11 +237,13 @@ def _kind_of(node: fx.Node, metas: Mapping[fx.Node, Meta]) -> _Kind:
 
 
 def _may_refuse(node: fx.Node, metas: Mapping[fx.Node, Meta], given: Collection[fx.Node]) -> bool:
-    """Say whether an operation raises for some of the numbers that a call is given, or makes shapes of them."""
+    """Say whether engines may differ by the numbers that a call is given: they raise, make shapes or are rounded."""
     name, operands = _name_of(node), list[fx.Node]()
     if info_of(node).shape == "data" or name.startswith(_DECOMPOSES):
         return True
-    if name.rstrip("_") in _RANGED or "rounding_mode" in node.kwargs:
+    if name == "floor_divide" or "rounding_mode" in node.kwargs:  # engines round quotients below zero otherwise
+        return any(each in given for each in node.all_input_nodes)
+    if name.rstrip("_") in _RANGED:
         operands = node.all_input_nodes
     elif name in _INDEXED:
         fx.map_arg(node.args[1:2], operands.append)

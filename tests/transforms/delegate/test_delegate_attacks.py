@@ -188,9 +188,11 @@ def test_a_mask_may_choose_other_numbers_of_rows() -> None:
         assert_same(model, fast, random(4, 8, seed=1), chosen)
 
 
-def test_integers_are_divided_downwards() -> None:
-    model = two(lambda self, x: (self.body(x) * 100).int() // 7)
-    fast = delegated(model, random(4, 8))
+@every_engine
+@pytest.mark.parametrize("step", [7, 0.3])
+def test_quotients_below_zero_are_rounded_down(step: float, engine: str) -> None:
+    model = two(lambda self, x: (self.body(x) * 100).to(torch.int32 if step == 7 else x.dtype) // step)
+    fast = delegated(model, random(4, 8), engine=engine)
     with torch.no_grad():
         assert int((fast(random(64, 8)) - model(random(64, 8))).abs().max()) <= 1  # at the border
 
@@ -249,6 +251,13 @@ def test_inputs_that_require_gradients_without_asking_for_them() -> None:
     fast = delegated(model, x)
     assert_same(model, fast, x.requires_grad_())
     assert are_computed_by_engine(fast)
+    assert not regions_of(fast)[0]._failed
+
+
+def test_inputs_of_another_type_are_computed_without_the_engine() -> None:
+    model = type("Model", (Two,), {"forward": lambda self, x, scale: self.body(x) * scale})().eval()
+    fast = delegated(model, random(4, 8), torch.tensor(2.0))
+    assert_same(model, fast, random(4, 8), torch.tensor(3))
     assert not regions_of(fast)[0]._failed
 
 
