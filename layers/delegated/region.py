@@ -31,14 +31,23 @@ _MOST_SHAPES = 1000
 _MOST_KEPT = 2
 """For so many copies of a model the engine holds the numbers at a time."""
 
+_MOST_WAITING = 8
+"""Of so many copies that the engine does not hold is noted how long they compute by themselves."""
+
 _ERROR = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
 """What a result may be off, relative to its scale, at the first call with new shapes. How exact an engine is was
 verified before; an engine that took a size for a constant is off by more."""
+
+_MOST, _LOWEST = 1e6, torch.finfo(torch.float32).min
+"""Larger inputs may overflow inside, and then engines give numbers for NaN."""
 
 _TAKEN = frozenset((torch.float32, torch.int64, torch.int32, torch.bool))
 """What inputs may hold: a model in float64 computes in float64, and other types are rare."""
 
 _CHECKS = (require, expect_dimensions, expect_one_of)
+
+_PROCESS = os.getpid()
+"""Engines have threads, which a fork does not take along: a call of theirs in a child would wait for ever."""
 
 
 @dataclass
@@ -47,7 +56,7 @@ class _Converted:
 
     unchanged: Unchanged
     compile: Callable[[int], Session]
-    process: int
+    types: Sequence[torch.dtype]  # of the inputs
     noted: Sequence[tuple[Tensor, int, Any]]  # the tensors' memory, with counts of writes and samples of then
     seconds: float = 0.0
     by_threads: dict[int, Session] = field(default_factory=dict[int, Session])
@@ -60,7 +69,7 @@ class _Converted:
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether other tensors hold the same numbers, those of a copy of the model."""
-        return self.process == os.getpid() and all(
+        return all(
             old.shape == new.shape and old.dtype is new.dtype and new.is_cpu and version_of(old) == version
             and view == sample and torch.equal(old, new)
             for (old, version, (view, sample)), new in zip(self.noted, tensors, strict=True)
@@ -73,6 +82,14 @@ class _Waiting:
 
     unchanged: Unchanged
     seconds: float = 0.0
+
+
+class _Refused(Exception):
+    """The tensors of the model are none that an engine takes, as they are."""
+
+
+class _OtherType(_Refused):
+    """They are of another type than float32."""
 
 
 class DelegatedRegion(Keeping):
@@ -101,7 +118,7 @@ class DelegatedRegion(Keeping):
 
     def __call__(self, *operands: Any) -> Sequence[Tensor]:
         """Return what the region computes, each result in memory of its own."""
-        if self._failed or wants_gradients(*operands) or not runs_kernels():
+        if self._failed or wants_gradients(*operands) or not runs_kernels() or os.getpid() != _PROCESS:
             return self._own(*operands)
         inputs, tensors = operands[: self.inputs], operands[self.inputs :]
         if not all(map(_is_taken, inputs)):
@@ -109,16 +126,21 @@ class DelegatedRegion(Keeping):
         converted = self._current(inputs, tensors)
         if converted is None:
             return self._by_itself(operands, tensors)
-        key = (torch.get_num_threads(), *[(x.shape, x.dtype) for x in inputs])
+        if [x.dtype for x in inputs] != converted.types:
+            return self._own(*operands)
+        key = (torch.get_num_threads(), *[x.shape for x in inputs])
         if key not in converted.by_shapes:
             return self._first(converted, key, operands)
         session = converted.by_shapes[key]
         if session is None:
             return self._own(*operands)
         try:
-            return session([x.contiguous() for x in inputs])
+            found = session([x.detach().contiguous() for x in inputs])
+            is_finite = all(map(_is_finite, found))
         except Exception as error:
             return self._given_up(error, operands)
+        # Engines have rules of their own for what overflows inside, and for rows of which everything is masked.
+        return found if is_finite else self._own(*operands)
 
     # -- what the engine holds -----------------------------------------------------------------------------------
 
@@ -139,33 +161,41 @@ class DelegatedRegion(Keeping):
         """Return what the engine made of the tensors as they are now; None where it holds others."""
         key = _key_of(tensors)
         held = self._converted.get(key)
-        if held is not None and held.unchanged.same(*tensors) and held.process == os.getpid():
+        if held is not None and held.unchanged.same(*tensors):
             return held
-        if any(tensor.is_floating_point() and tensor.dtype is not torch.float32 for tensor in tensors):
-            return None  # the model was converted to another type
         with self._lock:
-            if held is None or held.process != os.getpid() or self._is_due(held, key, tensors):
+            if self._is_due(held, key, tensors):
                 try:
                     return self._convert(inputs, tensors)
+                except _Refused as refusal:
+                    self._waiting[key].seconds = -math.inf  # as long as they stay the same
+                    if not isinstance(refusal, _OtherType):  # a model in another type computes in that
+                        _warn(f"the model's own operations run: {refusal}")
                 except Exception as error:
                     self._give_up(error)
         return None
 
-    def _is_due(self, held: _Converted, key: int, tensors: Sequence[Tensor]) -> bool:
+    def _is_due(self, held: _Converted | None, key: int, tensors: Sequence[Tensor]) -> bool:
         waiting = self._waiting.get(key)
         if waiting is None or not waiting.unchanged.same(*tensors):
-            self._waiting[key] = _Waiting(Unchanged(tensors))
-            return False
-        return waiting.seconds >= held.seconds
+            waiting = self._waiting[key] = _Waiting(Unchanged(tensors))
+            while len(self._waiting) > _MOST_WAITING:
+                del self._waiting[next(iter(self._waiting))]
+            return held is None
+        return waiting.seconds >= (0.0 if held is None else held.seconds)
 
     def _convert(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> _Converted:
         with self._lock, torch.inference_mode(False), torch.no_grad(), dispatch_modes_off():
             key, start = _key_of(tensors), time.perf_counter()
             engine, unchanged = engine_named(self.engine), Unchanged(tensors)
             reasons = (reason for reason in map(_reason_against, tensors) if reason)
-            reason = engine.reason_against(self.dtype) or next(reasons, "")
-            if reason:
+            if reason := engine.reason_against(self.dtype):
                 raise RuntimeError(reason)
+            other = next(filter(_is_of_other_type, tensors), None)
+            if other is not None:
+                raise _OtherType(f"a parameter is of {str(other.dtype).removeprefix('torch.')}")
+            if reason := next(reasons, ""):
+                raise _Refused(reason)
             for held in self._converted.values():
                 if held.holds(tensors):
                     return self._keep(key, replace(held, unchanged=unchanged))
@@ -175,7 +205,9 @@ class DelegatedRegion(Keeping):
                 computation = _Computation(self.graph, tensors)
                 traced = cast("Any", torch.jit).trace(computation, tuple(example), check_trace=False)
             noted = [(each.detach(), version_of(each), sample_of(each)) for each in tensors]
-            converted = _Converted(unchanged, _Compile(engine, traced, example, self.dtype), os.getpid(), noted)
+            converted = _Converted(
+                unchanged, _Compile(engine, traced, example, self.dtype), [x.dtype for x in inputs], noted
+            )
             converted.session(torch.get_num_threads())
             converted.seconds = time.perf_counter() - start
             return self._keep(key, converted)
@@ -205,11 +237,14 @@ class DelegatedRegion(Keeping):
         own = self._own(*operands)
         try:
             session = converted.session(key[0])
-            found = session([x.contiguous() for x in operands[: self.inputs]])
+            inputs = [x.detach().contiguous() for x in operands[: self.inputs]]
+            found = session(inputs)
+            agree = _agree(found, own, _ERROR[self.dtype])
+            if not converted.by_shapes and _are_in_memory_of(found, [*session(inputs), *inputs]):
+                raise RuntimeError("its results lie in memory that it uses again")
         except Exception as error:
             self._give_up(error)
             return own
-        agree = _agree(found, own, _ERROR[self.dtype])
         if agree is not None and len(converted.by_shapes) < _MOST_SHAPES:
             converted.by_shapes[key] = session if agree else None
         if agree is False:
@@ -278,16 +313,30 @@ def _key_of(tensors: Sequence[Tensor]) -> int:
 
 
 def _is_taken(x: Any) -> bool:
-    """Say whether an input is one that engines compute as torch does: of finite numbers, if it is of floats."""
+    """Say whether an input is one that engines compute as torch does."""
     return (
         type(x) is Tensor and x.dtype in _TAKEN and x.is_cpu and x.layout is torch.strided and x.numel() > 0
-        and not x.is_neg() and (not x.is_floating_point() or _is_finite(x))
+        and not x.is_neg() and (not x.is_floating_point() or _is_moderate(x))
     )  # fmt: skip
 
 
+def _is_moderate(x: Tensor) -> bool:
+    """Say whether an input is finite and of a size with which nothing overflows; masks hold the lowest number."""
+    low, high = (float(each) for each in torch.aminmax(x))
+    return high <= _MOST and (low >= -_MOST or low == _LOWEST)  # not so where one is NaN
+
+
 def _is_finite(x: Tensor) -> bool:
-    """Say whether a tensor holds no NaN and no infinity; its sum says so in a tenth of the time."""
-    return math.isfinite(x.sum()) or bool(torch.isfinite(x).all())
+    return not x.is_floating_point() or bool(torch.isfinite(x).all())
+
+
+def _are_in_memory_of(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    places = {each.untyped_storage().data_ptr() for each in others if each.numel()}
+    return any(each.untyped_storage().data_ptr() in places for each in results if each.numel())
+
+
+def _is_of_other_type(tensor: Tensor) -> bool:
+    return tensor.dtype is not torch.float32 and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _reason_against(tensor: Tensor) -> str:
@@ -311,8 +360,8 @@ def _agree(found: Sequence[Tensor], own: Sequence[Tensor], allowed: float) -> bo
                 return False
         elif not bool(torch.isfinite(old).all()):
             return None
-        elif old.numel() and float((new - old).abs().max()) > allowed * max(float(old.abs().max()), 1e-30):
-            return False
+        elif old.numel() and not float((new - old).abs().max()) <= allowed * max(float(old.abs().max()), 1e-30):
+            return False  # NaN is off, too
     return True
 
 

@@ -90,11 +90,13 @@ def _indented(lines: Iterable[str]) -> list[str]:
 class _Names:
     """Hand out names for the objects that code refers to; none hides an argument or a node."""
 
+    arguments: set[str]
     objects: dict[str, Any]
     _used: set[str]
     _of: dict[int, str]
 
     def __init__(self, arguments: set[str], specializations: Sequence[Specialization]) -> None:
+        self.arguments = arguments | {"self"}
         self._used = arguments | {node.name for v in specializations for node in v.graph.nodes} | {"self"}
         self.objects = {name: value for name, value in _PLAIN_NAMES.items() if name not in self._used}
         self._used.update(_PLAIN_NAMES)
@@ -179,8 +181,9 @@ class _Body:
         self._containers = self._hoisted()
         self._registries = self._hoisted_registries()
         self._last_uses = _last_uses(self._nodes)
-        # A child may be called `self`; the forward needs that name to the end.
-        self._renamed = {node: names.fresh("self") for node in self._nodes if node.name == "self"}
+        # A child may be called `self`, and a tensor as an argument that the graph does not take: after a check that
+        # fails, the forward passes all its arguments on.
+        self._renamed = {node: names.fresh(node.name) for node in self._nodes if self._hides_argument(node)}
 
     def lines(self) -> list[str]:
         lines = [f"{local} = {expression}" for expression, local in self._containers.items()]
@@ -213,7 +216,7 @@ class _Body:
     def _statement(self, node: fx.Node) -> str | None:
         if node.op == "placeholder":
             expression = self._names(self._specialization.argument(node))
-            return None if expression == node.name else f"{node.name} = {expression}"
+            return None if expression == self._local(node) else f"{self._local(node)} = {expression}"
         if node.op == "output":
             return f"return {self._format(node.args[0])}"
         if _is_check(node):
@@ -248,6 +251,11 @@ class _Body:
             return _attribute(str(node.target))
         container = _container(node)
         return f"{self._containers.get(container, container)}[{str(node.target).rpartition('.')[2]!r}]"
+
+    def _hides_argument(self, node: fx.Node) -> bool:
+        """Say whether a node has the name of an argument, and does not stand for this one."""
+        stands = node.op == "placeholder" and self._names(self._specialization.argument(node)) == node.name
+        return node.op != "output" and node.name in self._names.arguments and not stands
 
     def _local(self, node: fx.Node) -> str:
         return self._renamed.get(node, node.name)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +27,20 @@ _HEAVY = frozenset(
 _LEAST_HEAVY = 2
 _STAYS = frozenset("diff nonzero unique unique_consecutive masked_select bincount histc searchsorted".split())
 """What no converter knows, or gives shapes that the numbers decide."""
-_DESCRIBES = frozenset("shape size dim len numel ndim dtype device is_floating_point stride condition type".split())
+_DESCRIBES = frozenset("shape size dim len numel ndim dtype device is_floating_point condition type".split())
 """What tells of a tensor without reading its numbers."""
+_VIEWS = frozenset(
+    "view view_as unsqueeze squeeze transpose permute expand expand_as getitem narrow chunk split tensor_split unbind "
+    "unflatten diagonal detach t T mT swapaxes swapdims movedim select".split()
+)
+"""What takes no time, and gives the memory of its first operand."""
+_RANGED = frozenset(
+    "embedding embedding_bag gather index_select take take_along_dim index_add index_copy index_fill index_put scatter "
+    "scatter_add scatter_reduce one_hot cross_entropy nll_loss repeat_interleave remainder fmod".split()
+)
+"""What raises for integers out of range, where engines may give anything."""
+_INDEXED = frozenset(("getitem", "setitem"))
+"""The same, for integers in the second operand; a mask there makes shapes of numbers."""
 
 
 class _Kind(enum.Enum):
@@ -66,9 +77,8 @@ class Cut:
 
     def __init__(self, graph: fx.Graph, metas: Mapping[fx.Node, Meta]) -> None:
         self.graph, self.metas = graph, metas
-        self._kinds = {node: _kind_of(node, metas) for node in graph.nodes}
-        self._memory = _memory_of(graph)
-        self._written = set[fx.Node]()  # memory that calls that stay write into
+        self._kinds = self._sorted()
+        self._memory = self._shared()
         self._levels = self._leveled()
         members: dict[int, list[fx.Node]] = {}
         for node in graph.nodes:
@@ -81,28 +91,48 @@ class Cut:
     def regions(self) -> list[Region]:
         return list(self._by_level.values())
 
+    def _sorted(self) -> dict[fx.Node, _Kind]:
+        """Return what each node is."""
+        kinds, given = dict[fx.Node, _Kind](), set[fx.Node]()  # whose numbers depend on those that a call is given
+        for node in self.graph.nodes:
+            kind = _kind_of(node, self.metas)
+            if kind is _Kind.TENSOR and _may_refuse(node, self.metas, given):
+                kind = _Kind.OTHER
+            elif kind is _Kind.TENSOR and _is_view(node, self.metas) and kinds[node.args[0]] is not _Kind.TENSOR:
+                kind = _Kind.SIZE  # in the memory that it is read from, wherever it is read
+            kinds[node] = kind
+            is_read = any(each in given for each in node.all_input_nodes) and not _is_plain(self.metas.get(node))
+            if kind is _Kind.OTHER or node.op == "placeholder" or is_read:
+                given.add(node)
+        return kinds
+
+    def _shared(self) -> dict[fx.Node, frozenset[fx.Node]]:
+        """Return in whose memory the result of each node may lie."""
+        memory = dict[fx.Node, frozenset[fx.Node]]()
+        for node in self.graph.nodes:
+            is_new = bool(info_of(node).fresh) and not mutates(node)
+            read = () if is_new else [each for each in node.all_input_nodes if not _is_plain(self.metas.get(each))]
+            memory[node] = frozenset({node}).union(*(memory[each] for each in read))
+        return memory
+
     def _leveled(self) -> dict[fx.Node, int]:
         """Return behind how many calls that stay each node comes: nodes of one level can be computed together.
 
-        Calls that stay keep their order, for they may have effects; what comes behind one that may write stays behind.
+        Calls that stay keep their order, for they may have effects; nothing that reads behind a write comes before it.
         """
         levels, last, written, read = dict[fx.Node, int](), 0, 0, set[fx.Node]()
         for node in self.graph.nodes:
-            level = max((levels[each] for each in node.all_input_nodes), default=0)
-            if self._kinds[node] is not _Kind.SOURCE:
-                level = max(level, written)
+            level = max((levels[each] for each in node.all_input_nodes), default=written)
+            level = max(level, written)
             if self._kinds[node] is _Kind.TENSOR and mutates(node):
-                memory = self._memory[node.all_input_nodes[0]]
-                own = all(self._kinds[each] is _Kind.TENSOR and levels[each] == level for each in memory)
-                if not own or memory & read:  # it is another's, or a call before this one reads it
+                of = [each for each in self._memory[node] if each is not node]
+                own = all(self._kinds[each] is _Kind.TENSOR and levels[each] == level for each in of)
+                if not own or self._memory[node] & read:  # it is another region's, or a call before this one reads it
                     self._kinds[node] = _Kind.OTHER
             if self._kinds[node] is _Kind.OTHER:
                 level = last = max(level, last) + 1
+                written = level if _may_write(node) else written
                 read |= {place for each in node.all_input_nodes for place in self._memory[each]}
-                if mutates(node) and node.all_input_nodes:
-                    self._written |= self._memory[node.all_input_nodes[0]]
-                if mutates(node) or not _is_of_torch(node):
-                    written = level
             levels[node] = level
         return levels
 
@@ -112,6 +142,8 @@ class Cut:
         written = [each for node in nodes if mutates(node) for each in node.all_input_nodes[:1]]
         if any(user not in inside for node in written for user in node.users):
             return None  # whoever reads it before it is written into would read it afterwards
+        if self._is_written_apart(nodes):
+            return None
         checks = {n for n in graph.nodes if self._kinds[n] is _Kind.CHECK and self._leaves([n]) & inside}
         members = inside | checks | self._sizes([*nodes, *checks])
         leaves = self._leaves([*nodes, *checks]) - inside
@@ -119,15 +151,19 @@ class Cut:
         outputs = self._leaves(others) & inside
         if not outputs or not all(isinstance(self.metas[each], TensorMeta) for each in (*leaves, *outputs)):
             return None
-        shared = Counter(place for each in (*leaves, *outputs) for place in self._memory[each] & self._written)
-        if any(count > 1 for count in shared.values()):
-            return None  # results are copies: what is written into one would not be seen in another
         return Region(
             [node for node in graph.nodes if node in members],
             [node for node in graph.nodes if node in leaves and node.op != "get_attr"],
             [node for node in graph.nodes if node in leaves and node.op == "get_attr"],
             [node for node in nodes if node in outputs], inside | checks,
         )  # fmt: skip
+
+    def _is_written_apart(self, nodes: Sequence[fx.Node]) -> bool:
+        """Say whether what stays outside may write into one of several results in the same memory."""
+        read = {each: [user for user in each.users if self._kinds[user] is _Kind.OTHER] for each in nodes}
+        written = {each for each, users in read.items() if any(map(_may_write, users))}
+        results = [node for node, users in read.items() if users or any(user not in read for user in node.users)]
+        return any(one is not other and self._memory[one] & self._memory[other] for one in written for other in results)
 
     def _leaves(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """Return what nodes read, and in the place of sizes what these are computed from."""
@@ -183,18 +219,6 @@ class Cut:
             values[node].meta = {**node.meta, "val": meta}
 
 
-def _memory_of(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """Return the nodes in whose memory the result of each node may lie."""
-    memory = dict[fx.Node, set[fx.Node]]()
-    for node in graph.nodes:
-        read = [memory[each] for each in node.all_input_nodes]
-        if mutates(node):
-            memory[node] = read[0] if read else {node}
-        else:
-            memory[node] = {node} if info_of(node).fresh else {node}.union(*read)
-    return memory
-
-
 def _is_heavy(nodes: Sequence[fx.Node]) -> bool:
     return sum(canonical_name(node) in _HEAVY for node in nodes) >= _LEAST_HEAVY
 
@@ -211,19 +235,54 @@ def _kind_of(node: fx.Node, metas: Mapping[fx.Node, Meta]) -> _Kind:
     if _is_plain(meta):
         on_tensors = any(_holds_tensors(metas[each]) for each in node.all_input_nodes)
         return _Kind.SIZE if not on_tensors or _describes(node) else _Kind.OTHER
-    if not _holds_tensors(meta) or has_random_effects(node) or not _is_of_torch(node) or _name(node) in _STAYS:
+    if not _holds_tensors(meta) or has_random_effects(node) or not _is_of_torch(node):
         return _Kind.OTHER
     return _Kind.TENSOR
 
 
-def _name(node: fx.Node) -> str:
-    if node.target is getattr:
-        return str(node.args[1])
-    return canonical_name(node) or getattr(node.target, "__name__", str(node.target))
+def _may_refuse(node: fx.Node, metas: Mapping[fx.Node, Meta], given: Collection[fx.Node]) -> bool:
+    """Say whether engines may differ by the numbers that a call is given: they raise, make shapes or are rounded."""
+    name, operands = _name_of(node), list[fx.Node]()
+    if info_of(node).shape == "data" or name.startswith(_DECOMPOSES) or name in _STAYS:
+        return True
+    if name == "floor_divide" or "rounding_mode" in node.kwargs:  # engines round quotients below zero otherwise
+        return any(each in given for each in node.all_input_nodes)
+    if name.rstrip("_") in _RANGED:
+        operands = node.all_input_nodes
+    elif name in _INDEXED:
+        fx.map_arg(node.args[1:2], operands.append)
+    return any(each in given and _holds_integers(metas[each]) for each in operands)
+
+
+_DECOMPOSES = ("linalg", "cholesky", "inverse", "lu_", "qr", "svd", "eig", "logdet", "slogdet", "det")
+
+
+def _holds_integers(meta: Meta) -> bool:
+    return isinstance(meta, TensorMeta) and not (meta.dtype.is_floating_point or meta.dtype.is_complex)
+
+
+def _is_view(node: fx.Node, metas: Mapping[fx.Node, Meta]) -> bool:
+    if _name_of(node) not in _VIEWS or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    return not any(_holds_tensors(metas[each]) for each in node.all_input_nodes if each is not node.args[0])
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Say whether a call that stays may write into what others read."""
+    return node.op == "call_module" or mutates(node) or not (isinstance(node.target, type) or _is_of_torch(node))
 
 
 def _describes(node: fx.Node) -> bool:
-    return _name(node) in _DESCRIBES
+    return _name_of(node) in _DESCRIBES or getattr(node.target, "__name__", "") in _DESCRIBES
+
+
+def _name_of(node: fx.Node) -> str:
+    """Return what a call is called, also where the table of operators has no row for it."""
+    if node.target is getattr:
+        return str(node.args[1])
+    return canonical_name(node) or (
+        str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
+    )
 
 
 def _is_of_torch(node: fx.Node) -> bool:
