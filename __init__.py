@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         load_state_dict,
         optimize,
         plan,
+        refresh,
         report,
         restore,
         save,
@@ -92,7 +93,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "api": (
-        "capture export graphs list_passes load load_state_dict optimize plan report restore save state_dict "
+        "capture export graphs list_passes load load_state_dict optimize plan refresh report restore save state_dict "
         "element_wise translate_optimizer translate_state"
     ),
     "errors": (
@@ -124,18 +125,19 @@ _PLACE_OF = {
 }
 
 __all__ = [
-    "ArchiveError", "Attention", "Autocast", "BudgetError", "CalibrationError", "CaptureError", "Cause", "ChannelsLast",
-    "Checkpoint", "Concatenate", "Context", "Ddp", "Decision", "Delegate", "Edit", "EliminateCommonSubexpressions",
-    "EliminateDeadCode", "EngineWarning", "FlattenCalls", "FoldBatchnorm", "FoldConstants", "Fsdp", "FuseEnsembles",
-    "FuseExperts", "FusedMemberError", "FxoptError", "Goal", "GraphPooling", "GuardError", "GuardWarning", "InputError",
-    "Inputs", "Mask", "Match", "MatchFailure", "ModeError", "NothingDoneWarning", "Numerics", "OpInfo", "OrderError",
-    "OwnForward", "Pack", "Pass", "PassError", "Pattern", "Phase", "Pipeline", "PipelineError", "Plan", "PlanError",
-    "Program", "Prune", "Qat", "Quantize", "Refusal", "Release", "Rename", "Report", "Select", "Site",
-    "SparseMessagePassing", "Stack", "StateError", "StateStep", "StateWarning", "SwapKernels", "SyncBatchnorm",
-    "TensorParallel", "UnverifiedWarning", "UsageError", "VerificationError", "__version__", "anything", "capture",
-    "either", "element_wise", "export", "graphs", "list_passes", "load", "load_state_dict", "module", "no_sync",
-    "operation", "optimize", "plan", "recording", "register_operator", "report", "restore", "save", "state_dict",
-    "translate_optimizer", "translate_state",
+    "ArchiveError", "Attention", "Autocast", "BudgetError", "CalibrationError", "CaptureError", "Cause",
+    "ChannelsLast", "Checkpoint", "Concatenate", "Context", "Ddp", "Decision", "Delegate", "Edit",
+    "EliminateCommonSubexpressions", "EliminateDeadCode", "EngineWarning", "FlattenCalls", "FoldBatchnorm",
+    "FoldConstants", "Fsdp", "FuseEnsembles", "FuseExperts", "FusedMemberError", "FxoptError", "Goal", "GraphPooling",
+    "GuardError", "GuardWarning", "InputError", "Inputs", "Mask", "Match", "MatchFailure", "ModeError",
+    "NothingDoneWarning", "Numerics", "OpInfo", "OrderError", "OwnForward", "Pack", "Pass", "PassError", "Pattern",
+    "Phase", "Pipeline", "PipelineError", "Plan", "PlanError", "Program", "Prune", "Qat", "Quantize", "Refusal",
+    "Release", "Rename", "Report", "Select", "Site", "SparseMessagePassing", "Stack", "StateError", "StateStep",
+    "StateWarning", "SwapKernels", "SyncBatchnorm", "TensorParallel", "UnverifiedWarning", "UsageError",
+    "VerificationError", "__version__", "anything", "capture", "either", "element_wise", "export", "graphs",
+    "list_passes", "load", "load_state_dict", "module", "no_sync", "operation", "optimize", "plan", "recording",
+    "refresh", "register_operator", "report", "restore", "save", "state_dict", "translate_optimizer",
+    "translate_state",
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from .deploy import archive, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
 from .errors import StateError, StateWarning, expect
+from .layers.delegated import refresh as refresh_regions
 from .passes.driver import (
     Request,
     check_kind,
@@ -53,7 +54,7 @@ from .tracing.program import Program, capture_program
 
 __all__ = [
     "capture", "element_wise", "export", "graphs", "list_passes", "load", "load_state_dict", "optimize", "plan",
-    "report", "restore", "save", "state_dict", "translate_optimizer", "translate_state",
+    "refresh", "report", "restore", "save", "state_dict", "translate_optimizer", "translate_state",
 ]  # fmt: skip
 
 M = TypeVar("M", bound=nn.Module)
@@ -230,6 +231,20 @@ def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Modul
         model, "restoring needs whole tensors", "load fxopt.state_dict(model) into the original model instead"
     )
     return restored(model, record, optimizer)
+
+
+def refresh(model: nn.Module) -> None:
+    """Let engines take the parameters and buffers of a model as they are now, after a change of them.
+
+    Without this call a region computes by the model's own operations until these have taken as long as a conversion.
+    A model without regions of `delegate` is left as it is.
+
+    Raises:
+        StateError: the model was not optimized.
+        RuntimeError: an engine does not take the new numbers (NaN, another type); the model's own operations run.
+    """
+    needed_record(model)
+    refresh_regions(model)
 
 
 def translate_optimizer(optimizer: OptimizerT, model: nn.Module) -> OptimizerT:

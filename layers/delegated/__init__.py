@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .engine import Engine, Session
 from .engines import engine_named, engines
+from .refresh import refresh
 from .region import DelegatedRegion
 
-__all__ = ["DelegatedRegion", "Engine", "Session", "engine_named", "engines"]
+__all__ = ["DelegatedRegion", "Engine", "Session", "engine_named", "engines", "refresh"]

@@ -55,7 +55,7 @@ class _Converted:
     """What an engine made of a region with the tensors as they were."""
 
     unchanged: Unchanged
-    compile: Callable[[int], Session]
+    compile: _Compile
     types: Sequence[torch.dtype]  # of the inputs
     noted: Sequence[tuple[Tensor, int, Any]]  # the tensors' memory, with counts of writes and samples of then
     seconds: float = 0.0
@@ -84,7 +84,7 @@ class _Waiting:
     seconds: float = 0.0
 
 
-class _Refused(Exception):
+class _Refused(RuntimeError):
     """The tensors of the model are none that an engine takes, as they are."""
 
 
@@ -156,6 +156,20 @@ class DelegatedRegion(Keeping):
             self._converted.clear()
             self._waiting.clear()
             self._failed = ""
+
+    def forget_gone(self) -> None:
+        """Let go of what was converted for tensors that nobody holds any more."""
+        with self._lock:
+            for key, kept in tuple(self._converted.items()):
+                if kept.unchanged.first_is_gone:
+                    self._converted.pop(key)
+
+    def refresh(self, tensors: Sequence[Tensor]) -> None:
+        """Let the engine take the tensors as they are now; raise what it raises."""
+        held = self._converted.get(_key_of(tensors)) or next(iter(self._converted.values()), None)
+        if held is not None and not held.unchanged.same(*tensors):
+            self._failed = ""
+            self._convert(held.compile.example, tensors)
 
     def _current(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> _Converted | None:
         """Return what the engine made of the tensors as they are now; None where it holds others."""

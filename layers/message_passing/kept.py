@@ -135,7 +135,7 @@ class KeptGraphs(Cache):
             for key in [key for key, kept in self._kept.items() if kept[0].holds_floats]:
                 self._kept.pop(key, None)
 
-    def forget_gone(self, key: Hashable, gone: object) -> None:
+    def drop(self, key: Hashable, gone: object) -> None:
         """Drop a result when a tensor that it was computed from is gone; not one that has taken its place."""
         kept = self._kept.get(key)  # no lock: this may run in the midst of anything, in a thread that holds it
         if kept is not None and any(known is gone for known in kept[2]):
@@ -146,6 +146,6 @@ def _forgetting(kept: Callable[[], KeptGraphs | None], key: Hashable) -> Callabl
     def forget(gone: object) -> None:
         graphs = kept()
         if graphs is not None:
-            graphs.forget_gone(key, gone)
+            graphs.drop(key, gone)
 
     return forget

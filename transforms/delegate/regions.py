@@ -269,6 +269,8 @@ def _is_view(node: fx.Node, metas: Mapping[fx.Node, Meta]) -> bool:
 
 def _may_write(node: fx.Node) -> bool:
     """Say whether a call that stays may write into what others read."""
+    if node.op == "output":
+        return False
     return node.op == "call_module" or mutates(node) or not (isinstance(node.target, type) or _is_of_torch(node))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import threading
 import warnings
@@ -105,7 +106,11 @@ def test_new_shapes_are_compared_once(engine: Fake, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(region, "_own", lambda *operands: own.append(len(operands[0])) or original(*operands))
     for rows in (3, 3, 7, 7, 3):
         call(region, of, torch.randn(rows, 4))
-    assert (own, engine.calls, engine.compiled) == ([3, 7], 5, 1)
+    assert (own, engine.calls, engine.compiled) == (
+        [3, 7],
+        6,
+        1,
+    )  # the first call twice: do its results lie in memory of their own?
 
 
 def test_results_have_memory_of_their_own(engine: Fake) -> None:
@@ -138,7 +143,7 @@ def test_results_that_tell_nothing_are_compared_again(engine: Fake) -> None:
         with torch.no_grad():
             found = region(huge, of.weight, of.bias)
         assert torch.equal(found[1], F.linear(huge, of.weight, of.bias))
-    assert not next(iter(region._converted.values())).by_shapes
+    assert not region._converted
 
 
 # -- where the region's own operations run ---------------------------------------------------------------------------
@@ -280,3 +285,20 @@ def test_copies_convert_by_themselves(copied: Callable[[DelegatedRegion], Delega
     assert (other.engine, other.inputs, other.dtype) == (region.engine, region.inputs, region.dtype)
     call(other, of)
     assert engine.compiled == 2
+
+
+def test_refresh_converts_at_once_and_copies_that_are_gone_are_let_go(engine: Fake) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    nn.init.constant_(of.weight, 2.0)
+    region.refresh([of.weight, of.bias])
+    assert engine.compiled == 2
+    region.refresh([of.weight, of.bias])
+    assert engine.compiled == 2
+    other = copy.deepcopy(of)
+    call(region, other)
+    assert (engine.compiled, len(region._converted)) == (2, 2)
+    del other
+    gc.collect()
+    region.forget_gone()
+    assert len(region._converted) == 1
