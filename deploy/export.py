@@ -182,7 +182,7 @@ def _results(module: nn.Module, call: Inputs) -> dict[str, Any]:
 def _difference(expected: Any, found: Any) -> str:
     if not isinstance(expected, Tensor):
         return "" if expected == found or expected != expected else f"is {found!r}, not {expected!r}"
-    return form_difference(expected, found) or distance(expected, found, rounding(expected)).problem
+    return form_difference(expected, found) or distance(expected, found, rounding(expected)).reason
 
 
 def _listed(names: Mapping[str, Any]) -> str:

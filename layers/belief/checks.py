@@ -38,6 +38,6 @@ def check_values(v: Tensor, units: VisibleUnits, what: str) -> None:
     low, high = (float(bound) for bound in torch.aminmax(v))
     if not (math.isfinite(low) and math.isfinite(high)):
         raise InputError(f"{what} has values that are NaN or infinite; remove or replace them")
-    problem = units.refused(low, high)
-    if problem:
-        raise InputError(f"{what} has {problem}")
+    reason = units.refused(low, high)
+    if reason:
+        raise InputError(f"{what} has {reason}")

@@ -28,7 +28,7 @@ class Judgement:
 
     error: float | None = None
     figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    fault: Reason | None = None
+    reason: Reason | None = None
     lowering: str = ""  # of several new ways the one that the figures are of
 
     @property
@@ -36,18 +36,18 @@ class Judgement:
         """Return the error and what is known of the time as plans have it."""
         return {**Measured(precision_error=self.error).figures(), **self.figures}
 
-    def objection(self, least: float = LEAST_GAIN, *, surely: bool = False) -> Reason | None:
+    def reason_against(self, least: float = LEAST_GAIN, *, surely: bool = False) -> Reason | None:
         """Return why layers of the kind stay as they are: the new way is wrong, or gains no more than `least`.
 
         `surely`: the whole interval must show the gain.
         """
-        if self.fault is not None or not self.figures:
-            return self.fault
+        if self.reason is not None or not self.figures:
+            return self.reason
         return no_gain(Interval.of(self.figures), least, surely=surely, cause=Cause.JUDGED_SLOWER)
 
     def refusal(self, at: Any, least: float = LEAST_GAIN, *, surely: bool = False) -> Refusal | None:
-        """Return the objection as the refusal of a place; None where nothing objects."""
-        reason = self.objection(least, surely=surely)
+        """Return the reason as the refusal of a place; None where nothing objects."""
+        reason = self.reason_against(least, surely=surely)
         return None if reason is None else Refusal(reason, at)
 
 

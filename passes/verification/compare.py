@@ -22,7 +22,7 @@ class Distance:
     """How far apart two values are."""
 
     error: float  # the largest difference, relative to the scale of the expected tensor
-    problem: str = ""  # a clause that says what is wrong ("differs: 3.1e-02 relative to its scale at [0, 5]"), or ""
+    reason: str = ""  # a clause that says what is wrong ("differs: 3.1e-02 relative to its scale at [0, 5]"), or ""
 
 
 _SAME = Distance(0.0)

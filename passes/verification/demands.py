@@ -153,9 +153,9 @@ def check_same_quantities(before: Quantities, after: Quantities) -> None:
 def check_form(before: Quantities, after: Quantities) -> None:
     """Object to another shape, dtype or device."""
     for label, expected in before.items():
-        problem = form_difference(expected, after[label]) if expected is not None else ""
-        if problem:
-            raise Objection(f"{label} {problem}")
+        reason = form_difference(expected, after[label]) if expected is not None else ""
+        if reason:
+            raise Objection(f"{label} {reason}")
 
 
 def results_in(values: Quantities) -> Quantities:
@@ -177,9 +177,9 @@ def _error_around(expected: Quantities, found: Quantities, budget: float) -> flo
 def check_bits(before: Quantities, after: Quantities) -> None:
     """Object to outputs, arguments or buffers that are not bitwise the same; gradients may be summed differently."""
     for label, expected in before.items():
-        problem = "" if is_gradient(label) else bitwise_difference(expected, after[label])
-        if problem:
-            raise Objection(f"{label} {problem}")
+        reason = "" if is_gradient(label) else bitwise_difference(expected, after[label])
+        if reason:
+            raise Objection(f"{label} {reason}")
 
 
 def largest_gap(
@@ -199,9 +199,9 @@ def largest_gap(
         if isinstance(expected, Tensor) and isinstance(found, Tensor) and expected.shape != found.shape:
             raise Objection(f"{label} {form_difference(expected, found)}")
         apart = distance(expected, found, tolerances.get(label, NOTHING), fewer_infinities=fewer_infinities)
-        if apart.problem:
+        if apart.reason:
             stale = " is stale:" if label.startswith("buffer ") else ""
-            raise TooFar(f"{label}{stale} {apart.problem} {where}", apart.error)
+            raise TooFar(f"{label}{stale} {apart.reason} {where}", apart.error)
         largest = max(largest, apart.error)
     return largest
 
@@ -211,7 +211,7 @@ def gaps_and_jumps(before: Quantities, after: Quantities, tolerances: Mapping[st
     compared = (distance(old, after[label], tolerances[label], fewer_infinities=True) for label, old in before.items())
     kept, beyond = [0.0], [0.0]
     for each in compared:
-        (beyond if each.problem else kept).append(each.error)
+        (beyond if each.reason else kept).append(each.error)
     return max(kept), max(beyond)
 
 

@@ -74,7 +74,7 @@ class Translation:
                 raise Objection(
                     f"{name} has shape {list(found.shape)}, but the state map gives it {list(expected.shape)}"
                 )
-            if distance(expected, found, self._slack).problem:
+            if distance(expected, found, self._slack).reason:
                 raise Objection(f"{name} does not have the values of the original tensors")
 
     def check_way_back(self) -> None:
@@ -88,9 +88,9 @@ class Translation:
             if self.steps.is_lossy:  # what is left must come back: what was cut away cannot
                 state, back = self.steps.forward(state), self.steps.forward(back)
         for name, tensor in state.items():
-            problem = form_difference(tensor, back.get(name)) or bitwise_difference(tensor, back[name])
-            if problem:
-                raise Objection(f"{name} {problem} after the state map is applied and reversed")
+            reason = form_difference(tensor, back.get(name)) or bitwise_difference(tensor, back[name])
+            if reason:
+                raise Objection(f"{name} {reason} after the state map is applied and reversed")
 
     def check_round_trip(self) -> None:
         """Object unless what the rewritten module holds comes back from a checkpoint with the original names."""
@@ -107,12 +107,12 @@ class Translation:
             found = self.steps.forward(back)
         reached = {id(held[name]) for name in found if name in held}
         for name, tensor in held.items():
-            problem = "is gone" if id(tensor) not in reached else ""
+            reason = "is gone" if id(tensor) not in reached else ""
             if name in found:
                 other = found[name].detach()
-                problem = form_difference(tensor, other) or distance(tensor.detach(), other, self._slack).problem
-            if problem:
-                raise Objection(f"{name} {problem} after it was saved under the original names and loaded")
+                reason = form_difference(tensor, other) or distance(tensor.detach(), other, self._slack).reason
+            if reason:
+                raise Objection(f"{name} {reason} after it was saved under the original names and loaded")
 
     def quantities(self, run: Outcome, state: Mapping[str, Tensor]) -> Quantities:
         """Return what a run of the original, on `state`, yielded, under the new names."""

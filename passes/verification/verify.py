@@ -263,11 +263,11 @@ class _Check:
             for run in self._around(case, self.allowances.wide_epsilon, ECHOES):
                 yield self.allowances.learn_exact(found, run.quantities())
 
-        error, objection = judged(judge, learn)
-        if objection is not None or not sample.data.is_derived:  # far from the examples, much is rounding of nothing
+        error, reason = judged(judge, learn)
+        if reason is not None or not sample.data.is_derived:  # far from the examples, much is rounding of nothing
             self.meaning_error = max(self.meaning_error, error)
-        if objection is not None:
-            raise objection
+        if reason is not None:
+            raise reason
         return found
 
     def _precision(self, case: _Case, native: Quantities, exact: Quantities | None) -> None:
@@ -285,12 +285,12 @@ class _Check:
         expected = {label: overflowing_alike(native[label], value) for label, value in tensors.items()}
         where = f"(in its own types, {case.where})"
         if exact is None:
-            error, objection = self._within_budget(case, expected, found, where)
+            error, reason = self._within_budget(case, expected, found, where)
         else:
-            error, objection = self._as_precise(case, exact, expected, found, where)
+            error, reason = self._as_precise(case, exact, expected, found, where)
         self.precision_error = max(self.precision_error, error)
-        if objection is not None:
-            raise objection
+        if reason is not None:
+            raise reason
         if exact is not None:
             self._drift(case, expected, native, found)
 
@@ -329,11 +329,11 @@ class _Check:
             near = () if runs is None else runs.around(sample.arguments, sample.state, error, PROBES)
             return (self.translation.quantities(run, sample.state) for run in near)
 
-        error, objection = judged_within(before, expected, found, self.budget, respond, where, fewer_infinities=True)
-        if objection is None:
+        error, reason = judged_within(before, expected, found, self.budget, respond, where, fewer_infinities=True)
+        if reason is None:
             error, jump = gaps_and_jumps(expected, found, within(before, self.budget))
             self.jump = max(self.jump, jump)
-        return error, objection
+        return error, reason
 
     def _drift(self, case: _Case, expected: Quantities, native: Quantities, found: Quantities) -> None:
         """Object to errors that go one way; where there are, learn first what one rounding does."""
@@ -403,9 +403,9 @@ class _Check:
             for run in self.runs.around(arguments, state, step, PROBES, of_inputs=of_inputs):
                 yield known.learn_native(exact, run.quantities())
 
-        objection = judged(judge, learn)[1]
-        if objection is not None:
-            raise objection
+        reason = judged(judge, learn)[1]
+        if reason is not None:
+            raise reason
 
     def _stream(self, first: Arguments, before: Outcome) -> None:
         """Compare runs on the plain random stream, and how far each has advanced it."""

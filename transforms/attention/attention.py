@@ -156,7 +156,7 @@ def _unfit(found: Occurrence) -> str | None:
     guards = [guard for each in every if each.graph is graph for guard in each.guards]
     if _drops(found) and any(each.asks_for_training and each.check == Truth(True) for each in guards):
         return "it drops weights in training"
-    return found.problem()
+    return found.reason_against()
 
 
 def _unfit_mask(values: Any, metas: Any, scores: Sequence[int]) -> str | None:

@@ -61,19 +61,19 @@ class Judge:
             before, after = (partial(way, *given) for way in excerpt.beyond)
             figures = figures_of([before], [after], cold=measuring.is_cold)
             timed = Judgement(figures=figures)
-            if timed.objection(surely=True) is not None:
+            if timed.reason_against(surely=True) is not None:
                 return timed
         scores = math.prod(given[excerpt.operands.index(name)].shape[-2] for name in ("q", "v"))
         count = _SOME if scores < _LONG else 1
         some = [each[tuple(slice(count) for _ in each.shape[:-2])] for each in given]
-        fault = _fault(excerpt, some)
-        return Judgement(figures=figures, fault=Reason.of(Cause.JUDGED_WRONG, fault) if fault else None)
+        difference = _difference(excerpt, some)
+        return Judgement(figures=figures, reason=Reason.of(Cause.JUDGED_WRONG, difference) if difference else None)
 
 
 # -- results -------------------------------------------------------------------------------------------------------
 
 
-def _fault(excerpt: Excerpt, given: Sequence[Tensor]) -> str:
+def _difference(excerpt: Excerpt, given: Sequence[Tensor]) -> str:
     """Return how far off the operator is, in results and gradients, or "" where that is rounding."""
     layers = tuple(number for number, name in enumerate(excerpt.operands) if name in ("q", "k", "keys", "v"))
     floats = tuple(number for number, each in enumerate(given) if each.is_floating_point())
@@ -84,8 +84,8 @@ def _fault(excerpt: Excerpt, given: Sequence[Tensor]) -> str:
         own, found = (_results(way, given, trained) for way in excerpt.ways)
         keys = given[excerpt.operands.index("v")].shape[-2]
         for results in zip(meant, computed, own, found, strict=True):
-            if problem := _objection(*results, keys):
-                return problem
+            if reason := _objection(*results, keys):
+                return reason
     return _lost_nan(excerpt, given)
 
 
@@ -106,11 +106,11 @@ def _objection(meant: Tensor, computed: Tensor, own: Tensor, found: Tensor, keys
         return f"the operator gives {tuple(found.shape)} of {found.dtype}, and not {tuple(own.shape)} of {own.dtype}"
     scale = scale_of(meant)
     seen = distance(meant, computed, Tolerance(0.0, MEANING * scale))
-    if seen.problem:
+    if seen.reason:
         return f"the operator is off by {seen.error:.1e} of the scale in float64"
     error = float((own.double() - meant).abs().max())
     seen = distance(meant, found.double(), Tolerance(0.0, allowed_error(error, own, meant, keys)))
-    return f"the operator is off by {seen.error:.1e} of the scale" if seen.problem else ""
+    return f"the operator is off by {seen.error:.1e} of the scale" if seen.reason else ""
 
 
 def _lost_nan(excerpt: Excerpt, given: Sequence[Tensor]) -> str:

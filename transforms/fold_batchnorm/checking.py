@@ -13,20 +13,20 @@ from ...passes.rewriting import LayerCall
 from ...passes.verification import MEANING, Tolerance, distance, scale_of
 from .parts import Norm
 
-__all__ = ["fault"]
+__all__ = ["reason_against_fold"]
 
 
-def fault(layer: LayerCall, norm: Norm, fold: Fold, tensors: Sequence[Tensor]) -> str:
+def reason_against_fold(layer: LayerCall, norm: Norm, fold: Fold, tensors: Sequence[Tensor]) -> str:
     """Return how far off a layer with folded `tensors`, these or others, is, or "" where that is rounding."""
     if any(tensor.is_meta or not tensor.numel() for tensor in tensors):
         return ""
     wide = [each.detach().double() if each.is_floating_point() else each for each in tensors]
     with torch.no_grad():
-        fault = _fault(layer, norm, fold, wide)
-        return fault if fault or fold.masked else _fault(layer, norm, fold, _drawn(fold, wide))
+        reason = _difference(layer, norm, fold, wide)
+        return reason if reason or fold.masked else _difference(layer, norm, fold, _drawn(fold, wide))
 
 
-def _fault(layer: LayerCall, norm: Norm, fold: Fold, wide: Sequence[Tensor]) -> str:
+def _difference(layer: LayerCall, norm: Norm, fold: Fold, wide: Sequence[Tensor]) -> str:
     own = dict(zip(fold.layer_tensors, wide, strict=False))
     statistics = dict(zip(fold.norm_tensors, wide[len(own) :], strict=False))
     x = _input(layer, wide[0])
@@ -42,7 +42,7 @@ def _fault(layer: LayerCall, norm: Norm, fold: Fold, wide: Sequence[Tensor]) -> 
     if not fold.biased:
         found = found + bias.view(-1, *[1] * layer.rank)
     seen = distance(expected, found, Tolerance(0.0, MEANING * max(scale_of(expected), scale_of(bias))))
-    return f"folded, it is off by {seen.error:.1e} of the scale in float64" if seen.problem else ""
+    return f"folded, it is off by {seen.error:.1e} of the scale in float64" if seen.reason else ""
 
 
 def _drawn(fold: Fold, wide: Sequence[Tensor]) -> list[Tensor]:

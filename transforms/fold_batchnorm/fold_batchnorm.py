@@ -13,7 +13,7 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Cause, Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
-from .checking import fault
+from .checking import reason_against_fold
 from .find import Pair, pairs_in, unfolded
 from .obstacles import obstacles
 from .parts import fold_of, tensor_at
@@ -94,4 +94,4 @@ def _fault(pair: Pair, owner: nn.Module) -> str:
     fold = fold_of(pair.layer, pair.norm, before=pair.before)
     gone = [] if pair.layer.module is None else [gone_of(pair.layer.module)[name] for name in fold.masked]
     tensors = [tensor_at(owner, path) for path in paths_in(pair.layer, pair.norm, fold)]
-    return fault(pair.layer, pair.norm, fold, [*(each for each in tensors if each is not None), *gone])
+    return reason_against_fold(pair.layer, pair.norm, fold, [*(each for each in tensors if each is not None), *gone])

@@ -37,7 +37,7 @@ class Check:
     rows: slice
     terms: int
 
-    def fault(self, x: Tensor, laid: Tensor) -> Reason | None:
+    def reason_against(self, x: Tensor, laid: Tensor) -> Reason | None:
         """Return how far off the packed layer is on `x`, in memory as in `laid`; None where that is rounding."""
         with torch.no_grad():
             other, own, found = self._both(x, laid)
@@ -51,9 +51,9 @@ class Check:
             error = float((self._picked(own, some) - exact).abs().max())
             most = allowed_error(error, own, exact, self.terms)
             seen = distance(exact, self._picked(found, some).double(), Tolerance(0.0, most))
-            if not seen.problem:
+            if not seen.reason:
                 seen = distance(own.double(), found.double(), Tolerance(0.0, most + error))
-        return off_by(seen.error, error / max(scale_of(exact), _TINY)) if seen.problem else None
+        return off_by(seen.error, error / max(scale_of(exact), _TINY)) if seen.reason else None
 
     def error(self, x: Tensor, laid: Tensor) -> float:
         """Return how far off the packed layer is from the layer itself, relative to the scale of its result."""

@@ -176,7 +176,7 @@ def _candidates(program: Program, dtype: torch.dtype) -> Iterator[_FoundLayer | 
             layer = packable_at(program, owner, node)
             if layer is None:
                 continue
-            reason = "it is called in a region that does not own it" if in_region else layer.objection
+            reason = "it is called in a region that does not own it" if in_region else layer.reason
             if reason:
                 yield Refusal(reason, layer.call.qualified_name)
             else:
@@ -218,11 +218,11 @@ def _take_single_rows(kinds: Mapping[Hashable, Sequence[_FoundLayer]], gains: _G
     """Choose how layers of several rows compute one row, where the model is called with one, too, in the same graph."""
     single: dict[Hashable, Lowerings] = {}
     for kind, alike in kinds.items():
-        if gains[kind].figures and alike[0].has_rows and gains[kind].objection() is None:
+        if gains[kind].figures and alike[0].has_rows and gains[kind].reason_against() is None:
             ways = {PACKED: False, TRANSPOSED: True}
             calls = {name: _calls(alike, transposed=way, rows=1) for name, way in ways.items()}
             known, right = compared(calls, allowed=None)
-            gains[kind] = replace(gains[kind], fault=known.fault)
+            gains[kind] = replace(gains[kind], reason=known.reason)
             single |= {kind: right} if TRANSPOSED in right else {}
     for kind, figures in figures_interleaved(single).items() if single else ():
         gains[kind] = replace(gains[kind], lowering=fastest(gains[kind], figures).lowering)

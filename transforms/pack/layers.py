@@ -27,7 +27,7 @@ class Packable:
 
     call: LayerCall
     x: fx.Node
-    objection: str
+    reason: str
     geometry: Geometry | None = None
     pad: fx.Node | None = None
 
@@ -100,20 +100,18 @@ def packable_at(program: Program, owner: str, node: fx.Node) -> Packable | None:
     call = call_of_layer(program, owner, node)
     if call is None or call.x is None or call.rank == 1:
         return None
-    if call.module is not None and call.base is not None and (reason := reason_against_module(call.module, call.base)):
-        objection = reason
-    elif call.weight is None:
-        objection = "its weight is no parameter of its own"
-    else:
-        objection = why_not_packed(call.tensors()[0])
+    reason = None if call.module is None or call.base is None else reason_against_module(call.module, call.base)
+    if not reason:
+        is_own = call.weight is not None
+        reason = why_not_packed(call.tensors()[0]) if is_own else "its weight is no parameter of its own"
     if call.is_linear or not call.shape:
-        return Packable(call, call.x, objection)
+        return Packable(call, call.x, reason)
     its = call.geometry
     geometry = None if its is None else _fitting(its, call.kernel)
     if geometry is None:
-        return Packable(call, call.x, objection or _PADDING)
+        return Packable(call, call.x, reason or _PADDING)
     geometry = dataclasses.replace(geometry, size=shape_of(call.x))
-    return _with_pad(Packable(call, call.x, objection, geometry), geometry)
+    return _with_pad(Packable(call, call.x, reason, geometry), geometry)
 
 
 def _with_pad(layer: Packable, geometry: Geometry) -> Packable:
@@ -126,7 +124,7 @@ def _with_pad(layer: Packable, geometry: Geometry) -> Packable:
     if its is None or not isinstance(x, fx.Node) or not is_undisturbed(program, owner, (layer.x, layer.call.node)):
         return layer
     size = None if geometry.size is None else shape_of(x)
-    return Packable(layer.call, x, layer.objection, dataclasses.replace(its, size=size), layer.x)
+    return Packable(layer.call, x, layer.reason, dataclasses.replace(its, size=size), layer.x)
 
 
 def _padded(geometry: Geometry, zeros: object, kernel: Sequence[int]) -> Geometry | None:

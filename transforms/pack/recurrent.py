@@ -40,7 +40,7 @@ class _FoundLSTM:
     number: int
     node: fx.Node
     module: nn.LSTM
-    objection: str
+    reason: str
 
     @property
     def name(self) -> str:
@@ -58,15 +58,15 @@ def recurrent_in(program: Program, dtype: torch.dtype, budget: float) -> Iterato
         return
     gains, allowed = dict[Hashable, Judgement](), None if dtype is torch.float32 else budget
     for found in _calls(program):
-        if found.objection:
-            yield Refusal(found.objection, found.name)
+        if found.reason:
+            yield Refusal(found.reason, found.name)
             continue
         tensors, kind = _tensors(found.module), found.kind
         shape = _given(found.node)
         if shape is not None and math.prod(shape) and not tensors[0].is_meta and kind not in gains:
             calls = _as_calls(found, shape, dtype)
             gains[kind] = calls.judged(allowed)
-            if gains[kind].fault is None and program.measuring:
+            if gains[kind].reason is None and program.measuring:
                 gains[kind] = replace(gains[kind], figures=calls.figures(cold=program.measuring.is_cold))
         known = gains.get(kind, Judgement())
         if refusal := known.refusal(found.name):
@@ -90,7 +90,7 @@ def write_recurrent(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
     """Write the call of an LSTM; say whether it was still there."""
     edit.trainable = True  # where gradients are wanted, it computes as the LSTM does
     found = _found(edit.program, site.owner, site.specialization, edit.graph_node(LABEL))
-    operands = None if found is None or found.objection else _operands(found.node)
+    operands = None if found is None or found.reason else _operands(found.node)
     if found is None or operands is None:
         return False
     its, name = settings_of(found.module), str(found.node.target)
@@ -177,7 +177,7 @@ class _Check:
     packed: PackedLSTM
     tensors: Sequence[Tensor]
 
-    def fault(self, x: Tensor, laid: Tensor) -> Reason | None:
+    def reason_against(self, x: Tensor, laid: Tensor) -> Reason | None:
         """Return how far off the packed LSTM is; None where that is rounding."""
         with torch.no_grad():
             exact = self.packed.plainly(x.double(), None, *(each.double() for each in self.tensors))[0]

@@ -46,7 +46,7 @@ Figures = Mapping[str, Any]
 class _Check(Protocol):
     """Say in what a packed layer is wrong, None where it only rounds; or how far off it is, relative to the scale."""
 
-    def fault(self, x: Tensor, laid: Tensor) -> Reason | None: ...
+    def reason_against(self, x: Tensor, laid: Tensor) -> Reason | None: ...
 
     def error(self, x: Tensor, laid: Tensor) -> float: ...
 
@@ -72,9 +72,9 @@ class Calls:
         """Compare the first of them: it may err by `allowed`, or for None by what rounding makes."""
         x, other = self.given()
         if allowed is None:
-            return Judgement(fault=self.check.fault(x, other), lowering=PACKED)
+            return Judgement(reason=self.check.reason_against(x, other), lowering=PACKED)
         error = self.check.error(x, other)
-        return Judgement(error, fault=over_budget(error, allowed), lowering=PACKED)
+        return Judgement(error, reason=over_budget(error, allowed), lowering=PACKED)
 
     def in_turn(self) -> tuple[_InTurn, _InTurn]:
         """Return the calls of some of them in each way."""
@@ -94,10 +94,10 @@ Lowerings = Mapping[str, Calls]
 def compared(lowerings: Lowerings, *, allowed: float | None) -> tuple[Judgement, Lowerings]:
     """Return what is known of a kind, and the lowerings that err by at most `allowed`: none if not `PACKED`."""
     packed = lowerings[PACKED].judged(allowed)
-    if packed.fault is not None:
+    if packed.reason is not None:
         return packed, {}
     others = {name: calls for name, calls in lowerings.items() if name != PACKED}
-    right = {name: calls for name, calls in others.items() if calls.judged(allowed).fault is None}
+    right = {name: calls for name, calls in others.items() if calls.judged(allowed).reason is None}
     return packed, {PACKED: lowerings[PACKED], **right}
 
 

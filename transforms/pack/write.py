@@ -41,7 +41,7 @@ def write(site: Site, edit: Edit, dtype: torch.dtype) -> bool:
 
 def _write(site: Site, edit: Edit, label: str, dtype: torch.dtype) -> bool:
     layer = packable_at(edit.program, site.owner, edit.graph_node(label))
-    if layer is None or layer.objection:
+    if layer is None or layer.reason:
         return False
     transposed = label in (site.data or {}).get("transposed", ())
     found = find_epilogue(layer.call)

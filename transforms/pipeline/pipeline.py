@@ -127,17 +127,17 @@ def run_trial_step(model: nn.Module, layouts: Sequence[Layout], call: Inputs, *,
     # In evaluation, where the graphs hold there: dropout would draw otherwise for halves.
     for mode, count in ((False, halves), (False, 1), (training, 1)):
         try:
-            problem = _difference(model, layouts, call, count, mode)
+            reason = _difference(model, layouts, call, count, mode)
         except GuardError as error:
             failure = error
             continue  # a half, or the other mode, takes another path; the next one may not
-        if problem and count > 1 and not _difference(model, layouts, call, 1, mode):
+        if reason and count > 1 and not _difference(model, layouts, call, 1, mode):
             raise MatchFailure(
-                f"the rows of a batch depend on each other: of two halves {problem} (statistics of the batch, say, "
+                f"the rows of a batch depend on each other: of two halves {reason} (statistics of the batch, say, "
                 "or a loss over it), so microbatches would train another model"
             )
-        if problem:
-            raise MatchFailure(f"the results of the stages differ from the model's: {problem}")
+        if reason:
+            raise MatchFailure(f"the results of the stages differ from the model's: {reason}")
         return
     raise failure or GuardError("no graph of the stages fits this call")
 
@@ -153,9 +153,9 @@ def _difference(model: nn.Module, layouts: Sequence[Layout], call: Inputs, count
         rows = sum(piece.shape[0] for piece in pieces if piece.ndim)
         if count > 1 and (not tensor.ndim or rows != tensor.shape[0]):
             continue
-        problem = distance(tensor, torch.cat(pieces) if count > 1 else pieces[0], half_the_digits(tensor)).problem
-        if problem:
-            return f"output {number} {problem}"
+        reason = distance(tensor, torch.cat(pieces) if count > 1 else pieces[0], half_the_digits(tensor)).reason
+        if reason:
+            return f"output {number} {reason}"
     return ""
 
 

@@ -20,7 +20,7 @@ from ...runtime.values import user_class
 from ...settings import Measure
 from ...tracing.program import Program, is_on_meta
 from ...tracing.recording import Call
-from .layers import Candidate, already_quantized, obstacle
+from .layers import Candidate, already_quantized, reason_against_layer
 from .options import Options
 from .within import left_in_floats
 from .write import Instead
@@ -47,7 +47,7 @@ def found(options: Options, program: Program, layers: Sequence[Candidate], make:
     for layer in sorted(layers, key=lambda layer: -layer.size):
         if word_for(options.keep, layer.name, program) is not None:
             continue
-        reason = (obstacle(layer, program) if layer.weights else "") or layer.objection
+        reason = (reason_against_layer(layer, program) if layer.weights else "") or layer.reason
         if not reason and called is not None and layer.module not in called:
             around = program.module(layer.name.rpartition(".")[0])
             reason = _BYPASSED if isinstance(around, nn.TransformerEncoderLayer) else _NEVER_CALLED
@@ -60,7 +60,9 @@ def found(options: Options, program: Program, layers: Sequence[Candidate], make:
         return
     measuring = program.measuring if options.aim == "speed" else Measure.NO
     judged = _judged(program, able, make, options.error_budget, measuring=measuring)
-    fine = {layer.module: new for layer, new, judgement in judged if new is not None and judgement.objection() is None}
+    fine = {
+        layer.module: new for layer, new, judgement in judged if new is not None and judgement.reason_against() is None
+    }
     costly = left_in_floats(program, fine, options.error_budget)
     for layer, _, judgement in sorted(judged, key=lambda each: -Measured.of(each[2].all_figures).saved_per_error):
         cost = costly.get(layer.module)
@@ -111,11 +113,11 @@ class _Trial:
             try:
                 instead = self.make(module).layer
             except MatchFailure as failure:
-                found[module] = None, Judgement(fault=Reason.of(Cause.JUDGED_WRONG, str(failure)))
+                found[module] = None, Judgement(reason=Reason.of(Cause.JUDGED_WRONG, str(failure)))
                 continue
             judgement = self._compared(module, instead)
             found[module] = instead, judgement
-            if measuring and judgement.fault is None and size < _BYTES:
+            if measuring and judgement.reason is None and size < _BYTES:
                 some.append((module, instead))
                 size += sum(each.numel() * each.element_size() for each in module.parameters())
         if not some:
@@ -134,7 +136,7 @@ class _Trial:
         calls = self.calls[module]
         chosen = [calls[number] for number in {0, (len(calls) - 1) // 2, len(calls) - 1}]  # first, middle, last
         error = max(error_of(call.output, instead(*call.args, **call.kwargs)) for call in chosen)
-        return Judgement(error, fault=over_budget(error, self.budget))
+        return Judgement(error, reason=over_budget(error, self.budget))
 
 
 def _kind(module: nn.Module, calls: Sequence[Call]) -> Hashable:

@@ -38,9 +38,9 @@ def kernel_problem(kind: type[QuantizedLinear], outputs: int, inputs: int, group
         layer = kind(*quantized(weight, kind.form, group), nn.Parameter(bias), torch.float32)
         some = torch.randn(_DIFFERENT, inputs, generator=generator)
         wide = layer.wide_weight()
-        problem = next(filter(None, (_product_problem(layer, wide, some, rows) for rows in _ROWS)), "")
-        problem = problem or _gradient_problem(layer, some)
-    return f"the kernel for {inputs} to {outputs} is off by {problem}" if problem else ""
+        reason = next(filter(None, (_product_problem(layer, wide, some, rows) for rows in _ROWS)), "")
+        reason = reason or _gradient_problem(layer, some)
+    return f"the kernel for {inputs} to {outputs} is off by {reason}" if reason else ""
 
 
 def lstm_problem(lstm: nn.LSTM, group: int) -> str:

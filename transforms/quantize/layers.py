@@ -24,7 +24,7 @@ from ...tracing.program import Program, TensorOwners, TensorReads
 
 __all__ = [
     "CONVOLUTIONS", "Candidate", "already_quantized", "candidates", "even_geometry", "is_candidate", "linear_of",
-    "linears", "objection", "obstacle", "tied_to", "weight_of",
+    "linears", "reason_against_layer", "reason_against_module", "tied_to", "weight_of",
 ]  # fmt: skip
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -53,7 +53,7 @@ class Candidate:
     module: nn.Module
     weights: Mapping[str, Tensor]
     detail: str = ""
-    objection: str = ""
+    reason: str = ""
     stays: bool = False
 
     @property
@@ -71,7 +71,7 @@ def already_quantized(keep: Sequence[str], program: Program) -> Iterator[Refusal
             yield Refusal(_QUANTIZED, name)
 
 
-def obstacle(layer: Candidate, program: Program) -> str:
+def reason_against_layer(layer: Candidate, program: Program) -> str:
     """Return why a layer must stay as it is, or ""."""
     if not layer.name:
         return "the whole model is this layer, and nothing can be put in its place"
@@ -129,17 +129,17 @@ def weight_of(module: nn.Module) -> nn.Parameter:
     return cast("nn.Parameter", own_parameters(module)["weight"])
 
 
-def linears(program: Program, objection: Callable[[Layer, Tensor], str], *, stays: bool = False) -> list[Candidate]:
-    """Return each linear layer, and what seems to hold some; `objection` says why the scheme cannot take a weight."""
+def linears(program: Program, reason_of: Callable[[Layer, Tensor], str], *, stays: bool = False) -> list[Candidate]:
+    """Return each linear layer, and what seems to hold some; `reason_of` says why the scheme cannot take a weight."""
     found: list[Candidate] = []
     for module in program.names.distinct:
         linear, name = linear_of(module), program.names.name(module)
         if linear is None:
             reason = _objection(module)
-            found += [Candidate(name, module, {}, objection=reason)] if reason else []
+            found += [Candidate(name, module, {}, reason=reason)] if reason else []
             continue
         weight, (inputs, outputs) = weight_of(module), linear.channels
-        detail, wrong = f"{inputs} to {outputs}", objection(linear, weight)
+        detail, wrong = f"{inputs} to {outputs}", reason_of(linear, weight)
         found.append(Candidate(name, module, {"weight": weight}, detail, wrong, stays and not linear.inputs_first))
     return found
 
@@ -174,7 +174,7 @@ def candidates(
         name = program.names.name(module)
         if not is_candidate(module) or word_for(keep, name, program) is not None:
             continue
-        reason = objection(name, module, program, runs_here=runs_here)
+        reason = reason_against_module(name, module, program, runs_here=runs_here)
         if reason:
             refused.append(Refusal(reason, name or "(root)"))
         else:
@@ -189,10 +189,10 @@ def even_geometry(module: nn.Module) -> Geometry | None:
     return None if geometry is None or geometry.padding_after is not None else geometry
 
 
-def objection(name: str, module: nn.Module, program: Program, *, runs_here: bool = True) -> str:
+def reason_against_module(name: str, module: nn.Module, program: Program, *, runs_here: bool = True) -> str:
     """Return why a candidate must stay as it is, or ""; see `candidates`."""
     weight = cast("nn.Parameter", cast("nn.Linear", module).weight)
-    reason = obstacle(Candidate(name, module, {"weight": weight}), program)
+    reason = reason_against_layer(Candidate(name, module, {"weight": weight}), program)
     if reason:
         return reason
     if runs_here and weight.device.type != "cpu":

@@ -92,10 +92,10 @@ def _lstms(program: Program) -> Iterator[Candidate]:
     for module in program.names.distinct:
         if isinstance(module, nn.LSTM) and user_class(type(module)) is nn.LSTM:
             weights = _weights(module)
-            objection = "its hidden state is projected, for which there is no kernel" if module.proj_size else ""
-            objection = objection or _elsewhere(next(iter(weights.values())))
+            reason = "its hidden state is projected, for which there is no kernel" if module.proj_size else ""
+            reason = reason or _elsewhere(next(iter(weights.values())))
             detail = f"LSTM {module.input_size} to {module.hidden_size}"
-            yield Candidate(program.names.name(module), module, weights, detail, objection)
+            yield Candidate(program.names.name(module), module, weights, detail, reason)
 
 
 def _weights(lstm: nn.LSTM) -> Mapping[str, Tensor]:
@@ -104,9 +104,9 @@ def _weights(lstm: nn.LSTM) -> Mapping[str, Tensor]:
 
 
 def _instead_of_lstm(lstm: nn.LSTM, group: int) -> Instead:
-    problem = lstm_problem(lstm, group)
-    if problem:
-        raise MatchFailure(problem)
+    reason = lstm_problem(lstm, group)
+    if reason:
+        raise MatchFailure(reason)
     weights = _weights(lstm)
     steps: dict[StateStep, Tensor] = {
         QuantizeWeight.of(name, weight, "int8", group=group): weight for name, weight in weights.items()

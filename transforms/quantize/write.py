@@ -42,9 +42,9 @@ def instead_of_linear(
     linear = linear_of(module)
     if linear is None:
         raise MatchFailure("it is no linear layer any more")
-    problem = kernel_problem(make, *reversed(linear.channels), group)
-    if problem:
-        raise MatchFailure(problem)
+    reason = kernel_problem(make, *reversed(linear.channels), group)
+    if reason:
+        raise MatchFailure(reason)
     weight, bias, dim = weight_of(module), own_parameters(module).get("bias"), int(linear.inputs_first)
     if stays:
         return Instead(TiedInt8Linear(weight, bias, group), ())

@@ -28,7 +28,7 @@ def occurrence(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> O
     """Return what a node computes as a kernel does; None if it computes something else, or why it stays as it is."""
     problem: str | None = None
     for found in _found(program, owner, node, kernel):
-        reason = found.problem()
+        reason = found.reason_against()
         if reason is None:
             return found
         problem = problem or reason

@@ -52,7 +52,7 @@ class Occurrence:
         operands = set(self.found.nodes.values())
         return {node for node in self.found.computed if not (is_cast(node) and uncast(node) in operands)}
 
-    def problem(self) -> str | None:
+    def reason_against(self) -> str | None:
         """Return why the kernel cannot be put here, or None."""
         read = self._read_elsewhere()
         if read is not None:

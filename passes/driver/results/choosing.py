@@ -112,22 +112,22 @@ def _fastest(optimizer: Optimizer, check: bool) -> Choice:
     """Race all forms, and return the fastest one that computes the same."""
     kind = type(optimizer).__name__
     racing: dict[str, Callable[[], object]] = {}
-    problem = ""
+    reason = ""
     for form in forms_of(optimizer):
         steps, why = _steps(optimizer, form)
         if steps is not None:
             racing[form] = steps
-        problem = problem or why
+        reason = reason or why
     if len(racing) < 2 or "" not in racing:
-        return Choice(kind, reason=f"its steps could not be tried: {problem}" if problem else "it has one form here")
+        return Choice(kind, reason=f"its steps could not be tried: {reason}" if reason else "it has one form here")
     timings = time_candidates(racing, seconds=_SECONDS)
     forms = {form: round(timings.ratio("", form).mid, 3) for form in racing if form}
     left, wrong = list(racing), ""
     while (form := timings.fastest(left)) != "":
-        error, problem = deviation(optimizer, form) if check else (None, "")
-        if not problem:
+        error, reason = deviation(optimizer, form) if check else (None, "")
+        if not reason:
             return Choice(kind, form, error=error, speedup=forms[form], forms=forms)
-        wrong = f"{form}: {problem}"
+        wrong = f"{form}: {reason}"
         left.remove(form)
     return Choice(kind, reason=wrong or "no form is faster", forms=forms)
 
@@ -189,8 +189,8 @@ def deviation(optimizer: Optimizer, form: str) -> tuple[float, str]:
     for exact, own, new in pairs:
         off = (own.double() - exact).abs().max().nan_to_num().item() if own.numel() else 0.0
         found = distance(exact, new.double(), Tolerance(0.0, allowed_error(off, own, exact, terms=0)))
-        if found.problem:
-            return found.error, found.problem
+        if found.reason:
+            return found.error, found.reason
         errors.append(found.error)
     return max(errors), ""
 

@@ -57,9 +57,9 @@ class _Finishing:
 
     def done(self, model: nn.Module) -> tuple[nn.Module, str]:
         """Return the finished model, and in words what was compared."""
-        obstacle = heard_of_any(self.ranks, self._obstacle(model))
-        if obstacle:
-            return on_all_ranks(self.ranks, lambda: self._finalized(model)), f"not compared: {obstacle}"
+        reason = heard_of_any(self.ranks, self._obstacle(model))
+        if reason:
+            return on_all_ranks(self.ranks, lambda: self._finalized(model)), f"not compared: {reason}"
         before = on_all_ranks(self.ranks, lambda: _outputs(model, self.inputs[0]))
         step = self._first_step(model)
         result = on_all_ranks(self.ranks, lambda: self._finalized(model))
@@ -95,19 +95,19 @@ class _Finishing:
             raise PassError(f"pass '{self.pass_.name}': finalize raised {type(error).__name__}: {error}") from error
 
     def _check_outputs(self, before: Sequence[Tensor], model: nn.Module) -> None:
-        problem = _difference(before, _outputs(model, self.inputs[0]), self.pass_)
-        if problem:
+        reason = _difference(before, _outputs(model, self.inputs[0]), self.pass_)
+        if reason:
             shared = self.pass_.goal is Goal.PARALLEL and self.pass_.numerics is not Numerics.APPROXIMATE
             step = "give all processes the same example inputs, or leave it out" if shared else "leave it out"
             raise PassError(
-                f"pass '{self.pass_.name}' changed what the model gives: {problem}; your model is as it was: {step}"
+                f"pass '{self.pass_.name}' changed what the model gives: {reason}; your model is as it was: {step}"
             )
 
     def _check_step(self, step: FirstStep, model: nn.Module) -> None:
-        problem = step.problem(model)
-        if problem:
+        reason = step.reason_against(model)
+        if reason:
             raise PassError(
-                f"pass '{self.pass_.name}' changed how the model trains: in the first step {problem}; your model is "
+                f"pass '{self.pass_.name}' changed how the model trains: in the first step {reason}; your model is "
                 "unchanged; leave the pass out, or give verify=False if this is intended"
             )
 
@@ -126,9 +126,9 @@ def _difference(before: Sequence[Tensor], after: Sequence[Tensor], pass_: Pass) 
     if len(before) != len(after):
         return f"{len(before)} tensors before, {len(after)} after"
     for number, (old, new) in enumerate(zip(before, after, strict=True)):
-        problem = form_difference(old, new) or distance(old, new, _tolerance(old, pass_)).problem
-        if problem:
-            return f"output {number} {problem}"
+        reason = form_difference(old, new) or distance(old, new, _tolerance(old, pass_)).reason
+        if reason:
+            return f"output {number} {reason}"
     return ""
 
 

@@ -64,7 +64,7 @@ class FirstStep:
         step._average(model)
         return step
 
-    def problem(self, model: nn.Module) -> str:
+    def reason_against(self, model: nn.Module) -> str:
         """Return what is wrong with the gradients of the finished model, or ""."""
         found, _ = self._gradients(model)
         tolerances, problem = gradients_within(self.expected, self._share), ""
@@ -72,7 +72,7 @@ class FirstStep:
             # All of them on every rank: whole tensors are gathered from all.
             gradient = _whole(found.get(name))
             actual = torch.zeros_like(expected) if gradient is None else gradient
-            wrong = form_difference(expected, actual) or distance(expected, actual, tolerances[name]).problem
+            wrong = form_difference(expected, actual) or distance(expected, actual, tolerances[name]).reason
             problem = problem or (f"the gradient of '{name}' {wrong}" if wrong else "")
         return problem
 

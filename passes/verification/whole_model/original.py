@@ -255,9 +255,9 @@ class Original:
         def respond(step: float) -> Iterator[Quantities]:
             return self._around(sample.arguments, step, translation)
 
-        error, objection = judged_within(before, before, found, budget, respond, where, fewer_infinities=False)
-        if objection is not None:
-            raise objection
+        error, reason = judged_within(before, before, found, budget, respond, where, fewer_infinities=False)
+        if reason is not None:
+            raise reason
         return error
 
     def _around(self, arguments: Arguments, step: float, translation: Translation) -> Iterator[Quantities]:
@@ -283,11 +283,11 @@ class Original:
             if not self._verified(_in_float64_alone(known), after).ok:
                 return None
             jumps = Jumps()
-            error, objection = judged(
+            error, reason = judged(
                 lambda: largest_gap(before, found, jumps.allowed(before, found, close), ""),
                 lambda: self._learned(jumps, known, few, after.translation),
             )
-            return error if objection is None else None
+            return error if reason is None else None
         return None
 
     def _learned(self, jumps: Jumps, known: Reference, few: Arguments, translation: Translation) -> Iterator[None]:

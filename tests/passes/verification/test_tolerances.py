@@ -45,11 +45,11 @@ def test_weights_of_another_class_are_compared_by_the_numbers_that_they_stand_fo
     quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
     weight = layer[0].weight
     other = copy.deepcopy(weight)
-    assert distance(weight, other, Tolerance(0.0, 0.0)).problem == ""
+    assert distance(weight, other, Tolerance(0.0, 0.0)).reason == ""
     assert scale_of(weight) == pytest.approx(float(weight.dequantize().abs().max()))
     changed = nn.Sequential(nn.Linear(32, 32))
     quantization.quantize_(changed, quantization.Int8WeightOnlyConfig())
-    assert "differs" in distance(weight, changed[0].weight, Tolerance(0.0, 1e-3)).problem
+    assert "differs" in distance(weight, changed[0].weight, Tolerance(0.0, 1e-3)).reason
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -59,9 +59,9 @@ def test_tensors_of_one_type_are_apart_by_as_much_as_in_float64(dtype: torch.dty
     beyond[3] = torch.nan
     tolerance = Tolerance(0.0, 1e-3)
     near, wide = distance(expected, actual, tolerance), distance(expected.double(), actual.float(), tolerance)
-    assert near.problem == wide.problem == "" and near.error == pytest.approx(wide.error, rel=1e-3)
-    assert "differs" in distance(expected, actual, Tolerance(0.0, 1e-5)).problem
-    assert "nan" in distance(expected, beyond, tolerance).problem
+    assert near.reason == wide.reason == "" and near.error == pytest.approx(wide.error, rel=1e-3)
+    assert "differs" in distance(expected, actual, Tolerance(0.0, 1e-5)).reason
+    assert "nan" in distance(expected, beyond, tolerance).reason
 
 
 def test_every_tolerance_says_what_it_was_chosen_by() -> None:

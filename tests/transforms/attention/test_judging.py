@@ -68,8 +68,10 @@ def optimized(model: nn.Module, **options: Any) -> tuple[nn.Module, list[Any]]:
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return what is compared with the operator, as it happens."""
-    seen, fault = [], judging._fault
-    monkeypatch.setattr(judging, "_fault", lambda excerpt, given: seen.append(excerpt) or fault(excerpt, given))
+    seen, difference = [], judging._difference
+    monkeypatch.setattr(
+        judging, "_difference", lambda excerpt, given: seen.append(excerpt) or difference(excerpt, given)
+    )
     return seen
 
 
@@ -170,6 +172,6 @@ def test_a_kind_that_cannot_be_run_by_itself_is_verified_in_its_place(monkeypatc
     def raising(*_: Any) -> str:
         raise RuntimeError("no such operands")
 
-    monkeypatch.setattr(judging, "_fault", raising)
+    monkeypatch.setattr(judging, "_difference", raising)
     _, (decision,) = optimized(Layer(plain).eval(), measure=False)
     assert (decision.status, decision.figures["checked"]) == ("applied", "float64")

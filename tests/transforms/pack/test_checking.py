@@ -92,7 +92,7 @@ class Said:
     def __init__(self, fault: str, error: float) -> None:
         self._fault, self._error = fault, error
 
-    def fault(self, x: Tensor, laid: Tensor) -> Reason | None:
+    def reason_against(self, x: Tensor, laid: Tensor) -> Reason | None:
         return Reason.of(Cause.JUDGED_WRONG, self._fault) if self._fault else None
 
     def error(self, x: Tensor, laid: Tensor) -> float:

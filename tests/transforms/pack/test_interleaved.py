@@ -13,7 +13,7 @@ from fxopt.transforms.pack import timing
 
 
 class Right:
-    def fault(self, x: Tensor, laid: Tensor) -> None:
+    def reason_against(self, x: Tensor, laid: Tensor) -> None:
         return None
 
     def error(self, x: Tensor, laid: Tensor) -> float:

@@ -62,7 +62,7 @@ class InlinedGraphs:
         """Return the number that a module has in common with those that are alike."""
         return self._likeness.of(module)
 
-    def obstacle(self, module: nn.Module) -> str | None:
+    def reason_against(self, module: nn.Module) -> str | None:
         """Return why a module must stay one call, or None."""
         kind = self.kind(module)
         if kind not in self._obstacles:
@@ -103,9 +103,9 @@ class _Builder(Opener):
         """Inline a module call, or say why not and return None."""
         prefix, call = place
         module, path = self.child(str(node.target)), str(node.target)
-        obstacle = self.graphs.obstacle(module)
-        if obstacle is not None:
-            self.closed[prefix + node.name] = obstacle
+        reason = self.graphs.reason_against(module)
+        if reason is not None:
+            self.closed[prefix + node.name] = reason
             return None
         # Nothing is known of values but which argument each is: calls of modules of a kind are inlined alike.
         plain = not kwargs and all(type(value) is Operation for value in args) and len(set(args)) == len(args)

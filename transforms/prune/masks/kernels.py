@@ -26,9 +26,9 @@ _PAYS = 1.02
 def kernel_for(program: Program, target: Target, gone: Tensor, options: Options) -> tuple[bool, str]:
     """Say whether a layer with zeros where `gone` says is computed by the kernel, and how the report says so."""
     module = program.module(target.owner)
-    obstacle = _obstacle(program, module, target, options)
-    if obstacle is not None:
-        return False, f"computed dense: {obstacle}"
+    reason = _obstacle(program, module, target, options)
+    if reason is not None:
+        return False, f"computed dense: {reason}"
     x = _received(program, module)
     if x is None:
         return False, "computed dense: no call of it is known to time the kernel on"

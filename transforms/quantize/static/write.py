@@ -28,7 +28,7 @@ from ....runtime.guards import Attribute, Call, Guard, Lacks, Source, Truth, exa
 from ....runtime.state import QuantizeTrained, QuantizeWeight, StateStep
 from ....runtime.values import TensorMeta, qualified, user_class
 from ...fold_batchnorm import source_of, write_check
-from ..layers import CONVOLUTIONS, even_geometry, is_candidate, objection
+from ..layers import CONVOLUTIONS, even_geometry, is_candidate, reason_against_module
 from ..write import instead_of, put
 from .find import pooling_of
 
@@ -70,7 +70,7 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
     old, name = edit.owner.get_submodule(path), qualified(edit.site.owner, path)
     if not is_candidate(old):
         raise MatchFailure(f"'{name}' is a {type(old).__name__} by now")
-    reason = objection(name, old, edit.program) if edit.program.replaying else ""  # else `find` has asked
+    reason = reason_against_module(name, old, edit.program) if edit.program.replaying else ""  # else `find` has asked
     if reason:
         raise MatchFailure(f"'{name}': {reason}")
     weight = cast("nn.Parameter", own_parameters(old)["weight"])
