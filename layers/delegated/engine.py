@@ -7,10 +7,10 @@ import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = ["Engine", "Session"]
 
@@ -51,8 +51,8 @@ class Engine(ABC):
         return _version(self.packages[0]) or ""
 
     @abstractmethod
-    def compile(self, function: Any, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> Session:
-        """Compile a traced computation, of as many inputs as `example` has, each of any shape that fits it.
+    def compile(self, computation: nn.Module, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> Session:
+        """Compile a module of plain operations, of as many inputs as `example` has, each of any shape that fits it.
 
         May raise anything for what the engine does not know: the region stays as it is.
         """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .engine import Engine
 
@@ -21,13 +21,14 @@ class OnnxRuntime(Engine):
     name: ClassVar[str] = "onnxruntime"
     packages: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnx")
 
-    def compile(self, function: Any, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> _Session:
+    def compile(self, computation: nn.Module, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> _Session:
         onnxruntime = importlib.import_module("onnxruntime")
         names = [f"input{place}" for place in range(len(example))]
         sizes = {name: {d: f"{name}_{d}" for d in range(x.dim())} for name, x in zip(names, example, strict=True)}
         written: Any = io.BytesIO()
-        # The exporter of torch.export takes several times as long, and fixes more sizes.
-        torch.onnx.export(function, tuple(example), written, dynamo=False, input_names=names, dynamic_axes=sizes)
+        # The exporter of torch.export takes several times as long, and fixes more sizes. This one never lets go of what
+        # is traced already: it traces by itself.
+        torch.onnx.export(computation, tuple(example), written, dynamo=False, input_names=names, dynamic_axes=sizes)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .engine import Engine
 
@@ -24,12 +24,13 @@ class OpenVINO(Engine):
     packages: ClassVar[tuple[str, ...]] = ("openvino",)
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
 
-    def compile(self, function: Any, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> _Session:
+    def compile(self, computation: nn.Module, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> _Session:
         openvino = importlib.import_module("openvino")
         frontend = openvino.frontend.FrontEndManager().load_by_framework("pytorch")
         decoders = importlib.import_module("openvino.frontend.pytorch.ts_decoder")
         # `openvino.convert_model` does the same in twice the time.
-        decoder = decoders.TorchScriptPythonDecoder(function, example_input=tuple(example))
+        traced = cast("Any", torch.jit).trace(computation, tuple(example), check_trace=False)
+        decoder = decoders.TorchScriptPythonDecoder(traced, example_input=tuple(example))
         model = frontend.convert(frontend.load(decoder))
         settings = {
             "INFERENCE_PRECISION_HINT": _PRECISION[dtype], "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1,

@@ -214,13 +214,10 @@ class DelegatedRegion(Keeping):
                 if held.holds(tensors):
                     return self._keep(key, replace(held, unchanged=unchanged))
             example = [x.detach().clone() for x in inputs]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch.jit is deprecated, and tracing tells of each size it reads
-                computation = _Computation(self.graph, tensors)
-                traced = cast("Any", torch.jit).trace(computation, tuple(example), check_trace=False)
+            computation = _Computation(self.graph, tensors).eval()
             noted = [(each.detach(), version_of(each), sample_of(each)) for each in tensors]
             converted = _Converted(
-                unchanged, _Compile(engine, traced, example, self.dtype), [x.dtype for x in inputs], noted
+                unchanged, _Compile(engine, computation, example, self.dtype), [x.dtype for x in inputs], noted
             )
             converted.session(torch.get_num_threads())
             converted.seconds = time.perf_counter() - start
@@ -292,17 +289,17 @@ def _region(engine: str, graph: PortableGraph, inputs: int, dtype: torch.dtype) 
 
 @dataclass
 class _Compile:
-    """Compile a traced computation for a number of threads."""
+    """Compile a computation for a number of threads."""
 
     engine: Engine
-    traced: Any
+    computation: nn.Module
     example: Sequence[Tensor]
     dtype: torch.dtype
 
     def __call__(self, threads: int) -> Session:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return self.engine.compile(self.traced, self.example, self.dtype, threads)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # torch.jit is deprecated, and tracing tells of each size it reads
+            return self.engine.compile(self.computation, self.example, self.dtype, threads)
 
 
 class _Computation(nn.Module):

@@ -50,7 +50,7 @@ class Delegate(Pass):
             raise UsageError(
                 f"pass 'delegate': dtype={str(self.dtype).removeprefix('torch.')}; use float32 or bfloat16"
             )
-        if self.engine != AUTO:
+        if isinstance(self.engine, str) and self.engine != AUTO:
             engine_named(self.engine)
         if self.dtype is torch.bfloat16:
             object.__setattr__(self, "numerics", Numerics.APPROXIMATE)

@@ -36,7 +36,7 @@ class Fake(Engine):
     def compile(self, function: Any, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> Any:
         self.compiled += 1
         self.clock.now += 10.0
-        function = torch.jit.freeze(function.eval())  # the numbers of now
+        function = copy.deepcopy(function)  # the numbers of now
 
         def session(inputs: Sequence[Tensor]) -> list[Tensor]:
             self.calls += 1
