@@ -160,9 +160,9 @@ class DelegatedRegion(Keeping):
     def forget_gone(self) -> None:
         """Let go of what was converted for tensors that nobody holds any more."""
         with self._lock:
-            for key, kept in tuple(self._converted.items()):
-                if kept.unchanged.first_is_gone:
-                    self._converted.pop(key)
+            for kept in (self._converted, self._waiting):
+                for key in [key for key, each in kept.items() if each.unchanged.first_is_gone]:
+                    del kept[key]
 
     def refresh(self, tensors: Sequence[Tensor]) -> None:
         """Let the engine take the tensors as they are now; raise what it raises."""

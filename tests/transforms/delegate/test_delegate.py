@@ -58,6 +58,20 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], list[tup
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
+@one_engine
+def test_a_region_needs_no_tensors_of_the_model(engine: str, computed: list[str]) -> None:
+    class Products(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x.transpose(0, 1)).relu() @ x
+
+    model = Products().eval()
+    fast = delegated(model, engine)
+    same(fast, model)
+    computed.clear()
+    same(fast, model)
+    assert computed == [engine]
+
+
 @engines
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_engine_computes_whole_models_of_any_batch_and_length(kind: str, engine: str, computed: list[str]) -> None:
