@@ -53,8 +53,8 @@ class _Memory:
 
     @property
     def is_gone(self) -> bool:
-        """Say whether nobody else holds it; never for a tensor without memory of its own."""
-        return self.tensor.layout is torch.strided and holders_of(self.tensor) <= 1
+        """Say whether nobody else holds it."""
+        return holders_of(self.tensor) <= 1
 
 
 _MEMORIES = WeakValueDictionary[int, _Memory]()
@@ -63,10 +63,7 @@ _MEMORIES = WeakValueDictionary[int, _Memory]()
 
 def _held(tensor: Tensor) -> _Memory:
     memory = _Memory(tensor)
-    try:
-        return _MEMORIES.setdefault(storage_id(memory.tensor), memory)
-    except NotImplementedError:  # a sparse one has no memory of its own
-        return memory
+    return _MEMORIES.setdefault(storage_id(memory.tensor), memory)
 
 
 def why_unseen(tensor: Tensor) -> str:
