@@ -106,7 +106,7 @@ def _check_of(kinds: tuple[str, ...]) -> Callable[..., Callable[..., bool]]:
 def check_of({", ".join(noted)}):
     def same({", ".join(f"x{i}" for i in range(len(kinds)))}):
         try:
-            return {" and ".join(_CHECKS[kind].format(i=i) for i, kind in enumerate(kinds))}
+            return {" and ".join(_CHECKS[kind].format(i=i) for i, kind in enumerate(kinds)) or True}
         except (AttributeError, RuntimeError):  # None, or the first is gone, and what has its identity has no memory
             return False
     return same
