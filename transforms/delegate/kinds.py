@@ -20,9 +20,9 @@ _HEAVY = frozenset(
 )
 """What makes a region worth a call of an engine."""
 _LEAST_HEAVY = 2
-_STAYS = frozenset("diff nonzero unique unique_consecutive masked_select bincount histc searchsorted".split())
-"""What no converter knows, or gives shapes that the numbers decide."""
-_DECOMPOSED = ("linalg", "cholesky", "inverse", "lu_", "qr", "svd", "eig", "logdet", "slogdet", "det")
+_STAYS = frozenset("det diff nonzero unique unique_consecutive masked_select bincount histc searchsorted".split())
+"""What no converter knows, raises for some matrices, or gives shapes that the numbers decide."""
+_DECOMPOSED = ("linalg", "cholesky", "inverse", "pinverse", "lu", "qr", "svd", "eig", "logdet", "slogdet")
 """How names of decompositions begin, which raise for some matrices."""
 _DESCRIBES = frozenset("shape size dim len numel ndim dtype device is_floating_point condition type".split())
 """What tells of a tensor without reading its numbers."""

@@ -58,6 +58,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], list[tup
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
+@engines
+def test_detach_is_no_determinant(engine: str) -> None:
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).relu().detach())
+
+    model = Detached().eval()
+    fast = delegated(model, engine)
+    assert len(regions(fast)) == 1
+    same(fast, model)
+
+
 @one_engine
 def test_a_region_needs_no_tensors_of_the_model(engine: str, computed: list[str]) -> None:
     class Products(nn.Module):
