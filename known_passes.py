@@ -25,7 +25,8 @@ GROUP = "fxopt.passes"
 ENGINES = "fxopt.engines"
 """The entry-point group of engines from other distributions, one line each: `name = "module:EngineClass"`."""
 
-_ENGINES = ("openvino", "onnxruntime")
+_ENGINES = (("openvino",), ("onnxruntime", "onnx"))
+"""What each of fxopt's own engines needs."""
 
 PRESETS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -179,8 +180,10 @@ def _default(option: str, values: Mapping[str, object]) -> str:
 
 def has_engines() -> bool:
     """Say whether an engine for the pass `delegate` is installed, and presets may use it."""
-    others = importlib.metadata.entry_points(group=ENGINES)
-    return current().engines and (bool(others) or any(importlib.util.find_spec(name) for name in _ENGINES))
+    if not current().engines:
+        return False
+    is_there = any(all(map(importlib.util.find_spec, needed)) for needed in _ENGINES)
+    return is_there or bool(importlib.metadata.entry_points(group=ENGINES))
 
 
 def class_name(name: str) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import GuardError
+from ..runtime.guards import require
 
-__all__ = ["Fold", "Folds", "expect_dimensions", "expect_one_of"]
+__all__ = ["CHECKS", "Fold", "Folds", "expect_dimensions", "expect_one_of"]
 
 
 @dataclass(frozen=True)
@@ -100,3 +101,7 @@ def expect_one_of(found: int, *dimensions: int) -> None:
     """Raise a ValueError where a batch norm's input has `found` dimensions, and none of those that it takes."""
     if found not in dimensions:
         raise ValueError(f"expected {' or '.join(f'{each}D' for each in dimensions)} input (got {found}D input)")
+
+
+CHECKS = (require, expect_dimensions, expect_one_of)
+"""What graphs call to raise, or do nothing."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
-import threading
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,40 +27,43 @@ class Unchanged:
     is held.
     """
 
-    __slots__ = ("_memory", "same")
+    __slots__ = ("_memory", "holds_floats", "same")
 
     def __init__(self, tensors: Sequence[Tensor | None], *, whole: bool = False) -> None:
         kinds = tuple("none" if each is None else _kind(each, whole) for each in tensors)
-        noted = [value for tensor in tensors if tensor is not None for value in _noted(tensor, whole)]
-        self._memory = [tensor.detach() for tensor in tensors if tensor is not None]
-        _note(self._memory, 1)
+        given = [each for each in tensors if each is not None]
+        noted = [value for tensor in given for value in _noted(tensor, whole)]
+        self._memory = [_held(tensor) for tensor in given]
+        self.holds_floats = any(tensor.is_floating_point() for tensor in given)
         self.same: Callable[..., bool] = _check_of(kinds)(*noted)
-
-    @property
-    def holds_floats(self) -> bool:
-        return any(tensor.is_floating_point() for tensor in self._memory)
 
     @property
     def first_is_gone(self) -> bool:
         """Say whether only notes hold the memory of the first tensor: it is gone, or has other memory."""
-        return holders_of(self._memory[0]) <= _NOTED_BY[storage_id(self._memory[0])]
-
-    def __del__(self) -> None:
-        _note(self._memory, -1)
+        return bool(self._memory) and self._memory[0].is_gone
 
 
-_NOTED_BY = Counter[int]()
-"""How many tensors of notes share a memory."""
-_LOCK = threading.RLock()
+class _Memory:
+    """Holds the memory of a tensor, once for all notes of it."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()
+
+    @property
+    def is_gone(self) -> bool:
+        """Say whether nobody else holds it."""
+        return holders_of(self.tensor) <= 1
 
 
-def _note(memory: Sequence[Tensor], count: int) -> None:
-    with _LOCK:
-        for tensor in memory:
-            with contextlib.suppress(NotImplementedError):  # a sparse one has no memory of its own
-                _NOTED_BY[key := storage_id(tensor)] += count
-                if not _NOTED_BY[key]:
-                    del _NOTED_BY[key]
+_MEMORIES = WeakValueDictionary[int, _Memory]()
+"""By what tells memory from others'. Where two threads add the same at once, it is held longer."""
+
+
+def _held(tensor: Tensor) -> _Memory:
+    memory = _Memory(tensor)
+    return _MEMORIES.setdefault(storage_id(memory.tensor), memory)
 
 
 def why_unseen(tensor: Tensor) -> str:
@@ -105,7 +106,7 @@ def _check_of(kinds: tuple[str, ...]) -> Callable[..., Callable[..., bool]]:
 def check_of({", ".join(noted)}):
     def same({", ".join(f"x{i}" for i in range(len(kinds)))}):
         try:
-            return {" and ".join(_CHECKS[kind].format(i=i) for i, kind in enumerate(kinds))}
+            return {" and ".join(_CHECKS[kind].format(i=i) for i, kind in enumerate(kinds)) or True}
         except (AttributeError, RuntimeError):  # None, or the first is gone, and what has its identity has no memory
             return False
     return same

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from ...compat import dispatch_modes_off, runs_kernels, version_of, wants_gradients
+from ...compat import dispatch_modes_off, runs_kernels, wants_gradients
 from ...errors import EngineWarning, one_line
-from ...operators import Keeping, Unchanged, sample_of, why_unseen
+from ...operators import Keeping, Unchanged
 from ...runtime.graphs import PortableGraph, copy_graph
-from ...runtime.guards import require
-from ..folded import expect_dimensions, expect_one_of
-from .engine import Engine, Session
+from .conversion import Converted, OtherType, Refused, converted, is_forked
 from .engines import engine_named
 
 __all__ = ["DelegatedRegion"]
@@ -44,37 +41,6 @@ _MOST, _LOWEST = 1e6, torch.finfo(torch.float32).min
 _TAKEN = frozenset((torch.float32, torch.int64, torch.int32, torch.bool))
 """What inputs may hold: a model in float64 computes in float64, and other types are rare."""
 
-_CHECKS = (require, expect_dimensions, expect_one_of)
-
-_PROCESS = os.getpid()
-"""Engines have threads, which a fork does not take along: a call of theirs in a child would wait for ever."""
-
-
-@dataclass
-class _Converted:
-    """What an engine made of a region with the tensors as they were."""
-
-    unchanged: Unchanged
-    compile: _Compile
-    types: Sequence[torch.dtype]  # of the inputs
-    noted: Sequence[tuple[Tensor, int, Any]]  # the tensors' memory, with counts of writes and samples of then
-    seconds: float = 0.0
-    by_threads: dict[int, Session] = field(default_factory=dict[int, Session])
-    by_shapes: dict[Any, Session | None] = field(default_factory=dict[Any, "Session | None"])  # None: other results
-
-    def session(self, threads: int) -> Session:
-        if threads not in self.by_threads:
-            self.by_threads[threads] = self.compile(threads)
-        return self.by_threads[threads]
-
-    def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Say whether other tensors hold the same numbers, those of a copy of the model."""
-        return all(
-            old.shape == new.shape and old.dtype is new.dtype and new.is_cpu and version_of(old) == version
-            and view == sample and torch.equal(old, new)
-            for (old, version, (view, sample)), new in zip(self.noted, tensors, strict=True)
-        )  # fmt: skip
-
 
 @dataclass
 class _Waiting:
@@ -82,14 +48,6 @@ class _Waiting:
 
     unchanged: Unchanged
     seconds: float = 0.0
-
-
-class _Refused(RuntimeError):
-    """The tensors of the model are none that an engine takes, as they are."""
-
-
-class _OtherType(_Refused):
-    """They are of another type than float32."""
 
 
 class DelegatedRegion(Keeping):
@@ -111,34 +69,35 @@ class DelegatedRegion(Keeping):
         self.engine, self.graph, self.inputs, self.dtype = engine, graph, inputs, dtype
         self._own: Callable[..., Any] = cast("Any", fx.GraphModule(nn.Module(), graph, "Region")).forward
         self._lock = threading.RLock()
-        self._converted: dict[int, _Converted] = {}
+        self._converted: dict[int, Converted] = {}
         """By the identity of a tensor of the model: copies of a model may share a graph."""
         self._waiting: dict[int, _Waiting] = {}
         self._failed = ""
 
     def __call__(self, *operands: Any) -> Sequence[Tensor]:
         """Return what the region computes, each result in memory of its own."""
-        if self._failed or wants_gradients(*operands) or not runs_kernels() or os.getpid() != _PROCESS:
+        if self._failed or wants_gradients(*operands) or not runs_kernels() or is_forked():
             return self._own(*operands)
         inputs, tensors = operands[: self.inputs], operands[self.inputs :]
         if not all(map(_is_taken, inputs)):
             return self._own(*operands)
-        converted = self._current(inputs, tensors)
-        if converted is None:
+        held = self._current(inputs, tensors)
+        if held is None:
             return self._by_itself(operands, tensors)
-        if [x.dtype for x in inputs] != converted.types:
+        if not held.takes(inputs):
             return self._own(*operands)
         key = (torch.get_num_threads(), *[x.shape for x in inputs])
-        if key not in converted.by_shapes:
-            return self._first(converted, key, operands)
-        session = converted.by_shapes[key]
+        if key not in held.by_shapes:
+            return self._first(held, key, operands)
+        session = held.by_shapes[key]
         if session is None:
             return self._own(*operands)
         try:
             found = session([x.detach().contiguous() for x in inputs])
             is_finite = all(map(_is_finite, found))
         except Exception as error:
-            return self._given_up(error, operands)
+            self._give_up(error)
+            return self._own(*operands)
         # Engines have rules of their own for what overflows inside, and for rows of which everything is masked.
         return found if is_finite else self._own(*operands)
 
@@ -146,9 +105,9 @@ class DelegatedRegion(Keeping):
 
     def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Let the engine take the tensors as they are, for inputs such as these; raise what it raises."""
-        converted = self._convert(inputs, tensors)
+        held = self._convert(inputs, tensors)
         with dispatch_modes_off():
-            converted.session(torch.get_num_threads())(inputs)
+            held.session(torch.get_num_threads())(inputs)
 
     def forget_all(self) -> None:
         """Let everything be converted anew, at the next call."""
@@ -158,20 +117,21 @@ class DelegatedRegion(Keeping):
             self._failed = ""
 
     def forget_gone(self) -> None:
-        """Let go of what was converted for tensors that nobody holds any more."""
+        """Let go of what serves tensors that nobody holds any more: copies of those that it was made of."""
         with self._lock:
-            for key, kept in tuple(self._converted.items()):
-                if kept.unchanged.first_is_gone:
-                    self._converted.pop(key)
+            for kept in (self._converted, self._waiting):
+                for key in [key for key, each in kept.items() if each.unchanged.first_is_gone]:
+                    del kept[key]
 
     def refresh(self, tensors: Sequence[Tensor]) -> None:
         """Let the engine take the tensors as they are now; raise what it raises."""
-        held = self._converted.get(_key_of(tensors)) or next(iter(self._converted.values()), None)
-        if held is not None and not held.unchanged.same(*tensors):
-            self._failed = ""
-            self._convert(held.compile.example, tensors)
+        with self._lock:
+            held = self._converted.get(_key_of(tensors)) or next(iter(self._converted.values()), None)
+            if held is not None and not held.unchanged.same(*tensors) and not is_forked():
+                self._failed = ""
+                self._convert(held.example, tensors)
 
-    def _current(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> _Converted | None:
+    def _current(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Converted | None:
         """Return what the engine made of the tensors as they are now; None where it holds others."""
         key = _key_of(tensors)
         held = self._converted.get(key)
@@ -181,56 +141,39 @@ class DelegatedRegion(Keeping):
             if self._is_due(held, key, tensors):
                 try:
                     return self._convert(inputs, tensors)
-                except _Refused as refusal:
+                except Refused as refusal:
                     self._waiting[key].seconds = -math.inf  # as long as they stay the same
-                    if not isinstance(refusal, _OtherType):  # a model in another type computes in that
+                    if not isinstance(refusal, OtherType):  # a model in another type computes in that
                         _warn(f"the model's own operations run: {refusal}")
                 except Exception as error:
                     self._give_up(error)
         return None
 
-    def _is_due(self, held: _Converted | None, key: int, tensors: Sequence[Tensor]) -> bool:
+    def _is_due(self, held: Converted | None, key: int, tensors: Sequence[Tensor]) -> bool:
         waiting = self._waiting.get(key)
         if waiting is None or not waiting.unchanged.same(*tensors):
-            waiting = self._waiting[key] = _Waiting(Unchanged(tensors))
+            try:
+                waiting = self._waiting[key] = _Waiting(Unchanged(tensors))
+            except RuntimeError:  # a parameter without memory of its own, such as a sparse one
+                return False
             while len(self._waiting) > _MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
             return held is None
         return waiting.seconds >= (0.0 if held is None else held.seconds)
 
-    def _convert(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> _Converted:
-        with self._lock, torch.inference_mode(False), torch.no_grad(), dispatch_modes_off():
-            key, start = _key_of(tensors), time.perf_counter()
-            engine, unchanged = engine_named(self.engine), Unchanged(tensors)
-            reasons = (reason for reason in map(_reason_against, tensors) if reason)
-            if reason := engine.reason_against(self.dtype):
-                raise RuntimeError(reason)
-            other = next(filter(_is_of_other_type, tensors), None)
-            if other is not None:
-                raise _OtherType(f"a parameter is of {str(other.dtype).removeprefix('torch.')}")
-            if reason := next(reasons, ""):
-                raise _Refused(reason)
-            for held in self._converted.values():
-                if held.holds(tensors):
-                    return self._keep(key, replace(held, unchanged=unchanged))
-            example = [x.detach().clone() for x in inputs]
-            computation = _Computation(self.graph, tensors).eval()
-            noted = [(each.detach(), version_of(each), sample_of(each)) for each in tensors]
-            converted = _Converted(
-                unchanged, _Compile(engine, computation, example, self.dtype), [x.dtype for x in inputs], noted
-            )
-            converted.session(torch.get_num_threads())
-            converted.seconds = time.perf_counter() - start
-            return self._keep(key, converted)
+    def _convert(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Converted:
+        with self._lock:
+            known, engine = self._converted.values(), engine_named(self.engine)
+            return self._keep(_key_of(tensors), converted(engine, self.graph, inputs, tensors, self.dtype, known))
 
-    def _keep(self, key: int, converted: _Converted) -> _Converted:
+    def _keep(self, key: int, new: Converted) -> Converted:
         self._converted.pop(key, None)  # what is replaced takes no other's place
-        for other, kept in tuple(self._converted.items()):
-            if kept.unchanged.first_is_gone or len(self._converted) >= _MOST_KEPT:
+        for other, held in tuple(self._converted.items()):
+            if held.unchanged.first_is_gone or len(self._converted) >= _MOST_KEPT:
                 self._converted.pop(other, None)
-        self._converted[key] = converted
+        self._converted[key] = new
         self._waiting.pop(key, None)
-        return converted
+        return new
 
     # -- the region's own operations -----------------------------------------------------------------------------
 
@@ -243,29 +186,25 @@ class DelegatedRegion(Keeping):
             waiting.seconds += time.perf_counter() - start
         return result
 
-    def _first(self, converted: _Converted, key: Any, operands: Sequence[Any]) -> Sequence[Tensor]:
+    def _first(self, held: Converted, key: Any, operands: Sequence[Any]) -> Sequence[Tensor]:
         """Compute by the engine and by the region's own operations, and note whether they agree."""
         own = self._own(*operands)
         try:
-            session = converted.session(key[0])
+            session = held.session(key[0])
             inputs = [x.detach().contiguous() for x in operands[: self.inputs]]
             found = session(inputs)
             agree = _agree(found, own, _ERROR[self.dtype])
-            if not converted.by_shapes and _are_in_memory_of(found, [*session(inputs), *inputs]):
+            if not held.by_shapes and _are_in_memory_of(found, [*session(inputs), *inputs]):
                 raise RuntimeError("its results lie in memory that it uses again")
         except Exception as error:
             self._give_up(error)
             return own
-        if agree is not None and len(converted.by_shapes) < _MOST_SHAPES:
-            converted.by_shapes[key] = session if agree else None
+        if agree is not None and len(held.by_shapes) < _MOST_SHAPES:
+            held.by_shapes[key] = session if agree else None
         if agree is False:
             shapes = ", ".join(str(tuple(x.shape)) for x in operands[: self.inputs])
             _warn(f"{self.engine} gives something else for inputs of shape {shapes}; the model's own operations run")
         return found if agree else own
-
-    def _given_up(self, error: Exception, operands: Sequence[Any]) -> Sequence[Tensor]:
-        self._give_up(error)
-        return self._own(*operands)
 
     def _give_up(self, error: Exception) -> None:
         self._failed = one_line(error)
@@ -285,38 +224,6 @@ class DelegatedRegion(Keeping):
 
 def _region(engine: str, graph: PortableGraph, inputs: int, dtype: torch.dtype) -> DelegatedRegion:
     return DelegatedRegion(engine, graph.graph(), inputs, dtype)
-
-
-@dataclass
-class _Compile:
-    """Compile a computation for a number of threads."""
-
-    engine: Engine
-    computation: nn.Module
-    example: Sequence[Tensor]
-    dtype: torch.dtype
-
-    def __call__(self, threads: int) -> Session:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # torch.jit is deprecated, and tracing tells of each size it reads
-            return self.engine.compile(self.computation, self.example, self.dtype, threads)
-
-
-class _Computation(nn.Module):
-    """A region as a module of its inputs alone, without checks, to be traced."""
-
-    def __init__(self, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
-        super().__init__()
-        graph = copy_graph(graph)
-        for node in [node for node in graph.nodes if node.target in _CHECKS]:
-            graph.erase_node(node)
-        self._graph_module = fx.GraphModule(nn.Module(), graph, "Region")
-        for number, tensor in enumerate(tensors):
-            self.register_buffer(f"tensor{number}", tensor.detach())
-        self._count = len(tensors)
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self._graph_module(*inputs, *(getattr(self, f"tensor{number}") for number in range(self._count))))
 
 
 def _key_of(tensors: Sequence[Tensor]) -> int:
@@ -344,21 +251,6 @@ def _is_finite(x: Tensor) -> bool:
 def _are_in_memory_of(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     places = {each.untyped_storage().data_ptr() for each in others if each.numel()}
     return any(each.untyped_storage().data_ptr() in places for each in results if each.numel())
-
-
-def _is_of_other_type(tensor: Tensor) -> bool:
-    return tensor.dtype is not torch.float32 and (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _reason_against(tensor: Tensor) -> str:
-    """Return why a tensor of the model cannot be handed to an engine, or ""."""
-    if unseen := why_unseen(tensor):
-        return f"a parameter {unseen}"
-    if not tensor.is_cpu:
-        return f"a parameter is on {tensor.device}"
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-        return "a parameter holds NaN or infinities"
-    return ""
 
 
 def _agree(found: Sequence[Tensor], own: Sequence[Tensor], allowed: float) -> bool | None:

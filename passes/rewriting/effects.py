@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from ...compat import has_hooks, is_registered_operator
-from ...layers.folded import expect_dimensions, expect_one_of
+from ...layers.folded import CHECKS
 from ...operators import (
     OpInfo,
     canonical_name,
@@ -21,7 +21,6 @@ from ...operators import (
     operator_of_module,
 )
 from ...runtime.graphs import capture_of, specializations_of
-from ...runtime.guards import require
 from ...runtime.values import TensorMeta, qualified, user_class
 from ...tracing.analyses import StructuralHash
 from ...tracing.program import Program
@@ -142,13 +141,9 @@ def writes(node: fx.Node, program: Program, owner: str) -> bool:
         return program.analyses[_Known].of(
             callee, lambda: _holds_of_module(callee, program, name, _leaf_writes, writes)
         )
-    if node.op not in ("call_function", "call_method") or node.target in _CHECKS or _only_normalises(node):
+    if node.op not in ("call_function", "call_method") or node.target in CHECKS or _only_normalises(node):
         return False
     return mutates(node) or (has_effects(node, program, owner) and not has_random_effects(node))
-
-
-_CHECKS = (require, expect_one_of, expect_dimensions)
-"""They raise, or do nothing."""
 
 
 def _only_normalises(node: fx.Node) -> bool:

@@ -70,9 +70,8 @@ def look(program: Program, owner: str) -> list[Found]:
         fitting = next((names for names in named if specialization.fits(names)), None)
         if fitting is None:
             continue
-        named_before = [each for each in result if each.flat.specialization.fits(fitting)]
-        if named_before:
-            continue  # an earlier graph runs
+        if any(earlier.flat.specialization.fits(fitting) for earlier in result):
+            continue  # that one runs
         flat = flattened(program, owner, specialization)
         metas = _metas(module, flat, fitting)
         if metas is not None:

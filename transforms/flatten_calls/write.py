@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ...compat import own_buffers, own_children, own_parameters
+from ...compat import is_registered_operator, own_buffers, own_children, own_parameters
 from ...compat.calls import DIRECT
 from ...layers.folded import expect_one_of
 from ...layers.packed import keep_narrow
@@ -206,7 +206,8 @@ class _Writer(Opener):
         new = self.graph.create_node(node.op, target, args, kwargs, node.name)
         new.meta = dict(node.meta)
         if writes(node, self.program, qualified(self.name, place[0])):
-            if mutates(node) and args and args[0] in self._fresh:
+            overwritten = _overwritten(new) if mutates(node) else ()
+            if overwritten and all(each in self._fresh for each in overwritten):
                 self._fresh.add(new)  # what was computed since the start
             else:
                 self._has_written = True
@@ -309,3 +310,13 @@ def _is_held(owner: nn.Module, path: str) -> bool:
     """Say whether modules, and no regions, lead to a module."""
     ways = [owner.get_submodule(part) for part in paths_to(path)]
     return not any(isinstance(module, Region) for module in (owner, *ways)) and bool(own_children(owner))
+
+
+def _overwritten(node: fx.Node) -> Sequence[Any]:
+    """Return the operands that an operation in place may write into."""
+    if node.kwargs.get("out") is not None:
+        return [node.kwargs["out"]]
+    target = node.target
+    if is_registered_operator(target) or "writes" in node.meta or getattr(target, "may_write", False):
+        return node.all_input_nodes
+    return node.args[:1]

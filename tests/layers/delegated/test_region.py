@@ -302,3 +302,31 @@ def test_refresh_converts_at_once_and_copies_that_are_gone_are_let_go(engine: Fa
     gc.collect()
     region.forget_gone()
     assert len(region._converted) == 1
+
+
+def test_a_forked_process_hands_nothing_to_an_engine(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    monkeypatch.setattr("fxopt.layers.delegated.conversion._PROCESS", -1)
+    assert calls_of_engine(engine, lambda: call(region, of)) == 0
+    nn.init.constant_(of.weight, 2.0)
+    region.refresh([of.weight, of.bias])
+    call(region, of)
+    with pytest.raises(RuntimeError, match="forked process"):
+        region.prepare([X], [of.weight, of.bias])
+    assert engine.compiled == 1
+
+
+class _Wrapped(Tensor):
+    """A parameter in a class of its own, as those of quantized weights."""
+
+
+def test_parameters_of_other_kinds_are_computed_with_as_they_are(engine: Fake) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for weight in (of.weight.detach().to_sparse_csr(), of.weight.detach().as_subclass(_Wrapped)):
+            for _ in range(2):
+                found, expected = region(X, weight, of.bias), F.linear(X, weight, of.bias)
+                torch.testing.assert_close(found[1], expected)

@@ -40,3 +40,8 @@ def test_memory_that_only_notes_hold_is_gone():
     assert not second.first_is_gone
     del other, first
     assert second.first_is_gone
+
+
+def test_notes_of_no_tensor_are_never_gone():
+    assert not Unchanged([]).first_is_gone
+    assert not Unchanged([None]).first_is_gone

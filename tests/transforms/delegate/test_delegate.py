@@ -59,6 +59,36 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], list[tup
 
 
 @engines
+def test_detach_is_no_determinant(engine: str) -> None:
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).relu().detach())
+
+    model = Detached().eval()
+    fast = delegated(model, engine)
+    assert len(regions(fast)) == 1
+    same(fast, model)
+
+
+@one_engine
+def test_a_region_needs_no_tensors_of_the_model(engine: str, computed: list[str]) -> None:
+    class Products(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ x.transpose(0, 1)).relu() @ x
+
+    model = Products().eval()
+    fast = delegated(model, engine)
+    same(fast, model)
+    computed.clear()
+    same(fast, model)
+    assert computed == [engine]
+
+
+@engines
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_engine_computes_whole_models_of_any_batch_and_length(kind: str, engine: str, computed: list[str]) -> None:
     make, draw, sizes = MODELS[kind]

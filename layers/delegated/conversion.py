@@ -1,0 +1,148 @@
+"""What an engine makes of a region with the tensors of a model as they are, and which tensors it does not take."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...compat import dispatch_modes_off, version_of
+from ...operators import Unchanged, sample_of, why_unseen
+from ...runtime.graphs import copy_graph
+from ..folded import CHECKS
+from .engine import Engine, Session
+
+__all__ = ["Converted", "OtherType", "Refused", "converted", "is_forked"]
+
+_PROCESS = os.getpid()
+
+
+def is_forked() -> bool:
+    """Say whether this process is a fork: engines have threads, which it lacks, and a call would wait for ever."""
+    return os.getpid() != _PROCESS
+
+
+class Refused(RuntimeError):
+    """The tensors of the model are none that an engine takes, as they are."""
+
+
+class OtherType(Refused):
+    """They are of another type than float32."""
+
+
+@dataclass
+class _Compile:
+    """Compile a computation for a number of threads."""
+
+    engine: Engine
+    computation: nn.Module
+    example: Sequence[Tensor]
+    dtype: torch.dtype
+
+    def __call__(self, threads: int) -> Session:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")  # torch.jit is deprecated, and tracing tells of each size it reads
+            return self.engine.compile(self.computation, self.example, self.dtype, threads)
+
+
+@dataclass
+class Converted:
+    """What an engine made of a region with the tensors as they were; for tensors of equal numbers the same serves."""
+
+    unchanged: Unchanged
+    compile: _Compile
+    noted: Sequence[tuple[Tensor, int, Any]]  # the tensors' memory, with counts of writes and samples of then
+    seconds: float = 0.0
+    by_threads: dict[int, Session] = field(default_factory=dict[int, Session])
+    by_shapes: dict[Any, Session | None] = field(default_factory=dict[Any, "Session | None"])  # None: other results
+
+    @property
+    def example(self) -> Sequence[Tensor]:
+        return self.compile.example
+
+    def takes(self, inputs: Sequence[Tensor]) -> bool:
+        """Say whether inputs are of the types that it was made for."""
+        return all(x.dtype is old.dtype for x, old in zip(inputs, self.example, strict=True))
+
+    def session(self, threads: int) -> Session:
+        """Return what computes with so many threads."""
+        if threads not in self.by_threads:
+            self.by_threads[threads] = self.compile(threads)
+        return self.by_threads[threads]
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether other tensors hold the same numbers, those of a copy of the model."""
+        return all(
+            old.shape == new.shape and old.dtype is new.dtype and new.is_cpu and version_of(old) == version
+            and view == sample and torch.equal(old, new)
+            for (old, version, (view, sample)), new in zip(self.noted, tensors, strict=True)
+        )  # fmt: skip
+
+
+def converted(
+    engine: Engine, graph: fx.Graph, inputs: Sequence[Tensor], tensors: Sequence[Tensor], dtype: torch.dtype,
+    known: Iterable[Converted],
+) -> Converted:  # fmt: skip
+    """Let an engine take a region, for inputs such as these, or return what is `known` of tensors that hold the same.
+
+    Raises:
+        Refused: a tensor is none that engines take.
+        RuntimeError: the engine cannot be used here; it may raise anything else, too.
+    """
+    with torch.inference_mode(False), torch.no_grad(), dispatch_modes_off():
+        if reason := "a forked process has no threads of it" if is_forked() else engine.reason_against(dtype):
+            raise RuntimeError(reason)
+        for tensor in tensors:
+            if _is_of_other_type(tensor):
+                raise OtherType(f"a parameter is of {str(tensor.dtype).removeprefix('torch.')}")
+        for tensor in tensors:
+            if reason := _reason_against(tensor):
+                raise Refused(reason)
+        start, unchanged = time.perf_counter(), Unchanged(tensors)
+        for held in known:
+            if held.holds(tensors):
+                return replace(held, unchanged=unchanged)
+        example = [x.detach().clone() for x in inputs]
+        noted = [(each.detach(), version_of(each), sample_of(each)) for each in tensors]
+        result = Converted(unchanged, _Compile(engine, _Computation(graph, tensors).eval(), example, dtype), noted)
+        result.session(torch.get_num_threads())
+        result.seconds = time.perf_counter() - start
+        return result
+
+
+class _Computation(nn.Module):
+    """A region as a module of its inputs alone, without checks, for an engine."""
+
+    def __init__(self, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        graph = copy_graph(graph)
+        for node in [node for node in graph.nodes if node.target in CHECKS]:
+            graph.erase_node(node)
+        self._graph_module = fx.GraphModule(nn.Module(), graph, "Region")
+        for number, tensor in enumerate(tensors):
+            self.register_buffer(f"tensor{number}", tensor.detach())
+        self._count = len(tensors)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self._graph_module(*inputs, *(getattr(self, f"tensor{number}") for number in range(self._count))))
+
+
+def _is_of_other_type(tensor: Tensor) -> bool:
+    return tensor.dtype is not torch.float32 and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _reason_against(tensor: Tensor) -> str:
+    """Return why a tensor of the model cannot be handed to an engine, or ""."""
+    if unseen := why_unseen(tensor):
+        return f"a parameter {unseen}"
+    if not tensor.is_cpu:
+        return f"a parameter is on {tensor.device}"
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        return "a parameter holds NaN or infinities"
+    return ""
