@@ -37,6 +37,9 @@ def found_in(program: Program, engines: Sequence[str], *, required: bool) -> Ite
     if program.training:
         yield Refusal("the model is in training; call model.eval() first", "(root)", Cause.IN_TRAINING)
         return
+    if not program.inputs:
+        yield Refusal("no example_inputs, which an engine is prepared for and compared on", "(root)")
+        return
     opened: set[str] = set()
     for owner in sorted(program.captures, key=lambda name: (name.count(".") + bool(name), name)):
         module = program.module(owner)
