@@ -137,7 +137,7 @@ def listing(preset: str | None, summaries: Mapping[str, str]) -> str:
     """List the passes and presets in a line each, or the passes of a preset and what its options choose among."""
     if preset is None:
         return _lines("passes", summaries, PRESETS)
-    members = {member: summaries[member.partition("{")[0]] for member in PRESETS[preset]}
+    members = {member: summaries[member.partition("{")[0]] for member in members_of(preset, {})}
     return _lines(preset, members, {}) + "".join(_choices(preset))
 
 
@@ -162,7 +162,7 @@ def _choices(preset: str) -> Iterator[str]:
         for value, instead in values.items():
             listed = {member: ",".join(passes) or "nothing" for member, passes in instead.items()}
             changed = [f"{passes} in the place of {member}" for member, passes in listed.items()]
-            yield f"  {value:<10}{'; '.join(changed) or 'as above'}\n"
+            yield f"  {value:<10}{'; '.join(changed) or 'replaces nothing'}\n"
 
 
 def members_of(preset: str, options: Mapping[str, str]) -> tuple[str, ...]:

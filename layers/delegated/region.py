@@ -17,7 +17,7 @@ from ...compat import dispatch_modes_off, runs_kernels, wants_gradients
 from ...errors import EngineWarning, one_line
 from ...operators import Keeping, Unchanged
 from ...runtime.graphs import PortableGraph, copy_graph
-from .conversion import Converted, OtherType, Refused, converted, is_forked
+from .conversion import Converted, OtherType, Refused, converted, is_forked, sum_of
 from .engines import engine_named
 
 __all__ = ["DelegatedRegion"]
@@ -110,10 +110,14 @@ class DelegatedRegion(Keeping):
             held.session(torch.get_num_threads())(inputs)
 
     def forget_all(self) -> None:
-        """Let everything be converted anew, at the next call."""
+        """Compare all numbers with those that the engine took, at the next call: some may have been changed unseen.
+
+        To convert equal numbers anew would cost more than many calls, and models are often set to `eval()` before each.
+        """
         with self._lock:
-            self._converted.clear()
-            self._waiting.clear()
+            for held in self._converted.values():
+                held.doubted = True
+            self._waiting = {key: waiting for key, waiting in self._waiting.items() if waiting.seconds >= 0}
             self._failed = ""
 
     def forget_gone(self) -> None:
@@ -127,7 +131,7 @@ class DelegatedRegion(Keeping):
         """Let the engine take the tensors as they are now; raise what it raises."""
         with self._lock:
             held = self._converted.get(_key_of(tensors)) or next(iter(self._converted.values()), None)
-            if held is not None and not held.unchanged.same(*tensors) and not is_forked():
+            if held is not None and not is_forked() and (held.doubted or not held.unchanged.same(*tensors)):
                 self._failed = ""
                 self._convert(held.example, tensors)
 
@@ -135,9 +139,16 @@ class DelegatedRegion(Keeping):
         """Return what the engine made of the tensors as they are now; None where it holds others."""
         key = _key_of(tensors)
         held = self._converted.get(key)
-        if held is not None and held.unchanged.same(*tensors):
+        if held is not None and not held.doubted and held.unchanged.same(*tensors):
             return held
         with self._lock:
+            held = self._converted.get(key)  # another thread may have been here
+            if held is not None and held.unchanged.same(*tensors):
+                if not held.doubted or held.checksum == sum_of(tensors):
+                    held.doubted = False
+                    return held
+                del self._converted[key]
+                held = None
             if self._is_due(held, key, tensors):
                 try:
                     return self._convert(inputs, tensors)

@@ -59,9 +59,15 @@ class Replay:
                 self._context.note_change(pass_)
         if missing := next(iter(self._wanted.values()), None):
             lost = program.opaque.get(missing.key.partition(":")[0].replace("(root)", ""))
-            why = f": no graph of its module: {lost.reason}" if lost else ""
+            why = self._refused(missing) or (f": no graph of its module: {lost.reason}" if lost else "")
             why += _GIVE_INPUTS if lost or not program.inputs else ""
             raise PlanError(f"the plan's site {missing.key} of pass '{pass_.name}' is not in this model{why}")
+
+    def _refused(self, missing: Decision) -> str:
+        """Return why the pass leaves the place of a decision here, such as an engine that is not installed, or ""."""
+        refusals = (item for item in admitted(self.tuner, self.pass_) if isinstance(item, Refusal))
+        here = (item.why for item in refusals if item.at in ("(root)", missing.label))
+        return next((f": {why.text or why.cause}" for why in here), "")
 
     def verified(self) -> None:
         """Rewrite what is right here, too; note what is wrong or not there."""

@@ -17,9 +17,13 @@ from ...runtime.values import Arguments, Meta, meta_of, qualified
 from ...tracing.isolation import preserved
 from ...tracing.program import GraphRunner, Program, is_called
 from ..flatten_calls import Flat, flattened
+from .kinds import heavy_count
 from .regions import Cut
 
 __all__ = ["Found", "found_in", "look"]
+
+_LEAST_SHARE = 0.8
+"""Regions of less than this part of a model gain less together than the passes that would find their graphs taken."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,24 +41,54 @@ def found_in(program: Program, engines: Sequence[str], *, required: bool) -> Ite
     if program.training:
         yield Refusal("the model is in training; call model.eval() first", "(root)", Cause.IN_TRAINING)
         return
+    if not program.inputs:
+        yield Refusal("no example_inputs, which an engine is prepared for and compared on", "(root)")
+        return
+    sites = list[Site]()
+    for owner, found in _outermost(program):
+        for each in found:
+            closed = {path: why for path, why in each.flat.closed.items() if why}
+            yield from (Refusal(why, qualified(owner, path)) for path, why in closed.items())
+        if any(each.cut.regions for each in found):
+            sites.append(_site(program, owner, found, engines, required=required))
+    taken = sum(max(sum(heavy_count(r.computed) for r in each.cut.regions) for each in site.found) for site in sites)
+    heavy = sum(_heavy_in(program, owner) for owner in program.captures) if sites else 0
+    if sites and program.measuring and not required and taken < _LEAST_SHARE * heavy:
+        text = f"engines would compute {taken} of {heavy} products and convolutions, between calls that stay"
+        yield Refusal(f"{text}; name an engine to have them all the same", "(root)")
+        return
+    yield from sites
+
+
+def _outermost(program: Program) -> Iterator[tuple[str, list[Found]]]:
+    """Yield the outermost modules with what is found in each; what has regions is not looked into again."""
     opened: set[str] = set()
     for owner in sorted(program.captures, key=lambda name: (name.count(".") + bool(name), name)):
         module = program.module(owner)
         if owner in opened or isinstance(module, Region) or not is_called(program, owner):
             continue
         found = look(program, owner)
-        regions = [region for each in found for region in each.cut.regions]
-        for each in found:
-            closed = {path: why for path, why in each.flat.closed.items() if why}
-            yield from (Refusal(why, qualified(owner, path)) for path, why in closed.items())
-        if regions:
+        if any(each.cut.regions for each in found):
             opened |= {qualified(owner, path) for each in found for path in each.flat.opened}
-            operations = sum(len(region.computed) for region in regions)
-            count = f"{len(regions)} region{'s' * (len(regions) != 1)}"
-            yield Site(
-                program, owner, {}, phase=Phase.EVAL, choices=tuple(engines), required=required, found=found,
-                detail=f"{operations} operations in {count}",
-            )  # fmt: skip
+        yield owner, found
+
+
+def _heavy_in(program: Program, owner: str) -> int:
+    """Return how many products and convolutions a module computes itself in a call."""
+    graphs = [each.graph for each in required_capture(program.module(owner)).specializations]
+    if not is_called(program, owner):
+        return 0
+    return max(heavy_count(graph.nodes, lambda node: program.callee(owner, node)) for graph in graphs)
+
+
+def _site(program: Program, owner: str, found: list[Found], engines: Sequence[str], *, required: bool) -> Site:
+    regions = [region for each in found for region in each.cut.regions]
+    operations = sum(len(region.computed) for region in regions)
+    count = f"{len(regions)} region{'s' * (len(regions) != 1)}"
+    return Site(
+        program, owner, {}, phase=Phase.EVAL, choices=tuple(engines), required=required, found=found,
+        detail=f"{operations} operations in {count}",
+    )  # fmt: skip
 
 
 def look(program: Program, owner: str) -> list[Found]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from ...layers.folded import CHECKS
-from ...operators import Keeping, canonical_name, has_random_effects, info_of, is_known_function
-from ...runtime.values import PLAIN_TYPES, Meta, TensorMeta
+from ...operators import Keeping, canonical_name, has_random_effects, info_of, is_known_function, operator_of_module
+from ...runtime.values import PLAIN_TYPES, Meta, TensorMeta, user_class
 
-__all__ = ["Kind", "is_of_torch", "is_plain", "is_worth_a_call", "kinds_of"]
+__all__ = ["Kind", "heavy_count", "is_of_torch", "is_plain", "is_worth_a_call", "kinds_of"]
 
 _HEAVY = frozenset(
     "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
@@ -68,7 +68,18 @@ def kinds_of(graph: fx.Graph, metas: Mapping[fx.Node, Meta]) -> dict[fx.Node, Ki
 
 def is_worth_a_call(nodes: Iterable[fx.Node]) -> bool:
     """Say whether nodes compute enough for a call of an engine."""
-    return sum(canonical_name(node) in _HEAVY for node in nodes) >= _LEAST_HEAVY
+    return heavy_count(nodes) >= _LEAST_HEAVY
+
+
+def heavy_count(nodes: Iterable[fx.Node], callee: Callable[[fx.Node], nn.Module] | None = None) -> int:
+    """Return how many of some nodes are products, convolutions or attention, or call layers that are, by `callee`."""
+
+    def name(node: fx.Node) -> str | None:
+        if callee is not None and node.op == "call_module":
+            return operator_of_module(user_class(type(callee(node))))
+        return canonical_name(node)
+
+    return sum(name(node) in _HEAVY for node in nodes)
 
 
 def _kind_of(node: fx.Node, metas: Mapping[fx.Node, Meta]) -> Kind:

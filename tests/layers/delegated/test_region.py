@@ -212,6 +212,24 @@ def test_changed_numbers_are_converted_when_that_pays(change: Callable[[nn.Linea
     assert calls_of_engine(engine, lambda: call(region, of)) == 1
 
 
+def test_equal_numbers_are_not_converted_anew_after_eval(engine: Fake) -> None:
+    region, of = made(), layer()
+    call(region, of)
+    for _ in range(3):
+        region.forget_all()  # as `eval()` does
+        assert calls_of_engine(engine, lambda: call(region, of)) == 1
+    assert engine.compiled == 1
+    with torch.no_grad():
+        of.weight.data.view(-1)[-1] += 1  # between the places that are sampled
+    region.forget_all()
+    call(region, of)
+    assert engine.compiled == 2
+    _written(of)
+    region.forget_all()
+    call(region, of)
+    assert engine.compiled == 2  # it has to pay first, as without `eval()`
+
+
 def test_numbers_that_change_at_each_call_are_never_converted(engine: Fake) -> None:
     region, of = made(), layer()
     call(region, of)

@@ -55,6 +55,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], list[tup
 }
 
 
+def test_without_example_inputs_nothing_is_handed_over() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+    with pytest.warns(fxopt.NothingDoneWarning, match="no example_inputs"):
+        fast = fxopt.optimize(model, "delegate")
+    assert not regions(fast)
+    fast = fxopt.optimize(model, "inference{engine=auto}", verify=False)
+    assert any(each.pass_name == "delegate" for each in fxopt.plan(fast).decisions)
+
+
 # -- results ---------------------------------------------------------------------------------------------------------
 
 
