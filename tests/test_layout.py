@@ -392,3 +392,9 @@ def test_private_torch_names_live_in_compat():
         if private.search(line.split("#")[0]) and not line.lstrip().startswith(('"', "'", "`"))
     ]
     assert offenders == []
+
+
+def test_files_that_are_imported_are_there():
+    """Also those that only GPUs import."""
+    wanted = {(str(path), found.line, ROOT.joinpath(*found.source)) for path in FILES for found in imports(path)}
+    assert [each for each in wanted if not (each[2].with_suffix(".py").is_file() or each[2].is_dir())] == []
