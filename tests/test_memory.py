@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -157,11 +158,18 @@ def nothing_stays() -> Iterator[None]:
     collect()
     gc.freeze()
     yield
-    collect()
-    kinds = (nn.Module, Tensor, fx.Graph)
-    left = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    for _ in range(20):  # threads of gloo let go of the last tensors in their own time
+        collect()
+        if not left_over():
+            return
+        time.sleep(0.1)
+    assert left_over() == []
+
+
+def left_over() -> list[type]:
+    found = [each for each in gc.get_objects() if issubclass(type(each), (nn.Module, Tensor, fx.Graph))]
     # OpenVINO never lets go of plain numbers in the graphs that it has read.
-    assert not [type(each) for each in left if not (isinstance(each, Tensor) and each.numel() == 1)]
+    return [type(each) for each in found if not (isinstance(each, Tensor) and each.numel() == 1)]
 
 
 def optimize_once(name: str) -> None:
