@@ -13,13 +13,10 @@ from .region import DelegatedRegion
 __all__ = ["refresh"]
 
 
-def refresh(model: nn.Module) -> int:
-    """Let engines take the parameters and buffers of a model as they are now; return how many regions there are."""
-    count = 0
+def refresh(model: nn.Module) -> None:
+    """Let engines take the parameters and buffers of a model as they are now."""
     for module in all_modules(model):
         for node in (node for each in specializations_of(module) for node in each.graph.nodes):
             if isinstance(node.target, DelegatedRegion):
-                count += 1
                 read = [each for each in node.args[node.target.inputs :] if isinstance(each, fx.Node)]
                 node.target.refresh([operator.attrgetter(str(each.target))(module) for each in read])
-    return count

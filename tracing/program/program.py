@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -20,7 +20,10 @@ from ..recording import NO_STEP, Recording, calls_of_generate, generated_calls, 
 from .capturing import Opaque
 from .model_capture import capture_model, inputs_for
 
-__all__ = ["Analyses", "Analysis", "Coverage", "Opaque", "Program", "capture_program", "captured_on", "is_called"]
+__all__ = [
+    "Analyses", "Analysis", "Coverage", "Opaque", "Program", "capture_program", "captured_on", "is_called",
+    "outermost",
+]  # fmt: skip
 
 
 _T = TypeVar("_T")
@@ -249,6 +252,15 @@ def is_called(program: Program, name: str) -> bool:
             if not any(".".join(path[: count + 1]) in called for count in range(len(path))):
                 return False
     return True
+
+
+def outermost(program: Program, opened: Collection[str]) -> Iterator[str]:
+    """Yield the captured modules that are called, no regions, from outside inwards. Who goes through them adds to
+    `opened` the names of those that it has looked into, which are left out.
+    """
+    for name in sorted(program.captures, key=lambda name: (name.count(".") + bool(name), name)):
+        if name not in opened and not isinstance(program.module(name), Region) and is_called(program, name):
+            yield name
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import torch
 from torch import fx, nn
 
 from ...layers.delegated import DelegatedRegion
+from ...passes.rewriting import bound
 from ...passes.sites import Cause, Phase, Refusal, Site
-from ...runtime.graphs import Region, required_capture
+from ...runtime.graphs import required_capture
 from ...runtime.guards import reader
-from ...runtime.values import Arguments, Meta, meta_of, qualified
+from ...runtime.values import Meta, meta_of, qualified
 from ...tracing.isolation import preserved
-from ...tracing.program import GraphRunner, Program, is_called
+from ...tracing.program import GraphRunner, Program, is_called, outermost
 from ..flatten_calls import Flat, flattened
 from .kinds import heavy_count
 from .regions import Cut
@@ -63,10 +64,7 @@ def found_in(program: Program, engines: Sequence[str], *, required: bool) -> Ite
 def _outermost(program: Program) -> Iterator[tuple[str, list[Found]]]:
     """Yield the outermost modules with what is found in each; what has regions is not looked into again."""
     opened: set[str] = set()
-    for owner in sorted(program.captures, key=lambda name: (name.count(".") + bool(name), name)):
-        module = program.module(owner)
-        if owner in opened or isinstance(module, Region) or not is_called(program, owner):
-            continue
+    for owner in outermost(program, opened):
         found = look(program, owner)
         if any(each.cut.regions for each in found):
             opened |= {qualified(owner, path) for each in found for path in each.flat.opened}
@@ -75,9 +73,9 @@ def _outermost(program: Program) -> Iterator[tuple[str, list[Found]]]:
 
 def _heavy_in(program: Program, owner: str) -> int:
     """Return how many products and convolutions a module computes itself in a call."""
-    graphs = [each.graph for each in required_capture(program.module(owner)).specializations]
     if not is_called(program, owner):
         return 0
+    graphs = [each.graph for each in required_capture(program.module(owner)).specializations]
     return max(heavy_count(graph.nodes, lambda node: program.callee(owner, node)) for graph in graphs)
 
 
@@ -95,12 +93,12 @@ def look(program: Program, owner: str) -> list[Found]:
     """Return those graphs of a module that its recorded calls in evaluation run, cut into regions."""
     module = program.module(owner)
     capture = required_capture(module)
-    calls = [(call.args, call.kwargs) for call in program.recording([module]).calls.get(module, ())]
+    calls = (bound(capture, call.args, call.kwargs) for call in program.recording([module]).calls.get(module, ()))
+    named = [{"self": module, **given} for given in calls if given is not None]
     result: list[Found] = []
     for number, specialization in enumerate(capture.specializations):
         if not specialization.runs_in_mode(module):
             continue
-        named = [{"self": module, **given} for call in calls if (given := _bound(module, call)) is not None]
         fitting = next((names for names in named if specialization.fits(names)), None)
         if fitting is None:
             continue
@@ -111,13 +109,6 @@ def look(program: Program, owner: str) -> list[Found]:
         if metas is not None:
             result.append(Found(number, flat, Cut(flat.specialization.graph, metas)))
     return result
-
-
-def _bound(module: nn.Module, call: Arguments) -> Mapping[str, Any] | None:
-    try:
-        return required_capture(module).parameters.bind(call[0], call[1])
-    except TypeError:
-        return None
 
 
 def _metas(module: nn.Module, flat: Flat, names: Mapping[str, Any]) -> Mapping[fx.Node, Meta] | None:

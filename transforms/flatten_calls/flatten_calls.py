@@ -16,9 +16,9 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...passes.timing import forward_seconds
-from ...runtime.graphs import Region, required_capture, usual
+from ...runtime.graphs import required_capture, usual
 from ...runtime.values import keep, qualified
-from ...tracing.program import Program, is_called
+from ...tracing.program import Program, outermost
 from .write import Flat, flattened, is_written_out
 
 __all__ = ["FlattenCalls"]
@@ -75,11 +75,8 @@ def _found(program: Program) -> Iterator[tuple[Site | Refusal, int]]:
     """Yield the outermost modules in which calls can be written out, and how many; and what stays as it is."""
     phase = Phase.TRAIN if program.training else Phase.EVAL
     opened: set[str] = set()
-    for owner in sorted(program.captures, key=lambda name: (name.count(".") + bool(name), name)):
-        module = program.module(owner)
-        if owner in opened or isinstance(module, Region) or not is_called(program, owner):
-            continue
-        reason = _objection(program, module)
+    for owner in outermost(program, opened):
+        reason = _objection(program, program.module(owner))
         flat = [] if reason else [each for _, each in _flattened(program, owner)]
         if reason:
             yield Refusal(reason, owner), 0
