@@ -4,7 +4,7 @@ The originals stay; the derived tensors are in no module. A graph reads the orig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, cast
@@ -25,15 +25,21 @@ class Keeping:
 
     operator: ClassVar[str]  # what the table of operators calls it
 
+    def _caches(self) -> Iterator[Cache]:
+        """Yield what it keeps what it made in: attributes, or items of one."""
+        for value in vars(self).values():
+            held: Iterable[object] = cast("Any", value) if isinstance(value, (tuple, list)) else (value,)
+            yield from (each for each in held if isinstance(each, Cache))
+
     def forget_all(self) -> None:
         """Let everything be made anew."""
-        raise NotImplementedError
+        for each in self._caches():
+            each.forget_all()
 
     def forget_gone(self) -> None:
         """Let go of what was made of tensors that nobody holds any more."""
-        for held in vars(self).values():
-            if isinstance(held, (Cache, Keeping)):
-                held.forget_gone()
+        for each in self._caches():
+            each.forget_gone()
 
 
 class Derived(Cache, Keeping):

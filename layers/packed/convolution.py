@@ -75,11 +75,6 @@ class PackedConvolution(Packed):
             self._elsewhere.forget(id(weight))
         return super().plainly(x, weight, bias, other)
 
-    def forget_all(self) -> None:
-        """Let the packed weights be made anew."""
-        super().forget_all()
-        self._elsewhere.forget_all()
-
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
         """Return activation(conv(x, weight, bias) + other), for x [N, channels, ...], or without N."""
         if x.dim() != self._dims or weight.dim() != self._dims:

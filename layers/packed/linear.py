@@ -133,8 +133,3 @@ class TransposedLinear(PackedLinear):
         if torch.is_grad_enabled() and weight.requires_grad and not torch.compiler.is_dynamo_compiling():
             self.transposed.forget(id(weight))
         return super().plainly(x, weight, bias, other)
-
-    def forget_all(self) -> None:
-        """Let the packed and transposed weights be made anew."""
-        super().forget_all()
-        self.transposed.forget_all()

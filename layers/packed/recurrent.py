@@ -111,11 +111,6 @@ class PackedLSTM(BySettings):
             if at * self.its.count < len(tensors) and tensors[at * self.its.count].requires_grad:
                 made.forget(id(tensors[at * self.its.count]))
 
-    def forget_all(self) -> None:
-        """Let the packed weights be made anew."""
-        for each in self.weights:
-            each.forget_all()
-
 
 def _is_plain(x: Tensor) -> bool:
     return x.dtype is torch.float32 and x.is_cpu and x.layout is torch.strided and math.prod(x.shape) > 0

@@ -140,7 +140,3 @@ class Packed(BySettings):
         if other.shape != result.shape:
             return self.activation(result + other)
         return self.activate_in_place(result.add_(other))
-
-    def forget_all(self) -> None:
-        """Let the packed weights be made anew."""
-        self.weights.forget_all()
