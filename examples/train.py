@@ -12,6 +12,7 @@ model: what one process wrote, two can go on with, and a model that was never op
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 from collections.abc import Iterator
@@ -183,15 +184,21 @@ def main(passes: str | None = None, epochs: int = 4, checkpoint: Path | None = N
         join("nccl" if torch.cuda.is_available() else "gloo")
     torch.backends.cudnn.benchmark = True
     several = under_torchrun and distributed.get_world_size() > 1
-    chosen = ("distributed" if several else "training") if passes is None else passes
-    training = Training(chosen, epochs, checkpoint)
+    losses = train(("distributed" if several else "training") if passes is None else passes, epochs, checkpoint)
+    if under_torchrun:
+        gc.collect()  # the model goes before its process group, whose threads could wait for it for ever otherwise
+        distributed.destroy_process_group()
+    return losses
+
+
+def train(passes: str, epochs: int, checkpoint: Path | None) -> list[float]:
+    """Train a new model; it is gone afterwards."""
+    training = Training(passes, epochs, checkpoint)
     losses: list[float] = []
     while training.epoch < epochs:
         losses.append(training.run())
         if training.rank == 0:
             print(f"epoch {training.epoch}: loss {losses[-1]:.4f}")
-    if under_torchrun:
-        distributed.destroy_process_group()
     return losses
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -54,6 +55,7 @@ def _in_a_group(file: str, rank: int, size: int, folder: str) -> None:
     runs = {name: run for name, run in vars(module).items() if name.startswith("on_rank_")}
     results = {name.removeprefix("on_rank_"): run() for name, run in runs.items()}
     (Path(folder) / f"results{rank}").write_bytes(pickle.dumps(results))
+    gc.collect()  # models go before the process group that they hold
     distributed.destroy_process_group()
 
 
