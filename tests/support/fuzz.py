@@ -80,9 +80,9 @@ def main() -> int:
     given = _arguments()
     if given.only:
         return _only(given.only)
+    allowed, trials, hit, started = limits.limits(), _read(given.done), Counter(), time.monotonic()
     for name in set(PASSES) - set(filter(None, given.passes.split(","))) if given.passes else ():
         del PASSES[name]
-    allowed, trials, hit, started = limits.limits(), _read(given.done), Counter(), time.monotonic()
     for number, each in enumerate(run(given.models, given.seed, given.uses or len(USES), hit, tuple(trials))):
         trials.append(each)
         if given.done is not None:
