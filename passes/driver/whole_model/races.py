@@ -42,10 +42,19 @@ class Race:
         """Return how many times as fast the calls of a kind are; "" stands for all calls."""
         return self.kinds[label].ratio(_BEFORE, _AFTER) if label else self.speed
 
+    def of(self, name: str) -> Race:
+        """Return the race of one of several models that were raced beside the one that was before."""
+        return Race({label: _alone(timings, name) for label, timings in self.kinds.items()})
+
     def figures(self) -> dict[str, Any]:
         """Return what the report says: of all calls and, under "calls", of each kind that has a label."""
         kinds = {label: _figures(timings) for label, timings in self.kinds.items() if label}
         return _figures(self.whole) | ({"calls": kinds} if kinds else {})
+
+
+def _alone(timings: timing.Timings, name: str) -> timing.Timings:
+    rounds = [{_BEFORE: each[_BEFORE], _AFTER: each[name]} for each in timings.rounds if {_BEFORE, name} <= each.keys()]
+    return dataclasses.replace(timings, rounds=rounds)
 
 
 def together(races: Sequence[Race]) -> Race:

@@ -1,8 +1,9 @@
-"""Time the whole model, and take back what does not pay after all."""
+"""Time the whole model, and take back what does not pay after all: of what makes it slower, no more than that."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from ...sites import Cause, Goal, Reason
 from ..history import Rewrite
 from ..tuner import Tuner
 from .races import Race, all_slower, as_timings, together
+from .variants import Variants, around, is_unproven, kinds_of, stages_of
 
 __all__ = ["WholeModel"]
 
@@ -23,6 +25,26 @@ _RACES = 2
 """So many races must say that the model is slower: one reading of a busy machine does not undo what was gained."""
 _WORTH = 0.02
 """Where sites were shown to save more than this part of the model's time, one race more must speak against them."""
+_MOST_VARIANTS = 5
+"""So many variants race at once, at most."""
+_CALLS_OF_EACH = 8
+"""So many calls a race makes of each variant at least: six rounds, and two to get ready."""
+
+_Models = Mapping[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """The model without some rewrites: how it raced the one that was before, and how much faster it is than now."""
+
+    left_out: Sequence[Rewrite]
+    race: Race
+    gain: float
+
+    @property
+    def is_slower(self) -> bool:
+        """Say whether calls are surely slower than before, or all together are by the middle of the interval."""
+        return all_slower([self.race]) is not None or self.race.speed.mid < 1.0
 
 
 class WholeModel:
@@ -35,7 +57,7 @@ class WholeModel:
     def timed(self) -> dict[str, Any]:
         """Return the model's timings as it stands."""
         deactivate(self._context.program.names.distinct)
-        return self._raced(self._runs()).figures()
+        return self._raced(self._runs(self._now)).figures()
 
     @property
     def _judged(self) -> list[Rewrite]:
@@ -43,7 +65,7 @@ class WholeModel:
         return [rewrite for rewrite in self._context.history.rewrites if rewrite not in self._settled]
 
     def never_slower(self) -> dict[str, Any] | None:
-        """Return the model's timings; while it is slower, take back the rewrites that are least certain to pay.
+        """Return the model's timings; while it is slower, take back the rewrites without which it is fastest.
 
         Where it generates, neither a prompt nor a step may be slower.
         """
@@ -53,16 +75,23 @@ class WholeModel:
             return as_timings(rewrites[0].decision.figures)  # the group was the whole model
         while doubtful := self._doubtful():
             deactivate(self._context.program.names.distinct)
-            races, runs = list[Race](), self._runs()
+            races, runs = list[Race](), self._runs(self._now)
             while not races or (self._unwanted(races, doubtful) and len(races) < self._races_before(races[0])):
                 races.append(self._raced(runs))
             unwanted = self._unwanted(races, doubtful)
             if not unwanted:
                 return together(races).figures()
-            slower = _slower(races)
-            self._take_back(unwanted, Reason(Cause.MODEL_SLOWER, slower))
-            if unwanted is doubtful and not self._context.budget.left:
-                self._take_back_all(Reason(Cause.MODEL_SLOWER, slower | self._context.budget.values))
+            slower, is_surely = _slower(races), unwanted is doubtful
+            better = self._better_variant(unwanted, is_surely=is_surely)
+            self._take_back(unwanted if better is None else better.left_out, Reason(Cause.MODEL_SLOWER, slower))
+            if self._context.budget.left:
+                continue
+            if better is not None and not better.is_slower:
+                return better.race.figures()
+            left = self._doubtful() if is_surely else self._unproven()
+            while left:  # there is no time to learn what makes the model slower
+                self._take_back(left, Reason(Cause.MODEL_SLOWER, slower | self._context.budget.values))
+                left = self._doubtful() if is_surely else self._unproven()
         return None
 
     @property
@@ -80,18 +109,9 @@ class WholeModel:
         saved_us = sum(rewrite.decision.measured.saved_us or 0.0 for rewrite in self._judged)
         return _RACES + (saved_us > _WORTH * first.whole.microseconds("before"))
 
-    def _take_back_all(self, reason: Reason) -> None:
-        """Take back whatever could make the model slower: there is no time to learn what does."""
-        while doubtful := self._doubtful():
-            self._take_back(doubtful, reason)
-
     def _unproven(self) -> list[Rewrite]:
-        """Return the rewrites that only the whole model speaks for: untimed, and with no fewer operations."""
-        return [
-            each
-            for each in self._judged
-            if _is_optional(each) and each.decision.measured.untimed and not each.edit.leaves_fewer_operations
-        ]
+        """Return the rewrites that only the whole model speaks for."""
+        return [each for each in self._judged if _is_optional(each) and is_unproven(each)]
 
     def _doubtful(self) -> list[Rewrite]:
         """Return the rewrites to take back next, together; equal blocks share one timing.
@@ -110,10 +130,59 @@ class WholeModel:
         worst = min(optional, key=lambda each: each.decision.measured.speedup_low or 0.0)
         return [each for each in optional if each.evidence is worst.evidence]
 
-    def _runs(self) -> dict[str, Mapping[str, timing.Runner]]:
+    # -- variants ------------------------------------------------------------------------------------------------
+
+    def _better_variant(self, unwanted: Sequence[Rewrite], *, is_surely: bool) -> _Variant | None:
+        """Return the fastest variant of a slower model, without some rewrites; None where nothing can be divided.
+
+        First each kind of rewrites is left out in turn; then parts of the kind that gained, or of the whole model.
+        """
+        if any(each.pass_.clean_up for each in unwanted):
+            return None
+        doubtful = [each for each in self._judged if _is_optional(each)] if is_surely else unwanted
+        kinds, unproven = kinds_of(doubtful), self._unproven()
+        several = [unproven] if sum(map(is_unproven, (kind[0] for kind in kinds))) > 1 else []
+        best = self._fastest([*several, *kinds] if len(unproven) < len(doubtful) else kinds) if len(kinds) > 1 else None
+        divided = doubtful if best is None or best.gain <= 1.0 else best.left_out
+        stages = stages_of(divided)
+        if len(stages) < 2 or (best is not None and self._affordable < len(stages)):
+            return best
+        return self._fastest([*([] if best is None else [best.left_out]), *stages]) or best
+
+    @property
+    def _affordable(self) -> int:
+        """Return how many variants there is time to race, beside the model as it was and as it is."""
+        budget = self._context.budget
+        calls = budget.for_the_whole / budget.forward if budget.forward else _CALLS_OF_EACH * (_MOST_VARIANTS + 2)
+        return min(int(min(calls, 1e3)) // _CALLS_OF_EACH - 2, _MOST_VARIANTS)
+
+    def _fastest(self, parts: Sequence[Sequence[Rewrite]]) -> _Variant | None:
+        """Race the model without each of some parts, as many as there is time for; return the fastest."""
+        variants, models, left_out = Variants(self._tuner), dict(self._now), dict[str, Sequence[Rewrite]]()
+        with self._context.budget.spending():
+            try:
+                for number, part in enumerate(parts):
+                    if left_out and len(left_out) >= self._affordable:
+                        break
+                    name = f"variant {number}"
+                    models[name], left_out[name] = variants.without(part), part
+            finally:
+                variants.put_back()
+        deactivate(self._context.program.names.distinct)
+        race = self._raced(self._runs(models))
+        now = race.of("after").speed.mid
+        raced = [_Variant(part, own := race.of(name), own.speed.mid / now) for name, part in left_out.items()]
+        return max(raced, key=lambda each: each.gain, default=None)
+
+    # -- races -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _now(self) -> _Models:
+        return {"before": self._baseline, "after": self._context.program.model}
+
+    def _runs(self, models: _Models) -> dict[str, Mapping[str, timing.Runner]]:
         """Return what to race, by the label of a kind of calls."""
-        program, training = self._context.program, self._context.program.training
-        models = {"before": self._baseline, "after": program.model}
+        training = self._context.program.training
         with self._context.budget.spending():
             return {
                 label: {name: timing.Runner(model, calls, training=training) for name, model in models.items()}
@@ -125,29 +194,18 @@ class WholeModel:
         limit = budget.for_the_whole / len(runs)
         with budget.spending():
             return Race(
-                {label: timing.time_candidates(pair, limit=limit, cold=cold, clear=1.0) for label, pair in runs.items()}
+                {label: timing.time_candidates(each, limit=limit, cold=cold, clear=1.0) for label, each in runs.items()}
             )
 
     def _take_back(self, unwanted: Sequence[Rewrite], reason: Reason) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""
-        unwound = self._around(unwanted)
+        unwound = around(self._context.history.rewrites, unwanted)
         again = [rewrite for rewrite in unwound if rewrite not in unwanted]
         lost = self._tuner.stand_again(unwound, again, verified=True)
         for rewrite in unwanted:
             self._context.history.undo(rewrite, reason)
         for rewrite, why in lost.items():
             self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, problem=why))
-
-    def _around(self, unwanted: Sequence[Rewrite]) -> list[Rewrite]:
-        """Return rewrites, and those after them that changed some of the same modules, in order."""
-        touched: set[nn.Module] = set()
-        around: list[Rewrite] = []
-        for rewrite in self._context.history.rewrites:
-            modules = all_modules(rewrite.edit.owner)
-            if rewrite in unwanted or not touched.isdisjoint(modules):
-                around.append(rewrite)
-                touched.update(modules)
-        return around
 
 
 def _slower(races: Sequence[Race]) -> dict[str, Any]:
