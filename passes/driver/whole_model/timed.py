@@ -52,6 +52,7 @@ class WholeModel:
 
     def __init__(self, tuner: Tuner, baseline: nn.Module, settled: Collection[Rewrite] = ()) -> None:
         self._tuner, self._context, self._baseline, self._settled = tuner, tuner.context, baseline, settled
+        self._seconds_to_write = 0.0  # a variant of the model
         deactivate(all_modules(baseline))
 
     def timed(self) -> dict[str, Any]:
@@ -140,33 +141,35 @@ class WholeModel:
         if any(each.pass_.clean_up for each in unwanted):
             return None
         doubtful = [each for each in self._judged if _is_optional(each)] if is_surely else unwanted
-        kinds, unproven = kinds_of(doubtful), self._unproven()
-        several = [unproven] if sum(map(is_unproven, (kind[0] for kind in kinds))) > 1 else []
-        best = self._fastest([*several, *kinds] if len(unproven) < len(doubtful) else kinds) if len(kinds) > 1 else None
+        kinds = kinds_of(doubtful)
+        both = [[*kinds[0], *kinds[1]]] if len(kinds) > 2 else []
+        best = self._fastest([*kinds[:2], *both, *kinds[2:]]) if len(kinds) > 1 else None
         divided = doubtful if best is None or best.gain <= 1.0 else best.left_out
         stages = stages_of(divided)
-        if len(stages) < 2 or (best is not None and self._affordable < len(stages)):
+        if len(stages) < 2 or (best is not None and not self._has_time(len(stages))):
             return best
         return self._fastest([*([] if best is None else [best.left_out]), *stages]) or best
 
-    @property
-    def _affordable(self) -> int:
-        """Return how many variants there is time to race, beside the model as it was and as it is."""
-        budget = self._context.budget
-        calls = budget.for_the_whole / budget.forward if budget.forward else _CALLS_OF_EACH * (_MOST_VARIANTS + 2)
-        return min(int(min(calls, 1e3)) // _CALLS_OF_EACH - 2, _MOST_VARIANTS)
+    def _has_time(self, variants: int, written: int = 0) -> bool:
+        """Say whether there is time to write so many variants, and to race them with others that are written."""
+        calls = _CALLS_OF_EACH * (2 + written + variants)
+        seconds = calls * self._context.budget.forward + (1 + variants) * self._seconds_to_write
+        return seconds <= self._context.budget.for_the_whole
 
     def _fastest(self, parts: Sequence[Sequence[Rewrite]]) -> _Variant | None:
         """Race the model without each of some parts, as many as there is time for; return the fastest."""
-        variants, models, left_out = Variants(self._tuner), dict(self._now), dict[str, Sequence[Rewrite]]()
-        with self._context.budget.spending():
-            try:
-                for number, part in enumerate(parts):
-                    if left_out and len(left_out) >= self._affordable:
-                        break
-                    name = f"variant {number}"
+        budget, variants = self._context.budget, Variants(self._tuner)
+        models, left_out = dict(self._now), dict[str, Sequence[Rewrite]]()
+        try:
+            for number, part in enumerate(parts[:_MOST_VARIANTS]):
+                if left_out and not self._has_time(1, len(left_out)):
+                    break
+                start, name = budget.spent, f"variant {number}"
+                with budget.spending():
                     models[name], left_out[name] = variants.without(part), part
-            finally:
+                self._seconds_to_write = max(self._seconds_to_write, budget.spent - start)
+        finally:
+            with budget.spending():
                 variants.put_back()
         deactivate(self._context.program.names.distinct)
         race = self._raced(self._runs(models))
@@ -198,10 +201,13 @@ class WholeModel:
             )
 
     def _take_back(self, unwanted: Sequence[Rewrite], reason: Reason) -> None:
-        """Undo rewrites that others may stand on: unwind what came later around them, then apply that again."""
+        """Undo rewrites that others may stand on: unwind what came later around them, then apply that again.
+
+        What is applied again is verified again while there is time; the model as handed over is compared in any case.
+        """
         unwound = around(self._context.history.rewrites, unwanted)
         again = [rewrite for rewrite in unwound if rewrite not in unwanted]
-        lost = self._tuner.stand_again(unwound, again, verified=True)
+        lost = self._tuner.stand_again(unwound, again, verified=self._context.budget.left > 0)
         for rewrite in unwanted:
             self._context.history.undo(rewrite, reason)
         for rewrite, why in lost.items():

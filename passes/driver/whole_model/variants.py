@@ -65,18 +65,19 @@ def is_unproven(rewrite: Rewrite) -> bool:
 
 
 def kinds_of(rewrites: Sequence[Rewrite]) -> list[list[Rewrite]]:
-    """Return rewrites by pass and, of those that were timed, by what was timed; what is least certain comes first."""
+    """Return rewrites by pass and, of those that were timed, by what was timed: first what nobody timed, the most
+    numerous before others, then what is least certain.
+    """
     kinds: dict[Hashable, list[Rewrite]] = {}
     for each in rewrites:
         timed = None if each.decision.measured.untimed else id(each.evidence)
         kinds.setdefault((each.decision.step, timed), []).append(each)
-    return sorted(kinds.values(), key=lambda kind: _certainty(kind[0]))
 
+    def order(kind: Sequence[Rewrite]) -> tuple[bool, float, int]:
+        measured = kind[0].decision.measured
+        return not measured.untimed, measured.speedup_low or 0.0, -len(kind)
 
-def _certainty(rewrite: Rewrite) -> tuple[bool, bool, float, int]:
-    measured = rewrite.decision.measured
-    is_timed = not measured.untimed
-    return is_timed, not is_unproven(rewrite), measured.speedup_low or 0.0, -rewrite.decision.step
+    return sorted(kinds.values(), key=order)
 
 
 def stages_of(rewrites: Sequence[Rewrite]) -> list[list[Rewrite]]:
