@@ -1,7 +1,7 @@
 """Efficient networks for images, with random weights, at any width: what they are made of in a few lines each.
 
-After the papers, and in the way in which the libraries write them: MobileNetV3 (Howard et al., 2019), EfficientNet (Tan
-and Le, 2019), HardCoRe-NAS (Nayman et al., 2021), ReXNet (Han et al., 2021), HaloNet (Vaswani et al., 2021), ShuffleNetV2
+After the papers, in the way in which libraries write them: MobileNetV3 (Howard et al., 2019), EfficientNet (Tan and
+Le, 2019), HardCoRe-NAS (Nayman et al., 2021), ReXNet (Han et al., 2021), HaloNet (Vaswani et al., 2021), ShuffleNetV2
 (Ma et al., 2018).
 """
 
@@ -29,7 +29,7 @@ class NormAct(nn.BatchNorm2d):
         super().__init__(width)
         self.act = act()
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch.nn calls it
         training = self.training or self.running_mean is None
         args = self.running_mean, self.running_var, self.weight, self.bias, training, self.momentum or 0.0, self.eps
         return self.act(F.batch_norm(input, *args))

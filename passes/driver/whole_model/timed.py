@@ -172,9 +172,11 @@ class WholeModel:
             with budget.spending():
                 variants.put_back()
         deactivate(self._context.program.names.distinct)
-        race = self._raced(self._runs(models))
+        runs = self._runs(models)
+        race = self._raced(runs)
         now = race.of("after").speed.mid
-        raced = [_Variant(part, own := race.of(name), own.speed.mid / now) for name, part in left_out.items()]
+        able = {name: part for name, part in left_out.items() if all(name in each for each in runs.values())}
+        raced = [_Variant(part, own := race.of(name), own.speed.mid / now) for name, part in able.items()]
         return max(raced, key=lambda each: each.gain, default=None)
 
     # -- races -----------------------------------------------------------------------------------------------------
@@ -184,13 +186,20 @@ class WholeModel:
         return {"before": self._baseline, "after": self._context.program.model}
 
     def _runs(self, models: _Models) -> dict[str, Mapping[str, timing.Runner]]:
-        """Return what to race, by the label of a kind of calls."""
-        training = self._context.program.training
+        """Return what to race, by the label of a kind of calls; variants that do not run are left out."""
+        able = dict[str, Mapping[str, timing.Runner]]()
         with self._context.budget.spending():
-            return {
-                label: {name: timing.Runner(model, calls, training=training) for name, model in models.items()}
-                for label, calls in self._kinds.items()
-            }
+            for name, model in models.items():
+                try:
+                    able[name] = self._runners(model)
+                except Exception:  # whatever is raised by a rewrite without what it was written on
+                    if name in self._now:
+                        raise
+        return {label: {name: runners[label] for name, runners in able.items()} for label in self._kinds}
+
+    def _runners(self, model: nn.Module) -> Mapping[str, timing.Runner]:
+        training = self._context.program.training
+        return {label: timing.Runner(model, calls, training=training) for label, calls in self._kinds.items()}
 
     def _raced(self, runs: Mapping[str, Mapping[str, timing.Runner]]) -> Race:
         budget, cold = self._context.budget, self._context.program.measuring.is_cold

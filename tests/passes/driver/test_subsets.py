@@ -213,3 +213,21 @@ def test_within_the_noise_only_a_part_of_what_nothing_speaks_for_goes(monkeypatc
     manager = manager_of(fxopt.capture(net(), (X,)), budget=budget)
     manager.run([Write()])
     assert standing(manager) == all_of("sub") - {("sub", 0), ("sub", 1)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs(Write):
+    """Write products so that the model raises where nothing has written its differences."""
+
+    found: str = "mul"
+    function: Any = torch.mul
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        super().rewrite(site, edit)
+        if not any(node.target is torch.sub for node in edit.graph.nodes):
+            edit.replace(edit.graph.output_node().args[0], edit.call(torch.diag, edit.graph.output_node().args[0]))
+
+
+def test_a_variant_that_does_not_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, _ = run(monkeypatch, lambda name, rows: 4.0 if rows == 0 else -0.1, Write(), Needs())
+    assert standing(manager) == all_of("sub", "mul") - {(name, rows) for name in ("sub", "mul") for rows in (0, 1)}
