@@ -231,3 +231,26 @@ class Needs(Write):
 def test_a_variant_that_does_not_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     manager, _ = run(monkeypatch, lambda name, rows: 4.0 if rows == 0 else -0.1, Write(), Needs())
     assert standing(manager) == all_of("sub", "mul") - {(name, rows) for name in ("sub", "mul") for rows in (0, 1)}
+
+
+@pytest.mark.parametrize(("again", "stays"), [(1.0, True), (0.9, False)])
+def test_where_time_is_out_and_a_variant_is_in_doubt_it_races_once_more(
+    monkeypatch: pytest.MonkeyPatch, again: float, stays: bool
+) -> None:
+    budget = TimeBudget(100.0, forward=0.01, timing=80.0)
+
+    class Noisy(Races):
+        def __call__(self, candidates: Mapping[str, Any], **options: Any) -> Timings:
+            found = super().__call__(candidates, **options)
+            factors = {3: (0.8, 0.97, 1.2), 4: (again, again, again * 1.2)}.get(len(self.seen), (1.0,))
+            for number, each in enumerate(found.rounds):
+                factor = factors[number % len(factors)]
+                found.rounds[number] = {n: s * (factor if n == "before" else 1.0) for n, s in each.items()}
+            return found
+
+    races = Noisy(lambda name, _: 2.0 if name == "sub" else -0.1, budget, ends_after=3)
+    monkeypatch.setattr(timing, "time_candidates", races)
+    manager = manager_of(fxopt.capture(net(), (X,)), budget=budget)
+    manager.run([Write(), WriteMultiply()])
+    assert len(races.seen) == 4 and races.seen[3] == ["before", "after"]
+    assert standing(manager) == (all_of("mul") if stays else set())
