@@ -16,6 +16,7 @@ import fxopt
 from fxopt.passes import timing
 from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Manager
+from fxopt.passes.driver.whole_model.races import Race, all_slower
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Numerics, Site
 from fxopt.passes.timing import TimeBudget, Timings
@@ -254,3 +255,10 @@ def test_where_time_is_out_and_a_variant_is_in_doubt_it_races_once_more(
     manager.run([Write(), WriteMultiply()])
     assert len(races.seen) == 4 and races.seen[3] == ["before", "after"]
     assert standing(manager) == (all_of("mul") if stays else set())
+
+
+def test_rounds_of_several_races_tell_together_what_each_leaves_open() -> None:
+    rounds = [{"before": ratio, "after": 1.0} for ratio in (0.9, 0.9, 0.9, 0.9, 0.9, 1.5)]
+    race = Race({"": Timings(rounds)})
+    assert all_slower([race]) is None
+    assert all_slower([race, race]) == ""
