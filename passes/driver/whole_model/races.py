@@ -42,10 +42,19 @@ class Race:
         """Return how many times as fast the calls of a kind are; "" stands for all calls."""
         return self.kinds[label].ratio(_BEFORE, _AFTER) if label else self.speed
 
+    def of(self, name: str) -> Race:
+        """Return the race of one of several models that were raced beside the one that was before."""
+        return Race({label: _alone(timings, name) for label, timings in self.kinds.items()})
+
     def figures(self) -> dict[str, Any]:
         """Return what the report says: of all calls and, under "calls", of each kind that has a label."""
         kinds = {label: _figures(timings) for label, timings in self.kinds.items() if label}
         return _figures(self.whole) | ({"calls": kinds} if kinds else {})
+
+
+def _alone(timings: timing.Timings, name: str) -> timing.Timings:
+    rounds = [{_BEFORE: each[_BEFORE], _AFTER: each[name]} for each in timings.rounds if {_BEFORE, name} <= each.keys()]
+    return dataclasses.replace(timings, rounds=rounds)
 
 
 def together(races: Sequence[Race]) -> Race:
@@ -60,9 +69,11 @@ def together(races: Sequence[Race]) -> Race:
 
 
 def all_slower(races: Sequence[Race]) -> str | None:
-    """Return the label of what every race says is slower, "" for all calls together; None where nothing is."""
-    labels = dict.fromkeys(["", *races[0].kinds])
-    return next((label for label in labels if all(race.speed_of(label).loses for race in races)), None)
+    """Return the label of what is surely slower, "" for all calls together, as every race says, or all of them as one;
+    None where nothing is.
+    """
+    labels, ways = dict.fromkeys(["", *races[0].kinds]), (races, [together(races)])
+    return next((label for label in labels for way in ways if all(race.speed_of(label).loses for race in way)), None)
 
 
 def _figures(timings: timing.Timings) -> dict[str, Any]:
