@@ -169,11 +169,11 @@ def _converted(runtime: Any, of: Subject, shapes: list[list[int]]) -> Any:
     """Return what OpenVINO makes of a network without an export; None where that has other inputs."""
     try:
         model = runtime.convert_model(of.model, example_input=of.arguments)
+        if len(model.inputs) != len(shapes):
+            return None
+        model.reshape(dict(enumerate(shapes)))
     except Exception:  # whatever its frontend does not know
         return None
-    if len(model.inputs) != len(shapes):
-        return None
-    model.reshape(dict(enumerate(shapes)))
     return model
 
 

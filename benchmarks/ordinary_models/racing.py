@@ -15,7 +15,7 @@ from fxopt.passes.timing import Timings, collection_paused
 from .cases import CASES, Case
 from .columns import COLUMNS, RACES, Subject, imported
 
-__all__ = ["raced"]
+__all__ = ["in_turns", "raced"]
 
 _SAMPLE_SECONDS = 1e-3
 """Calls are repeated until a sample takes so long."""
@@ -39,7 +39,7 @@ def raced(name: str, precision: str, columns: Sequence[str], threads: int, pairs
     own, *others = RACES[precision]
     if own not in calls or len(calls) < 2:
         return {"failed": failed.get(own, "no other column is there"), "columns": failed}
-    timed = _timed(calls, pairs)
+    timed = in_turns(calls, pairs)
     cell: dict[str, Any] = {"rounds": pairs, "failed_columns": failed}
     for clock, timings in timed.items():
         ratios = {other: timings.ratio(other, own) for other in others if other in calls}
@@ -67,8 +67,11 @@ def _prepared(
     return calls, failed
 
 
-def _timed(calls: Mapping[str, Callable[[], object]], pairs: int) -> dict[str, Timings]:
-    """Take the columns in another order each round: a call before each sample, for another one had the caches."""
+def in_turns(calls: Mapping[str, Callable[[], object]], pairs: int) -> dict[str, Timings]:
+    """Return samples by the clocks "processor" and "wall", of so many rounds, each in another order.
+
+    Before each sample there is a call that is not timed, for another one had the caches.
+    """
     often = {name: _repeats(call) for name, call in calls.items()}
     timed = {clock: Timings() for clock in _CLOCKS}
     shuffling = random.Random(0)
