@@ -3,6 +3,7 @@
     python benchmarks/families.py --json benchmarks/results/families.json
     python benchmarks/families.py --only levit swin --budget inf
     python benchmarks/families.py --show --json benchmarks/results/families.json
+    python benchmarks/families.py --table --json benchmarks/results/families.json
 
 The models are those that `capture.py` has built: families of `transformers`, models on graphs, and those known by name.
 Each is optimized and timed in a process of its own, on one thread: the model, what is optimized with `engine=auto`, and
@@ -163,6 +164,42 @@ def _figures(ways: dict[str, Row]) -> Row:
     }
 
 
+def table(rows: dict[str, Row]) -> Iterator[str]:
+    """Yield the lines of the summary as a table in Markdown."""
+    found = summary(rows)
+    heads = (f"{len(rows)} models, {len(found['omitted'])} omitted", *(f"engine={each}" for each in ENGINES))
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    for key, what in _WORDS.items():
+        yield f"| {what} | {' | '.join(_shown(found[engine][key]) for engine in ENGINES)} |"
+
+
+_WORDS = {
+    "geometric_mean": "geometric mean over eager",
+    "below": f"below {FLOOR}",
+    "surely_below": f"below {FLOOR} with the whole interval",
+    "everything_undone": "everything undone, and how much",
+    "different": "not equal",
+    "applied": "kept",
+    "undone": "undone",
+    "median_processor_seconds": "seconds of processor time to optimize, median",
+    "most_processor_seconds": "the same, most",
+}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_figure(each)}" for name, each in value.items()) or "none"
+    return ", ".join(value) or "none" if isinstance(value, list) else f"{value:g}"
+
+
+def _figure(value: Any) -> str:
+    """Return a count, an interval, or the sum of counts."""
+    if isinstance(value, list):
+        return f"{value[1]:.2f} [{value[0]:.2f}, {value[2]:.2f}]"
+    return f"{sum(value.values()) if isinstance(value, dict) else value:,}"
+
+
 def _sum(counts: Iterator[dict[str, int]]) -> dict[str, int]:
     total = Counter[str]()
     for each in counts:
@@ -189,11 +226,15 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30, help="rounds")
     parser.add_argument("--missing", action="store_true", help="leave out models that the file has")
     parser.add_argument("--show", action="store_true", help="measure nothing: print what the file has")
+    parser.add_argument("--table", action="store_true", help="measure nothing: print the summary in Markdown")
     parser.add_argument("--json", type=Path)
     of = parser.parse_args()
     rows: dict[str, Row] = {}
-    if of.json is not None and of.json.exists() and (of.missing or of.show):
+    if of.json is not None and of.json.exists() and (of.missing or of.show or of.table):
         rows = json.loads(of.json.read_text(encoding="utf-8"))["models"]
+    if of.table:
+        print(*table(rows), sep="\n")
+        return
     if of.show:
         print(*(line(name, row) for name, row in rows.items()), sep="\n")
     else:

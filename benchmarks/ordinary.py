@@ -16,7 +16,8 @@ parts, and each of their measurements is a process of its own:
   of the gradients). Memory is what the process holds beyond the model, and at most while preparing.
 - *races*: all columns of a row in one precision, in turns, at least 30 rounds: how many times as fast as each of the
   others fxopt is, by the processor's time and by the clock on the wall. Behind a row stands whether fxopt has 0.97 of
-  the speed of the fastest other, judged by processor time in one thread, and by the clock in two.
+  the speed of the fastest other that errs no more than fxopt may (1e-4, in bfloat16 2e-2), judged by processor time in
+  one thread, and by the clock in two.
 - *memory*: what a process holds for a model, for what is optimized of it without the model, and this with `release`.
 
 Gradients behind a ReLU jump where it falls on its other side, in eager as well: training rows also say what eager's own

@@ -19,7 +19,7 @@ from fxopt.runtime.values import map_tensors
 from .cases import CASES, SEED, Case
 from .columns import COLUMNS, OWN_THREADS, Prepared, Subject, first_tensor, imported, optimized
 
-__all__ = ["measured", "memory_used", "prepared_again"]
+__all__ = ["measured", "memory_used", "prepared_again", "reference", "relative_error"]
 
 _ROUNDING = {"exact": 32 * 2.0**-23, "bf16": 2.0**-9}
 """Column -> by what part weights are off: 32 units in the last place, as verification has it, or half a unit."""
@@ -43,8 +43,8 @@ def _evaluated(case: Case, column: str, threads: int, seconds: float) -> dict[st
     prepared, cell = _prepared(column, subject)
     cell |= _timed(own.call, prepared.call, column, threads, seconds)
     result = prepared.call().clone()
-    kind, expected = _reference(model, arguments)
-    return {**cell, "reference": kind, "error": _error([result], [expected]), "notes": prepared.notes}
+    kind, expected = reference(model, arguments)
+    return {**cell, "reference": kind, "error": relative_error([result], [expected]), "notes": prepared.notes}
 
 
 def _prepared(column: str, subject: Subject) -> tuple[Prepared, dict[str, Any]]:
@@ -129,7 +129,7 @@ def _double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _reference(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[str, Tensor]:
+def reference(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[str, Tensor]:
     """Return the result in float64, or where the model cannot have that, in float32."""
     try:
         return "float64", first_tensor(copy.deepcopy(model).double()(*map_tensors(_double, arguments)))
@@ -137,7 +137,7 @@ def _reference(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[str, Tenso
         return "float32", first_tensor(model(*arguments))
 
 
-def _error(found: list[Tensor], expected: list[Tensor]) -> float:
+def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest difference over the largest value of the reference."""
     pairs = list(zip(found, expected, strict=True))
     largest = max(float((one.double() - other.double()).abs().max()) for one, other in pairs)
@@ -179,9 +179,9 @@ def _trained(case: Case, column: str, threads: int, seconds: float) -> dict[str,
     found = other.gradients()
     other.optimizer.step()
     cell["preparation_s"] = round(cell["preparation_s"] + time.perf_counter() - start, 2)
-    cell |= {"error": _error(found, expected)} | _eager_errors(case, column, expected)
+    cell |= {"error": relative_error(found, expected)} | _eager_errors(case, column, expected)
     if column == "exact":
-        cell["error_in_float64"] = _error(_in_float64(case, prepared.model), expected)
+        cell["error_in_float64"] = relative_error(_in_float64(case, prepared.model), expected)
     forget_peak()
     cell |= _timed(own.step, other.step, column, threads, seconds)
     cell["step_peak_bytes"] = memory("VmHWM")
@@ -207,10 +207,10 @@ def _eager_errors(case: Case, column: str, expected: list[Tensor]) -> dict[str, 
 
     Behind a ReLU that falls on its other side, gradients jump: an error is to be seen beside these.
     """
-    own = _error(_Learner(case).gradients(), expected)
+    own = relative_error(_Learner(case).gradients(), expected)
     if column not in _ROUNDING:
         return {"eager_error": own}
-    moved = [_error(_moved(case, _ROUNDING[column], seed), expected) for seed in range(_PROBES)]
+    moved = [relative_error(_moved(case, _ROUNDING[column], seed), expected) for seed in range(_PROBES)]
     return {"eager_error": own, "eager_moves": max(own, *moved)}
 
 

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fxopt.passes.timing import Timings, collection_paused
 
 from .cases import CASES, Case
 from .columns import COLUMNS, RACES, Subject, imported
+from .measuring import reference, relative_error
 
 __all__ = ["in_turns", "raced"]
 
@@ -39,8 +41,10 @@ def raced(name: str, precision: str, columns: Sequence[str], threads: int, pairs
     own, *others = RACES[precision]
     if own not in calls or len(calls) < 2:
         return {"failed": failed.get(own, "no other column is there"), "columns": failed}
-    timed = in_turns(calls, pairs)
-    cell: dict[str, Any] = {"rounds": pairs, "failed_columns": failed}
+    timed, expected = in_turns(calls, pairs), reference(*CASES[name].built())[1]
+    errors = {each: relative_error([call()], [expected]) for each, call in calls.items()}
+    cell: dict[str, Any] = {"rounds": pairs, "failed_columns": failed, "errors": errors}
+    cell["budget"] = CASES[name].budget(own)
     for clock, timings in timed.items():
         ratios = {other: timings.ratio(other, own) for other in others if other in calls}
         cell[clock] = {
@@ -52,9 +56,9 @@ def raced(name: str, precision: str, columns: Sequence[str], threads: int, pairs
 
 def _prepared(
     case: Case, columns: Sequence[str], threads: int
-) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+) -> tuple[dict[str, Callable[[], Tensor]], dict[str, str]]:
     """Return what to call for each column, each with a network of its own, and why others cannot be called."""
-    calls: dict[str, Callable[[], object]] = {}
+    calls: dict[str, Callable[[], Tensor]] = {}
     failed: dict[str, str] = {}
     for column in columns:
         try:

@@ -35,7 +35,10 @@ def tables(rows: Rows, columns: Sequence[str]) -> Iterator[str]:
 
 
 def race_table(rows: Rows, threads: int) -> Iterator[str]:
-    """Yield the lines of a table of races: milliseconds of each column, and fxopt beside the fastest other one."""
+    """Yield the lines of a table of races: milliseconds of each column, and fxopt beside the fastest other one.
+
+    Columns that err by more than fxopt may are marked, and do not count.
+    """
     clock = clock_of(threads)
     for precision, columns in RACES.items():
         found = {model: row[precision] for model, row in rows.items() if precision in row}
@@ -49,12 +52,15 @@ def race_table(rows: Rows, threads: int) -> Iterator[str]:
 def _race(model: str, race: Cell, columns: Sequence[str], clock: str, threads: int) -> Sequence[str]:
     if "failed" in race:
         return [model, *("" for _ in columns), race["failed"], "no"]
-    taken = race[clock]["ms"]
-    best, (low, middle, high) = best_other(race, clock)
+    taken, off = race[clock]["ms"], {name for name, error in race["errors"].items() if error > race["budget"]}
+    shown = [f"{taken[each]:.3g}{' (off)' * (each in off)}" if each in taken else "" for each in columns]
+    front = "yes" if race_verdict(race, threads)[0] else "no"
+    found = best_other(race, clock)
+    if found is None:
+        return [model, *shown, "all others are off", front]
+    best, (low, middle, high) = found
     busy = "*" * (race["load_average"][0] >= BUSY)
-    shown = [f"{taken[each]:.3g}" if each in taken else "" for each in columns]
-    is_front = race_verdict(race, threads)[0]
-    return [model, *shown, f"{middle:.2f} [{low:.2f}, {high:.2f}]{busy}, {best}", "yes" if is_front else "no"]
+    return [model, *shown, f"{middle:.2f} [{low:.2f}, {high:.2f}]{busy}, {best}", front]
 
 
 def memory_table(rows: Mapping[str, Cell]) -> Iterator[str]:

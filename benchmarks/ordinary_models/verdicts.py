@@ -30,24 +30,26 @@ def clock_of(threads: int) -> str:
     return "processor" if threads == 1 else "wall"
 
 
-def best_other(race: Cell, clock: str) -> tuple[str, list[float]]:
-    """Return the fastest of the other columns, and how many times as fast as it fxopt is, with the interval of 95%."""
-    over: Mapping[str, list[float]] = race[clock]["over"]
-    best = min(over, key=lambda name: over[name][1])
-    return best, over[best]
+def best_other(race: Cell, clock: str) -> tuple[str, list[float]] | None:
+    """Return the fastest of the columns that err no more than fxopt may, and how many times as fast as it fxopt is."""
+    over = {name: ratio for name, ratio in race[clock]["over"].items() if race["errors"][name] <= race["budget"]}
+    best = min(over, key=lambda name: over[name][1], default=None)
+    return None if best is None else (best, over[best])
 
 
 def race_verdict(race: Cell, threads: int) -> tuple[bool, str]:
     """Say whether fxopt is where it should be beside the fastest other column, and in one line what was seen."""
     if "failed" in race:
         return False, f"no race: {race['failed']}"
-    best, (low, middle, high) = best_other(race, clock_of(threads))
-    other, (_, by_other_clock, _) = best_other(race, "wall" if threads == 1 else "processor")
+    clocks = ("processor", "wall") if clock_of(threads) == "processor" else ("wall", "processor")
+    found, beside = (best_other(race, clock) for clock in clocks)
+    if found is None or beside is None:
+        return True, f"{reached(True)}: all other columns err by more than {race['budget']:g}"
+    best, (low, middle, high) = found
     is_front = middle >= FRONT
     doubt = "" if low >= FRONT or high < FRONT else ", within the noise"
     seen = f"{middle:.2f} [{low:.2f}, {high:.2f}] of {best}{doubt}"
-    beside = f"{by_other_clock:.2f} of {other} by the {'wall' if threads == 1 else 'processor'} clock"
-    return is_front, f"{reached(is_front)}: {seen}; {beside}"
+    return is_front, f"{reached(is_front)}: {seen}; {beside[1][1]:.2f} of {beside[0]} by the {clocks[1]} clock"
 
 
 def lost(races: Mapping[str, Mapping[str, Mapping[str, Cell]]]) -> list[str]:
