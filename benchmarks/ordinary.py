@@ -293,11 +293,14 @@ def measure_memory(report: Report, of: argparse.Namespace) -> None:
 
 def print_tables(report: Report, of: argparse.Namespace) -> None:
     for threads in of.threads:
-        rows = {model: report.row(model, threads) for model in of.models}
-        print(*tables({model: row for model, row in rows.items() if row}, of.columns), "", sep="\n")
-        raced_rows = {model: report.raced(model, threads) for model in of.models}
-        print(*race_table({model: row for model, row in raced_rows.items() if row}, threads), "", sep="\n")
-    print(*memory_table({model: report.memory[model] for model in of.models if model in report.memory}), sep="\n")
+        if "cells" in of.parts:
+            rows = {model: row for model in of.models if (row := report.row(model, threads))}
+            print(*tables(rows, of.columns), "", sep="\n")
+        if "races" in of.parts:
+            races = {model: row for model in of.models if (row := report.raced(model, threads))}
+            print(*race_table(races, threads), sep="\n")
+    if "memory" in of.parts:
+        print(*memory_table({model: report.memory[model] for model in of.models if model in report.memory}), sep="\n")
 
 
 def main() -> None:
