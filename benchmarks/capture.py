@@ -16,20 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import sys
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
 import transformers
-from machine import described
+from machine import described, forked
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -80,26 +77,8 @@ def _captured(row: dict[str, Any], built: Built, seconds: float) -> None:
 
 def apart(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the row of a model that is looked at in a process of its own."""
-    context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(there, subject, arguments))
-    process.start()
-    there.close()
-    failed = {"name": subject.name, "kind": subject.kind}
-    try:
-        if not here.poll(arguments.limit):
-            return {**failed, "error": f"not done in {arguments.limit} s"}
-        return here.recv()
-    except EOFError:
-        return {**failed, "error": "the process died"}
-    finally:
-        process.kill()
-        process.join()
-
-
-def _send(pipe: Connection, subject: Subject, arguments: argparse.Namespace) -> None:
-    warnings.simplefilter("ignore")
-    pipe.send(examine(subject, arguments))
+    found = forked(lambda: examine(subject, arguments), arguments.limit)
+    return {"name": subject.name, "kind": subject.kind, **found}
 
 
 def known_rows(arguments: argparse.Namespace) -> dict[tuple[str, str], dict[str, Any]]:

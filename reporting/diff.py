@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from bisect import bisect_left
 from collections import Counter
@@ -15,8 +16,11 @@ CONTEXT = 3
 LEAST_REPEATS = 4
 LONGEST_PERIOD = 8
 LEAST_ITEMS = 6
+MOST_ITEMS = 24
+MOST_READS = 12
 _NUMBER = re.compile(r"\d+")
 _ITEM = re.compile(r"[^\s,()\[\]{}][^,()\[\]{}]*")
+_READS = re.compile(r"([+ -]) *%\w+ : .*= get_attr\[")
 _SEQUENCE = re.compile(rf"{_ITEM.pattern}(?:,\s*{_ITEM.pattern}){{{LEAST_ITEMS - 1},}}")
 
 
@@ -40,7 +44,7 @@ def _section(names: Sequence[str], lines: Sequence[str], before: Mapping[str, st
         title += f" and {len(names) - 1} more, up to {names[-1]}"
     old = f"--- {title}" + ("" if first in before else " (new)")
     new = f"+++ {title}" + ("" if first in after else " (no longer has its own graph)")
-    body = (_SEQUENCE.sub(_shorten_items, line) for line in collapse(lines))
+    body = (_SEQUENCE.sub(_shorten_items, line) for line in collapse(_without_reads(lines)))
     return "\n".join([old, new, *body]) + "\n"
 
 
@@ -59,6 +63,23 @@ class _Run:
     @property
     def lines(self) -> int:
         return self.period * self.repeats
+
+
+def _without_reads(lines: Sequence[str]) -> list[str]:
+    """Shorten each long run of lines that read tensors, of whatever names, to the first two and the last."""
+    shown: list[str] = []
+    for kind, group in itertools.groupby(lines, _sign_of_read):
+        run = list(group)
+        if kind and len(run) > MOST_READS:
+            run[2:-1] = [f"{kind}    ... {len(run) - 3} more lines that read tensors ..."]
+        shown += run
+    return shown
+
+
+def _sign_of_read(line: str) -> str:
+    """Return whether a line that reads a tensor is added, removed or as before; "" for other lines."""
+    found = _READS.match(line)
+    return found[1] if found else ""
 
 
 def collapse(lines: Sequence[str]) -> list[str]:
@@ -93,9 +114,9 @@ def _run_of(shapes: Sequence[str], start: int, period: int) -> _Run:
 
 
 def _shorten_items(match: re.Match[str]) -> str:
-    """Shorten a long sequence of items that differ in their numbers only: `cat([h_0, h_1, ..., h_127])`."""
+    """Shorten a sequence of items that differ in their numbers only, or is very long: `cat([h_0, h_1, ..., h_9])`."""
     items = re.split(r",\s*", match.group())
-    if len(set(_shape([item.strip() for item in items[1:-1]]))) > 1:
+    if len(set(_shape([item.strip() for item in items[1:-1]]))) > 1 and len(items) <= MOST_ITEMS:
         return match.group()
     return f"{items[0]}, {items[1]}, ..., {items[-1]}"
 

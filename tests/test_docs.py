@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -91,6 +92,24 @@ def test_benchmarks_run_one_at_a_time():
     assert "python" not in printed("bench") and "pip" not in printed("bench")
     one = printed("bench", "BENCH=ensembles --cells 6")
     assert re.findall(r"benchmarks/(\w+\.py.*)", one) == ["ensembles.py --cells 6"]
+
+
+def test_tables_of_benchmarks_are_what_their_files_hold(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    families, ordinary = importlib.import_module("families"), importlib.import_module("ordinary_models")
+    results = {
+        name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("families", "ordinary")
+    }
+    races = {model: found["1"] for model, found in results["ordinary"]["races"].items()}
+    written = {
+        "families": families.table(results["families"]["models"]),
+        "races": ordinary.race_table(races, 1),
+    }
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for name, lines in written.items():
+        ((_, shown),) = re.findall(rf"<!-- {name}: (.*) -->\n([\s\S]*?)<!-- /{name} -->", page)
+        assert shown.strip() == "\n".join(lines).strip()
 
 
 def test_the_api_page_has_every_public_name():

@@ -1,19 +1,22 @@
-"""Say what a benchmark ran on, for the head of its results, what memory its process holds, and what it asks for."""
+"""What benchmarks ask of the machine: its description, memory and page faults of a process, a process of their own."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import platform
 import resource
 import statistics
+import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["described", "forget_peak", "memory", "page_faults"]
+__all__ = ["described", "forget_peak", "forked", "memory", "page_faults"]
 
 
 def described() -> dict[str, Any]:
@@ -47,3 +50,26 @@ def page_faults(call: Callable[[], object], calls: int = 5) -> int:
         call()
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return round(statistics.median(counts[1:]))
+
+
+def forked(work: Callable[[], dict[str, Any]], limit: float) -> dict[str, Any]:
+    """Return what a forked process finds; an `error` where that takes more seconds than `limit`, or it dies."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(there, work))
+    process.start()
+    there.close()
+    try:
+        if not here.poll(limit):
+            return {"error": f"not done in {limit} s"}
+        return here.recv()
+    except EOFError:
+        return {"error": "the process died"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def _send(pipe: Connection, work: Callable[[], dict[str, Any]]) -> None:
+    warnings.simplefilter("ignore")
+    pipe.send(work())

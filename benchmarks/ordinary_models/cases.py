@@ -54,7 +54,8 @@ class Case:
 
 
 def _image(network: Callable[[], nn.Module], rows: int = 1, size: int = 224) -> Example:
-    return network(), (torch.randn(rows, 3, size, size),)
+    model, image = network(), torch.randn(rows, 3, size, size)
+    return networks.settled(model, image), (image,)
 
 
 def _text(network: Callable[[], nn.Module], count: int, vocabulary: int, rows: int = 1) -> Example:
@@ -79,12 +80,14 @@ def _perceptron(rows: int) -> Example:
     return networks.Perceptron(), (torch.randn(rows, 784),)
 
 
-def _aims(exact: float, bf16: float | None = None, int8: float | None = None) -> dict[str, float]:
+def _aims(exact: float | None, bf16: float | None = None, int8: float | None = None) -> dict[str, float]:
     given = {"exact": exact, "bf16": bf16, "int8": int8}
     return {column: aim for column, aim in given.items() if aim is not None}
 
 
-def _net(network: Callable[[], nn.Module], exact: float, bf16: float, size: int = 224) -> Case:
+def _net(
+    network: Callable[[], nn.Module], exact: float | None = None, bf16: float | None = None, size: int = 224
+) -> Case:
     build = partial(_image, network, size=size)
     return Case(build, _aims(exact, bf16), preparation=2.0, int8="quantize{scheme=int8_static}")
 
@@ -100,12 +103,17 @@ CASES: Mapping[str, Case] = {
     "resnet-18": _net(networks.resnet_18, 1.65, 3.2),
     "resnet-50": _net(networks.resnet_50, 1.6, 3.0),
     "mobilenet-v2": _net(networks.mobilenet_v2, 2.9, 4.7),
+    "mobilenet-v3-large": _net(networks.MobileNetV3),
+    "efficientnet-b0": _net(networks.efficientnet_b0),
+    "shufflenet-v2": _net(networks.ShuffleNetV2),
     "convnext-tiny": _net(networks.convnext_tiny, 1.3, 2.4),
     "u-net": _net(networks.UNet, 1.4, 2.9, size=256),
     "bert-base, 64 tokens": Case(partial(_text, networks.bert_base, 64, 30522), _aims(1.4, 2.6, 3.7), 6.0),
     "gpt2, 128 tokens": Case(partial(_text, networks.gpt2, 128, 50257), _aims(1.5, 2.7, 3.6), 6.0),
     "llama, 128 tokens": Case(partial(_text, networks.llama, 128, 32000), _aims(1.3, 2.4, 3.2), 6.0),
     "vit-small": Case(partial(_image, networks.vit_small), _aims(1.28, 2.3, 2.6), 6.0),
+    "swin-tiny": Case(partial(_image, networks.swin_tiny), preparation=6.0),
+    "detr": _net(networks.detr, size=480),
     "gpt2, a step": _decoder(networks.gpt2, 1.3, 1.8, 3.3),
     "llama, a step": _decoder(networks.llama, 1.2, 1.8, 3.0),
     "lstm": Case(_tagger, _aims(1.5, 2.2, 2.8)),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -14,10 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.runtime.values import map_tensors
 
 from .cases import Case
 
-__all__ = ["COLUMNS", "IN_TRAINING", "OWN_THREADS", "Prepared", "Subject", "first_tensor", "imported"]
+__all__ = [
+    "COLUMNS", "IN_TRAINING", "OPTIMIZED", "OWN_THREADS", "RACES", "Prepared", "Subject", "first_tensor", "imported",
+    "optimized",
+]  # fmt: skip
 
 Call = Callable[[], Tensor]
 
@@ -78,8 +83,26 @@ def eager(of: Subject) -> Prepared:
     return _calling(of.model, of)
 
 
+def eager_bf16(of: Subject) -> Prepared:
+    """Convert a network and its inputs to bfloat16; tokens stay."""
+    arguments = map_tensors(lambda each: each.bfloat16() if each.is_floating_point() else each, of.arguments)
+    return _calling(copy.deepcopy(of.model).bfloat16(), replace(of, arguments=arguments))
+
+
+def autocast_bf16(of: Subject) -> Prepared:
+    """Run a network under autocast."""
+
+    def call(*arguments: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return of.model(*arguments)
+
+    return _calling(call, of)
+
+
 def passes(preset: str, kind: str, int8: str) -> list[str]:
     """Return the passes of a column: exact ones, and for `kind` those that err."""
+    if kind == "own":
+        return [f"{preset}{{engine=none}}"]
     if preset == "training":
         return [preset, "channels_last", *(["autocast"] if kind == "bf16" else [])]
     if kind == "bf16":
@@ -87,9 +110,9 @@ def passes(preset: str, kind: str, int8: str) -> list[str]:
     return [preset, int8] if kind == "int8" else [preset]
 
 
-def optimized(of: Subject, *, kind: str) -> Prepared:
-    """Optimize a network as a user does, with the default budget of time."""
-    listed = passes("training" if of.case.labels else "inference", kind, of.case.int8)
+def optimized(of: Subject, *, kind: str, last: Sequence[str] = ()) -> Prepared:
+    """Optimize a network as a user does, with the default budget of time; `last` are passes behind those of a kind."""
+    listed = [*passes("training" if of.case.labels else "inference", kind, of.case.int8), *last]
     fast = fxopt.optimize(of.model, listed, example_inputs=fxopt.Inputs(*of.arguments), optimizer=of.optimizer)
     decisions = fxopt.plan(fast).decisions
     reasons = list(dict.fromkeys(f"{each.pass_name}: {each.reason}" for each in decisions if each.reason))
@@ -125,21 +148,33 @@ def onnxruntime(of: Subject) -> Prepared:
 
 
 def openvino(of: Subject, *, precision: str = "f32") -> Prepared:
-    """Export a network and run it by OpenVINO: in the precision that is named, for by itself it takes bfloat16."""
+    """Run a network by OpenVINO, of fixed sizes: in the precision that is named, for by itself it takes bfloat16."""
     runtime: Any = importlib.import_module("openvino")
+    tensors = _tensors(of.arguments)
+    settings = {
+        "INFERENCE_NUM_THREADS": of.threads, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": precision,
+    }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "INFERENCE_NUM_THREADS": of.threads,
-            "PERFORMANCE_HINT": "LATENCY",
-            "INFERENCE_PRECISION_HINT": precision,
-        }
-        ready = runtime.Core().compile_model(_exported(of, folder), "CPU", settings)
-    request, given = ready.create_infer_request(), [each.numpy() for each in _tensors(of.arguments)]
+        model = _converted(runtime, of, [list(each.shape) for each in tensors]) or _exported(of, folder)
+        ready = runtime.Core().compile_model(model, "CPU", settings)
+    request, given = ready.create_infer_request(), [each.numpy() for each in tensors]
 
     def call() -> Tensor:
         return torch.from_numpy(request.infer(given, share_inputs=True, share_outputs=True)[0])
 
     return Prepared(call, {})
+
+
+def _converted(runtime: Any, of: Subject, shapes: list[list[int]]) -> Any:
+    """Return what OpenVINO makes of a network without an export; None where that has other inputs."""
+    try:
+        model = runtime.convert_model(of.model, example_input=of.arguments)
+        if len(model.inputs) != len(shapes):
+            return None
+        model.reshape(dict(enumerate(shapes)))
+    except Exception:  # whatever its frontend does not know
+        return None
+    return model
 
 
 def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
@@ -159,14 +194,26 @@ def imported(column: str) -> None:
 COLUMNS: Mapping[str, Column] = {
     "eager": eager,
     "exact": partial(optimized, kind="exact"),
+    "exact, own": partial(optimized, kind="own"),
     "bf16": partial(optimized, kind="bf16"),
     "int8": partial(optimized, kind="int8"),
     "compile": compiled,
     "compile frozen": partial(compiled, frozen=True),
     "onnxruntime": onnxruntime,
     "openvino": openvino,
+    "eager bf16": eager_bf16,
+    "autocast bf16": autocast_bf16,
     "openvino bf16": partial(openvino, precision="bf16"),
 }
+RACES: Mapping[str, tuple[str, ...]] = {
+    "float32": ("exact", "eager", "exact, own", "compile", "compile frozen", "onnxruntime", "openvino"),
+    "bfloat16": ("bf16", "eager", "eager bf16", "autocast bf16", "onnxruntime", "openvino", "openvino bf16"),
+}
+"""Precision -> the column of fxopt, and those that it is to be as fast as: in bfloat16 also those of float32."""
+
+OPTIMIZED = ("exact", "exact, own", "bf16", "int8")
+"""Columns of fxopt."""
+
 IN_TRAINING = ("eager", "exact", "bf16", "compile")
 OWN_THREADS = ("onnxruntime", "openvino", "openvino bf16")
 """Columns whose threads are not torch's."""

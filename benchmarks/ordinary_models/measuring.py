@@ -12,14 +12,14 @@ from machine import forget_peak, memory, page_faults
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import fxopt
 from fxopt.passes.timing import time_candidates
 from fxopt.runtime.values import map_tensors
 
 from .cases import CASES, SEED, Case
-from .columns import COLUMNS, OWN_THREADS, Prepared, Subject, first_tensor, imported
+from .columns import COLUMNS, OWN_THREADS, Prepared, Subject, first_tensor, imported, optimized
 
-__all__ = ["measured"]
-
+__all__ = ["measured", "memory_used", "prepared_again", "reference", "relative_error"]
 
 _ROUNDING = {"exact": 32 * 2.0**-23, "bf16": 2.0**-9}
 """Column -> by what part weights are off: 32 units in the last place, as verification has it, or half a unit."""
@@ -43,21 +43,61 @@ def _evaluated(case: Case, column: str, threads: int, seconds: float) -> dict[st
     prepared, cell = _prepared(column, subject)
     cell |= _timed(own.call, prepared.call, column, threads, seconds)
     result = prepared.call().clone()
-    kind, expected = _reference(model, arguments)
-    return {**cell, "reference": kind, "error": _error([result], [expected]), "notes": prepared.notes}
+    kind, expected = reference(model, arguments)
+    return {**cell, "reference": kind, "error": relative_error([result], [expected]), "notes": prepared.notes}
 
 
 def _prepared(column: str, subject: Subject) -> tuple[Prepared, dict[str, Any]]:
     """Prepare a column and call it once; say how long that took, what it holds then, and held at most."""
     forget_peak()
-    before, start = memory("VmRSS"), time.perf_counter()
+    before = memory("VmRSS")
+    start, start_of_process = time.perf_counter(), time.process_time()
     prepared = COLUMNS[column](subject)
     if not subject.case.labels:
         prepared.call()
-    taken, peak = time.perf_counter() - start, memory("VmHWM") - before
+    cell: dict[str, Any] = {
+        "preparation_s": round(time.perf_counter() - start, 2),
+        "preparation_cpu_s": round(time.process_time() - start_of_process, 2),
+        "peak_bytes": memory("VmHWM") - before,
+    }
     forget_peak()
-    cell = {"preparation_s": round(taken, 2), "peak_bytes": peak, "held_bytes": memory("VmRSS") - before}
-    return prepared, cell
+    return prepared, {**cell, "held_bytes": memory("VmRSS") - before}
+
+
+@torch.no_grad()
+def prepared_again(name: str, column: str, threads: int) -> dict[str, Any]:
+    """Return what preparing takes, and no more: of a process that finds what another one has left in a cache."""
+    imported(column)
+    case = CASES[name]
+    subject = Subject(case, *case.built(), threads)
+    subject.model(*subject.arguments)
+    return _prepared(column, subject)[1]
+
+
+@torch.no_grad()
+def memory_used(name: str, *, release: bool) -> dict[str, int]:
+    """Return the bytes that this process holds for a network, and for what is optimized of it, perhaps with `release`.
+
+    The first are counted behind a call, the second behind a call without the network.
+    """
+    case = CASES[name]
+    fxopt.optimize(nn.Linear(4, 4).eval(), example_inputs=torch.randn(2, 4))  # what is imported at first is not counted
+    forget_peak()
+    empty = memory("VmRSS")
+    model, arguments = case.built()
+    tensors = {each.data_ptr(): each for each in (*model.parameters(), *model.buffers())}
+    size = sum(each.numel() * each.element_size() for each in tensors.values())
+    model(*arguments)
+    forget_peak()
+    before = memory("VmRSS") - empty
+    prepared = optimized(Subject(case, model, arguments, 1), kind="exact", last=["release"] if release else [])
+    prepared.call()
+    fast, prepared = prepared.model, None
+    del model
+    assert fast is not None
+    fast(*arguments)
+    forget_peak()
+    return {"tensors": size, "before": before, "after": memory("VmRSS") - empty}
 
 
 def _timed(
@@ -89,7 +129,7 @@ def _double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _reference(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[str, Tensor]:
+def reference(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[str, Tensor]:
     """Return the result in float64, or where the model cannot have that, in float32."""
     try:
         return "float64", first_tensor(copy.deepcopy(model).double()(*map_tensors(_double, arguments)))
@@ -97,7 +137,7 @@ def _reference(model: nn.Module, arguments: tuple[Any, ...]) -> tuple[str, Tenso
         return "float32", first_tensor(model(*arguments))
 
 
-def _error(found: list[Tensor], expected: list[Tensor]) -> float:
+def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
     """Return the largest difference over the largest value of the reference."""
     pairs = list(zip(found, expected, strict=True))
     largest = max(float((one.double() - other.double()).abs().max()) for one, other in pairs)
@@ -139,9 +179,9 @@ def _trained(case: Case, column: str, threads: int, seconds: float) -> dict[str,
     found = other.gradients()
     other.optimizer.step()
     cell["preparation_s"] = round(cell["preparation_s"] + time.perf_counter() - start, 2)
-    cell |= {"error": _error(found, expected)} | _eager_errors(case, column, expected)
+    cell |= {"error": relative_error(found, expected)} | _eager_errors(case, column, expected)
     if column == "exact":
-        cell["error_in_float64"] = _error(_in_float64(case, prepared.model), expected)
+        cell["error_in_float64"] = relative_error(_in_float64(case, prepared.model), expected)
     forget_peak()
     cell |= _timed(own.step, other.step, column, threads, seconds)
     cell["step_peak_bytes"] = memory("VmHWM")
@@ -167,10 +207,10 @@ def _eager_errors(case: Case, column: str, expected: list[Tensor]) -> dict[str, 
 
     Behind a ReLU that falls on its other side, gradients jump: an error is to be seen beside these.
     """
-    own = _error(_Learner(case).gradients(), expected)
+    own = relative_error(_Learner(case).gradients(), expected)
     if column not in _ROUNDING:
         return {"eager_error": own}
-    moved = [_error(_moved(case, _ROUNDING[column], seed), expected) for seed in range(_PROBES)]
+    moved = [relative_error(_moved(case, _ROUNDING[column], seed), expected) for seed in range(_PROBES)]
     return {"eager_error": own, "eager_moves": max(own, *moved)}
 
 

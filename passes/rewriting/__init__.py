@@ -11,6 +11,7 @@ from .inlining import (
     Opener,
     bound,
     lasting_guards,
+    only_builds,
     only_graph,
     reason_against_inlining,
     reason_against_opening,
@@ -29,7 +30,7 @@ __all__ = [
     "LAYERS", "Checks", "Edit", "Held", "Layer", "LayerCall", "Match", "Opener", "Pattern", "Snapshot", "UnnotedChange",
     "anything", "asks_unchanged", "bound", "call_in", "call_of_layer", "either", "handed_out", "has_effects",
     "hold_written_out", "is_undisturbed", "lasting_guards", "lay_out_readers", "layer_of", "leave_views", "module",
-    "only_graph", "only_reading", "only_user", "opened_by", "operation", "paths_to", "readers_in",
+    "only_builds", "only_graph", "only_reading", "only_user", "opened_by", "operation", "paths_to", "readers_in",
     "reason_against_inlining", "reason_against_module", "reason_against_opening", "received", "shape_of",
     "stack_members", "substituted", "tensor_of", "unmet_guards", "writes", "written_values",
 ]  # fmt: skip

@@ -36,8 +36,8 @@ from ...runtime.values import map_leaves, user_class
 from ..sites import VOLATILE, is_volatile
 
 __all__ = [
-    "Checks", "Opener", "bound", "lasting_guards", "only_graph", "reason_against_inlining", "reason_against_opening",
-    "received", "substituted", "unmet_guards",
+    "Checks", "Opener", "bound", "lasting_guards", "only_builds", "only_graph", "reason_against_inlining",
+    "reason_against_opening", "received", "substituted", "unmet_guards",
 ]  # fmt: skip
 
 
@@ -140,16 +140,28 @@ class Opener:
 
 def _field(built: object, key: object) -> tuple[Any] | None:
     """Return what a field of an output of transformers holds that a node builds, by name or number; None: unknown."""
-    kind = built.target if isinstance(built, fx.Node) and built.op == "call_function" else None
-    if not isinstance(built, fx.Node) or not isinstance(kind, type) or built.args or not _is_model_output(kind):
-        return None
-    given = {each.name: built.kwargs.get(each.name, each.default) for each in dataclasses.fields(kind)}
-    if any(value is dataclasses.MISSING for value in given.values()) or not set(built.kwargs) <= set(given):
+    given = _fields(built)
+    if given is None:
         return None
     if type(key) is int:  # those that are not None are counted
         present = [value for value in given.values() if value is not None]
         return (present[key],) if -len(present) <= key < len(present) else None
     return (given[key],) if isinstance(key, str) and key in given else None
+
+
+def _fields(built: object) -> dict[str, Any] | None:
+    """Return what all fields hold of an output of transformers that a node builds, or None."""
+    kind = built.target if isinstance(built, fx.Node) and built.op == "call_function" else None
+    if not isinstance(built, fx.Node) or not isinstance(kind, type) or built.args or not _is_model_output(kind):
+        return None
+    given = {each.name: built.kwargs.get(each.name, each.default) for each in dataclasses.fields(kind)}
+    is_known = all(value is not dataclasses.MISSING for value in given.values()) and set(built.kwargs) <= set(given)
+    return given if is_known else None
+
+
+def only_builds(node: fx.Node) -> bool:
+    """Say whether a node builds an output of a class of transformers itself: where nobody reads it, it may go."""
+    return _fields(node) is not None and str(getattr(node.target, "__module__", "")).startswith("transformers.")
 
 
 def _is_model_output(kind: type) -> bool:

@@ -43,6 +43,22 @@ def test_what_differs_in_more_than_numbers_is_shown_whole():
     assert mixed in diff_graphs({"": mixed}, {"": "g"})
 
 
+def test_what_a_region_of_a_whole_model_is_given_is_shortened():
+    kinds = ("weight", "mean", "bias")
+    names = [f"{kind}_{i}" for i in range(12) for kind in kinds[: 2 + i % 2]]
+    reads = [f"    %{name} : [num_users=1] = get_attr[target={name}]" for name in names]
+    call = (
+        f"    %region : [num_users=1] = call_function[target=region](args = (%x, {', '.join(f'%{n}' for n in names)}))"
+    )
+    text = diff_graphs({"": "x"}, {"": "\n".join([*reads, call])})
+    assert text.splitlines()[4:] == [
+        *(f"+{line}" for line in reads[:2]),
+        f"+    ... {len(reads) - 3} more lines that read tensors ...",
+        f"+{reads[-1]}",
+        f"+    %region : [num_users=1] = call_function[target=region](args = (%x, %weight_0, ..., %{names[-1]}))",
+    ]
+
+
 def test_removed_and_added_lines_never_share_a_run():
     assert collapse(["-a1", "-a2", "+a3", "+a4"]) == ["-a1", "-a2", "+a3", "+a4"]
 

@@ -23,6 +23,7 @@ from ...passes.rewriting import (
     asks_unchanged,
     bound,
     lasting_guards,
+    only_builds,
     opened_by,
     paths_to,
     reason_against_opening,
@@ -142,7 +143,7 @@ def flattened(program: Program, name: str, specialization: Specialization) -> Fl
     writer.graph.output(writer.run(specialization.graph, ("", ""), inputs))
     shorten(writer.graph)
     keep_narrow(writer.graph, exactly=True)
-    writer.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr")
+    writer.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr" and not only_builds(node))
     writer.note_computed(specialization.guards, "")
     found = Call(UnchangedGuard(writer.opened_modules(), len(own_children(owner))), (SELF,))
     mode = Guard(Attribute(SELF, "training"), Is(key_of(owner.training)), _CHANGED)

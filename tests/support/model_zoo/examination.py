@@ -21,7 +21,7 @@ from fxopt.tracing.program import Program
 
 from .subjects import Built
 
-__all__ = ["captured_row", "differences", "inference_row", "overhead_row"]
+__all__ = ["captured_row", "differences", "inference_row", "overhead_row", "unlike_in_evaluation"]
 
 NEVER_CALLED = "the example inputs never call it"
 _TOLERANCE = 1e-5
@@ -225,19 +225,20 @@ def inference_row(built: Built, *, measure: bool) -> tuple[dict[str, Any], nn.Mo
     fast = fxopt.optimize(built.model, "inference", example_inputs=built.inputs, measure=measure)
     row: dict[str, Any] = {"seconds": time.perf_counter() - start}
     row["applied"] = dict(Counter(d.pass_name for d in fxopt.plan(fast).decisions if d.status == "applied"))
-    row["different"] = _unlike_in_evaluation(built.model, fast, built)
+    row["different"] = unlike_in_evaluation(built.model, fast, built)
     row["class_kept"] = type(built.model) in type(fast).__mro__
     row["untouched"] = _same_state(built.model.state_dict(), before)
     row["loads_old"] = _loads(fast, built)
     row["writes_old"] = _same_state(fxopt.state_dict(fast), before)
     row["generates"] = _generated(fast, built) == _generated(built.model, built)
     restored = fxopt.restore(fast)
-    row["restored_different"] = _unlike_in_evaluation(built.model, restored, built)
+    row["restored_different"] = unlike_in_evaluation(built.model, restored, built)
     row["restored_class"] = type(restored) is type(built.model) and _same_state(restored.state_dict(), before)
     return row, fast
 
 
-def _unlike_in_evaluation(model: nn.Module, other: nn.Module, built: Built) -> list[str]:
+def unlike_in_evaluation(model: nn.Module, other: nn.Module, built: Built) -> list[str]:
+    """Return for which of the first and second inputs two models differ by more than rounding."""
     found: list[str] = []
     for size, inputs in (("first", built.inputs), ("second", built.second)):
         with torch.no_grad():
@@ -276,7 +277,7 @@ def _loads(fast: nn.Module, built: Built) -> bool:
     try:
         built.model.load_state_dict(other)
         fxopt.load_state_dict(fast, other)
-        return not _unlike_in_evaluation(built.model, fast, built)
+        return not unlike_in_evaluation(built.model, fast, built)
     finally:
         built.model.load_state_dict(kept)
         fxopt.load_state_dict(fast, kept)
