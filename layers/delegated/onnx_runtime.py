@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ class OnnxRuntime(Engine):
     packages: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnx")
 
     def compile(self, computation: nn.Module, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> _Session:
-        onnxruntime = importlib.import_module("onnxruntime")
+        onnxruntime = self.imported()
         names = [f"input{place}" for place in range(len(example))]
         sizes = {name: {d: f"{name}_{d}" for d in range(x.dim())} for name, x in zip(names, example, strict=True)}
         written: Any = io.BytesIO()

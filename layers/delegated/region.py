@@ -72,11 +72,13 @@ class DelegatedRegion(Keeping):
         self._converted: dict[int, Converted] = {}
         """By the identity of a tensor of the model: copies of a model may share a graph."""
         self._waiting: dict[int, _Waiting] = {}
-        self._failed = ""
+        self.left = ""
+        """Why the region does without its engine."""
+        self._told = ""
 
     def __call__(self, *operands: Any) -> Sequence[Tensor]:
         """Return what the region computes, each result in memory of its own."""
-        if self._failed or wants_gradients(*operands) or not runs_kernels() or is_forked():
+        if self.left or wants_gradients(*operands) or not runs_kernels() or is_forked():
             return self._own(*operands)
         inputs, tensors = operands[: self.inputs], operands[self.inputs :]
         if not all(map(_is_taken, inputs)):
@@ -118,7 +120,7 @@ class DelegatedRegion(Keeping):
             for held in self._converted.values():
                 held.doubted = True
             self._waiting = {key: waiting for key, waiting in self._waiting.items() if waiting.seconds >= 0}
-            self._failed = ""
+            self.left = ""
 
     def forget_gone(self) -> None:
         """Let go of what serves tensors that nobody holds any more: copies of those that it was made of."""
@@ -128,11 +130,11 @@ class DelegatedRegion(Keeping):
                     del kept[key]
 
     def refresh(self, tensors: Sequence[Tensor]) -> None:
-        """Let the engine take the tensors as they are now; raise what it raises."""
+        """Let the engine take the tensors as they are now, at the next call if it has none; raise what it raises."""
         with self._lock:
             held = self._converted.get(_key_of(tensors)) or next(iter(self._converted.values()), None)
+            self.left = ""
             if held is not None and not is_forked() and (held.doubted or not held.unchanged.same(*tensors)):
-                self._failed = ""
                 self._convert(held.example, tensors)
 
     def _current(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Converted | None:
@@ -217,9 +219,17 @@ class DelegatedRegion(Keeping):
             _warn(f"{self.engine} gives something else for inputs of shape {shapes}; the model's own operations run")
         return found if agree else own
 
+    def leave(self, error: Exception) -> bool:
+        """Do without the engine, until `refresh`, `eval()` or another process, and say whether this is to be told."""
+        if isinstance(error, Refused):
+            return False  # tensors may come that it takes
+        before, self._told = self._told, one_line(error)
+        self.left = self._told
+        return before != self._told
+
     def _give_up(self, error: Exception) -> None:
-        self._failed = one_line(error)
-        _warn(f"{self.engine} cannot compute a region, and the model's own operations do: {self._failed}")
+        if self.leave(error):
+            _warn(f"{self.engine} cannot compute a region, and the model's own operations do: {self.left}")
 
     # -- copies, pickles -----------------------------------------------------------------------------------------
 

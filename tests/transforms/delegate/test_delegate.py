@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,8 @@ from support.engines import X, delegated, engines, linears, one_engine, reasons,
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.errors import EngineWarning
+from fxopt.transforms.delegate.delegate import Engine, engine_named
 
 
 def convolutional() -> nn.Module:
@@ -211,6 +215,49 @@ def test_a_plan_repeats_it(engine: str, computed: list[str]) -> None:
     computed.clear()
     same(again, model)
     assert set(computed) == {engine}
+
+
+@one_engine
+@pytest.mark.parametrize("passes", ["delegate{{engine={}}}", "delegate"])
+@pytest.mark.parametrize("how", ["plan", "archive", "pickle"])
+def test_what_was_saved_computes_without_its_engine_and_by_it_once_it_is_there(
+    how: str, passes: str, engine: str, tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, archive = linears(Called(8, 8)), tmp_path / "model.fxopt"
+    fast = fxopt.optimize(model, passes.format(engine), example_inputs=X, measure=False)
+    fxopt.save(fast, archive)
+    pickled = pickle.dumps(fast)
+    loads: dict[str, Callable[[], nn.Module]] = {
+        "plan": lambda: fxopt.optimize(model, plan=fxopt.plan(fast), example_inputs=X),
+        "archive": lambda: fxopt.load(archive, model=linears(Called(8, 8))),
+        "pickle": lambda: pickle.loads(pickled),
+    }
+    computed.clear()
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        patch.setattr(Engine, "reason_against", lambda self, dtype: "it is not there")
+        loaded = loads[how]()
+        same(loaded, model)
+        same(loaded, model)
+    told = [str(each.message) for each in warned if issubclass(each.category, EngineWarning)]
+    assert not computed
+    assert len(told) == 1
+    assert "it is not there" in told[0]
+    fxopt.refresh(loaded)
+    same(loaded, model)
+    computed.clear()
+    same(loaded, model)
+    assert len(computed) == len(regions(loaded)) == 2
+
+
+@one_engine
+def test_nothing_that_is_saved_names_the_version_of_an_engine(engine: str, tmp_path: Path) -> None:
+    fast, archive = delegated(linears(), engine), tmp_path / "model.fxopt"
+    fxopt.save(fast, archive)
+    with zipfile.ZipFile(archive) as opened:
+        saved = [opened.read(name) for name in opened.namelist()]
+    version = engine_named(engine).version.encode()
+    assert not [each for each in (*saved, pickle.dumps(fast)) if engine.encode() in each and version in each]
 
 
 @one_engine

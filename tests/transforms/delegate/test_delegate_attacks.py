@@ -251,14 +251,14 @@ def test_inputs_that_require_gradients_without_asking_for_them() -> None:
     fast = delegated(model, x)
     assert_same(model, fast, x.requires_grad_())
     assert are_computed_by_engine(fast)
-    assert not regions_of(fast)[0]._failed
+    assert not regions_of(fast)[0].left
 
 
 def test_inputs_of_another_type_are_computed_without_the_engine() -> None:
     model = type("Model", (Two,), {"forward": lambda self, x, scale: self.body(x) * scale})().eval()
     fast = delegated(model, random(4, 8), torch.tensor(2.0))
     assert_same(model, fast, random(4, 8), torch.tensor(3))
-    assert not regions_of(fast)[0]._failed
+    assert not regions_of(fast)[0].left
 
 
 def test_a_model_in_float64_computes_in_float64() -> None:
@@ -284,7 +284,7 @@ def test_a_parameter_with_nan_is_taken_once_it_is_mended() -> None:
                 fast(x)
         assert_same(model, fast, x)
     region = regions_of(fast)[0]
-    assert not region._failed
+    assert not region.left
     assert region._converted
 
 
