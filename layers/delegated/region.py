@@ -86,11 +86,9 @@ class DelegatedRegion(Keeping):
         held = self._current(inputs, tensors)
         if held is None:
             return self._by_itself(operands, tensors)
-        if not held.takes(inputs):
-            return self._own(*operands)
-        key = (torch.get_num_threads(), *[x.shape for x in inputs])
+        key = (torch.get_num_threads(), *[(x.shape, x.dtype) for x in inputs])
         if key not in held.by_shapes:
-            return self._first(held, key, operands)
+            return self._first(held, key, operands) if held.takes(inputs) else self._own(*operands)
         session = held.by_shapes[key]
         if session is None:
             return self._own(*operands)
@@ -261,12 +259,15 @@ def _is_taken(x: Any) -> bool:
 
 def _is_moderate(x: Tensor) -> bool:
     """Say whether an input is finite and of a size with which nothing overflows; masks hold the lowest number."""
+    if torch.linalg.vector_norm(x) <= _MOST:  # in half the time, and true of most
+        return True
     low, high = (float(each) for each in torch.aminmax(x))
     return high <= _MOST and (low >= -_MOST or low == _LOWEST)  # not so where one is NaN
 
 
 def _is_finite(x: Tensor) -> bool:
-    return not x.is_floating_point() or bool(torch.isfinite(x).all())
+    """Say whether all numbers are finite; a sum takes a twentieth of the time, and shows NaN and infinities."""
+    return not x.is_floating_point() or math.isfinite(x.sum()) or bool(torch.isfinite(x).all())
 
 
 def _are_in_memory_of(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
