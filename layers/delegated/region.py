@@ -103,6 +103,13 @@ class DelegatedRegion(Keeping):
 
     # -- what the engine holds -----------------------------------------------------------------------------------
 
+    @property
+    def held_bytes(self) -> int:
+        """Return about how much memory the engine takes: the tensors again, for each number of threads."""
+        held = tuple(self._converted.values())
+        sessions = {id(session): each for each in held for session in each.by_threads.values()}
+        return sum(tensor.nbytes for each in sessions.values() for tensor, *_ in each.noted)
+
     def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Let the engine take the tensors as they are, for inputs such as these; raise what it raises."""
         held = self._convert(inputs, tensors)
@@ -135,12 +142,16 @@ class DelegatedRegion(Keeping):
             if held is not None and not is_forked() and (held.doubted or not held.unchanged.same(*tensors)):
                 self._convert(held.example, tensors)
 
+    def held(self, tensors: Sequence[Tensor]) -> Converted | None:
+        """Return what the engine made of these tensors, if they are as they were then."""
+        held = self._converted.get(_key_of(tensors))
+        return held if held is not None and not held.doubted and held.unchanged.same(*tensors) else None
+
     def _current(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Converted | None:
         """Return what the engine made of the tensors as they are now; None where it holds others."""
-        key = _key_of(tensors)
-        held = self._converted.get(key)
-        if held is not None and not held.doubted and held.unchanged.same(*tensors):
+        if (held := self.held(tensors)) is not None:
             return held
+        key = _key_of(tensors)
         with self._lock:
             held = self._converted.get(key)  # another thread may have been here
             if held is not None and held.unchanged.same(*tensors):

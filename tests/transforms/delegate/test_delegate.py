@@ -15,7 +15,8 @@ from support.engines import X, delegated, engines, linears, one_engine, reasons,
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.errors import EngineWarning
+from fxopt.errors import EngineWarning, StateError
+from fxopt.storage import byte_text
 from fxopt.transforms.delegate.delegate import Engine, engine_named
 
 
@@ -289,3 +290,76 @@ def test_restore_gives_the_model_back(engine: str, computed: list[str]) -> None:
     with torch.no_grad():
         assert torch.equal(restored(X), model(X))
     assert not computed
+
+
+# -- release ---------------------------------------------------------------------------------------------------------
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 4096), nn.ReLU(), nn.Linear(4096, 8)).eval()
+
+
+def released(engine: str) -> nn.Module:
+    return fxopt.optimize(wide(), f"delegate{{engine={engine}}},release", example_inputs=X, measure=False)
+
+
+def are_in_files(model: nn.Module) -> list[bool]:
+    """Say of each parameter whether it lies in a file that is mapped into memory."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()]
+    files = [[int(end, 16) for end in line[0].split("-")] for line in lines if "/fxopt-" in line[-2] + line[-1]]
+    return [any(low <= each.data_ptr() < high for low, high in files) for each in model.parameters()]
+
+
+@engines
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_released_parameters_lie_in_files_and_everything_computes_as_before(engine: str, computed: list[str]) -> None:
+    model, fast = wide(), released(engine)
+    assert "2 weights, 256 KiB, that engines hold, moved to files" in str(fxopt.report(fast))
+    size = byte_text(sum(each.nbytes for each in model.parameters()))
+    holds = f"{engine} holds about {size} more, made of the model's parameters and buffers"
+    assert holds in fxopt.report(fast).to_json()["messages"]
+    assert are_in_files(fast) == [True, False, True, False]
+    assert not any(each.requires_grad for each in fast.parameters())
+    computed.clear()
+    same(fast, model)
+    assert computed == [engine]  # nothing was converted or compared anew
+    for rows in (1, 7):  # other sizes, gradients and other types still compute by the model's own operations
+        x = torch.randn(rows, 8)
+        same(fast, model, x)
+    x = X.clone().requires_grad_()
+    fast(x).sum().backward()
+    assert x.grad is not None
+    for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), fxopt.restore(fast)):
+        assert not any(are_in_files(copied)) or type(copied) is nn.Sequential
+        same(copied, model)
+    for name, value in fast.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+    with torch.no_grad():
+        fast[0].weight.mul_(2)
+        model[0].weight.mul_(2)
+    same(fast, model)
+    fast.load_state_dict(wide().state_dict())
+    same(fast, wide())
+    same(fast.double(), wide().double(), X.double())
+
+
+@one_engine
+def test_a_full_disk_is_told_of(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(StateError, match=r"No space left on device\): set TMPDIR"):
+        released(engine)
+
+
+@one_engine
+def test_tied_weights_stay_tied_in_files(engine: str) -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)]).eval()
+    model[1].weight = model[0].weight
+    x = torch.randn(4, 256)
+    fast = fxopt.optimize(model, f"delegate{{engine={engine}}},release", example_inputs=x, measure=False)
+    assert are_in_files(fast) == [True, False, False, True, False]
+    assert fast[0].weight is fast[1].weight
+    same(fast, model, x)
