@@ -252,6 +252,9 @@ def _said(record: Record, name: str, texts: Sequence[str]) -> str:
             "nothing was done for training: the model is in evaluation, and 'training' was run for inference; call "
             "model.train() first, or give phase='train'"
         )
+    applied = {each.pass_name for each in record.plan.decisions if each.status == "applied"}
+    if name == "inference" and "delegate" in applied:
+        return ""  # an engine computes what it would change
     earlier, wanted = record.earlier_passes, set(texts)
     steps = {step for step, text in enumerate(record.plan.pipeline) if step >= earlier and text in wanted}
     mine = [decision for decision in record.plan.decisions if decision.step in steps]

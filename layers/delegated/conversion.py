@@ -80,9 +80,13 @@ class Converted:
         return self.by_threads[threads]
 
     def move_to(self, tensors: Sequence[Tensor]) -> None:
-        """Know the same numbers in other memory."""
+        """Know the same numbers in other memory; compile anew what holds on to the old one."""
         self.unchanged, self.noted = Unchanged(tensors), _notes_of(tensors)
         self.compile.computation.take(tensors)
+        if self.compile.engine.shares_memory:
+            self.by_threads = {threads: self.compile(threads) for threads in self.by_threads}
+            right = [key for key, session in self.by_shapes.items() if session is not None]
+            self.by_shapes |= {key: self.by_threads[key[0]] for key in right}
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether other tensors hold the same numbers, those of a copy of the model."""

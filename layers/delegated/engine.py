@@ -31,11 +31,13 @@ class Engine(ABC):
         name: what users call it.
         packages: the distributions that it needs, the first being the engine itself.
         dtypes: the types that it can compute float32 models in.
+        shares_memory: whether sessions hold on to the memory of the model's tensors beside what they make of them.
     """
 
     name: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+    shares_memory: ClassVar[bool] = False
 
     def reason_against(self, dtype: torch.dtype) -> str:
         """Return why it cannot be used here, or ""."""

@@ -25,6 +25,7 @@ class OpenVINO(Engine):
     name: ClassVar[str] = "openvino"
     packages: ClassVar[tuple[str, ...]] = ("openvino",)
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
+    shares_memory: ClassVar[bool] = True
 
     def imported(self) -> Any:
         """Return the package, imported without its telemetry, which would send something and write files."""

@@ -25,6 +25,14 @@ def test_a_broken_installation_is_told_of(monkeypatch: pytest.MonkeyPatch) -> No
     assert engine_named("openvino").reason_against(torch.float32) == "importing openvino fails: division by zero"
 
 
+def test_a_model_that_is_too_large_for_onnx_is_refused_before_it_is_exported() -> None:
+    pytest.importorskip("onnxruntime")
+    model = torch.nn.Module()
+    model.register_buffer("weight", torch.zeros(1).expand(2**29))  # takes no memory
+    with pytest.raises(ValueError, match=r"its tensors take 2 GiB, and an ONNX model has less than 2"):
+        engine_named("onnxruntime").compile(model, [torch.zeros(1)], torch.float32, 1)
+
+
 def test_types_and_names_that_there_are_not() -> None:
     assert list(engines())[:2] == ["openvino", "onnxruntime"]
     assert engine_named("onnxruntime").reason_against(torch.bfloat16) == "onnxruntime does not compute in bfloat16"
