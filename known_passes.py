@@ -216,5 +216,8 @@ def _check_preset_options(text: str) -> None:
                 hint = did_you_mean(name, options) if options else "; it has none"
                 raise PipelineError(f"{found['preset']!r} has no option {name!r}{hint}", text, *each.span(1))
             if value not in options[name]:
-                wrong = f"option {name!r}: {value!r} is no value of it{did_you_mean(value, options[name])}"
+                hint = did_you_mean(value, options[name])
+                if name == "engine":
+                    hint = f"; name an engine in the pass: delegate{{engine={value}}}, {found['preset']}"
+                wrong = f"option {name!r}: {value!r} is no value of it{hint}"
                 raise PipelineError(wrong, text, *each.span(2))

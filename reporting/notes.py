@@ -12,6 +12,7 @@ from torch import nn
 
 from ..compat import all_modules
 from ..errors import NothingDoneWarning, UnverifiedWarning, UsageError
+from ..layers.delegated import held_bytes
 from ..passes.driver import lost_hooks_text
 from ..passes.pipeline import find_pass
 from ..passes.sites import Cause, Phase
@@ -55,6 +56,7 @@ def notes(record: Record, model: nn.Module) -> list[str]:
         _in_fewer_bits(record),
         *_costs(record),
         *sizes,
+        *_held_by_engines(model),
         *_holds_for(record),
         _for_sizes(record),
         _of_optimizer(record),
@@ -91,6 +93,12 @@ def _in_fewer_bits(record: Record) -> str:
     why = tried[0].reason if tried else "no layer was found that can be"
     more = f" ({tried[0].label}, the first of {len(tried)})" if len(tried) > 1 else ""
     return f"nothing {quantized}is computed in bfloat16: {why}{more}"
+
+
+def _held_by_engines(model: nn.Module) -> Iterator[str]:
+    """Say what engines hold beside the model's own tensors."""
+    for engine, size in held_bytes(model).items():
+        yield f"{engine} holds about {byte_text(size)} more, made of the model's parameters and buffers"
 
 
 def _holds_for(record: Record) -> Iterator[str]:
@@ -244,6 +252,9 @@ def _said(record: Record, name: str, texts: Sequence[str]) -> str:
             "nothing was done for training: the model is in evaluation, and 'training' was run for inference; call "
             "model.train() first, or give phase='train'"
         )
+    applied = {each.pass_name for each in record.plan.decisions if each.status == "applied"}
+    if name == "inference" and "delegate" in applied:
+        return ""  # an engine computes what it would change
     earlier, wanted = record.earlier_passes, set(texts)
     steps = {step for step, text in enumerate(record.plan.pipeline) if step >= earlier and text in wanted}
     mine = [decision for decision in record.plan.decisions if decision.step in steps]

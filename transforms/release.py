@@ -1,7 +1,8 @@
-"""The pass: weights that are packed are held in that form alone."""
+"""The pass: weights that are packed, or that an engine holds, take memory once."""
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from ..compat import children_of, modules_by_name
+from ..layers.delegated import fit_for_disk, move_to_disk
 from ..layers.packed import Packed, PackedConvolution, PackedLinear, refuse_checkpoints, release_weight
 from ..passes.contract import Pass
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
@@ -24,9 +26,9 @@ __all__ = ["Release"]
 
 @dataclass(frozen=True)
 class Release(Pass):
-    """Free the float32 weights that `pack` has packed, in models that only serve from then on.
+    """Free the weights that `pack` has packed or an engine holds, in models that only serve from then on.
 
-    Before: a weight, and the packed form beside it        After: the packed form
+    Before: a weight, and the packed form beside it        After: the packed form; for engines also a file on disk
     Refuses: weights that anything but packed layers reads: tied ones, those of folded norms, of layers for one row.
     """
 
@@ -46,11 +48,10 @@ class Release(Pass):
                 yield Refusal(reason, name)
             else:
                 names.append(name)
-        if names:
-            data, weights = {"weights": names, "called": called}, map(program.model.get_parameter, names)
-            size = byte_text(sum(weight.numel() * weight.element_size() for weight in weights))
-            freed = f"{len(names)} {_plural(len(names))}, {size} freed; state_dict() and copies raise from now on"
-            yield Site(program, "", {}, data=data, detail=freed)
+        moved = [name for name in fit_for_disk(program.model) if name not in names]
+        if names or moved:
+            data = {"weights": names, "called": called, "moved": moved}
+            yield Site(program, "", {}, data=data, detail=_said(program.model, names, moved))
         nodes = (node for each in graphs.values() for graph in each for node in graph.nodes)
         packed = {node.args[1] for node in nodes if _layer_of(node) is not None}
         made = len([each for each in packed if isinstance(each, fx.Node) and each.op != "get_attr"])
@@ -59,11 +60,12 @@ class Release(Pass):
                 f"{made} packed {_plural(made)} made of several tensors (a norm is folded in): all of these stay",
                 "(root)",
             )
-        elif not readers:
+        elif not readers and not moved:
             yield Refusal("nothing is packed: 'pack' is not listed before it, or found no layer that gains", "(root)")
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         for site in sites:
+            move_to_disk(model, site.data["moved"])
             readers = _readers(model, _graphs(model, site.data["called"]))
             for name in site.data["weights"]:
                 self._release(model, name, readers[name])
@@ -77,6 +79,17 @@ class Release(Pass):
         used = list({id(layer): layer for layer in layers if layer is not None}.values())
         with torch.inference_mode(False), torch.no_grad():
             release_weight(model.get_submodule(path), own_name, name, used)
+
+
+def _said(model: nn.Module, names: Sequence[str], moved: Sequence[str]) -> str:
+    """Return what is done, in words."""
+
+    def sized(those: Sequence[str]) -> str:
+        size = sum(each.nbytes for each in (operator.attrgetter(name)(model) for name in those))
+        return f"{len(those)} {_plural(len(those))}, {byte_text(size)}"
+
+    said = [f"{sized(names)} freed; state_dict() and copies raise from now on"] if names else []
+    return "; ".join([*said, f"{sized(moved)}, that engines hold, moved to files"] if moved else said)
 
 
 def _plural(count: int) -> str:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from .engine import Engine, Session
 from .engines import engine_named, engines
-from .refresh import refresh
+from .on_disk import fit_for_disk, move_to_disk
+from .refresh import held_bytes, refresh
 from .region import DelegatedRegion
 
-__all__ = ["DelegatedRegion", "Engine", "Session", "engine_named", "engines", "refresh"]
+__all__ = [
+    "DelegatedRegion", "Engine", "Session", "engine_named", "engines", "fit_for_disk", "held_bytes",
+    "move_to_disk", "refresh",
+]  # fmt: skip

@@ -42,7 +42,7 @@ class _Compile:
     """Compile a computation for a number of threads."""
 
     engine: Engine
-    computation: nn.Module
+    computation: _Computation
     example: Sequence[Tensor]
     dtype: torch.dtype
 
@@ -79,6 +79,15 @@ class Converted:
             self.by_threads[threads] = self.compile(threads)
         return self.by_threads[threads]
 
+    def move_to(self, tensors: Sequence[Tensor]) -> None:
+        """Know the same numbers in other memory; compile anew what holds on to the old one."""
+        self.unchanged, self.noted = Unchanged(tensors), _notes_of(tensors)
+        self.compile.computation.take(tensors)
+        if self.compile.engine.shares_memory:
+            self.by_threads = {threads: self.compile(threads) for threads in self.by_threads}
+            right = [key for key, session in self.by_shapes.items() if session is not None]
+            self.by_shapes |= {key: self.by_threads[key[0]] for key in right}
+
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether other tensors hold the same numbers, those of a copy of the model."""
         return all(
@@ -112,10 +121,10 @@ def converted(
             if not held.doubted and held.holds(tensors):
                 return replace(held, unchanged=unchanged)
         example = [x.detach().clone() for x in inputs]
-        noted = [(each.detach(), version_of(each), sample_of(each)) for each in tensors]
-        result = Converted(
-            unchanged, _Compile(engine, _Computation(graph, tensors).eval(), example, dtype), noted, sum_of(tensors)
-        )
+        computation = _Computation(graph, tensors)
+        computation.eval()
+        compile_ = _Compile(engine, computation, example, dtype)
+        result = Converted(unchanged, compile_, _notes_of(tensors), sum_of(tensors))
         result.session(torch.get_num_threads())
         result.seconds = time.perf_counter() - start
         return result
@@ -130,12 +139,20 @@ class _Computation(nn.Module):
         for node in [node for node in graph.nodes if node.target in CHECKS]:
             graph.erase_node(node)
         self._graph_module = fx.GraphModule(nn.Module(), graph, "Region")
+        self.take(tensors)
+        self._count = len(tensors)
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """Compute with these tensors."""
         for number, tensor in enumerate(tensors):
             self.register_buffer(f"tensor{number}", tensor.detach())
-        self._count = len(tensors)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(self._graph_module(*inputs, *(getattr(self, f"tensor{number}") for number in range(self._count))))
+
+
+def _notes_of(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, Any]]:
+    return [(each.detach(), version_of(each), sample_of(each)) for each in tensors]
 
 
 def sum_of(tensors: Sequence[Tensor]) -> int:

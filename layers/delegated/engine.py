@@ -6,11 +6,12 @@ import importlib
 import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import cache
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from ...errors import one_line
 
 __all__ = ["Engine", "Session"]
 
@@ -30,11 +31,13 @@ class Engine(ABC):
         name: what users call it.
         packages: the distributions that it needs, the first being the engine itself.
         dtypes: the types that it can compute float32 models in.
+        shares_memory: whether sessions hold on to the memory of the model's tensors beside what they make of them.
     """
 
     name: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+    shares_memory: ClassVar[bool] = False
 
     def reason_against(self, dtype: torch.dtype) -> str:
         """Return why it cannot be used here, or ""."""
@@ -43,7 +46,15 @@ class Engine(ABC):
         for package in self.packages:
             if _version(package) is None:
                 return f"{self.name} needs the package {package}: pip install {' '.join(self.packages)}"
-        return _import_error(self.packages[0])
+        try:
+            self.imported()
+        except Exception as error:  # a broken installation may raise anything
+            return f"importing {self.packages[0]} fails: {one_line(error)}"
+        return ""
+
+    def imported(self) -> Any:
+        """Return the package of the engine, imported."""
+        return importlib.import_module(self.packages[0])
 
     @property
     def version(self) -> str:
@@ -58,18 +69,8 @@ class Engine(ABC):
         """
 
 
-@cache
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-@cache
-def _import_error(package: str) -> str:
-    try:
-        importlib.import_module(package)
-    except Exception as error:  # a broken installation may raise anything
-        return f"importing {package} fails: {error}"
-    return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -10,9 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ...storage import byte_text
 from .engine import Engine
 
 __all__ = ["OnnxRuntime"]
+
+_MOST = 2**31 - 1
+"""Bytes of a message of protobuf, which an ONNX model is."""
 
 
 class OnnxRuntime(Engine):
@@ -22,7 +25,9 @@ class OnnxRuntime(Engine):
     packages: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnx")
 
     def compile(self, computation: nn.Module, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> _Session:
-        onnxruntime = importlib.import_module("onnxruntime")
+        onnxruntime = self.imported()
+        if (size := sum(each.nbytes for each in computation.buffers())) > _MOST:
+            raise ValueError(f"its tensors take {byte_text(size)}, and an ONNX model has less than 2 GiB")
         names = [f"input{place}" for place in range(len(example))]
         sizes = {name: {d: f"{name}_{d}" for d in range(x.dim())} for name, x in zip(names, example, strict=True)}
         written: Any = io.BytesIO()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
@@ -14,6 +15,7 @@ from .engine import Engine
 
 __all__ = ["OpenVINO"]
 
+_TELEMETRY = "openvino_telemetry"
 _PRECISION = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -23,9 +25,20 @@ class OpenVINO(Engine):
     name: ClassVar[str] = "openvino"
     packages: ClassVar[tuple[str, ...]] = ("openvino",)
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
+    shares_memory: ClassVar[bool] = True
+
+    def imported(self) -> Any:
+        """Return the package, imported without its telemetry, which would send something and write files."""
+        modules = cast("dict[str, Any]", sys.modules)
+        modules.setdefault(_TELEMETRY, None)  # then openvino takes an empty stand-in
+        try:
+            return importlib.import_module(self.packages[0])
+        finally:
+            if modules.get(_TELEMETRY) is None:
+                modules.pop(_TELEMETRY, None)
 
     def compile(self, computation: nn.Module, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> _Session:
-        openvino = importlib.import_module("openvino")
+        openvino = self.imported()
         frontend = openvino.frontend.FrontEndManager().load_by_framework("pytorch")
         decoders = importlib.import_module("openvino.frontend.pytorch.ts_decoder")
         # `openvino.convert_model` does the same in twice the time.

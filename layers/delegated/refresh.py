@@ -3,20 +3,41 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Sequence
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from ...compat import all_modules
+from ...compat import modules_by_name
 from ...runtime.graphs import specializations_of
+from ...runtime.values import qualified
 from .region import DelegatedRegion
 
-__all__ = ["refresh"]
+__all__ = ["held_bytes", "refresh", "regions_of", "tensors_of"]
 
 
 def refresh(model: nn.Module) -> None:
     """Let engines take the parameters and buffers of a model as they are now."""
-    for module in all_modules(model):
+    for region, names in regions_of(model):
+        region.refresh(tensors_of(model, names))
+
+
+def held_bytes(model: nn.Module) -> dict[str, int]:
+    """Return about how many bytes each engine holds beside the tensors of a model, by its name."""
+    sizes, found = dict[str, int](), {id(region): region for region, _ in regions_of(model)}
+    for region in found.values():
+        sizes[region.engine] = sizes.get(region.engine, 0) + region.held_bytes
+    return sizes
+
+
+def regions_of(model: nn.Module) -> Iterator[tuple[DelegatedRegion, list[str]]]:
+    """Yield each call of a region in a model's graphs, and the names of the tensors of the model that it is given."""
+    for owner, module in modules_by_name(model).items():
         for node in (node for each in specializations_of(module) for node in each.graph.nodes):
             if isinstance(node.target, DelegatedRegion):
                 read = [each for each in node.args[node.target.inputs :] if isinstance(each, fx.Node)]
-                node.target.refresh([operator.attrgetter(str(each.target))(module) for each in read])
+                yield node.target, [qualified(owner, str(each.target)) for each in read]
+
+
+def tensors_of(model: nn.Module, names: Sequence[str]) -> list[Tensor]:
+    """Return the tensors of these names."""
+    return [operator.attrgetter(name)(model) for name in names]

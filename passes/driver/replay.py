@@ -60,7 +60,7 @@ class Replay:
         if missing := next(iter(self._wanted.values()), None):
             lost = program.opaque.get(missing.key.partition(":")[0].replace("(root)", ""))
             why = self._refused(missing) or (f": no graph of its module: {lost.reason}" if lost else "")
-            why += _GIVE_INPUTS if lost or not program.inputs else ""
+            why += "" if program.inputs else _GIVE_INPUTS
             raise PlanError(f"the plan's site {missing.key} of pass '{pass_.name}' is not in this model{why}")
 
     def _refused(self, missing: Decision) -> str:

@@ -60,15 +60,20 @@ class Delegate(Pass):
         """Say no: an engine gains most, and passes behind it look at what it leaves."""
         return False
 
+    @property
+    def _asked(self) -> Mapping[str, Engine]:
+        return engines() if self.engine == AUTO else {self.engine: engine_named(self.engine)}
+
     def _usable(self) -> tuple[Mapping[str, Engine], str]:
         """Return the engines that can be used here, or why there is none."""
-        asked = engines() if self.engine == AUTO else {self.engine: engine_named(self.engine)}
+        asked = self._asked
         reasons = {name: engine.reason_against(self.dtype) for name, engine in asked.items()}
         usable = {name: engine for name, engine in asked.items() if not reasons[name]}
         return usable, "" if usable else "; ".join(reasons.values())
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        usable, reason = self._usable()
+        # What a plan hands to an engine that is missing here is computed by the model's own operations.
+        usable, reason = (self._asked, "") if program.replaying else self._usable()
         if reason:
             yield Refusal(reason, "(root)")
             return

@@ -54,7 +54,8 @@ def found_in(program: Program, engines: Sequence[str], *, required: bool) -> Ite
             sites.append(_site(program, owner, found, engines, required=required))
     taken = sum(max(sum(heavy_count(r.computed) for r in each.cut.regions) for each in site.found) for site in sites)
     heavy = sum(_heavy_in(program, owner) for owner in program.captures) if sites else 0
-    if sites and program.measuring and not required and taken < _LEAST_SHARE * heavy:
+    is_chosen = required or program.replaying or not program.measuring
+    if sites and not is_chosen and taken < _LEAST_SHARE * heavy:
         text = f"engines would compute {taken} of {heavy} products and convolutions, between calls that stay"
         yield Refusal(f"{text}; name an engine to have them all the same", "(root)")
         return

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor, fx
 
-from ...errors import MatchFailure, one_line
+from ...errors import EngineWarning, MatchFailure, one_line
 from ...layers.delegated import DelegatedRegion
 from ...passes.rewriting import Edit
 from ...passes.sites import Site
@@ -21,11 +23,16 @@ __all__ = ["write"]
 
 
 def write(site: Site, edit: Edit, engine: str, dtype: torch.dtype) -> None:
-    """Put graphs with regions before those that are there; raise MatchFailure where the engine does not take one."""
+    """Put graphs with regions before those that are there; raise MatchFailure where the engine does not take one.
+
+    Where a plan is repeated, such regions compute by their own operations, and one line says so.
+    """
     found = site.found if site.found is not None else look(edit.program, site.owner)
     written = [(each, _written(each, edit, engine, dtype)) for each in found if each.cut.regions]
     if not written:
         raise MatchFailure("no region is left for an engine")
+    if left := next(iter(_reasons_of(written)), ""):
+        warnings.warn(f"the model's own operations run in the place of {engine}: {left}", EngineWarning, stacklevel=2)
     before = list(required_capture(edit.owner).specializations)
     edit.trainable = True  # where gradients are wanted, regions compute as the model does
     edit.set_specializations(
@@ -44,11 +51,19 @@ def _written(found: Found, edit: Edit, engine: str, dtype: torch.dtype) -> fx.Gr
         try:
             delegated.prepare([_example(found.cut.metas[node]) for node in region.inputs], tensors)
         except Exception as error:  # engines raise anything
-            raise MatchFailure(f"{engine} does not take it: {one_line(error)}") from error
+            if not edit.program.replaying:
+                raise MatchFailure(f"{engine} does not take it: {one_line(error)}") from error
+            delegated.leave(error)
         found.prepared[key] = delegated
         return delegated
 
     return found.cut.written(call)
+
+
+def _reasons_of(written: Iterable[tuple[Found, fx.Graph]]) -> Iterator[str]:
+    """Yield why regions do without their engine."""
+    targets = (node.target for _, graph in written for node in graph.nodes)
+    yield from (each.left for each in targets if isinstance(each, DelegatedRegion) and each.left)
 
 
 def _example(meta: object) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +15,9 @@ from support.engines import X, delegated, engines, linears, one_engine, reasons,
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.errors import EngineWarning, StateError
+from fxopt.storage import byte_text
+from fxopt.transforms.delegate.delegate import Engine, engine_named
 
 
 def convolutional() -> nn.Module:
@@ -214,6 +219,49 @@ def test_a_plan_repeats_it(engine: str, computed: list[str]) -> None:
 
 
 @one_engine
+@pytest.mark.parametrize("passes", ["delegate{{engine={}}}", "delegate"])
+@pytest.mark.parametrize("how", ["plan", "archive", "pickle"])
+def test_what_was_saved_computes_without_its_engine_and_by_it_once_it_is_there(
+    how: str, passes: str, engine: str, tmp_path: Path, computed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, archive = linears(Called(8, 8)), tmp_path / "model.fxopt"
+    fast = fxopt.optimize(model, passes.format(engine), example_inputs=X, measure=False)
+    fxopt.save(fast, archive)
+    pickled = pickle.dumps(fast)
+    loads: dict[str, Callable[[], nn.Module]] = {
+        "plan": lambda: fxopt.optimize(model, plan=fxopt.plan(fast), example_inputs=X),
+        "archive": lambda: fxopt.load(archive, model=linears(Called(8, 8))),
+        "pickle": lambda: pickle.loads(pickled),
+    }
+    computed.clear()
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        patch.setattr(Engine, "reason_against", lambda self, dtype: "it is not there")
+        loaded = loads[how]()
+        same(loaded, model)
+        same(loaded, model)
+    told = [str(each.message) for each in warned if issubclass(each.category, EngineWarning)]
+    assert not computed
+    assert len(told) == 1
+    assert "it is not there" in told[0]
+    fxopt.refresh(loaded)
+    same(loaded, model)
+    computed.clear()
+    same(loaded, model)
+    assert len(computed) == len(regions(loaded)) == 2
+
+
+@one_engine
+def test_nothing_that_is_saved_names_the_version_of_an_engine(engine: str, tmp_path: Path) -> None:
+    fast, archive = delegated(linears(), engine), tmp_path / "model.fxopt"
+    fxopt.save(fast, archive)
+    with zipfile.ZipFile(archive) as opened:
+        saved = [opened.read(name) for name in opened.namelist()]
+    version = engine_named(engine).version.encode()
+    assert not [each for each in (*saved, pickle.dumps(fast)) if engine.encode() in each and version in each]
+
+
+@one_engine
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "archive"])
 def test_copies_stand_by_themselves(how: str, engine: str, tmp_path: Path, computed: list[str]) -> None:
     model = linears()
@@ -242,3 +290,76 @@ def test_restore_gives_the_model_back(engine: str, computed: list[str]) -> None:
     with torch.no_grad():
         assert torch.equal(restored(X), model(X))
     assert not computed
+
+
+# -- release ---------------------------------------------------------------------------------------------------------
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 4096), nn.ReLU(), nn.Linear(4096, 8)).eval()
+
+
+def released(engine: str) -> nn.Module:
+    return fxopt.optimize(wide(), f"delegate{{engine={engine}}},release", example_inputs=X, measure=False)
+
+
+def are_in_files(model: nn.Module) -> list[bool]:
+    """Say of each parameter whether it lies in a file that is mapped into memory."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()]
+    files = [[int(end, 16) for end in line[0].split("-")] for line in lines if "/fxopt-" in line[-2] + line[-1]]
+    return [any(low <= each.data_ptr() < high for low, high in files) for each in model.parameters()]
+
+
+@engines
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+def test_released_parameters_lie_in_files_and_everything_computes_as_before(engine: str, computed: list[str]) -> None:
+    model, fast = wide(), released(engine)
+    assert "2 weights, 256 KiB, that engines hold, moved to files" in str(fxopt.report(fast))
+    size = byte_text(sum(each.nbytes for each in model.parameters()))
+    holds = f"{engine} holds about {size} more, made of the model's parameters and buffers"
+    assert holds in fxopt.report(fast).to_json()["messages"]
+    assert are_in_files(fast) == [True, False, True, False]
+    assert not any(each.requires_grad for each in fast.parameters())
+    computed.clear()
+    same(fast, model)
+    assert computed == [engine]  # nothing was converted or compared anew
+    for rows in (1, 7):  # other sizes, gradients and other types still compute by the model's own operations
+        x = torch.randn(rows, 8)
+        same(fast, model, x)
+    x = X.clone().requires_grad_()
+    fast(x).sum().backward()
+    assert x.grad is not None
+    for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), fxopt.restore(fast)):
+        assert not any(are_in_files(copied)) or type(copied) is nn.Sequential
+        same(copied, model)
+    for name, value in fast.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+    with torch.no_grad():
+        fast[0].weight.mul_(2)
+        model[0].weight.mul_(2)
+    same(fast, model)
+    fast.load_state_dict(wide().state_dict())
+    same(fast, wide())
+    same(fast.double(), wide().double(), X.double())
+
+
+@one_engine
+def test_a_full_disk_is_told_of(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(StateError, match=r"No space left on device\): set TMPDIR"):
+        released(engine)
+
+
+@one_engine
+def test_tied_weights_stay_tied_in_files(engine: str) -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)]).eval()
+    model[1].weight = model[0].weight
+    x = torch.randn(4, 256)
+    fast = fxopt.optimize(model, f"delegate{{engine={engine}}},release", example_inputs=x, measure=False)
+    assert are_in_files(fast) == [True, False, False, True, False]
+    assert fast[0].weight is fast[1].weight
+    same(fast, model, x)

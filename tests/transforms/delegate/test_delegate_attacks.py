@@ -9,6 +9,7 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -251,14 +252,14 @@ def test_inputs_that_require_gradients_without_asking_for_them() -> None:
     fast = delegated(model, x)
     assert_same(model, fast, x.requires_grad_())
     assert are_computed_by_engine(fast)
-    assert not regions_of(fast)[0]._failed
+    assert not regions_of(fast)[0].left
 
 
 def test_inputs_of_another_type_are_computed_without_the_engine() -> None:
     model = type("Model", (Two,), {"forward": lambda self, x, scale: self.body(x) * scale})().eval()
     fast = delegated(model, random(4, 8), torch.tensor(2.0))
     assert_same(model, fast, random(4, 8), torch.tensor(3))
-    assert not regions_of(fast)[0]._failed
+    assert not regions_of(fast)[0].left
 
 
 def test_a_model_in_float64_computes_in_float64() -> None:
@@ -284,7 +285,7 @@ def test_a_parameter_with_nan_is_taken_once_it_is_mended() -> None:
                 fast(x)
         assert_same(model, fast, x)
     region = regions_of(fast)[0]
-    assert not region._failed
+    assert not region.left
     assert region._converted
 
 
@@ -316,6 +317,62 @@ def test_many_lengths_and_copies_are_not_remembered() -> None:
             fast.first.weight = nn.Parameter(fast.first.weight + 0.1)
             fast(random(4, 8))
     assert len(regions_of(fast)[0]._waiting) <= 8
+
+
+@every_engine
+def test_eight_threads_share_a_model(engine: str) -> None:
+    model = two(Two.forward)
+    fast = delegated(model, random(4, 8), engine=engine)
+    inputs = [random(rows, 8, seed=rows) for rows in range(1, 9)]
+    with ThreadPoolExecutor(8) as pool, torch.no_grad():
+        found = [list(pool.map(torch.no_grad()(fast), inputs)) for _ in range(20)]
+        expected = list(map(model, inputs))
+    for results in found:
+        torch.testing.assert_close(results, expected, rtol=1e-3, atol=1e-4)
+    assert are_computed_by_engine(fast)
+
+
+@every_engine
+def test_the_number_of_threads_is_that_of_torch_at_each_call(engine: str) -> None:
+    model, before = two(Two.forward), torch.get_num_threads()
+    fast = delegated(model, random(4, 8), engine=engine)
+    try:
+        for threads in (1, 2, 1):
+            torch.set_num_threads(threads)
+            assert_same(model, fast, random(4, 8))
+    finally:
+        torch.set_num_threads(before)
+    assert any({1, 2} <= set(held.by_threads) for held in regions_of(fast)[0]._converted.values())
+
+
+def test_an_interrupted_conversion_leaves_everything_as_it_was() -> None:
+    model, x = two(Two.forward), random(4, 8)
+    engine = wayward(lambda results, calls: results)
+    compile_ = engine.compile
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with table_with(engine):
+        engine.compile = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            fxopt.optimize(model, "delegate{engine=wayward}", example_inputs=x, measure=False, inplace=True)
+        assert not regions_of(model)
+        engine.compile = compile_  # type: ignore[method-assign]
+        fast = delegated(model, x, engine="wayward")
+        with torch.no_grad():
+            fast.first.weight.mul_(2)
+        engine.compile = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            fxopt.refresh(fast)
+        engine.compile = compile_  # type: ignore[method-assign]
+        plain = copy.deepcopy(model)
+        with torch.no_grad():
+            plain.first.weight.mul_(2)
+        assert_same(plain, fast, x)
+        fxopt.refresh(fast)
+        assert_same(plain, fast, x)
+        assert are_computed_by_engine(fast)
 
 
 # -- engines that misbehave ------------------------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from support.engines import X, delegated, engines, linears, one_engine, openvino_only, reasons, regions, same
 
 import fxopt
 from fxopt.errors import NothingDoneWarning, PipelineError, UsageError
+from fxopt.known_passes import check_names
 from fxopt.passes.pipeline import parse
 from fxopt.transforms.delegate import Delegate
 from fxopt.transforms.delegate.delegate import engine_named
@@ -80,3 +83,13 @@ def test_an_engine_that_does_not_take_a_region_is_told_of(engine: str, monkeypat
         fast = delegated(model, engine)
     assert f"{engine} does not take it: no such operator" in str(fxopt.report(fast))
     same(fast, model)
+
+
+@one_engine
+def test_a_preset_behind_an_engine_is_not_said_to_change_nothing(engine: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NothingDoneWarning)
+        fast = fxopt.optimize(linears(), f"delegate{{engine={engine}}}, inference", example_inputs=X, measure=False)
+    assert regions(fast)
+    with pytest.raises(PipelineError, match=r"name an engine in the pass: delegate\{engine=openvino\}, inference"):
+        check_names("inference{engine=openvino}")
