@@ -130,7 +130,7 @@ def optimize(
     inputs = normalize_inputs(example_inputs, model)
     request = Request(
         in_words, passes=pipeline, inputs=inputs, phase=Phase.meant(phase), plan=decided, seed=seed, settings=settings,
-        verify=settings.verify if verify is None else verify, twin=verify_twin, measure=measuring,
+        cache=settings.cache, verify=settings.verify if verify is None else verify, twin=verify_twin, measure=measuring,
         time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
     )  # fmt: skip
