@@ -31,7 +31,7 @@ def byte_text(count: float) -> str:
 
 
 def write_atomically(path: str | os.PathLike[str], data: str | bytes, *, durable: bool = True) -> None:
-    """Replace the file at `path` by `data` (text as UTF-8), or leave it as it is and raise `OSError`; see `atomic_file`."""
+    """Replace the file at `path` by `data` (text as UTF-8), or leave it and raise `OSError`; see `atomic_file`."""
     with atomic_file(path, durable=durable) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 

@@ -18,7 +18,6 @@ from typing import Any, cast
 from ...errors import PlanError
 from ...runtime.record import Decision, Plan
 from ...storage import write_atomically
-from ..sites import Cause
 
 __all__ = ["Cache", "Entry"]
 
@@ -150,8 +149,6 @@ class Cache:
 
 def _check_decision(decision: Decision) -> None:
     """Raise ValueError for what no run writes down."""
-    if decision.cause:
-        Cause(decision.cause)
     for name in _NUMBERS:
         if decision.figures.get(name) is not None:
             _check_number(decision.figures[name])

@@ -183,10 +183,8 @@ def _text(value: Any) -> str:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [each.name for each in dataclasses.fields(value) if each.compare]
         return _text((type(value), *(getattr(value, name) for name in names)))
-    if isinstance(value, type) or callable(value):
-        name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-        if name.strip("."):
-            return name
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
     text = repr(value)
     if _PLACE in text or isinstance(value, nn.Module):
         raise _Untold

@@ -12,6 +12,7 @@ from ...runtime.record import record_of
 from ...tracing.isolation import in_phase
 from ...tracing.program import Program, is_on_meta
 from ..cache import Cache, Entry, key_of
+from ..timing import collection_paused
 from .context import Request
 from .manager import Manager
 
@@ -64,9 +65,10 @@ def recalled(manager: Manager, request: Request, original: nn.Module, entry: Ent
     """Repeat decisions on the captured copy of a model, untimed; None where the model is not right then."""
     program, plan = manager.program, entry.plan
     try:
-        with in_phase(program.model, program.training):
+        with collection_paused(), in_phase(program.model, program.training):
             manager.repeat(request.passes, plan, verified=False)
-        is_right = manager.is_right(original)
+        with collection_paused():
+            is_right = manager.is_right(original)
     except Exception as error:  # whatever comes of an entry that does not fit: the run in full says what is wrong
         _LOG.debug("decisions of an earlier run are not repeated: %s: %s", type(error).__name__, error)
         return None

@@ -33,6 +33,7 @@ class FinalCheck:
 
     tuner: Tuner
     model: nn.Module
+    brief: bool = False  # on the example calls alone
     _all: list[Rewrite] = field(init=False)
     _until: float = field(default=math.inf, init=False)
     _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
@@ -120,6 +121,7 @@ class FinalCheck:
                 gradients=gradients,
                 seed=self._context.request.seed,
                 is_usual=training is None,
+                brief=self.brief,
             )
         except Exception:  # whatever the user's code raises; in the mode that was recorded it has run before
             return None
