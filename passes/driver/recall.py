@@ -65,9 +65,9 @@ def recalled(manager: Manager, request: Request, original: nn.Module, entry: Ent
     """Repeat decisions on the captured copy of a model, untimed; None where the model is not right then."""
     program, plan = manager.program, entry.plan
     try:
-        with collection_paused(), in_phase(program.model, program.training):
-            manager.repeat(request.passes, plan, verified=False)
         with collection_paused():
+            with in_phase(program.model, program.training):
+                manager.repeat(request.passes, plan, verified=False)
             is_right = manager.is_right(original)
     except Exception as error:  # whatever comes of an entry that does not fit: the run in full says what is wrong
         _LOG.debug("decisions of an earlier run are not repeated: %s: %s", type(error).__name__, error)

@@ -145,9 +145,10 @@ def _optimized_once(model: nn.Module, names: ModelNames, request: Request, *, re
         parameters = names.parameters()
         fast = copied(model)
     with plain_registries(fast):
-        start = _captured(model, fast, names, request)
-        kept = Kept.of(start.program, request)
-        entry = kept.entry(start.program, request) if kept is not None and recalls else None
+        with collection_paused():
+            start = _captured(model, fast, names, request)
+            kept = Kept.of(start.program, request)
+            entry = kept.entry(start.program, request) if kept is not None and recalls else None
         if entry is None:
             manager = _decided(model, start, request)
             if kept is not None:
@@ -172,11 +173,10 @@ class _Start:
 
 def _captured(model: nn.Module, fast: nn.Module, names: ModelNames, request: Request) -> _Start:
     """Capture a copy of the user's model."""
-    with collection_paused():
-        attach(fast)
-        earlier = record_of(fast) or _first_record(model, fast, names, len(names.parameters()))
-        training = fast.training if request.phase is None else request.phase is Phase.TRAIN
-        program, remark = captured_on(fast, request.inputs, training=training)
+    attach(fast)
+    earlier = record_of(fast) or _first_record(model, fast, names, len(names.parameters()))
+    training = fast.training if request.phase is None else request.phase is Phase.TRAIN
+    program, remark = captured_on(fast, request.inputs, training=training)
     return _Start(program, earlier, remark, {module for module in program.names.distinct if module.training})
 
 

@@ -135,7 +135,7 @@ def test_what_is_wrong_now_is_decided_anew(monkeypatch: pytest.MonkeyPatch):
     first = fast(model)
     assert {d.pass_name for d in fxopt.plan(first).decisions if d.status == "applied"} >= {"fold_batchnorm"}
     def wrong(_: Any, weight: torch.Tensor, *__: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return weight * 1.5, torch.zeros(len(weight))
+        return weight * 1.5, torch.zeros(len(weight), dtype=weight.dtype)
 
     with monkeypatch.context() as patch:
         patch.setattr("fxopt.layers.folded.Fold.__call__", wrong)
