@@ -78,6 +78,9 @@ def optimize(
 ) -> M:
     """Return the model, rewritten by `passes` where that is right and, for passes made for speed, where it pays.
 
+    An equal model that was optimized before on this machine is rewritten as was decided then, and compared once;
+    nothing is timed. `FXOPT_CACHE=0` decides anew.
+
     Where a process group of `torch.distributed` is initialized, all ranks call this: rank 0 decides, the others follow.
 
     Args:

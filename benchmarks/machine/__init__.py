@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import platform
 import resource
 import statistics
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+os.environ.setdefault("FXOPT_CACHE", "0")  # what preparation takes is measured: nothing may be known of earlier runs
 
 __all__ = ["described", "forget_peak", "memory", "page_faults"]
 
