@@ -54,7 +54,7 @@ def key_of(program: Program, passes: Sequence[Pass], asked: Mapping[str, Any]) -
             _text(_surroundings()), _text(tuple(asked.items())), *map(str, passes), _of_model(program),
             *_of_graphs(program), "" if keeping else _of_numbers(program),
         ]  # fmt: skip
-    except (_Untold, RuntimeError, TypeError, ValueError, NotImplementedError):  # tensors without memory, odd classes
+    except Exception:  # what users' objects raise while they are described; odd tensors; _Untold
         return None
     return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()
 
@@ -69,7 +69,7 @@ def _is_told(pass_: Pass) -> bool:
     beside = (getattr(pass_, each.name) for each in dataclasses.fields(cast("Any", pass_)) if not each.compare)
     try:
         return all(value is None or value == () for value in beside) and parse(str(pass_)) == (pass_,)
-    except (FxoptError, RuntimeError, ValueError):  # an option without text, a tensor
+    except (FxoptError, RuntimeError, ValueError):  # an option without text, or a tensor that equals no text
         return False
 
 
