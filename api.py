@@ -78,6 +78,9 @@ def optimize(
 ) -> M:
     """Return the model, rewritten by `passes` where that is right and, for passes made for speed, where it pays.
 
+    An equal model that was optimized before on this machine is rewritten as was decided then, and compared once;
+    nothing is timed. `FXOPT_CACHE=0` decides anew.
+
     Where a process group of `torch.distributed` is initialized, all ranks call this: rank 0 decides, the others follow.
 
     Args:
@@ -130,7 +133,7 @@ def optimize(
     inputs = normalize_inputs(example_inputs, model)
     request = Request(
         in_words, passes=pipeline, inputs=inputs, phase=Phase.meant(phase), plan=decided, seed=seed, settings=settings,
-        verify=settings.verify if verify is None else verify, twin=verify_twin, measure=measuring,
+        cache=settings.cache, verify=settings.verify if verify is None else verify, twin=verify_twin, measure=measuring,
         time_budget=BudgetRequest.of(settings.time_budget if time_budget is None else time_budget),
         on_failure=lambda error: reproducer.write(model, pipeline, error, list(inputs) or None, phase, seed, settings),
     )  # fmt: skip

@@ -51,6 +51,13 @@ def _own_cache() -> Path:
     return Path(os.path.expanduser("~/.cache/fxopt/kernels"))  # noqa: PTH111 - without a home, Path would raise
 
 
+def _own_decisions() -> Path | None:
+    """Return the folder of decisions of this user; None where there is no home."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    caches = given if os.path.isabs(given) else os.path.expanduser("~/.cache")  # noqa: PTH111, PTH117
+    return Path(caches, "fxopt", "decisions") if os.path.isabs(caches) else None  # noqa: PTH117
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the environment says; each field is the variable `FXOPT_` and its name in capitals."""
@@ -62,6 +69,7 @@ class Settings:
     time_budget: str | None = None  # as `optimize` reads it
     kernel_cache: Path = field(default_factory=_own_cache)
     engines: bool = True  # whether presets hand regions to engines that are installed
+    cache: Path | None = field(default_factory=_own_decisions)  # where decisions are kept; None: nowhere
 
 
 def current(environment: Mapping[str, str] | None = None) -> Settings:
@@ -111,6 +119,12 @@ def _seconds(key: str, text: str) -> float:
     return seconds
 
 
+def _cache(_: str, text: str) -> Path | None:
+    if text.lower() in _WORDS:
+        return _own_decisions() if _WORDS[text.lower()] else None
+    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111
+
+
 _READERS: Mapping[str, Callable[[str, str], object]] = {
     "verify": _flag,
     "measure": _measure,
@@ -119,4 +133,5 @@ _READERS: Mapping[str, Callable[[str, str], object]] = {
     "reproducer_dir": lambda _, text: Path(text).expanduser(),
     "kernel_cache": lambda _, text: Path(text).expanduser(),
     "engines": _flag,
+    "cache": _cache,
 }

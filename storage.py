@@ -30,15 +30,18 @@ def byte_text(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def write_atomically(path: str | os.PathLike[str], data: str | bytes) -> None:
-    """Replace the file at `path` by `data` (text as UTF-8), or leave it as it is and raise `OSError`."""
-    with atomic_file(path) as file:
+def write_atomically(path: str | os.PathLike[str], data: str | bytes, *, durable: bool = True) -> None:
+    """Replace the file at `path` by `data` (text as UTF-8), or leave it and raise `OSError`; see `atomic_file`."""
+    with atomic_file(path, durable=durable) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
 @contextmanager
-def atomic_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
-    """Open a temporary file that takes the place of `path`, rights kept, at the end; where the block raises it goes."""
+def atomic_file(path: str | os.PathLike[str], *, durable: bool = True) -> Generator[BinaryIO]:
+    """Open a temporary file that takes the place of `path`, rights kept, at the end; where the block raises it goes.
+
+    What is not `durable` may be lost, or empty, where the machine stops; it need not wait for the disk.
+    """
     target = _target(path)
     rights = _rights(target)
     start = target.name.encode(errors="surrogateescape")[:200].decode(errors="ignore")
@@ -47,14 +50,16 @@ def atomic_file(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
         with _naming(target, temporary), _opened(temporary, rights) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(target)
     except BaseException:
         # Where the temporary file cannot go either, the first error is the one to hear about.
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(target.parent)
+    if durable:
+        _sync_folder(target.parent)
 
 
 def _target(path: str | os.PathLike[str]) -> Path:

@@ -337,6 +337,29 @@ def doctor(as_json: Json = False) -> None:
 
 
 @app.command()
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show how many decisions of earlier runs are kept for models that are optimized again, or remove them.
+
+    Example: fxopt cache --clear
+    """
+    from ..passes.cache import Cache
+    from ..settings import current
+    from ..storage import byte_text
+
+    folder = current().cache
+    count, size = (0, 0) if folder is None else Cache(folder).clear() if clear else Cache(folder).usage()
+    if as_json:
+        _show({"folder": folder and str(folder), "entries": count, "bytes": size, "cleared": clear}, as_json)
+    elif folder is None:
+        _show("the cache is off: nothing is kept\n")
+    else:
+        _show(f"{'removed ' if clear else ''}decisions on {count} models, {byte_text(size)}, in {folder}\n")
+
+
+@app.command()
 def demo(
     compile_: Annotated[bool, typer.Option("--compile", help="Also time torch.compile; this takes a minute.")] = False,
     heads: Annotated[int, typer.Option(min=1, help="Members of the ensemble.")] = 128,

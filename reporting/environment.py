@@ -14,9 +14,11 @@ import torch
 from ..compat import cpu_capabilities
 from ..compat.quantized import why_no_static_int8
 from ..cuda_ops import compiled_kernels, kernels_in_use
+from ..passes.cache import Cache
 from ..passes.pipeline import available
 from ..passes.timing import DEFAULT_BUDGET
 from ..settings import Measure, Settings, current
+from ..storage import byte_text
 from ..version import VERSION
 
 __all__ = ["Check", "checks"]
@@ -59,6 +61,7 @@ def checks() -> list[Check]:
         Check("c++ compiler", compiler),
         Check("operators", kernels_in_use()),
         Check("kernels in CUDA C++", compiled_kernels()),
+        Check("cached decisions", _cached(current())),
         *_settings(current()),
         *_passes(),
     ]
@@ -93,8 +96,17 @@ def _settings(settings: Settings) -> list[Check]:
     return [Check(f"FXOPT_{name.upper()}", value) for name, value in given.items()]
 
 
+def _cached(settings: Settings) -> str:
+    if settings.cache is None:
+        return "none: the cache is off"
+    count, size = Cache(settings.cache).usage()
+    return f"{count}, {byte_text(size)} in {settings.cache}"
+
+
 def _as_set(value: object) -> str:
     """Return a setting's value as a user would give it."""
+    if value is None:
+        return "0"
     if isinstance(value, Measure) and value.is_cold:
         return value.value
     return str(int(bool(value))) if isinstance(value, (bool, Measure)) else str(value)

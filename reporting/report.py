@@ -58,6 +58,7 @@ class Report:
             "coverage": record.coverage,
             "opaque": [dict(zip(("module", "location", "reason"), each, strict=True)) for each in record.opaque],
             "parameter_tensors": {"before": record.parameters_before, "after": record.parameters_after},
+            "cached": record.cached or None,
             "spent": None if spent is None else finite,
             "timings": None if record.timings is None else dict(record.timings),
             "memory": None if record.memory is None else dict(record.memory),

@@ -97,6 +97,8 @@ def summary(record: Record) -> dict[str, str]:
         lines["memory"] = f"{live} of activations after a forward; {peak} at most in a step"
     if record.finishing:
         lines["finished"] = "; ".join(f"{name}: {printable(said)}" for name, said in record.finishing.items())
+    if record.cached:
+        lines["from the cache"] = f"decided and timed on {record.cached[:10]}; only the whole model was compared now"
     if record.spent:
         lines["checks and timing"] = _spent(record.spent)
     if record.traces:

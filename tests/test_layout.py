@@ -60,6 +60,7 @@ ROOMS = {
     ),
     "passes": (
         ("driver",),
+        ("cache",),
         ("pipeline",),
         ("contract",),
         ("kinds", "rewriting"),

@@ -22,8 +22,31 @@ def test_each_variable_is_read():
         "FXOPT_TIME_BUDGET": "30",
         "FXOPT_KERNEL_CACHE": "/elsewhere",
         "FXOPT_ENGINES": "0",
+        "FXOPT_CACHE": "/decisions",
     }
-    assert current(environment) == Settings(False, Measure.NO, 2.5, Path("/somewhere"), "30", Path("/elsewhere"), False)
+    paths = Path("/somewhere"), "30", Path("/elsewhere")
+    assert current(environment) == Settings(False, Measure.NO, 2.5, *paths, False, Path("/decisions"))
+
+
+def test_the_cache_is_a_folder_or_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/of/mine")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    own = Path("/home/of/mine/.cache/fxopt/decisions")
+    assert current({}).cache == own
+    assert current({"FXOPT_CACHE": "on"}).cache == own
+    assert current({"FXOPT_CACHE": "0"}).cache is None
+    assert current({"FXOPT_CACHE": "~/here"}).cache == Path("/home/of/mine/here")
+    assert current({"FXOPT_CACHE": "here"}).cache == Path("here").absolute()
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # to be ignored, says its specification
+    assert current({}).cache == own
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert current({}).cache == Path("/caches/fxopt/decisions")
+
+
+def test_without_a_home_nothing_is_cached(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert current({}).cache is None
 
 
 def test_the_process_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
+import os
 import platform
 import resource
 import statistics
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+os.environ.setdefault("FXOPT_CACHE", "0")  # what preparation takes is measured: nothing may be known of earlier runs
 
 __all__ = ["described", "forget_peak", "forked", "memory", "page_faults"]
 

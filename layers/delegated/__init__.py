@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .conversion import sum_of
 from .engine import Engine, Session
 from .engines import engine_named, engines
 from .on_disk import fit_for_disk, move_to_disk
@@ -10,5 +11,5 @@ from .region import DelegatedRegion
 
 __all__ = [
     "DelegatedRegion", "Engine", "Session", "engine_named", "engines", "fit_for_disk", "held_bytes",
-    "move_to_disk", "refresh",
+    "move_to_disk", "refresh", "sum_of",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -17,6 +18,7 @@ from ...compat import dispatch_modes_off, version_of
 from ...operators import Unchanged, sample_of, why_unseen
 from ...runtime.graphs import copy_graph
 from ..folded import CHECKS
+from .constants import with_derived
 from .engine import Engine, Session
 
 __all__ = ["Converted", "OtherType", "Refused", "converted", "is_forked", "sum_of"]
@@ -138,6 +140,7 @@ class _Computation(nn.Module):
         graph = copy_graph(graph)
         for node in [node for node in graph.nodes if node.target in CHECKS]:
             graph.erase_node(node)
+        tensors = with_derived(graph, tensors)
         self._graph_module = fx.GraphModule(nn.Module(), graph, "Region")
         self.take(tensors)
         self._count = len(tensors)
@@ -173,6 +176,6 @@ def _reason_against(tensor: Tensor) -> str:
         return f"a parameter {unseen}"
     if not tensor.is_cpu:
         return f"a parameter is on {tensor.device}"
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    if tensor.is_floating_point() and not (math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())):
         return "a parameter holds NaN or infinities"
     return ""

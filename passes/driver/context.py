@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import nn
 
@@ -49,6 +50,7 @@ class Request:
     time_budget: BudgetRequest = DEFAULT_BUDGET
     on_failure: Callable[[PassError], str | None] | None = None  # writes a reproducer and returns its path
     on_progress: Callable[[Progress], None] = lambda _: None
+    cache: Path | None = None  # the folder of decisions of earlier runs; None: every run decides anew
     twin: nn.Module | None = None  # small, with data: rewrites of a model on the meta device are verified in it
 
 

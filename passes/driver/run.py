@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,7 @@ from ...tracing.isolation import (
     skeleton_of,
 )
 from ...tracing.program import Program, call_forms, captured_on, deactivate, is_on_meta
+from ..cache import Entry
 from ..contract import check_option_types
 from ..pipeline import Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
@@ -34,6 +36,7 @@ from ..timing import TimeBudget, collection_paused, forward_seconds
 from .context import Request, RunContext
 from .history import Rewrite
 from .manager import Manager
+from .recall import Kept, recalled
 from .root import forbid_lost_forwards, make_root
 from .whole_model import finished, measured_memory, memory_figures
 
@@ -130,33 +133,64 @@ def _optimized(model: nn.Module, names: ModelNames, request: Request) -> nn.Modu
     if request.twin is None or request.plan is not None:
         return _optimized_once(model, names, request)
     # What a twin's verification undoes must not have landed here: the rest is repeated.
-    without_twin = dataclasses.replace(request, twin=None, measure=Measure.NO)
+    without_twin = dataclasses.replace(request, twin=None, measure=Measure.NO, cache=None)
     twin = _optimized_once(request.twin, check_model(request.twin), without_twin)
     plans = (_with_plan(each, request)[1] for each in (_optimized_once(model, names, request), twin))
     return _optimized_once(model, names, dataclasses.replace(request, plan=as_in_twin(*plans), checks_plan=True))
 
 
-def _optimized_once(model: nn.Module, names: ModelNames, request: Request) -> nn.Module:
+def _optimized_once(model: nn.Module, names: ModelNames, request: Request, *, recalls: bool = True) -> nn.Module:
+    """Optimize a copy of the model; as was decided on an equal one earlier, where it `recalls` that."""
     with collection_paused():
         parameters = names.parameters()
         fast = copied(model)
     with plain_registries(fast):
-        return _rewritten(model, fast, names, parameters, request)
+        with collection_paused():
+            start = _captured(model, fast, names, request)
+            kept = Kept.of(start.program, request)
+            entry = kept.entry(start.program, request) if kept is not None and recalls else None
+        if entry is None:
+            manager = _decided(model, start, request)
+            if kept is not None:
+                kept.write(manager, request)
+        else:
+            again = dataclasses.replace(request, plan=entry.plan, on_failure=None)
+            manager = recalled(_manager(start, again), again, model, entry)
+        if manager is not None:
+            return _handed_over(model, parameters, start, manager, request, entry)
+    return _optimized_once(model, names, request, recalls=False)
 
 
-def _rewritten(
-    model: nn.Module, fast: nn.Module, names: ModelNames, parameters: dict[str, nn.Parameter], request: Request
-) -> nn.Module:
-    """Capture a copy of the user's model, and run the passes on it."""
-    with collection_paused():
-        attach(fast)
-        earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
-        training = fast.training if request.phase is None else request.phase is Phase.TRAIN
-        program, remark = captured_on(fast, request.inputs, training=training)
-        program.measuring, program.replaying = request.measure, request.plan is not None
-    trained = {module for module in program.names.distinct if module.training}
+@dataclass(frozen=True)
+class _Start:
+    """A copy of the user's model with its graphs, and what is known of it."""
+
+    program: Program
+    earlier: Record
+    remark: str
+    trained: Collection[nn.Module]  # the modules that the user gave in training mode
+
+
+def _captured(model: nn.Module, fast: nn.Module, names: ModelNames, request: Request) -> _Start:
+    """Capture a copy of the user's model."""
+    attach(fast)
+    earlier = record_of(fast) or _first_record(model, fast, names, len(names.parameters()))
+    training = fast.training if request.phase is None else request.phase is Phase.TRAIN
+    program, remark = captured_on(fast, request.inputs, training=training)
+    return _Start(program, earlier, remark, {module for module in program.names.distinct if module.training})
+
+
+def _manager(start: _Start, request: Request) -> Manager:
+    program = start.program
+    program.measuring, program.replaying = request.measure, request.plan is not None
+    return Manager(RunContext.of(program, request, _budget(program, request), start.trained))
+
+
+def _decided(model: nn.Module, start: _Start, request: Request) -> Manager:
+    """Run the passes on a copy of the user's model, or repeat a plan, and compare it with the model."""
+    program = start.program
     with in_phase(program.model, program.training):
-        manager = Manager(RunContext.of(program, request, _budget(program, request), trained))
+        manager = _manager(start, request)
         runs = request.plan is None and (request.verify or bool(request.measure))
         measured = measured_memory(program, request.passes) if runs else None
         if request.plan is None:
@@ -167,8 +201,17 @@ def _rewritten(
     if measured is not None:
         manager.memory = memory_figures(measured, program, request.passes, manager.decisions)
     manager.finish(request.passes, request.plan)
+    return manager
+
+
+def _handed_over(
+    model: nn.Module, parameters: dict[str, nn.Parameter], start: _Start, manager: Manager, request: Request,
+    known: Entry | None = None,
+) -> nn.Module:  # fmt: skip
+    """Return the rewritten copy with its record; `known` is what an earlier run decided."""
+    program, fast = start.program, start.program.model
     deactivate(program.names.distinct)
-    record = _record(program, manager, request, earlier, remark)
+    record = _record(manager, request, start, "" if known is None else known.made)
     record.remember(model, parameters)
     if manager.rewrites or record_of(fast) is not None:
         make_root(fast, record)
@@ -294,7 +337,8 @@ def _memory(earlier: Mapping[str, int] | None, now: Mapping[str, int] | None) ->
     return {name: (earlier if name.endswith("_before") else now)[name] for name in now}
 
 
-def _record(program: Program, manager: Manager, request: Request, earlier: Record, remark: str) -> Record:
+def _record(manager: Manager, request: Request, start: _Start, cached: str) -> Record:
+    program, earlier = start.program, start.earlier
     before, after = manager.history.changed_graphs(program.graphs)
     of_phase = (rewrite for rewrite in manager.rewrites if rewrite.phase is Phase.EVAL)
     applied = {decision.step for decision in manager.decisions if decision.status == "applied"}
@@ -317,7 +361,8 @@ def _record(program: Program, manager: Manager, request: Request, earlier: Recor
         traces=(*earlier.traces, *manager.traces),
         skeleton=earlier.skeleton,
         opaque=tuple((o.name, o.location or "", o.reason) for o in program.opaque.values()),
-        remark=remark,
+        remark=start.remark,
+        cached=cached,
         calls=call_forms(request.inputs) or earlier.calls,
         attributes=earlier.attributes.union(*(rewrite.edit.attributes for rewrite in manager.rewrites)),
     )

@@ -104,6 +104,7 @@ class Record:
     # what was asked for in the last call and changed nothing, a line each
     idle: list[str] = field(default_factory=list[str])
     earlier_passes: int = 0  # how many passes of the plan ran in earlier calls
+    cached: str = ""  # when it was decided, as a date with a time, where the cache of decisions told it; "" if now
     # the forms of the example calls, without data; empty where JSON has no form for them
     calls: Sequence[Mapping[str, Any]] = ()
     _originals: list[_Original] = field(default_factory=list["_Original"], init=False, repr=False)

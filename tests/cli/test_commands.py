@@ -420,6 +420,32 @@ def test_doctor_says_settings_as_they_are_given(given: str, fxopt: Fxopt, monkey
     assert (found["FXOPT_MEASURE"], found["FXOPT_VERIFY"]) == (given, verify)
 
 
+def test_the_cache_is_shown_and_cleared(fxopt: Fxopt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "decisions"
+    folder.mkdir()
+    monkeypatch.setenv("FXOPT_CACHE", str(folder))
+    entry = folder / f"{'ab' * 32}.json"
+    entry.write_bytes(b"x" * 2048)
+    (folder / "mine.txt").touch()
+    checks = {check["name"]: check["found"] for check in fxopt("doctor", "--json").json["checks"]}
+    assert checks["cached decisions"] == f"1, 2 KiB in {folder}"
+    assert checks["FXOPT_CACHE"] == str(folder)
+    assert fxopt("cache").out == f"decisions on 1 models, 2 KiB, in {folder}\n"
+    assert entry.exists()
+    cleared = fxopt("cache", "--clear", "--json")
+    assert (cleared.code, cleared.json["entries"], cleared.json["bytes"], cleared.json["cleared"]) == (0, 1, 2048, True)
+    assert [each.name for each in folder.iterdir()] == ["mine.txt"]
+    assert fxopt("cache", "--json").json["entries"] == 0
+
+
+def test_a_cache_that_is_off_is_said_to_be(fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FXOPT_CACHE", "0")
+    assert "off" in fxopt("cache").out
+    assert fxopt("cache", "--clear", "--json").json["folder"] is None
+    checks = {check["name"]: check["found"] for check in fxopt("doctor", "--json").json["checks"]}
+    assert (checks["cached decisions"], checks["FXOPT_CACHE"]) == ("none: the cache is off", "0")
+
+
 def test_doctor_exits_with_1_where_something_is_missing(fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch):
     found = importlib.metadata.version
 

@@ -94,7 +94,8 @@ def look(program: Program, owner: str) -> list[Found]:
     """Return those graphs of a module that its recorded calls in evaluation run, cut into regions."""
     module = program.module(owner)
     capture = required_capture(module)
-    calls = (bound(capture, call.args, call.kwargs) for call in program.recording([module]).calls.get(module, ()))
+    made = program.recording([module]).calls.get(module, ()) if owner else program.whole_calls
+    calls = (bound(capture, call.args, call.kwargs) for call in made)
     named = [{"self": module, **given} for given in calls if given is not None]
     result: list[Found] = []
     for number, specialization in enumerate(capture.specializations):

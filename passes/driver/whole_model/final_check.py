@@ -33,6 +33,7 @@ class FinalCheck:
 
     tuner: Tuner
     model: nn.Module
+    brief: bool = False  # on the example calls alone
     _all: list[Rewrite] = field(init=False)
     _until: float = field(default=math.inf, init=False)
     _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
@@ -55,10 +56,17 @@ class FinalCheck:
             if self._put_weights_back() and once:
                 once = False  # a rewrite that writes to weights is wrong, however often they are put back
                 continue
-            if not all(original.repeats() for original in self._originals.values() if original is not None):
+            if not self._repeats():
                 break  # it tells nothing that the model differs from one that differs from itself
             self._undo(reason)
         return len(self._context.history.rewrites) < count
+
+    def is_right(self) -> bool:
+        """Compare without undoing anything; a model that differs from itself tells nothing, as above."""
+        return not self._objection() or not (self._put_weights_back() or self._repeats())
+
+    def _repeats(self) -> bool:
+        return all(original.repeats() for original in self._originals.values() if original is not None)
 
     def _objection(self) -> str:
         """Return what is wrong with the model as it stands, or ""."""
@@ -113,6 +121,7 @@ class FinalCheck:
                 gradients=gradients,
                 seed=self._context.request.seed,
                 is_usual=training is None,
+                brief=self.brief,
             )
         except Exception:  # whatever the user's code raises; in the mode that was recorded it has run before
             return None

@@ -78,6 +78,7 @@ class Original:
     seed: int = 0  # of upstream gradients
     # whether the user gave the model in this mode. In another one, that smaller call is the only one
     is_usual: bool = True
+    brief: bool = False  # compare on the example calls alone: the same was done on others when it was decided
     _stage: Runs = field(init=False)
     _is_random: bool = field(default=True, init=False)
     _is_sure: bool = field(default=True, init=False)
@@ -90,7 +91,7 @@ class Original:
         self._stage = Runs(ModuleHarness(self.model), conditions)
         self._samples = self._given() if self.is_usual else []
         first = self._arguments[0]
-        others = (_one_row_more(call) for call in smaller(first))
+        others = () if self.brief and self._samples else (_one_row_more(call) for call in smaller(first))
         self._samples += self._first_taken(call for call in others if self.is_usual or _size(call) < _size(first))
         if not self._samples:
             self._samples = self._given()
@@ -194,7 +195,7 @@ class Original:
                 self._check_form(rewritten, keeps_form)
                 return Verdict(True, "", checked_in="its own types")
             errors = [self._compared(sample, rewritten) for sample in self._samples]
-            others = self._with_many_rows if budget is None else []
+            others = self._with_many_rows if budget is None and not self.brief else []
             others = [*others, *(self._larger_ones if None in errors else [])]
             errors += [self._compared(sample, rewritten) for sample in others]
             error = max((each for each in errors if each is not None), default=0.0)

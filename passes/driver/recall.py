@@ -1,0 +1,84 @@
+"""Decisions of earlier runs on equal models: repeated here, compared with the model, and kept for later runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...runtime.record import record_of
+from ...tracing.isolation import in_phase
+from ...tracing.program import Program, is_on_meta
+from ..cache import Cache, Entry, key_of
+from ..timing import collection_paused
+from .context import Request
+from .manager import Manager
+
+__all__ = ["Kept", "recalled"]
+
+_LOG = logging.getLogger("fxopt")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where the decisions on a model are kept."""
+
+    cache: Cache
+    key: str
+
+    @classmethod
+    def of(cls, program: Program, request: Request) -> Kept | None:
+        """Return where the decisions on a captured model are kept; None where a later run cannot repeat them.
+
+        Nothing is kept of a model that was optimized before, nor where nothing would be compared or timed.
+        """
+        runs = request.plan is None and (request.verify or bool(request.measure))
+        if request.cache is None or not runs or not program.whole_calls or request.twin is not None:
+            return None
+        if is_on_meta(program.model) or record_of(program.model) is not None:
+            return None
+        asked = {
+            "verify": request.verify, "measure": request.measure.value, "time_budget": request.time_budget,
+            "seed": request.seed, "pass_timeout": request.settings.pass_timeout, "engines": request.settings.engines,
+        }  # fmt: skip
+        key = key_of(program, request.passes, asked)
+        return None if key is None else cls(Cache(request.cache), key)
+
+    def entry(self, program: Program, request: Request) -> Entry | None:
+        """Return what was decided earlier, if that is about these passes."""
+        entry = self.cache.read(self.key)
+        if entry is None:
+            return None
+        plan, names = entry.plan, [pass_.name for pass_ in request.passes]
+        is_of_these = all(names[each.step : each.step + 1] == [each.pass_name] for each in plan.decisions)
+        same = plan.pipeline == tuple(map(str, request.passes)) and program.training == (plan.phase == "train")
+        return entry if is_of_these and same else None
+
+    def write(self, manager: Manager, request: Request) -> None:
+        """Keep what was decided now."""
+        self.cache.write(self.key, manager.plan(request.passes), manager.timings, manager.memory)
+
+
+def recalled(manager: Manager, request: Request, original: nn.Module, entry: Entry) -> Manager | None:
+    """Repeat decisions on the captured copy of a model, untimed; None where the model is not right then."""
+    program, plan = manager.program, entry.plan
+    try:
+        with collection_paused():
+            with in_phase(program.model, program.training):
+                manager.repeat(request.passes, plan, verified=False)
+            is_right = manager.is_right(original)
+    except Exception as error:  # whatever comes of an entry that does not fit: the run in full says what is wrong
+        _LOG.debug("decisions of an earlier run are not repeated: %s: %s", type(error).__name__, error)
+        return None
+    if not is_right:
+        _LOG.debug("decisions of an earlier run make the model another, and are not repeated")
+        return None
+    for rewrite in manager.rewrites:
+        rewrite.replayed = False  # it was checked as its figures say
+    manager.timings, manager.memory = entry.timings, entry.memory
+    manager.decisions[:] = plan.decisions
+    decided = [sum(each.step == step for each in plan.decisions) for step in range(len(manager.traces))]
+    manager.traces = [dataclasses.replace(t, decided=n) for t, n in zip(manager.traces, decided, strict=True)]
+    return manager

@@ -1,0 +1,211 @@
+"""Models that were optimized before are rewritten as was decided then, compared, and timed no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxopt
+from fxopt.passes.timing import Runner
+from fxopt.testing import assert_equivalent
+
+X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+PASSES = "fold_batchnorm, pack"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FXOPT_CACHE", str(tmp_path / "decisions"))
+    return tmp_path / "decisions"
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count what is made to be timed."""
+    count, made = [0], Runner.__init__
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> None:
+        count[0] += 1
+        made(self, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "__init__", counting)
+    return count
+
+
+def net(seed: int = 0, width: int = 8) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(), nn.Flatten(), nn.Linear(width * 196, 4)
+    )
+    model[1].running_mean.normal_()  # type: ignore[union-attr]
+    return model.eval()
+
+
+def fast(model: nn.Module, passes: str = PASSES, **options: Any) -> nn.Module:
+    return fxopt.optimize(model, passes, example_inputs=X, **options)
+
+
+def is_recalled(model: nn.Module) -> bool:
+    return fxopt.report(model).to_json()["cached"] is not None
+
+
+def test_the_second_time_nothing_is_timed_and_all_is_decided_alike(timed: list[int], folder: Path):
+    model = net()
+    first = fast(model, "inference")
+    assert not is_recalled(first)
+    assert timed[0] > 0
+    assert len([*folder.iterdir()]) == 1
+    timed[0] = 0
+    again = fast(model, "inference")
+    assert timed[0] == 0
+    assert is_recalled(again)
+    assert fxopt.plan(again).to_json() == fxopt.plan(first).to_json()
+    assert any(decision.status == "applied" for decision in fxopt.plan(again).decisions)
+    assert {n: str(g) for n, g in fxopt.graphs(again).items()} == {n: str(g) for n, g in fxopt.graphs(first).items()}
+    torch.testing.assert_close(again(X), first(X), rtol=0, atol=0)
+    assert_equivalent(model, again, (X,))
+
+
+def test_the_report_says_where_the_figures_are_from():
+    first, again = (fxopt.report(fast(net())) for _ in range(2))
+    assert "from the cache" not in str(first)
+    assert str(again).count("from the cache") == 1
+    before, now = first.to_json(), again.to_json()
+    assert (now["timings"], now["checked"], now["spent"]) == (before["timings"], before["checked"], None)
+    assert now["cached"][:2] == "20"
+    assert [each["decided"] for each in now["passes"]] == [each["decided"] for each in before["passes"]]
+
+
+def test_other_weights_are_rewritten_as_they_are(timed: list[int]):
+    fast(net(0))
+    timed[0] = 0
+    other = net(1)
+    again = fast(other)
+    assert is_recalled(again)
+    assert timed[0] == 0
+    assert_equivalent(other, again, (X,))
+
+
+def test_a_budget_is_kept_for_each_set_of_weights():
+    fast(net(0), "quantize{scheme=int8_weight}")
+    assert is_recalled(fast(net(0), "quantize{scheme=int8_weight}"))
+    assert not is_recalled(fast(net(1), "quantize{scheme=int8_weight}"))
+
+
+def test_training_is_recalled_with_its_gradients():
+    model = net().train()
+    fast(model, "eliminate_common_subexpressions, channels_last")
+    again = fast(model, "eliminate_common_subexpressions, channels_last")
+    assert is_recalled(again)
+    assert_equivalent(model, again, (X,), gradients=True)
+
+
+def test_other_requests_are_decided_anew():
+    fast(net())
+    assert not is_recalled(fast(net(), "pack"))
+    assert not is_recalled(fast(net(), time_budget=5.0))
+    assert not is_recalled(fast(net(width=6)))
+    assert is_recalled(fast(net()))
+
+
+def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch, folder: Path):
+    with pytest.warns(fxopt.UnverifiedWarning):
+        fxopt.optimize(net(), PASSES)  # no inputs: nothing is timed
+    with pytest.warns(fxopt.UnverifiedWarning):
+        fast(net(), verify=False, measure=False)
+    plan = fxopt.plan(fast(net(2), time_budget=1.5))
+    for each in folder.iterdir():
+        each.unlink()
+    fxopt.optimize(net(), plan=plan, example_inputs=X)
+    monkeypatch.setenv("FXOPT_CACHE", "0")
+    assert not is_recalled(fast(net()))
+    assert [*folder.iterdir()] == []
+
+
+def test_what_is_wrong_now_is_decided_anew(monkeypatch: pytest.MonkeyPatch):
+    model = net()
+    first = fast(model, "fold_batchnorm")
+    nodes = [node for graph in fxopt.graphs(first).values() for node in graph.nodes]
+    (fold,) = {type(node.target.function) for node in nodes if hasattr(node.target, "function")}
+
+    def wrong(_: Any, weight: torch.Tensor, *__: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return weight * 1.5, torch.zeros(len(weight), dtype=weight.dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fold, "__call__", wrong)
+        again = fast(model, "fold_batchnorm")
+        assert not is_recalled(again)
+        assert [d.status for d in fxopt.plan(again).decisions if d.status == "applied"] == []
+        torch.testing.assert_close(again(X), model(X))
+    third = fast(model, "fold_batchnorm")
+    assert is_recalled(third)
+    assert fxopt.plan(third).to_json() == fxopt.plan(again).to_json()  # the entry was replaced
+
+
+def entry_of(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "{}",
+        lambda text: text.replace('"pipeline":["fold_batchnorm","pack"]', '"pipeline":["pack","fold_batchnorm"]'),
+        lambda text: text.replace('"pass_name":"pack"', '"pass_name":"quantize"'),
+        lambda text: text.replace('"phase":"eval"', '"phase":"train"', 1),
+        lambda text: text.replace('"step":1', '"step":7').replace('"step":0', '"step":-1'),
+        lambda text: text.replace('"key":"(root)', '"key":"elsewhere'),
+        lambda text: text.replace('"owner":""', '"owner":"elsewhere"'),
+        lambda text: text.replace('"data":{', '"data":{"more":1e300,'),
+    ],
+)
+def test_a_damaged_or_hostile_entry_does_no_harm(damaged: Any, folder: Path):
+    model = net()
+    first = fast(model)
+    path = entry_of(folder)
+    text = path.read_text()
+    path.write_text(damaged(text))
+    assert path.read_text() != text
+    again = fast(model)
+    assert_equivalent(model, again, (X,))
+    if not is_recalled(again):
+        assert json.loads(path.read_text())["plan"]["pipeline"] == list(fxopt.plan(first).pipeline)
+        assert is_recalled(fast(model))
+
+
+def test_the_entry_of_another_model_does_no_harm(folder: Path):
+    fast(net())
+    mine = entry_of(folder)
+    text = mine.read_text()
+    mine.unlink()
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    fast(model)
+    entry_of(folder).write_text(text)
+    again = fast(model)
+    assert not is_recalled(again)
+    assert_equivalent(model, again, (X,))
+
+
+SCRIPT = """
+import sys, torch, test_recall
+torch.set_num_threads(1)
+print(test_recall.is_recalled(test_recall.fast(test_recall.net())))
+"""
+
+
+def test_another_process_recalls(folder: Path):
+    fast(net())
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True"], done.stderr
