@@ -30,7 +30,7 @@ from ...tracing.program import Program, call_forms, captured_on, deactivate, is_
 from ..contract import check_option_types
 from ..pipeline import Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
-from ..timing import TimeBudget, collection_paused, forward_seconds
+from ..timing import TimeBudget, budget_clock, collection_paused, forward_seconds
 from .context import Request, RunContext
 from .history import Rewrite
 from .manager import Manager
@@ -148,6 +148,7 @@ def _rewritten(
     model: nn.Module, fast: nn.Module, names: ModelNames, parameters: dict[str, nn.Parameter], request: Request
 ) -> nn.Module:
     """Capture a copy of the user's model, and run the passes on it."""
+    clock = budget_clock()
     with collection_paused():
         attach(fast)
         earlier = record_of(fast) or _first_record(model, fast, names, len(parameters))
@@ -155,8 +156,9 @@ def _rewritten(
         program, remark = captured_on(fast, request.inputs, training=training)
         program.measuring, program.replaying = request.measure, request.plan is not None
     trained = {module for module in program.names.distinct if module.training}
+    budget = _budget(program, request, clock())
     with in_phase(program.model, program.training):
-        manager = Manager(RunContext.of(program, request, _budget(program, request), trained))
+        manager = Manager(RunContext.of(program, request, budget, trained))
         runs = request.plan is None and (request.verify or bool(request.measure))
         measured = measured_memory(program, request.passes) if runs else None
         if request.plan is None:
@@ -247,16 +249,17 @@ def copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _budget(program: Program, request: Request) -> TimeBudget:
-    """Return the time for checks and timing; where nothing is run there is no limit."""
+def _budget(program: Program, request: Request, captured_in: float) -> TimeBudget:
+    """Return the time for what follows the capture, which begins now; where nothing is run there is no limit."""
     runs = (request.verify or bool(request.measure)) and request.plan is None
     if not runs or not program.inputs or is_on_meta(program.model):
         return TimeBudget()
     on_gpu = any(tensor.is_cuda for tensor in all_tensors(program.names.distinct))
-    clock = time.perf_counter if on_gpu else time.thread_time
+    clock = time.perf_counter if on_gpu else budget_clock()
+    begun = clock()
     known = 0.0 if on_gpu or program.training else program.forward_seconds
     forward = known or forward_seconds(program.model, program.whole_calls, program.training, clock)
-    return TimeBudget.granted(request.time_budget, forward, clock)
+    return TimeBudget.granted(request.time_budget, forward, clock).begun(begun, captured_in)
 
 
 def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: int) -> Record:
@@ -277,13 +280,13 @@ def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: i
     )
 
 
-def _spent(budget: TimeBudget) -> dict[str, float] | None:
-    """Return what checks and timing took, and what they might have taken."""
+def _spent(budget: TimeBudget) -> dict[str, Any] | None:
+    """Return what the run took, what it might have taken, and what was compared otherwise for that."""
     if not budget.forward:
         return None
     return {
-        "seconds": budget.spent, "finding_s": budget.finding, "budget_s": budget.seconds,
-        "forward_ms": budget.forward * 1e3,
+        "seconds": budget.spent, "budget_s": budget.seconds, "forward_ms": budget.forward * 1e3,
+        "capture_s": budget.captured_in, "stages": dict(budget.stages), "otherwise": list(budget.concessions),
     }  # fmt: skip
 
 
