@@ -30,7 +30,7 @@ from ...tracing.program import Program, call_forms, captured_on, deactivate, is_
 from ..contract import check_option_types
 from ..pipeline import Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
-from ..timing import TimeBudget, budget_clock, collection_paused, forward_seconds
+from ..timing import TimeBudget, budget_clock, collection_of_the_new, collection_paused, forward_seconds
 from .context import Request, RunContext
 from .history import Rewrite
 from .manager import Manager
@@ -57,6 +57,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         if not (request.verify or request.measure):
             # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
             around.enter_context(collection_paused())
+        around.enter_context(collection_of_the_new())
         fast = _on_all_ranks(model, names, request, others)
         forget_copies(fast)
         if not finishes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...collection import collection_paused
+from ...collection import collection_of_the_new, collection_paused
 from .budget import DEFAULT_BUDGET, BudgetRequest, OutOfTimeError, Stage, TimeBudget, budget_clock
 from .conditions import last_level_bytes, race_clock
 from .live_bytes import LiveBytes, MemoryUse, memory_use
@@ -13,7 +13,7 @@ from .runner import Runner, forward_seconds
 __all__ = [
     "CALLS_OF_EACH", "CALLS_OF_TWO", "DEFAULT_BUDGET", "BudgetRequest", "Interval", "LiveBytes",
     "MemoryUse", "OutOfTimeError", "Runner", "Stage", "TimeBudget", "Timings", "budget_clock",
-    "collection_paused", "forward_seconds", "last_level_bytes",
+    "collection_of_the_new", "collection_paused", "forward_seconds", "last_level_bytes",
     "memory_use", "microseconds", "no_gain", "race_clock", "time_candidates", "time_kind", "time_pair",
     "timing_figures",
 ]  # fmt: skip
