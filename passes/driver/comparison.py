@@ -56,8 +56,10 @@ class Comparison:
         self.pass_, self.group, self.timed, self._limit = pass_, group, timed > 0, timed
         self._phase = group.phase or pass_.phase
         self._hurried = hurried and self._check
-        may_end = context.may_be_left(pass_, group) and not hurried
-        self._in_time = self._budget.ending() if may_end else _nothing
+        may_be_left = context.may_be_left(pass_, group)
+        self._in_time = self._budget.ending() if may_be_left and not hurried else _nothing
+        # The last comparison asks of the whole model what a brief one would ask here.
+        self._by_the_whole = self._hurried and may_be_left and bool(context.program.whole_calls)
         self._brief, self._simulated = brief or hurried, simulated
         self._references: verification.References | None = None
         self._simulation: verification.References | None = None
@@ -101,7 +103,7 @@ class Comparison:
         """Run the module as it was, unless that was done; the group is not rewritten yet."""
         if self._references is not None:
             return
-        if not self.checks:
+        if not self.checks or self._by_the_whole:
             return
         lossy, semantic = (self.pass_.numerics is each for each in (Numerics.APPROXIMATE, Numerics.SEMANTIC))
         coarse = lossy and self.pass_.error_budget >= _COARSE
@@ -210,6 +212,8 @@ class Comparison:
     def _unchecked(self) -> str:
         if not self._check:
             return "unverified: verify=False"
+        if self._by_the_whole:
+            return "with the whole model"
         if is_on_meta(self._owner):
             return "unverified: meta"
         return "unverified: never called" if self._program.inputs else "unverified: no example inputs"

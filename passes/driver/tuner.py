@@ -140,12 +140,19 @@ class Tuner:
         try:
             return self._whole(self._comparison(pass_, group, time=False, brief=brief), group, is_right)
         except OutOfTimeError:
-            if pass_.skippable:
-                return self._out_of_time(group)
-            return self._whole(self._comparison(pass_, group, time=False, hurried=True), group, is_right)
+            return self._out_of_time(group)
 
     def _whole(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None = None) -> Candidate:
-        """Write and verify all sites of a group."""
+        """Write and verify all sites of a group; where time ends in the middle, briefly, or not at all."""
+        try:
+            return self._checked(comparison, group, is_right)
+        except OutOfTimeError:
+            pass_ = comparison.pass_
+            if pass_.skippable:
+                raise
+            return self._checked(self._comparison(pass_, group, time=False, hurried=True), group, is_right)
+
+    def _checked(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None) -> Candidate:
         comparison.take_references()
         try:
             edit = self.apply(comparison.pass_, group)

@@ -227,6 +227,11 @@ class TimeBudget:
         return max(0.0, self.left - (_COMPARING_FORWARDS + _READY_FORWARDS) * self.forward)
 
     @property
+    def for_comparing(self) -> float:
+        """Return the seconds that the last comparison may take: what was kept back for it, whoever took longer."""
+        return max(self.left, self._kept_for_comparing)
+
+    @property
     def values(self) -> dict[str, Any]:
         """Return the seconds that there are and that were spent, and whether a pass has only its part of them."""
         return {"budget": self.seconds, "spent": self.spent, "in_part": math.isfinite(self._until)}

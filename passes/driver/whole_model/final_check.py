@@ -68,7 +68,7 @@ class FinalCheck:
         """Compare, and undo what makes the model another; return whether anything was undone."""
         count, budget = len(self._all), self._context.budget
         self._until, once = budget.spent + max(budget.seconds, _LEAST_SECONDS), True
-        self._end = budget.spent + budget.left
+        self._end = budget.spent + budget.for_comparing
         while self._context.history.rewrites and (reason := self._objection()):
             if reason is _NO_TIME:
                 self._undo_unchecked()
