@@ -1,7 +1,8 @@
-"""Small detectors, segmenters and video models with random weights: much Python in a forward, and many unequal parts."""
+"""Small detectors, segmenters and video models with random weights: much Python in a forward, many unequal parts."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -124,7 +125,7 @@ class Separable3d(nn.Module):
     def __init__(self, widths: tuple[int, ...] = (16, 24, 32, 32, 48, 48)) -> None:
         super().__init__()
         self.stem = _separable(3, widths[0], 7)
-        parts = zip(widths, widths[1:], strict=False)
+        parts = itertools.pairwise(widths)
         self.blocks = nn.ModuleList(
             nn.ModuleList([_separable(one, two // 2, 3), nn.Sequential(_conv3d(one, two // 2, (1, 1, 1)))])
             for one, two in parts
@@ -158,7 +159,9 @@ class MaxVit(nn.Module):
         inputs = (widths[0], *widths)
         self.blocks = nn.Sequential(
             *(
-                nn.Sequential(Bottleneck(inputs[at] if not i else w, w, 1 + (not i)), Windows(w, False), Windows(w, True))
+                nn.Sequential(
+                    Bottleneck(w if i else inputs[at], w, 1 + (not i)), Windows(w, False), Windows(w, True)
+                )
                 for at, w in enumerate(widths)
                 for i in range(depth)
             )
@@ -236,7 +239,8 @@ class Proposals(nn.Module):
         found = self.boxes(features).flatten(2)
         scores, places = found[:, 0].topk(self.count, 1)
         boxes = found[:, 1:].gather(2, places[:, None].expand(-1, 4, -1)).sigmoid()
-        pooled = torch.stack([self.pooled(each, box) for each, some in zip(features, boxes, strict=True) for box in some.T])
+        pairs = ((each, box) for each, some in zip(features, boxes, strict=True) for box in some.T)
+        pooled = torch.stack([self.pooled(each, box) for each, box in pairs])
         return scores, self.head(pooled.flatten(1))
 
     def pooled(self, features: Tensor, box: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ _WHOLE_MODEL_FORWARDS = 20.0
 _COMPARING_FORWARDS = 8.0  # of these, what comparing takes: two models, on the example, with twice the rows, and less
 _READY_FORWARDS = 4.0  # of these, what making two models ready for timing takes
 _WHOLE_MODEL_SHARE = 0.5  # more than this part of the time is not kept back for the whole model
+_LEAST_KEPT, _LEAST_FOR_COMPARING = 0.15, 0.05
+"""Nor less than these parts for timing and comparing it, and for comparing: of small models, forwards take the least."""
 _OF_TIMING = 0.75  # sites are timed in this part of the time for sites; the rest is for checking what won
 _OF_ONE_RACE = 0.7  # no race takes more than this part of the time that is left for timing: others may follow
 _TELLING_SECONDS = 0.25  # a race of this time tells a small gain from none
@@ -177,7 +179,10 @@ class TimeBudget:
 
     @property
     def _kept_for_comparing(self) -> float:
-        return min(_COMPARING_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
+        return self._kept_back(_COMPARING_FORWARDS, _LEAST_FOR_COMPARING)
+
+    def _kept_back(self, forwards: float, least: float) -> float:
+        return min(max(forwards * self.forward, least * self.seconds), _WHOLE_MODEL_SHARE * self.seconds)
 
     def begin(self, sharing: int = 1) -> None:
         """Give the next pass its share of the time for sites that is left; the rest is for those behind it."""
@@ -201,7 +206,7 @@ class TimeBudget:
         """Return the seconds that sites may take until the present pass is through; the rest is for what follows."""
         if math.isinf(self.seconds):
             return self._until
-        kept_back = min(_WHOLE_MODEL_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
+        kept_back = self._kept_back(_WHOLE_MODEL_FORWARDS, _LEAST_KEPT)
         return min(self._until, self._beyond + self.seconds - kept_back)
 
     def allows_check(self, *, clean_up: bool) -> bool:
@@ -224,7 +229,7 @@ class TimeBudget:
         """Return the seconds that timing the whole model may take, once it is ready to run."""
         if math.isinf(self.seconds):
             return math.inf
-        return max(0.0, self.left - (_COMPARING_FORWARDS + _READY_FORWARDS) * self.forward)
+        return max(0.0, self.left - self._kept_for_comparing - _READY_FORWARDS * self.forward)
 
     @property
     def for_comparing(self) -> float:
