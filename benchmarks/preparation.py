@@ -60,6 +60,10 @@ def prepared(make: Callable[[], Any], preset: str, pipe: Connection) -> None:
     try:
         torch.manual_seed(0)
         model, inputs = make()
+    except Exception as error:
+        pipe.send({"unbuilt": str(error).partition("\n")[0][:200]})
+        return
+    try:
         model.train(preset == "training")
         start = time.perf_counter(), time.process_time()
         fast = fxopt.optimize(model, preset, example_inputs=inputs)
@@ -104,6 +108,7 @@ def summary(rows: Mapping[str, Row]) -> dict[str, Any]:
     within = sum(ratio <= 1.0 for ratio in ratios.values()) / len(ratios)
     return {
         "models": len(done),
+        "left_out": [name for name, row in rows.items() if "unbuilt" in row],
         "failed": {name: row["error"] for name, row in rows.items() if "error" in row},
         "times_budget": _distribution(list(ratios.values())),
         "spent_s": _distribution([row["spent"]["seconds"] for row in done.values()]),
@@ -131,6 +136,8 @@ def _distribution(values: list[float]) -> dict[str, float]:
 
 
 def line(name: str, row: Row) -> str:
+    if "unbuilt" in row:
+        return f"{name:45s} left out: {row['unbuilt'][:80]}"
     if "error" in row:
         return f"{name:45s} FAILED: {row['error']}"
     spent = row["spent"]

@@ -21,7 +21,7 @@ _WHOLE_MODEL_FORWARDS = 20.0
 _COMPARING_FORWARDS = 8.0  # of these, what comparing takes: two models, on the example, with twice the rows, and less
 _READY_FORWARDS = 4.0  # of these, what making two models ready for timing takes
 _WHOLE_MODEL_SHARE = 0.5  # more than this part of the time is not kept back for the whole model
-_LEAST_KEPT, _LEAST_FOR_COMPARING = 0.15, 0.05
+_LEAST_KEPT, _LEAST_FOR_COMPARING = 0.25, 0.1
 """Nor less than these parts for timing and comparing it, and for comparing: of small models, forwards take the least."""
 _OF_TIMING = 0.75  # sites are timed in this part of the time for sites; the rest is for checking what won
 _OF_ONE_RACE = 0.7  # no race takes more than this part of the time that is left for timing: others may follow
