@@ -168,7 +168,7 @@ class Tuner:
     ) -> dict[Rewrite, str]:
         """Undo rewrites, last first, write those wanted after the others, and return why some cannot be.
 
-        Those that are `verified` again may be wrong, too.
+        Those that are `verified` again may be wrong, too; without time for that, the last comparison tells.
         """
         history = self.context.history
         for rewrite in reversed(undone):
@@ -178,9 +178,10 @@ class Tuner:
         lost = dict[Rewrite, str]()
         for rewrite in wanted:
             try:
-                if verified:
+                candidate = self._out_of_time(rewrite.group)
+                if verified and self.context.has_time(rewrite.pass_):
                     candidate = self.repeat(rewrite.pass_, rewrite.group)
-                else:
+                if candidate.status == "skipped":
                     candidate = Candidate(rewrite.group, edit=self.apply(rewrite.pass_, rewrite.group))
             except (MatchFailure, PassError) as failure:
                 candidate = Candidate(rewrite.group, Reason.of(Cause.NO_MATCH, str(failure)))

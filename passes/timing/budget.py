@@ -22,7 +22,7 @@ _COMPARING_FORWARDS = 8.0  # of these, what comparing takes: two models, on the 
 _READY_FORWARDS = 4.0  # of these, what making two models ready for timing takes
 _WHOLE_MODEL_SHARE = 0.5  # more than this part of the time is not kept back for the whole model
 _LEAST_KEPT, _LEAST_FOR_COMPARING = 0.25, 0.1
-"""Nor less than these parts for timing and comparing it, and for comparing: of small models, forwards take the least."""
+"""Nor less than these parts, for both and for comparing: a small model's forwards take the least of it."""
 _OF_TIMING = 0.75  # sites are timed in this part of the time for sites; the rest is for checking what won
 _OF_ONE_RACE = 0.7  # no race takes more than this part of the time that is left for timing: others may follow
 _TELLING_SECONDS = 0.25  # a race of this time tells a small gain from none
@@ -163,8 +163,10 @@ class TimeBudget:
         return {stage.value: seconds for stage, seconds in self._stages.items() if seconds}
 
     def ending(self) -> Callable[[], None]:
-        """Return what raises `OutOfTimeError` once only that is left which comparing the model takes in the end."""
-        return self._ending_at(self._in_all - self._kept_for_comparing)
+        """Return what raises `OutOfTimeError` once a pass has spent its part or, where it has all the time, once only
+        that is left which comparing the model takes in the end.
+        """
+        return self._ending_at(min(self._until, self._in_all - self._kept_for_comparing))
 
     def ending_after(self, seconds: float) -> Callable[[], None]:
         """Return what raises `OutOfTimeError` once so many seconds more are spent."""

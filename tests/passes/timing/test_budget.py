@@ -154,6 +154,17 @@ def test_checks_end_where_only_the_last_comparison_is_left(clock: Clock) -> None
         ask()
 
 
+def test_checks_of_a_pass_that_shares_end_with_its_part(clock: Clock) -> None:
+    budget = TimeBudget(40.0, forward=1.0, clock=clock).begun(0.0)  # 20 for sites
+    budget.begin(sharing=2)
+    ask = budget.ending()
+    clock.now = 9.9
+    ask()
+    clock.now = 10.0
+    with pytest.raises(OutOfTimeError):
+        ask()
+
+
 @pytest.mark.parametrize(
     ("wall", "processor", "expected"),
     [(8.0, 6.0, 6.0), (8.0, 16.0, 8.0), (8.0, 1.0, 2.0)],
@@ -163,8 +174,8 @@ def test_time_is_what_passes_without_what_other_programs_take(
     monkeypatch: pytest.MonkeyPatch, wall: float, processor: float, expected: float
 ) -> None:
     now = {"perf_counter": 100.0, "process_time": 50.0}
-    for name in now:
-        monkeypatch.setattr(timing.budget.time, name, lambda name=name: now[name])
+    monkeypatch.setattr(timing.budget.time, "perf_counter", lambda: now["perf_counter"])
+    monkeypatch.setattr(timing.budget.time, "process_time", lambda: now["process_time"])
     clock = budget_clock()
     assert clock() == 0.0
     now["perf_counter"] += wall
