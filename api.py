@@ -97,7 +97,7 @@ def optimize(
             Its steps are `fused` or `foreach` from then on where that is faster, unless these flags are set already.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
         measure: time rewrites made for speed, undo what is not faster; "cold": with caches emptied, as by other work.
-        time_budget: seconds that checks and timing may take, or `"100 forwards"`; by default 40 forwards, at least 2 s.
+        time_budget: seconds that all may take behind the capture, or `"100 forwards"`; by default 40, at least 2 s.
         plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
         inplace: rewrite `model` itself (its modules keep their identity) instead of a copy; no pass that shards it may
             be among the passes.

@@ -65,7 +65,7 @@ Passes = Annotated[
     ),
 ]
 TimeBudget = Annotated[
-    str | None, typer.Option(metavar="TIME", help="What checks and timing may take: seconds, or '100 forwards'.")
+    str | None, typer.Option(metavar="TIME", help="What all may take behind the capture: seconds, or '100 forwards'.")
 ]
 Weights = Annotated[Path | None, typer.Option(metavar="FILE", help="Load these weights (safetensors, .pt) first.")]
 BothWeights = Annotated[

@@ -50,7 +50,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Return everything but the graphs as plain JSON values (docs/file-formats.md); infinite figures are None."""
         record, plan, spent = self.record, self.record.plan, self.record.spent
-        finite = {name: each if math.isfinite(each) else None for name, each in (spent or {}).items()}
+        finite = {name: None if each == math.inf else each for name, each in (spent or {}).items()}
         return {
             "schema_version": SCHEMA_VERSION,
             **{key: value for key, value in plan.to_json().items() if key != "schema_version"},

@@ -25,6 +25,7 @@ LONGEST_NAME = 60
 _PHASES = {"eval": "inference", "train": "training"}
 _SPECIALIZATION = re.compile(r"#\d+(?=:|$)")
 _NUMBER = re.compile(r"\d+")
+_MOST_NAMED = 3  # so many stages are named where a time budget was exceeded
 _LOSES = 0.98
 """What is less than so many times as fast is slower: less is noise."""
 
@@ -100,7 +101,9 @@ def summary(record: Record) -> dict[str, str]:
     if record.cached:
         lines["from the cache"] = f"decided and timed on {record.cached[:10]}; only the whole model was compared now"
     if record.spent:
-        lines["checks and timing"] = _spent(record.spent)
+        lines["time spent"] = _spent(record.spent)
+        if record.spent.get("otherwise"):
+            lines["for want of time"] = "; ".join(record.spent["otherwise"])
     if record.traces:
         lines["passes took"] = _took(record)
     return lines
@@ -169,13 +172,22 @@ def _of_kinds(timings: Mapping[str, Any]) -> str:
     return f" ({', '.join(kinds)})" if kinds else ""
 
 
-def _spent(spent: Mapping[str, float]) -> str:
+def _spent(spent: Mapping[str, Any]) -> str:
     seconds, forward = spent["seconds"], spent["forward_ms"] / 1e3
     limit = f" of {duration(spent['budget_s'])}" if math.isfinite(spent["budget_s"]) else ""
     forwards = seconds / forward
     how_many = f"{forwards:.3g}" if forwards < 1000 else f"{forwards:,.0f}"
-    found = f"; besides, finding sites took {duration(spent['finding_s'])}" if spent.get("finding_s") else ""
-    return f"{duration(seconds)}{limit}, as long as {how_many} forwards of the model{found}"
+    return f"{duration(seconds)}{limit}, as long as {how_many} forwards of the model{_excess(spent)}"
+
+
+def _excess(spent: Mapping[str, Any]) -> str:
+    """Say by how much a time budget was exceeded, and what took the longest."""
+    beyond, stages = spent["seconds"] - spent["budget_s"], spent.get("stages", {})
+    if beyond <= 0.0 or not stages:
+        return ""
+    longest = sorted(stages, key=lambda stage: -stages[stage])[:_MOST_NAMED]
+    took = ", ".join(f"{stage} took {duration(stages[stage])}" for stage in longest)
+    return f"; that is {duration(beyond)} more than the time budget: {took}"
 
 
 def applied_rows(record: Record) -> list[Row]:

@@ -21,6 +21,7 @@ from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
 from ..sites import Numerics, Reason
+from ..timing import Stage
 from ..verification import modes_to_check
 from .context import RunContext
 from .groups import Group
@@ -30,8 +31,8 @@ __all__ = ["UNNAMED", "Comparison"]
 UNNAMED = "after"
 """The candidate of a pass that knows one way of rewriting a site."""
 _COMPARED_SMALLER_FROM = 10e-3
-"""Where the forward of the model takes more seconds, exact rewrites of the whole are asked for the same bits on the
-recorded call, and in float64 on a smaller one, as rewrites are that are verified on the whole model together."""
+"""Where the forward of the model takes more seconds, rewrites of the whole are compared on the recorded call in its own
+types, and in float64 on a smaller one, as rewrites are that are verified on the whole model together."""
 _LEAST = 1.01  # what seems to gain less in three long rounds is not timed further
 _COARSE = 1e-3
 """Where a pass may err by so much, float32 is exact enough to compare with; float64 takes many times as long."""
@@ -55,6 +56,10 @@ class Comparison:
         self.pass_, self.group, self.timed, self._limit = pass_, group, timed > 0, timed
         self._phase = group.phase or pass_.phase
         self._hurried = hurried and self._check
+        may_be_left = context.may_be_left(pass_, group)
+        self._in_time = self._budget.ending() if may_be_left and not hurried else _nothing
+        # The last comparison asks of the whole model what a brief one would ask here.
+        self._by_the_whole = self._hurried and may_be_left and bool(context.program.whole_calls)
         self._brief, self._simulated = brief or hurried, simulated
         self._references: verification.References | None = None
         self._simulation: verification.References | None = None
@@ -64,9 +69,9 @@ class Comparison:
             self.timed, self.before, self.choices = False, None, group.choices
 
     @contextmanager
-    def _running(self, *, timing: bool = False) -> Generator[None]:
+    def _running(self, stage: Stage = Stage.CHECKING) -> Generator[None]:
         """Run what is run here as the model does, under its autocast, and count it on the budget."""
-        with self._budget.spending(timing=timing), nullcontext() if self._under is None else self._under.entered():
+        with self._budget.spending(stage), nullcontext() if self._under is None else self._under.entered():
             yield
 
     @property
@@ -80,7 +85,7 @@ class Comparison:
         if not self.timed or self.group.required or math.isinf(self._limit) or not seconds:
             return choices
         if self._count(seconds) < len(choices) and self.before is not None:
-            with self._running(timing=True):
+            with self._running(Stage.TIMING):
                 seconds = min(seconds, self.before.seconds_in_one_thread())
         return choices[: self._count(seconds)]
 
@@ -98,17 +103,18 @@ class Comparison:
         """Run the module as it was, unless that was done; the group is not rewritten yet."""
         if self._references is not None:
             return
-        if not self.checks:
+        if not self.checks or self._by_the_whole:
             return
         lossy, semantic = (self.pass_.numerics is each for each in (Numerics.APPROXIMATE, Numerics.SEMANTIC))
         coarse = lossy and self.pass_.error_budget >= _COARSE
         modes, gradients = self._modes()
         is_whole = not self.group.owner and self._budget.forward > _COMPARED_SMALLER_FROM
-        is_smaller = is_whole and self.pass_.numerics is Numerics.EXACT and not gradients
+        is_smaller = is_whole and self.pass_.numerics.keeps_function and not gradients
         sizes = verification.Sizes.SMALLER_AND_RECORDED if is_smaller else verification.Sizes.RECORDED
         taken = partial(
-            verification.References.taken, calls=self._compared_calls, modes=modes, gradients=gradients, seed=self._seed
-        )
+            verification.References.taken, calls=self._compared_calls, modes=modes, gradients=gradients,
+            seed=self._seed, in_time=self._in_time,
+        )  # fmt: skip
         with self._running():
             self._references = taken(
                 shallow_clone(self._owner) if lossy else self._owner, brief=self._brief or lossy or semantic,
@@ -158,14 +164,14 @@ class Comparison:
         training = self._program.training and self._phase.covers_training
         # What comes before a module in the middle of a network needs its gradients too.
         inner = True if self.group.owner else None
-        with self._running(timing=True):
+        with self._running(Stage.TIMING):
             return timing.Runner(runnable, self._calls, training=training, input_gradients=inner)
 
     def timings(self, runners: Mapping[str, timing.Runner | None]) -> timing.Timings:
         """Time candidates side by side, and beside the module as it was."""
         every = {"before": self.before, **runners}
         known = {name: runner for name, runner in every.items() if runner is not None}
-        with self._running(timing=True):
+        with self._running(Stage.TIMING):
             return timing.time_candidates(
                 known,
                 limit=self._limit,
@@ -206,6 +212,12 @@ class Comparison:
     def _unchecked(self) -> str:
         if not self._check:
             return "unverified: verify=False"
+        if self._by_the_whole:
+            return "with the whole model"
         if is_on_meta(self._owner):
             return "unverified: meta"
         return "unverified: never called" if self._program.inputs else "unverified: no example inputs"
+
+
+def _nothing() -> None:
+    """Ask nothing: what is owed is checked, however long that takes."""

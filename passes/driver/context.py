@@ -90,6 +90,11 @@ class RunContext:
             return False
         return bool(self.calls.of(group.owner))
 
+    def may_be_left(self, pass_: Pass, group: Group) -> bool:
+        """Say whether a rewrite is made for speed alone, and not asked for by name: its check may end with the time."""
+        is_for_speed = pass_.goal is Goal.SPEED and pass_.numerics.keeps_function
+        return pass_.skippable or (is_for_speed and not group.required)
+
     def has_time(self, pass_: Pass) -> bool:
         """Say whether there is time to check what a pass writes as it should be."""
         return not self.request.verify or self.budget.allows_check(clean_up=pass_.clean_up)

@@ -60,6 +60,10 @@ class History:
         at = refusal.at.name if isinstance(refusal.at, fx.Node) else refusal.at
         self.decisions.append(self._of(pass_, key=at, status="refused", label=at, **self._told(refusal.why)))
 
+    def skip(self, pass_: Pass, reason: Reason) -> None:
+        """Note why a pass was not run."""
+        self.decisions.append(self._of(pass_, key="(root)", status="skipped", label="(root)", **self._told(reason)))
+
     def leave(self, pass_: Pass, candidate: Candidate) -> Decision:
         """Note why a group is left as it was."""
         decision = self._decision(pass_, candidate)

@@ -18,6 +18,7 @@ from ...tracing.program import Program, is_on_meta
 from ..contract import Pass
 from ..rewriting import Snapshot
 from ..sites import Cause, Goal, Reason, Refusal, Site
+from ..timing import Stage
 from .context import Progress, RunContext
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Candidate, Group, grouped, narrowed, rewriting, sharing
@@ -86,16 +87,18 @@ class Manager:
                 self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
         self.context.snapshot.put_back()  # what the last pass did beside its sites; of others it has gone back before
         self._time_whole()
-        self.timings = with_other_sizes(self.context, self._original, self.timings)
+        with self.context.budget.spending(Stage.WHOLE):
+            self.timings = with_other_sizes(self.context, self._original, self.timings)
 
     def _time_whole(self) -> bool:
         """Time the model as it stands, where passes for speed have run; return whether rewrites were taken back."""
         count = len(self.rewrites)
         if self._baseline is not None:
             self.context.request.on_progress(Progress("timing the whole model"))
-            self.timings = WholeModel(self._tuner, self._baseline, self._settled).never_slower()
-            if self._settled and self._original is not None:
-                self.timings = WholeModel(self._tuner, self._original).timed()
+            with self.context.budget.spending(Stage.WHOLE):
+                self.timings = WholeModel(self._tuner, self._baseline, self._settled).never_slower()
+                if self._settled and self._original is not None:
+                    self.timings = WholeModel(self._tuner, self._original).timed()
         return len(self.rewrites) < count
 
     def repeat(self, passes: Sequence[Pass], plan: Plan, *, verified: bool) -> None:
@@ -111,7 +114,7 @@ class Manager:
         if not self.context.checks or not self.program.inputs or not self.rewrites:
             return
         self.context.request.on_progress(Progress("checking the whole model"))
-        with self.context.budget.spending():
+        with self.context.budget.spending(Stage.COMPARING):
             while FinalCheck(self._tuner, original).undo_what_is_wrong():
                 self.timings = None  # of another model
                 if not self._time_whole():
@@ -165,6 +168,9 @@ class Manager:
 
     def _run_pass(self, pass_: Pass) -> None:
         """Decide what a pass finds; where what landed overlaps with other sites, look again."""
+        if self._is_over_for(pass_):
+            self.history.skip(pass_, Reason(Cause.NOT_CHECKED, self.context.budget.values))
+            return
         known: set[str] = set()
         overtaken: list[Site] = []
         for _ in range(_MOST_ROUNDS):
@@ -176,8 +182,14 @@ class Manager:
                 break
             overtaken += self._stale
             self._stale.clear()
+            if self._is_over_for(pass_):
+                break
         for site in overtaken:
             self.history.refuse(pass_, Refusal(Reason.of(Cause.OVERTAKEN), site.label or site.owner or "(root)"))
+
+    def _is_over_for(self, pass_: Pass) -> bool:
+        """Say whether no time is left to check anything that a pass would find, which may be left."""
+        return pass_.skippable and not self.context.has_time(pass_)
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = narrowed(self.program, pass_, grouped(pass_, items), self.context.budget)

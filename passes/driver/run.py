@@ -32,7 +32,7 @@ from ..cache import Entry
 from ..contract import check_option_types
 from ..pipeline import Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
-from ..timing import TimeBudget, collection_paused, forward_seconds
+from ..timing import TimeBudget, budget_clock, collection_of_the_new, collection_paused, forward_seconds
 from .context import Request, RunContext
 from .history import Rewrite
 from .manager import Manager
@@ -60,6 +60,7 @@ def run_session(model: nn.Module, request: Request) -> nn.Module:
         if not (request.verify or request.measure):
             # Python's collector is for what runs of the model leave behind; what rewriting makes mostly lives on.
             around.enter_context(collection_paused())
+        around.enter_context(collection_of_the_new())
         fast = _on_all_ranks(model, names, request, others)
         forget_copies(fast)
         if not finishes:
@@ -169,21 +170,24 @@ class _Start:
     earlier: Record
     remark: str
     trained: Collection[nn.Module]  # the modules that the user gave in training mode
+    seconds: float  # that the capture took
 
 
 def _captured(model: nn.Module, fast: nn.Module, names: ModelNames, request: Request) -> _Start:
     """Capture a copy of the user's model."""
+    clock = budget_clock()
     attach(fast)
     earlier = record_of(fast) or _first_record(model, fast, names, len(names.parameters()))
     training = fast.training if request.phase is None else request.phase is Phase.TRAIN
     program, remark = captured_on(fast, request.inputs, training=training)
-    return _Start(program, earlier, remark, {module for module in program.names.distinct if module.training})
+    trained = {module for module in program.names.distinct if module.training}
+    return _Start(program, earlier, remark, trained, clock())
 
 
 def _manager(start: _Start, request: Request) -> Manager:
     program = start.program
     program.measuring, program.replaying = request.measure, request.plan is not None
-    return Manager(RunContext.of(program, request, _budget(program, request), start.trained))
+    return Manager(RunContext.of(program, request, _budget(program, request, start.seconds), start.trained))
 
 
 def _decided(model: nn.Module, start: _Start, request: Request) -> Manager:
@@ -290,16 +294,17 @@ def copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _budget(program: Program, request: Request) -> TimeBudget:
-    """Return the time for checks and timing; where nothing is run there is no limit."""
+def _budget(program: Program, request: Request, captured_in: float) -> TimeBudget:
+    """Return the time for what follows the capture, which begins now; where nothing is run there is no limit."""
     runs = (request.verify or bool(request.measure)) and request.plan is None
     if not runs or not program.inputs or is_on_meta(program.model):
         return TimeBudget()
     on_gpu = any(tensor.is_cuda for tensor in all_tensors(program.names.distinct))
-    clock = time.perf_counter if on_gpu else time.thread_time
+    clock = time.perf_counter if on_gpu else budget_clock()
+    begun = clock()
     known = 0.0 if on_gpu or program.training else program.forward_seconds
     forward = known or forward_seconds(program.model, program.whole_calls, program.training, clock)
-    return TimeBudget.granted(request.time_budget, forward, clock)
+    return TimeBudget.granted(request.time_budget, forward, clock).begun(begun, captured_in)
 
 
 def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: int) -> Record:
@@ -320,13 +325,13 @@ def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: i
     )
 
 
-def _spent(budget: TimeBudget) -> dict[str, float] | None:
-    """Return what checks and timing took, and what they might have taken."""
+def _spent(budget: TimeBudget) -> dict[str, Any] | None:
+    """Return what the run took, what it might have taken, and what was compared otherwise for that."""
     if not budget.forward:
         return None
     return {
-        "seconds": budget.spent, "finding_s": budget.finding, "budget_s": budget.seconds,
-        "forward_ms": budget.forward * 1e3,
+        "seconds": budget.spent, "budget_s": budget.seconds, "forward_ms": budget.forward * 1e3,
+        "capture_s": budget.captured_in, "stages": dict(budget.stages), "otherwise": list(budget.concessions),
     }  # fmt: skip
 
 

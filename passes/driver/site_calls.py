@@ -10,7 +10,7 @@ from ...errors import CaptureError
 from ...tracing.examples import Inputs
 from ...tracing.isolation import AutocastState
 from ...tracing.program import Program
-from ..timing import TimeBudget
+from ..timing import Stage, TimeBudget
 
 __all__ = ["SiteCalls"]
 
@@ -53,7 +53,7 @@ class SiteCalls:
 
     def _recorded(self, owners: Iterable[str]) -> Mapping[nn.Module, Sequence[Inputs]]:
         modules = dict.fromkeys(module for owner in owners if (module := self._find(owner)) is not None)
-        with self._budget.spending():
+        with self._budget.spending(Stage.CHECKING):
             found = self._program.recording(modules).calls
         called = {module: found[module] for module in modules if found.get(module)}
         self._autocast = {module: calls[0].autocast_state for module, calls in called.items()}

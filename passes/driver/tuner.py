@@ -16,6 +16,7 @@ from ..contract import Pass
 from ..pipeline import supervised
 from ..rewriting import Edit
 from ..sites import Cause, Phase, Reason, Site
+from ..timing import OutOfTimeError
 from .comparison import UNNAMED, Comparison
 from .context import RunContext
 from .groups import Candidate, Group, Race, changes, identity, is_like
@@ -41,11 +42,13 @@ class Tuner:
         has_choice = len(group.choices) > 1
         return self.context.budget.for_a_race(whole=not group.owner, among=self.sharing, has_choice=has_choice)
 
-    def _comparison(self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False) -> Comparison:
+    def _comparison(
+        self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False, hurried: bool = False
+    ) -> Comparison:
         asked = self.context.asks(pass_, group)
         return Comparison(
             self.context, pass_, group, timed=self.seconds_to_time(pass_, group) if asked and time else 0.0,
-            brief=brief, hurried=self._is_hurried(pass_, group),
+            brief=brief, hurried=hurried or self._is_hurried(pass_, group),
             simulated=self._simulated(pass_, group) if asked and self.context.request.verify else None,
         )  # fmt: skip
 
@@ -57,8 +60,9 @@ class Tuner:
 
     def unchecked(self, pass_: Pass, group: Group) -> Candidate | None:
         """Return a group left as it is, where no time is left to check what a pass makes of it, and it may be left."""
-        if self.context.has_time(pass_) or not pass_.skippable:
-            return None
+        return None if self.context.has_time(pass_) or not pass_.skippable else self._out_of_time(group)
+
+    def _out_of_time(self, group: Group) -> Candidate:
         return Candidate(group, Reason(Cause.NOT_CHECKED, self.context.budget.values))
 
     def _simulated(self, pass_: Pass, group: Group) -> nn.Module | None:
@@ -133,10 +137,22 @@ class Tuner:
         self, pass_: Pass, group: Group, *, brief: bool = False, is_right: Callable[[Edit], bool] | None = None
     ) -> Candidate:
         """Write a group as was decided elsewhere, and verify it; what `is_right` says no to is undone first."""
-        return self._whole(self._comparison(pass_, group, time=False, brief=brief), group, is_right)
+        try:
+            return self._whole(self._comparison(pass_, group, time=False, brief=brief), group, is_right)
+        except OutOfTimeError:
+            return self._out_of_time(group)
 
     def _whole(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None = None) -> Candidate:
-        """Write and verify all sites of a group."""
+        """Write and verify all sites of a group; where time ends in the middle, briefly, or not at all."""
+        try:
+            return self._checked(comparison, group, is_right)
+        except OutOfTimeError:
+            pass_ = comparison.pass_
+            if pass_.skippable:
+                raise
+            return self._checked(self._comparison(pass_, group, time=False, hurried=True), group, is_right)
+
+    def _checked(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None) -> Candidate:
         comparison.take_references()
         try:
             edit = self.apply(comparison.pass_, group)
@@ -152,7 +168,7 @@ class Tuner:
     ) -> dict[Rewrite, str]:
         """Undo rewrites, last first, write those wanted after the others, and return why some cannot be.
 
-        Those that are `verified` again may be wrong, too.
+        Those that are `verified` again may be wrong, too; without time for that, the last comparison tells.
         """
         history = self.context.history
         for rewrite in reversed(undone):
@@ -162,9 +178,10 @@ class Tuner:
         lost = dict[Rewrite, str]()
         for rewrite in wanted:
             try:
-                if verified:
+                candidate = self._out_of_time(rewrite.group)
+                if verified and self.context.has_time(rewrite.pass_):
                     candidate = self.repeat(rewrite.pass_, rewrite.group)
-                else:
+                if candidate.status == "skipped":
                     candidate = Candidate(rewrite.group, edit=self.apply(rewrite.pass_, rewrite.group))
             except (MatchFailure, PassError) as failure:
                 candidate = Candidate(rewrite.group, Reason.of(Cause.NO_MATCH, str(failure)))
@@ -178,8 +195,19 @@ class Tuner:
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def tune(self, pass_: Pass, group: Group) -> tuple[Candidate | None, Sequence[Group]]:
-        """Keep the best candidate for a group, or none; return it (None: all is open) and groups to decide later."""
-        comparison = self._comparison(pass_, group)
+        """Keep the best candidate for a group, or none; return it (None: all is open) and groups to decide later.
+
+        Where time ends in the middle, it is skipped, or begun anew with a brief check, as its pass allows.
+        """
+        try:
+            return self._tuned(self._comparison(pass_, group))
+        except OutOfTimeError:  # what stood has been undone
+            if pass_.skippable:
+                return self._out_of_time(group), ()
+            return self._tuned(self._comparison(pass_, group, time=False, hurried=True))
+
+    def _tuned(self, comparison: Comparison) -> tuple[Candidate | None, Sequence[Group]]:
+        pass_, group = comparison.pass_, comparison.group
         was_untimed = not comparison.timed and self.context.is_timed(pass_) and self.context.asks(pass_, group)
         if was_untimed and len(group.choices) > 1 and not group.required and pass_.skippable:
             return Candidate(group, Reason(Cause.NOT_TIMED, self.context.budget.values)), ()
@@ -217,7 +245,10 @@ class Tuner:
     def _candidates(self, comparison: Comparison) -> dict[str, Candidate]:
         """Return a candidate for each lowering; of those that are not timed the last one stands, where it is right."""
         candidates: dict[str, Candidate] = {}
+        begun = self.context.budget.spent
         for choice in comparison.choices:
+            if candidates and not comparison.group.required and not self._allows_another(candidates, begun):
+                break
             if not comparison.timed:
                 comparison.take_references()
             candidate = self._written(comparison, comparison.group.lowered(choice))
@@ -228,6 +259,11 @@ class Tuner:
             if is_settled and not comparison.timed:
                 break
         return candidates
+
+    def _allows_another(self, written: Mapping[str, Candidate], begun: float) -> bool:
+        """Say whether one lowering more fits, if it takes as long to write as those before it: engines take seconds."""
+        budget, is_needed = self.context.budget, all(candidate.failure for candidate in written.values())
+        return is_needed or budget.spent + (budget.spent - begun) / len(written) <= budget.for_sites
 
     def _runnable(self, comparison: Comparison, candidate: Candidate) -> Candidate:
         """Take a candidate that stands out of the program, and make it run beside the others."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...collection import collection_paused
-from .budget import DEFAULT_BUDGET, BudgetRequest, TimeBudget
+from ...collection import collection_of_the_new, collection_paused
+from .budget import DEFAULT_BUDGET, BudgetRequest, OutOfTimeError, Stage, TimeBudget, budget_clock
 from .conditions import last_level_bytes, race_clock
 from .live_bytes import LiveBytes, MemoryUse, memory_use
 from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
@@ -12,7 +12,8 @@ from .runner import Runner, forward_seconds
 
 __all__ = [
     "CALLS_OF_EACH", "CALLS_OF_TWO", "DEFAULT_BUDGET", "BudgetRequest", "Interval", "LiveBytes",
-    "MemoryUse", "Runner", "TimeBudget", "Timings", "collection_paused", "forward_seconds", "last_level_bytes",
+    "MemoryUse", "OutOfTimeError", "Runner", "Stage", "TimeBudget", "Timings", "budget_clock",
+    "collection_of_the_new", "collection_paused", "forward_seconds", "last_level_bytes",
     "memory_use", "microseconds", "no_gain", "race_clock", "time_candidates", "time_kind", "time_pair",
     "timing_figures",
 ]  # fmt: skip

@@ -1,28 +1,33 @@
-"""How long checks and timing may take, in all."""
+"""How long a run may take once the model is captured, and on what it was spent."""
 
 from __future__ import annotations
 
+import enum
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import UsageError
 
-__all__ = ["DEFAULT_BUDGET", "BudgetRequest", "TimeBudget"]
+__all__ = ["DEFAULT_BUDGET", "BudgetRequest", "OutOfTimeError", "Stage", "TimeBudget", "budget_clock"]
 
 _LEAST_SECONDS = 2.0
 _FORWARDS = "forwards"
 _WHOLE_MODEL_FORWARDS = 20.0
 """What timing and comparing the whole model takes: six rounds and four calls to get ready, and both in each mode."""
-_COMPARING_FORWARDS = 4.0  # of these, what comparing takes
+_COMPARING_FORWARDS = 8.0  # of these, what comparing takes: two models, on the example, with twice the rows, and less
 _READY_FORWARDS = 4.0  # of these, what making two models ready for timing takes
 _WHOLE_MODEL_SHARE = 0.5  # more than this part of the time is not kept back for the whole model
+_LEAST_KEPT, _LEAST_FOR_COMPARING = 0.25, 0.1
+"""Nor less than these parts, for both and for comparing: a small model's forwards take the least of it."""
 _OF_TIMING = 0.75  # sites are timed in this part of the time for sites; the rest is for checking what won
 _OF_ONE_RACE = 0.7  # no race takes more than this part of the time that is left for timing: others may follow
 _TELLING_SECONDS = 0.25  # a race of this time tells a small gain from none
+_MOST_WAITING = 4.0
+"""The clock on the wall may show so many times what counts: other programs have the cores, and take no part of it."""
 _OF_CLEAN_UPS = 0.75
 """Clean-ups save little: they take no more than this part of the time for sites, and leave the rest to other passes."""
 
@@ -55,24 +60,57 @@ class BudgetRequest:
 DEFAULT_BUDGET = BudgetRequest(_LEAST_SECONDS, 40.0)
 
 
-@dataclass
-class TimeBudget:
-    """Count the time that checks and timing take, and say when documented rules must do; decision 017.
+class Stage(enum.Enum):
+    """What time is spent on."""
 
-    The clock is processor time: waiting for a busy machine is not spent. Whoever waits for a GPU needs another one.
+    FINDING = "finding sites"
+    CHECKING = "checking rewrites"
+    TIMING = "timing rewrites"
+    WHOLE = "timing the whole model"
+    COMPARING = "comparing the whole model"
+    WRITING = "writing rewrites, and the rest"
+
+
+class OutOfTimeError(BaseException):
+    """The time for something is over in the middle of it; no code of a model catches it by `except Exception`."""
+
+
+def budget_clock() -> Callable[[], float]:
+    """Return a clock that begins at zero: the time that has passed, without what other programs took of it.
+
+    That is the processor time of all threads here, but never more than the clock on the wall shows, nor less than a
+    quarter of it: who waits for a disk, a lock or another process spends time, too.
     """
+    wall, processor = time.perf_counter(), time.process_time()
 
-    seconds: float = math.inf
-    forward: float = 0.0  # seconds of one call of the model, with its backward in training
-    spent: float = 0.0
-    timing: float = 0.0  # of those spent, for timing sites
-    finding: float = 0.0  # by passes that look for sites, not among those spent
-    clock: Callable[[], float] = time.thread_time
-    _depth: int = 0
-    _is_timing: bool = False
-    _counted_until: float = 0.0
-    _beyond: float = 0.0
-    _until: float = math.inf
+    def clock() -> float:
+        passed = time.perf_counter() - wall
+        return min(passed, max(time.process_time() - processor, passed / _MOST_WAITING))
+
+    return clock
+
+
+class TimeBudget:
+    """Count the time that a run takes, by what it is spent on, and say when documented rules must do; decision 017."""
+
+    def __init__(
+        self,
+        seconds: float = math.inf,
+        forward: float = 0.0,  # seconds of one call of the model, with its backward in training
+        *,
+        spent: float = 0.0,
+        timing: float = 0.0,  # of those spent, for timing sites
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self.seconds, self.forward, self.clock = seconds, forward, clock
+        self._timing, self._spent = timing, spent
+        self._stages = dict.fromkeys(Stage, 0.0)
+        self._running: list[Stage] = []
+        self._counted_until = 0.0
+        self._beyond, self._until = 0.0, math.inf
+        self.captured_in = 0.0  # seconds, which are not counted
+        self.concessions: dict[str, None] = {}
+        """What was compared in another way than usual, for want of time."""
 
     @classmethod
     def granted(
@@ -81,34 +119,72 @@ class TimeBudget:
         """Return the budget for a model, one forward of which takes so many seconds by a clock."""
         return cls(max(request.seconds, request.forwards * forward), forward, clock=clock)
 
+    def begun(self, at: float, captured_in: float = 0.0) -> TimeBudget:
+        """Count everything from a time on, to the end of the run; the capture before it took so many seconds."""
+        self._counted_until, self.captured_in = at, captured_in
+        self._running.append(Stage.WRITING)
+        return self
+
     @contextmanager
-    def spending(self, *, timing: bool = False) -> Generator[None]:
-        """Count what runs meanwhile, on timing sites or on anything else; of nested uses each second counts once."""
+    def spending(self, stage: Stage | None = None) -> Generator[None]:
+        """Count what runs meanwhile, by default as what is counted already; of nested uses each second counts once."""
         self._count()
-        self._depth += 1
-        self._is_timing = timing if self._depth == 1 else self._is_timing
+        self._running.append(stage or (self._running[-1] if self._running else Stage.WRITING))
         try:
             yield
         finally:
             self._count()
-            self._depth -= 1
-
-    @contextmanager
-    def finding_sites(self) -> Generator[None]:
-        """Count what a pass runs and times to find its sites."""
-        start = self.clock()
-        try:
-            yield
-        finally:
-            self.finding += self.clock() - start
+            self._running.pop()
 
     def _count(self) -> None:
         """Count what has run since it was counted last."""
         now = self.clock()
-        if self._depth:
-            self.spent += now - self._counted_until
-            self.timing += now - self._counted_until if self._is_timing else 0.0
+        if self._running:
+            passed, stage = now - self._counted_until, self._running[-1]
+            self._spent += passed
+            self._stages[stage] += passed
+            self._timing += passed if stage is Stage.TIMING else 0.0
         self._counted_until = now
+
+    @property
+    def spent(self) -> float:
+        """Return the seconds that have been spent until now."""
+        self._count()
+        return self._spent
+
+    @spent.setter
+    def spent(self, seconds: float) -> None:
+        self._spent = seconds
+
+    @property
+    def stages(self) -> Mapping[str, float]:
+        """Return the seconds that each stage has taken until now, those that took any."""
+        self._count()
+        return {stage.value: seconds for stage, seconds in self._stages.items() if seconds}
+
+    def ending(self) -> Callable[[], None]:
+        """Return what raises `OutOfTimeError` once a pass has spent its part or, where it has all the time, once only
+        that is left which comparing the model takes in the end.
+        """
+        return self._ending_at(min(self._until, self._in_all - self._kept_for_comparing))
+
+    def ending_after(self, seconds: float) -> Callable[[], None]:
+        """Return what raises `OutOfTimeError` once so many seconds more are spent."""
+        return self._ending_at(self.spent + seconds)
+
+    def _ending_at(self, end: float) -> Callable[[], None]:
+        def ask() -> None:
+            if self.spent >= end:
+                raise OutOfTimeError
+
+        return ask
+
+    @property
+    def _kept_for_comparing(self) -> float:
+        return self._kept_back(_COMPARING_FORWARDS, _LEAST_FOR_COMPARING)
+
+    def _kept_back(self, forwards: float, least: float) -> float:
+        return min(max(forwards * self.forward, least * self.seconds), _WHOLE_MODEL_SHARE * self.seconds)
 
     def begin(self, sharing: int = 1) -> None:
         """Give the next pass its share of the time for sites that is left; the rest is for those behind it."""
@@ -132,7 +208,7 @@ class TimeBudget:
         """Return the seconds that sites may take until the present pass is through; the rest is for what follows."""
         if math.isinf(self.seconds):
             return self._until
-        kept_back = min(_WHOLE_MODEL_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
+        kept_back = self._kept_back(_WHOLE_MODEL_FORWARDS, _LEAST_KEPT)
         return min(self._until, self._beyond + self.seconds - kept_back)
 
     def allows_check(self, *, clean_up: bool) -> bool:
@@ -144,10 +220,9 @@ class TimeBudget:
 
         Without a choice to make, a race too short to tell a small gain is none: the whole model tells.
         """
-        kept_back = min(_COMPARING_FORWARDS * self.forward, _WHOLE_MODEL_SHARE * self.seconds)
         is_all = whole and math.isfinite(self.seconds)
-        for_sites = min(self._until, self._in_all - kept_back) if is_all else self.for_sites
-        left = min(_OF_TIMING * for_sites - self.timing, for_sites - self.spent)
+        for_sites = min(self._until, self._in_all - self._kept_for_comparing) if is_all else self.for_sites
+        left = min(_OF_TIMING * for_sites - self._timing, for_sites - self.spent)
         seconds = max(0.0, _OF_ONE_RACE * left) / among
         return seconds if has_choice or among == 1 or seconds >= _TELLING_SECONDS else 0.0
 
@@ -156,7 +231,12 @@ class TimeBudget:
         """Return the seconds that timing the whole model may take, once it is ready to run."""
         if math.isinf(self.seconds):
             return math.inf
-        return max(0.0, self.left - (_COMPARING_FORWARDS + _READY_FORWARDS) * self.forward)
+        return max(0.0, self.left - self._kept_for_comparing - _READY_FORWARDS * self.forward)
+
+    @property
+    def for_comparing(self) -> float:
+        """Return the seconds that the last comparison may take: what was kept back for it, whoever took longer."""
+        return max(self.left, self._kept_for_comparing)
 
     @property
     def values(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +28,8 @@ __all__ = ["Conditions", "Execution", "Kept", "leaves_tensors", "own_tensors", "
 Kept = dict[tuple[int, torch.dtype], tuple[Tensor, int]]
 """Stand-ins, and how often each was written to, by the id of a module's tensor and the type."""
 
+_Asking = Callable[[], object]
+
 _AWAY = 0x5EED
 """Random draws begin at no seed that code is likely to set."""
 
@@ -50,6 +52,7 @@ class Conditions:
     whole: bool = False
     # modules inside, by name, each of whose only graph is interpreted in exact runs, whatever its guards say
     inner: Sequence[str] = ()
+    in_time: _Asking = lambda: None  # called before each run, and each operation of exact ones; raises to end them all
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Execution:
         """Run once; `state` gives every parameter and buffer by name, and stays unchanged. The graph to
         interpret is the one that a call with `like` runs, by default one with `arguments`.
         """
+        self.conditions.in_time()
         with self._on_stage(state) as stand_ins:
             self._interpret(like or arguments)
             return self._run(arguments, stand_ins)
@@ -89,6 +93,7 @@ class Execution:
         runs: list[Outcome] = []
         with self._on_stage(state) as stand_ins:
             for number, arguments in enumerate(calls):
+                self.conditions.in_time()
                 try:
                     with torch.inference_mode(bool(runs)), torch.no_grad():
                         self._interpret(arguments)

@@ -60,9 +60,9 @@ class Float64Mode(DispatchMode):
     needs no treatment: it never casts a float64 tensor down.
     """
 
-    def __init__(self, wide: torch.dtype = torch.float64) -> None:
+    def __init__(self, wide: torch.dtype = torch.float64, in_time: Callable[[], object] = lambda: None) -> None:
         super().__init__()
-        self.wide = wide
+        self.wide, self._in_time = wide, in_time
         self.promoted = False  # whether there was anything to promote; if not, the code runs alike without this mode
         self.random = False  # whether a random operator ran
         self._tables: dict[int, Table] = {}
@@ -77,6 +77,7 @@ class Float64Mode(DispatchMode):
         return {name: self._tables[place] for name, place in places.items() if place in self._tables}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._in_time()
         self.random = self.random or draws_randomly(func, args, kwargs or {})
         picked = _PICKING.get(operator_name(func) or "")
         if picked is not None:

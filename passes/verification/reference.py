@@ -66,13 +66,14 @@ def reference(
     inner: Sequence[str] = (),
     lasting: bool = False,  # it stays as it is, so that it can be run again
     widest: torch.dtype = torch.float64,  # of exact runs; float32 is much faster, for errors above a thousandth
+    in_time: Callable[[], object] = lambda: None,  # asked before each run; see `Conditions`
 ) -> Reference:
     """Run `module`, which is left as it was, on its recorded calls, and keep what verification compares with. For what
     is not said here see `Conditions`. InputError if it does not run on them.
     """
     by_node = capture_of(module) is not None
     keyed = by_node if keyed is None else by_node and keyed
-    conditions = Conditions(training, gradients, seed, widest, keyed=keyed, whole=whole, inner=inner)
+    conditions = Conditions(training, gradients, seed, widest, keyed=keyed, whole=whole, inner=inner, in_time=in_time)
     runs = Runs(ModuleHarness(module), conditions)
     made = _Maker(runs, brief, sizes).make([(call.args, call.kwargs) for call in calls])
     return replace(made, original=runs) if lasting else made

@@ -74,7 +74,7 @@ class Runs:
         wide, given = self.wide, self.conditions
         if wide is None:
             return self.native(arguments, state)
-        mode = self.census or Float64Mode(wide)
+        mode = self.census or Float64Mode(wide, given.in_time)
         is_watched = self.census is None or given.several or mode.promoted
         execution = self._execution(wide, promotion=mode if is_watched else None, second=second, frozen=frozen)
         run = execution.run(arguments, state, like)

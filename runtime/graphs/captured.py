@@ -313,13 +313,15 @@ def class_for(capture: Capture) -> type[nn.Module]:
         else:
             restarts = not issubclass(capture.base, Region)
             source = generate(capture.parameters, capture.specializations, restarts=restarts, refuse=bool(capture.lost))
-            names = {**_fxopt_names(capture.base), ANNOUNCES: True}
-            capture.compiled = dynamic_class(capture.base, Captured, source, capture.parameters, names)
+            capture.compiled = dynamic_class(
+                capture.base, Captured, source, capture.parameters,
+                lambda: {**_fxopt_names(capture.base), ANNOUNCES: True},
+            )  # fmt: skip
     return capture.compiled
 
 
 def _bare_class(base: type[nn.Module]) -> type[nn.Module]:
-    return dynamic_class(base, Captured, None, None, _fxopt_names(base))
+    return dynamic_class(base, Captured, None, None, lambda: _fxopt_names(base))
 
 
 def _fxopt_names(base: type[nn.Module]) -> dict[str, Any]:

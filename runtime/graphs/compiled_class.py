@@ -8,6 +8,7 @@ import itertools
 import linecache
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -25,9 +26,11 @@ def dynamic_class(
     mixin: type,
     source: Code | None,
     signature: Signature | None,
-    attributes: dict[str, Any],
+    attributes: Callable[[], dict[str, Any]],
 ) -> type[nn.Module]:
-    """Return the one subclass of `mixin` and `base` whose forward is `source`, named like `base`."""
+    """Return the one subclass of `mixin` and `base` whose forward is `source`, named like `base`; `attributes` are
+    asked for where it is not there yet.
+    """
     names = () if source is None else tuple(sorted((name, id(value)) for name, value in source.names.items()))
     key = ("" if source is None else source.text, names)
     return subclass(base, (mixin,), lambda: _captured_body(base, mixin, source, signature, attributes), key=key)
@@ -38,9 +41,9 @@ def _captured_body(
     mixin: type,
     source: Code | None,
     signature: Signature | None,
-    attributes: dict[str, Any],
+    attributes: Callable[[], dict[str, Any]],
 ) -> dict[str, Any]:
-    body: dict[str, Any] = {"__init__": _like(mixin.__init__, base.__init__), **attributes}
+    body: dict[str, Any] = {"__init__": _like(mixin.__init__, base.__init__), **attributes()}
     if source is not None and signature is not None:
         body["forward"] = _function(base, source, signature)
     return body

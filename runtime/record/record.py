@@ -82,9 +82,9 @@ class Record:
     timings: Mapping[str, Any] | None = None
     # of a training step in bytes: "live_before", "live_after" the forward, "peak_before", "peak_after"
     memory: Mapping[str, int] | None = None
-    # of checks and timing: "seconds" of "budget_s", "forward_ms" (with backward in training), "finding_s" of
-    # passes' own runs
-    spent: Mapping[str, float] | None = None
+    # from the capture on: "seconds" of "budget_s", "forward_ms" (with backward in training), "stages" in seconds; what
+    # was compared "otherwise" for want of time; before that "capture_s"
+    spent: Mapping[str, Any] | None = None
     checked: str = "not at all"  # what rewrites were verified in: "float64", "float32", or why they were not
     eval_only: tuple[str, ...] = ()  # the passes whose rewrites hold in evaluation mode only
     finished_by: tuple[str, ...] = ()  # the passes that acted on the finished model; nothing can be done after them

@@ -64,9 +64,10 @@ def found_in(program: Program, engines: Sequence[str], *, required: bool) -> Ite
 
 def _outermost(program: Program) -> Iterator[tuple[str, list[Found]]]:
     """Yield the outermost modules with what is found in each; what has regions is not looked into again."""
-    opened: set[str] = set()
+    opened, together = set[str](), list[str]()
     for owner in outermost(program, opened):
-        found = look(program, owner)
+        found = look(program, owner, together)
+        together = list(program.captures)  # mostly the first one is enough
         if any(each.cut.regions for each in found):
             opened |= {qualified(owner, path) for each in found for path in each.flat.opened}
         yield owner, found
@@ -90,11 +91,14 @@ def _site(program: Program, owner: str, found: list[Found], engines: Sequence[st
     )  # fmt: skip
 
 
-def look(program: Program, owner: str) -> list[Found]:
-    """Return those graphs of a module that its recorded calls in evaluation run, cut into regions."""
+def look(program: Program, owner: str, together: Sequence[str] = ()) -> list[Found]:
+    """Return those graphs of a module that its recorded calls in evaluation run, cut into regions; the calls of some
+    are recorded `together`.
+    """
     module = program.module(owner)
     capture = required_capture(module)
-    made = program.recording([module]).calls.get(module, ()) if owner else program.whole_calls
+    recorded = program.recording([program.module(name) for name in together or [owner]]).calls if owner else {}
+    made = recorded.get(module, ()) if owner else program.whole_calls
     calls = (bound(capture, call.args, call.kwargs) for call in made)
     named = [{"self": module, **given} for given in calls if given is not None]
     result: list[Found] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Hashable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from ....runtime.graphs import capture_of
@@ -13,6 +13,7 @@ from ... import verification
 from ...contract import Pass
 from ...rewriting import Edit
 from ...sites import Goal, Numerics, Phase, Refusal
+from ...timing import OutOfTimeError, Stage
 from ..batch import Batch
 from ..context import RunContext
 from ..equal_blocks import kinds_to_time
@@ -93,8 +94,11 @@ class BatchVerifier:
         if len(suitable) < _FEWEST or not self._has_time(_FORWARDS * self._context.budget.forward):
             return []
         self._pass, self._standing = pass_, []
-        with self._measured():
-            self._references = self._taken(suitable)
+        try:
+            with self._measured():
+                self._references = self._taken(suitable)
+        except OutOfTimeError:
+            return []
         right, wrong = self._judged([group for group in suitable if self._can_judge(group)])
         return [*right, *in_halves(wrong, self._judged)]
 
@@ -102,7 +106,7 @@ class BatchVerifier:
     def _measured(self) -> Generator[None]:
         """Note what a check takes, and count it."""
         start = self._context.budget.spent
-        with self._context.budget.spending():
+        with self._context.budget.spending(Stage.CHECKING):
             yield
         self._seconds = self._context.budget.spent - start
 
@@ -139,7 +143,7 @@ class BatchVerifier:
         modes = verification.modes_to_check(program.model, Phase.EVAL, program.training)
         return verification.References.taken(
             program.model, program.whole_calls, modes, gradients=False, seed=self._context.request.seed, inner=inner,
-            sizes=verification.Sizes.SMALLER,
+            sizes=verification.Sizes.SMALLER, in_time=self._context.budget.ending(),
         )  # fmt: skip
 
     def _judged(self, groups: Sequence[Group]) -> tuple[Sequence[Group], Sequence[Group]]:
@@ -157,11 +161,12 @@ class BatchVerifier:
         return (), batch.groups if is_open else ()
 
     def _verdict(self, batch: Batch) -> verification.Verdict | None:
-        """Return the worst verdict on the whole model with a batch in it."""
+        """Return the worst verdict on the whole model with a batch in it; None where the time is over before."""
         map_state, model = composed((*self._standing, *batch.edits)).forward, self._context.program.model
-        with self._measured():
+        with suppress(OutOfTimeError), self._measured():
             found = self._references.verdicts(model, map_state=map_state, numerics=self._pass.numerics)
-        return verification.worst(found)
+            return verification.worst(found)
+        return None
 
 
 def _is_judged(pass_: Pass, group: Group) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,10 +12,12 @@ from torch import nn
 
 from ....errors import BudgetError
 from ....runtime.values import tensors_by_name
+from ....tracing.examples import Inputs
 from ....tracing.isolation import copied_module, shallow_clone
 from ....tracing.program import deactivate
 from ...contract import Pass
 from ...sites import Cause, Numerics, Phase, Reason
+from ...timing import OutOfTimeError
 from ...verification import Original, modes_to_check
 from ..context import RunContext
 from ..halving import longest_right
@@ -25,6 +28,18 @@ from .reference_check import with_references
 __all__ = ["FinalCheck"]
 
 _LEAST_SECONDS = 2.0  # so long what is wrong is looked for, however short the time budget is
+_CALLS_BESIDES = 3.0  # a comparison makes two calls of each example, and as many as of so many more: with more rows
+_WITH_BACKWARD = 3.0  # a call with its backward takes as long as so many without
+_OF_BUDGET = 0.25  # so long a part of the time budget the next way may take where nothing is left of it
+_NO_TIME = "no time was left to compare the model"
+
+
+class _Way(enum.Enum):
+    """How models are compared, from the most thorough on; a value is what the report says of it."""
+
+    USUAL = ""
+    SMALLER = "the whole model was compared on a smaller call alone"
+    OWN_TYPES = "the whole model was compared in its own types alone, on a smaller call"
 
 
 @dataclass
@@ -38,7 +53,9 @@ class FinalCheck:
     _until: float = field(default=math.inf, init=False)
     _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
     _twins: dict[int, nn.Module] = field(init=False)
-    _originals: dict[tuple[int, bool | None, bool], Original | None] = field(init=False)
+    _originals: dict[tuple[int, bool | None, bool, _Way], Original | None] = field(init=False)
+    _way: _Way = field(default=_Way.USUAL, init=False)
+    _end: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
         self._all = list(self._context.history.rewrites)
@@ -52,7 +69,12 @@ class FinalCheck:
         """Compare, and undo what makes the model another; return whether anything was undone."""
         count, budget = len(self._all), self._context.budget
         self._until, once = budget.spent + max(budget.seconds, _LEAST_SECONDS), True
+        self._end = budget.spent + budget.for_comparing
         while self._context.history.rewrites and (reason := self._objection()):
+            if reason is _NO_TIME:
+                self._undo_unchecked()
+                continue
+            self._end = self._until
             if self._put_weights_back() and once:
                 once = False  # a rewrite that writes to weights is wrong, however often they are put back
                 continue
@@ -69,9 +91,51 @@ class FinalCheck:
         return all(original.repeats() for original in self._originals.values() if original is not None)
 
     def _objection(self) -> str:
-        """Return what is wrong with the model as it stands, or ""."""
-        with self._context.budget.spending():
-            return self._compared()
+        """Return what is wrong with the model as it stands, or "": in the first way that there is time for."""
+        budget, ways = self._context.budget, list(_Way)
+        if not self._fits_as_usual():
+            self._way = max(self._way, _Way.SMALLER, key=ways.index)
+        for way in ways[ways.index(self._way) :]:
+            self._way = way
+            try:
+                found = self._compared()
+            except OutOfTimeError:
+                self._end = budget.spent + _OF_BUDGET * budget.seconds
+                continue
+            budget.concessions.update({way.value: None} if way.value else {})
+            return found
+        return _NO_TIME
+
+    def _fits_as_usual(self) -> bool:
+        """Say whether a comparison in its own types, as it is usually made, takes no more time than there is."""
+        calls = len(self._chosen_calls)
+        share = calls / max(1, len(self._context.program.whole_calls))
+        seconds = 2 * (calls + _CALLS_BESIDES) / calls * share * self._context.budget.forward
+        backward = any(gradients for mode, gradients in self._ways(self._context.history.rewrites) if mode is None)
+        seconds *= _WITH_BACKWARD if backward and not self._context.program.training else 1.0
+        return self._context.budget.spent + seconds <= self._end
+
+    def _in_time(self) -> Callable[[], None]:
+        """Return what ends a comparison where time is over; what cannot be left is compared however long it takes."""
+        if not self._left_unchecked():
+            return lambda: None
+
+        def ask() -> None:
+            if self._context.budget.spent >= self._end:
+                raise OutOfTimeError
+
+        return ask
+
+    def _left_unchecked(self) -> list[Rewrite]:
+        """Return the rewrites that go where nothing shows them to be right."""
+        standing = self._context.history.rewrites
+        return [rewrite for rewrite in standing if self._context.may_be_left(rewrite.pass_, rewrite.group)]
+
+    def _undo_unchecked(self) -> None:
+        gone = self._left_unchecked()
+        self._stand([rewrite for rewrite in self._context.history.rewrites if rewrite not in gone])
+        for rewrite in gone:
+            self._context.history.undo(rewrite, Reason(Cause.NOT_CHECKED, self._context.budget.values))
 
     def _compared(self) -> str:
         rewrites, program = self._context.history.rewrites, self._context.program
@@ -99,7 +163,7 @@ class FinalCheck:
 
     def _runs_of_original(self, model: nn.Module, rewrites: Sequence[Rewrite]) -> Iterator[Original]:
         for training, gradients in self._ways(rewrites):
-            key = id(model), training, gradients
+            key = id(model), training, gradients, self._way
             if key not in self._originals:
                 self._originals[key] = self._run_original(model, training, gradients)
             original = self._originals[key]
@@ -108,23 +172,29 @@ class FinalCheck:
 
     def _run_original(self, model: nn.Module, training: bool | None, gradients: bool) -> Original | None:
         """Run the original, or return None where it does not run in a mode that the user did not give it in."""
-        inputs = self._context.program.whole_calls
-        chosen = dict.fromkeys((0, (len(inputs) - 1) // 2, len(inputs) - 1))  # the first, one in the middle, the last
-        calls = [inputs[number] for number in chosen]
+        calls, usual = self._chosen_calls, self._way is _Way.USUAL
         try:
             if id(model) not in self._twins:
                 self._twins[id(model)] = shallow_clone(model)
             return Original(
                 self._twins[id(model)],
-                calls,
+                calls if usual else calls[:1],
                 training=training,
                 gradients=gradients,
                 seed=self._context.request.seed,
-                is_usual=training is None,
+                is_usual=usual and training is None,
+                widest=torch.float32 if self._way is _Way.OWN_TYPES else torch.float64,
+                in_time=self._in_time(),
                 brief=self.brief,
             )
         except Exception:  # whatever the user's code raises; in the mode that was recorded it has run before
             return None
+
+    @property
+    def _chosen_calls(self) -> Sequence[Inputs]:
+        """Return the first example call, one in the middle, and the last."""
+        inputs = self._context.program.whole_calls
+        return [inputs[number] for number in dict.fromkeys((0, (len(inputs) - 1) // 2, len(inputs) - 1))]
 
     def _ways(self, rewrites: Sequence[Rewrite]) -> list[tuple[bool | None, bool]]:
         """Return the modes to compare in, those that the user gave first, each with whether gradients count."""

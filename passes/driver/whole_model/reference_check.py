@@ -18,6 +18,7 @@ from ... import verification
 from ...contract import Pass
 from ...pipeline import switches_kept
 from ...sites import Goal, Numerics, Refusal, Site
+from ...timing import Stage
 from ..batch import Batch
 from ..context import RunContext
 from ..groups import Candidate, Group
@@ -100,7 +101,7 @@ class ReferenceCheck:
 
     def _tried(self, groups: Sequence[Group], *, hurried: bool = False) -> tuple[verification.Verdict | None, Batch]:
         """Write groups and compare; return the verdict, and what stands in the program now."""
-        with self._context.budget.spending():
+        with self._context.budget.spending(Stage.CHECKING):
             original = copied_module(self._context.program.model)
             batch = Batch.of(self.tuner, self._pass, groups)
             return (self._verdict(original, batch, hurried=hurried) if batch.written else None), batch

@@ -5,7 +5,7 @@ The demands and tolerances are those of `verify`, which looks closely where a fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -76,9 +76,11 @@ class Original:
     training: bool | None = None  # the mode; None leaves every flag as it is
     gradients: bool = False  # compare the gradients of parameters, too
     seed: int = 0  # of upstream gradients
-    # whether the user gave the model in this mode. In another one, that smaller call is the only one
+    # whether the user gave the model in this mode, and there is time. If not, that smaller call is the only one
     is_usual: bool = True
     brief: bool = False  # compare on the example calls alone: the same was done on others when it was decided
+    widest: torch.dtype = torch.float64  # of exact runs, where these are needed
+    in_time: Callable[[], object] = lambda: None  # asked before each run; see `Conditions`
     _stage: Runs = field(init=False)
     _is_random: bool = field(default=True, init=False)
     _is_sure: bool = field(default=True, init=False)
@@ -87,7 +89,9 @@ class Original:
     _exact: dict[tuple[int, bool], Reference] = field(default_factory=dict[tuple[int, bool], Reference], init=False)
 
     def __post_init__(self) -> None:
-        conditions = Conditions(self.training, self.gradients, self.seed, wide=None, of_inputs=False, whole=True)
+        conditions = Conditions(
+            self.training, self.gradients, self.seed, wide=None, of_inputs=False, whole=True, in_time=self.in_time
+        )
         self._stage = Runs(ModuleHarness(self.model), conditions)
         self._samples = self._given() if self.is_usual else []
         first = self._arguments[0]
@@ -308,6 +312,7 @@ class Original:
                 self._exact[key] = reference(
                     self.model, [Inputs(*args, **kwargs)], training=self.training,
                     gradients=self.gradients and sample.gradients, seed=self.seed, brief=True, whole=True, lasting=True,
+                    widest=self.widest, in_time=self.in_time,
                 )  # fmt: skip
         return self._exact[key]
 

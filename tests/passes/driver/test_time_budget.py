@@ -89,17 +89,17 @@ def outcomes(manager: Manager) -> list[tuple[str, str]]:
 
 def test_what_could_not_be_checked_is_not_applied(races: list[list[str]]) -> None:
     manager = managed(TimeBudget(5.0, spent=5.0), Subtract(), Tidy())
-    assert (
-        outcomes(manager)
-        == [("skipped", "not checked: the time budget of 5 s was spent; allow more by time_budget")] * 6
-    )
+    reason = "not checked: the time budget of 5 s was spent; allow more by time_budget"
+    assert [(d.step, d.label, d.status, d.reason) for d in manager.decisions] == [
+        (step, "(root)", "skipped", reason) for step in (0, 1)
+    ]
     assert not races
     assert torch.equal(manager.program.model(X), net()(X))
 
 
 def test_clean_ups_leave_time_to_the_others(races: list[list[str]]) -> None:
-    manager = managed(TimeBudget(100.0, spent=80.0), Tidy(), Subtract())
-    assert [status for status, _ in outcomes(manager)] == ["skipped"] * 3 + ["applied"] * 3
+    manager = managed(TimeBudget(100.0, spent=70.0), Tidy(), Subtract())
+    assert [status for status, _ in outcomes(manager)] == ["skipped", *["applied"] * 3]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,7 @@ def test_what_is_named_for_more_than_speed_is_checked_briefly_where_no_time_is_l
     budget = TimeBudget(5.0, spent=5.0)
     manager = managed(budget, Wrong(budget_of=budget), Subtract())
     assert [(d.step, d.status) for d in manager.decisions] == [
-        (0, "applied"), (0, "undone"), (0, "undone"), *[(1, "skipped")] * 3,
+        (0, "applied"), (0, "undone"), (0, "undone"), (1, "skipped"),
     ]  # fmt: skip
     assert manager.decisions[0].figures["checked"] == "float32 on one call"
     assert torch.equal(manager.program.model(X), net()(X))
@@ -341,18 +341,23 @@ def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> No
         fxopt.optimize(net(), Tidy())
 
 
-def test_what_finding_takes_is_counted_and_takes_nothing_from_the_rest(races: list[list[str]]) -> None:
+@pytest.mark.parametrize(("seconds", "statuses"), [(1.0, ["applied"] * 6), (30.0, ["skipped"] * 4)])
+def test_what_finding_takes_is_spent(races: list[list[str]], seconds: float, statuses: list[str]) -> None:
+    """Where nothing is left, the sites of the next pass are not even looked for."""
     now = [0.0]
 
-    class Timing(Subtract):
+    class Searching(Subtract):
         def find(self, program: Program) -> Iterator[Site]:
-            now[0] += 1e6
+            now[0] += seconds
             return super().find(program)
 
-    budget = TimeBudget(100.0, clock=lambda: now[0])
-    manager = managed(budget, Timing())
-    assert (budget.finding, budget.spent) == (1e6, 0.0)
-    assert {status for status, _ in outcomes(manager)} == {"applied"}
+    class Later(Searching):
+        pass
+
+    budget = TimeBudget(50.0, forward=1.0, clock=lambda: now[0])  # 30 s of them for sites
+    manager = managed(budget, Searching(), Later())
+    assert budget.stages["finding sites"] == (2 * seconds if seconds < 30.0 else seconds)
+    assert [status for status, _ in outcomes(manager)] == statuses
 
 
 @pytest.mark.parametrize(("forward", "phase"), [(1e-4, Phase.BOTH), (1.0, Phase.EVAL)])

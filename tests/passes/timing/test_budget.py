@@ -7,7 +7,8 @@ import math
 import pytest
 
 from fxopt.errors import UsageError
-from fxopt.passes.timing import DEFAULT_BUDGET, BudgetRequest, TimeBudget
+from fxopt.passes import timing
+from fxopt.passes.timing import DEFAULT_BUDGET, BudgetRequest, OutOfTimeError, Stage, TimeBudget, budget_clock
 
 
 class Clock:
@@ -43,23 +44,23 @@ def test_anything_else_is_refused_by_name(given: float | str) -> None:
 
 def test_nested_use_counts_once(clock: Clock) -> None:
     spent = TimeBudget(10.0, clock=clock)
-    with spent.spending(timing=True):
+    with spent.spending(Stage.TIMING):
         clock.now += 1.0
         with spent.spending():
             clock.now += 2.0
     clock.now += 50.0
-    assert (spent.spent, spent.timing, spent.left) == (3.0, 3.0, 7.0)
+    assert (spent.spent, spent.stages, spent.left) == (3.0, {"timing rewrites": 3.0}, 7.0)
 
 
 def test_what_runs_inside_of_what_is_counted_is_told_at_once(clock: Clock) -> None:
     spent = TimeBudget(10.0, clock=clock)
     with spent.spending():
         clock.now += 6.0
-        with spent.spending(timing=True):
+        with spent.spending(Stage.TIMING):
             clock.now += 5.0
         assert not spent.left
         clock.now += 1.0
-    assert (spent.spent, spent.timing) == (12.0, 0.0)
+    assert (spent.spent, spent.stages) == (12.0, {"writing rewrites, and the rest": 7.0, "timing rewrites": 5.0})
 
 
 def test_what_raises_is_counted(clock: Clock) -> None:
@@ -78,7 +79,7 @@ def test_time_for_the_whole_model_is_kept_back() -> None:
     budget = TimeBudget(40.0, forward=1.0)
     assert budget.for_sites == 20.0
     assert budget.for_a_race() == pytest.approx(10.5)
-    assert budget.for_a_race(whole=True) == pytest.approx(18.9)
+    assert budget.for_a_race(whole=True) == pytest.approx(16.8)
     assert budget.allows_check(clean_up=True)
     budget.spent = 15.0
     assert not budget.allows_check(clean_up=True)
@@ -127,3 +128,56 @@ def test_without_a_limit_everything_is_allowed() -> None:
     budget.begin(sharing=3)
     assert budget.allows_check(clean_up=True)
     assert budget.for_a_race() == math.inf
+
+
+def test_all_that_passes_counts_once_a_run_has_begun(clock: Clock) -> None:
+    clock.now = 3.0
+    budget = TimeBudget(10.0, clock=clock).begun(1.0, captured_in=7.0)
+    with budget.spending(Stage.FINDING):
+        clock.now += 4.0
+    clock.now += 1.0
+    assert (budget.spent, budget.left, budget.captured_in) == (7.0, 3.0, 7.0)
+    assert budget.stages == {"writing rewrites, and the rest": 3.0, "finding sites": 4.0}
+
+
+def test_checks_end_where_only_the_last_comparison_is_left(clock: Clock) -> None:
+    budget = TimeBudget(40.0, forward=1.0, clock=clock).begun(0.0)
+    ask, after_two = budget.ending(), budget.ending_after(2.0)
+    ask()
+    clock.now = 2.0
+    with pytest.raises(OutOfTimeError):
+        after_two()
+    clock.now = 31.9
+    ask()
+    clock.now = 32.0
+    with pytest.raises(OutOfTimeError):
+        ask()
+
+
+def test_checks_of_a_pass_that_shares_end_with_its_part(clock: Clock) -> None:
+    budget = TimeBudget(40.0, forward=1.0, clock=clock).begun(0.0)  # 20 for sites
+    budget.begin(sharing=2)
+    ask = budget.ending()
+    clock.now = 9.9
+    ask()
+    clock.now = 10.0
+    with pytest.raises(OutOfTimeError):
+        ask()
+
+
+@pytest.mark.parametrize(
+    ("wall", "processor", "expected"),
+    [(8.0, 6.0, 6.0), (8.0, 16.0, 8.0), (8.0, 1.0, 2.0)],
+    ids=["others have the cores", "several threads", "waiting"],
+)
+def test_time_is_what_passes_without_what_other_programs_take(
+    monkeypatch: pytest.MonkeyPatch, wall: float, processor: float, expected: float
+) -> None:
+    now = {"perf_counter": 100.0, "process_time": 50.0}
+    monkeypatch.setattr(timing.budget.time, "perf_counter", lambda: now["perf_counter"])
+    monkeypatch.setattr(timing.budget.time, "process_time", lambda: now["process_time"])
+    clock = budget_clock()
+    assert clock() == 0.0
+    now["perf_counter"] += wall
+    now["process_time"] += processor
+    assert clock() == expected
