@@ -181,7 +181,7 @@ class WholeModel:
         now = race.of("after").speed.mid
         able = {name: part for name, part in left_out.items() if all(name in each for each in runs.values())}
         raced = [_Variant(part, own := race.of(name), own.speed.mid / now) for name, part in able.items()]
-        return max(raced, key=lambda each: each.gain, default=None)
+        return max(raced, key=lambda each: (each.gain, -len(each.left_out)), default=None)
 
     # -- races -----------------------------------------------------------------------------------------------------
 
