@@ -21,14 +21,19 @@ from ..folded import CHECKS
 from .constants import with_derived
 from .engine import Engine, Session
 
-__all__ = ["Converted", "OtherType", "Refused", "converted", "is_forked", "sum_of"]
+__all__ = ["Converted", "OtherType", "Refused", "converted", "is_forked", "key_of", "sum_of"]
 
-_PROCESS = os.getpid()
+_LONG = 0.02
+"""Seconds of a call: what sizes take that are not known before counts for less in a longer one."""
+_ROUNDS, _GAINS = 8, 0.95
+"""A session for one shape is kept if it takes this part of the time; see decision 036."""
+
+_users = set[int]()  # the process in which engines were used first, by its id; a fork of it has that, too
 
 
 def is_forked() -> bool:
-    """Say whether this process is a fork: engines have threads, which it lacks, and a call would wait for ever."""
-    return os.getpid() != _PROCESS
+    """Say whether this is a fork of a process with engines: it lacks their threads, and a call would wait for ever."""
+    return bool(_users) and os.getpid() not in _users
 
 
 class Refused(RuntimeError):
@@ -64,6 +69,7 @@ class Converted:
     checksum: int  # of all their numbers
     seconds: float = 0.0
     by_threads: dict[int, Session] = field(default_factory=dict[int, Session])
+    fixed: dict[Any, Session] = field(default_factory=dict[Any, Session])  # for the shapes of the example alone
     by_shapes: dict[Any, Session | None] = field(default_factory=dict[Any, "Session | None"])  # None: other results
     doubted: bool = False  # writes that torch does not count may have gone unseen
 
@@ -75,11 +81,34 @@ class Converted:
         """Say whether inputs are of the types that it was made for."""
         return all(x.dtype is old.dtype for x, old in zip(inputs, self.example, strict=True))
 
-    def session(self, threads: int) -> Session:
-        """Return what computes with so many threads."""
+    def session(self, key: Any) -> Session:
+        """Return what computes with so many threads, and inputs of such shapes; see `key_of`."""
+        threads = key[0]
         if threads not in self.by_threads:
             self.by_threads[threads] = self.compile(threads)
-        return self.by_threads[threads]
+        return self.fixed.get(key) or self.by_threads[threads]
+
+    def fix(self) -> None:
+        """Compile for the shapes of the example alone, too, where that is faster."""
+        key = key_of(self.example)
+        general = self.session(key)
+        fixed = getattr(general, "fixed", None)
+        if fixed is None:
+            return
+        general(self.example)  # the first call gets ready
+        start = time.perf_counter()
+        general(self.example)
+        if time.perf_counter() - start > _LONG:
+            return
+        session = fixed(self.example)
+        times: dict[bool, list[float]] = {True: [], False: []}
+        for _ in range(_ROUNDS):
+            for is_fixed, each in ((True, session), (False, general)):
+                start = time.thread_time()
+                each(self.example)
+                times[is_fixed].append(time.thread_time() - start)
+        if min(times[True]) <= _GAINS * min(times[False]):
+            self.fixed[key] = session
 
     def move_to(self, tensors: Sequence[Tensor]) -> None:
         """Know the same numbers in other memory; compile anew what holds on to the old one."""
@@ -87,8 +116,9 @@ class Converted:
         self.compile.computation.take(tensors)
         if self.compile.engine.shares_memory:
             self.by_threads = {threads: self.compile(threads) for threads in self.by_threads}
+            self.fixed = {key: cast("Any", self.by_threads[key[0]]).fixed(self.example) for key in self.fixed}
             right = [key for key, session in self.by_shapes.items() if session is not None]
-            self.by_shapes |= {key: self.by_threads[key[0]] for key in right}
+            self.by_shapes |= {key: self.session(key) for key in right}
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether other tensors hold the same numbers, those of a copy of the model."""
@@ -118,6 +148,7 @@ def converted(
         for tensor in tensors:
             if reason := _reason_against(tensor):
                 raise Refused(reason)
+        _users.add(os.getpid())
         start, unchanged = time.perf_counter(), Unchanged(tensors)
         for held in known:
             if not held.doubted and held.holds(tensors):
@@ -127,7 +158,7 @@ def converted(
         computation.eval()
         compile_ = _Compile(engine, computation, example, dtype)
         result = Converted(unchanged, compile_, _notes_of(tensors), sum_of(tensors))
-        result.session(torch.get_num_threads())
+        result.fix()
         result.seconds = time.perf_counter() - start
         return result
 
@@ -137,21 +168,26 @@ class _Computation(nn.Module):
 
     def __init__(self, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        graph = copy_graph(graph)
-        for node in [node for node in graph.nodes if node.target in CHECKS]:
-            graph.erase_node(node)
-        tensors = with_derived(graph, tensors)
-        self._graph_module = fx.GraphModule(nn.Module(), graph, "Region")
+        self._source, self._count = graph, 0
         self.take(tensors)
-        self._count = len(tensors)
 
     def take(self, tensors: Sequence[Tensor]) -> None:
-        """Compute with these tensors."""
-        for number, tensor in enumerate(tensors):
+        """Compute with these tensors, and what is derived of them."""
+        graph = copy_graph(self._source)
+        for node in [node for node in graph.nodes if node.target in CHECKS]:
+            graph.erase_node(node)
+        read = with_derived(graph, tensors)
+        self._graph_module, self._count = fx.GraphModule(nn.Module(), graph, "Region"), len(read)
+        for number, tensor in enumerate(read):
             self.register_buffer(f"tensor{number}", tensor.detach())
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(self._graph_module(*inputs, *(getattr(self, f"tensor{number}") for number in range(self._count))))
+
+
+def key_of(inputs: Sequence[Tensor]) -> Any:
+    """Return by what sessions are told apart: the number of threads, and what inputs are like."""
+    return (torch.get_num_threads(), *[(x.shape, x.dtype) for x in inputs])
 
 
 def _notes_of(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int, Any]]:

@@ -17,7 +17,10 @@ __all__ = ["Engine", "Session"]
 
 
 class Session(Protocol):
-    """A computation that an engine has compiled; several threads may call it."""
+    """A computation that an engine has compiled; several threads may call it.
+
+    It may have a method `fixed(example)`, which returns a session for inputs of the shapes of `example` alone.
+    """
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Return the results as tensors of their own, which no later call writes to; inputs are contiguous."""

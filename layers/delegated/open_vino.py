@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -48,16 +48,23 @@ class OpenVINO(Engine):
         settings = {
             "INFERENCE_PRECISION_HINT": _PRECISION[dtype], "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1,
         }  # fmt: skip
-        return _Session(openvino, openvino.Core().compile_model(model, "CPU", settings))
+        return _Session(openvino, model, settings)
 
 
 class _Session:
     """A request for each thread, on memory of torch: inputs are shared, results are written into new tensors."""
 
-    def __init__(self, openvino: Any, compiled: Any) -> None:
-        self._tensor, self._compiled = openvino.Tensor, compiled
-        self._outputs = range(len(compiled.outputs))
+    def __init__(self, openvino: Any, model: Any, settings: Mapping[str, Any]) -> None:
+        self._openvino, self._model, self._settings, self._tensor = openvino, model, settings, openvino.Tensor
+        self._compiled = openvino.Core().compile_model(model, "CPU", settings)
+        self._outputs = range(len(self._compiled.outputs))
         self._local = threading.local()
+
+    def fixed(self, example: Sequence[Tensor]) -> _Session:
+        """Return a session for inputs of the shapes of `example` alone."""
+        model = self._model.clone()
+        model.reshape({place: list(x.shape) for place, x in enumerate(example)})
+        return _Session(self._openvino, model, self._settings)
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         request = getattr(self._local, "request", None)

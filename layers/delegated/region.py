@@ -17,7 +17,7 @@ from ...compat import dispatch_modes_off, runs_kernels, wants_gradients
 from ...errors import EngineWarning, one_line
 from ...operators import Keeping, Unchanged
 from ...runtime.graphs import PortableGraph, copy_graph
-from .conversion import Converted, OtherType, Refused, converted, is_forked, sum_of
+from .conversion import Converted, OtherType, Refused, converted, is_forked, key_of, sum_of
 from .engines import engine_named
 
 __all__ = ["DelegatedRegion"]
@@ -86,7 +86,7 @@ class DelegatedRegion(Keeping):
         held = self._current(inputs, tensors)
         if held is None:
             return self._by_itself(operands, tensors)
-        key = (torch.get_num_threads(), *[(x.shape, x.dtype) for x in inputs])
+        key = key_of(inputs)
         if key not in held.by_shapes:
             return self._first(held, key, operands) if held.takes(inputs) else self._own(*operands)
         session = held.by_shapes[key]
@@ -107,14 +107,17 @@ class DelegatedRegion(Keeping):
     def held_bytes(self) -> int:
         """Return about how much memory the engine takes: the tensors again, for each number of threads."""
         held = tuple(self._converted.values())
-        sessions = {id(session): each for each in held for session in each.by_threads.values()}
+        sessions = {id(session): each for each in held for session in (*each.by_threads.values(), *each.fixed.values())}
         return sum(tensor.nbytes for each in sessions.values() for tensor, *_ in each.noted)
 
     def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         """Let the engine take the tensors as they are, for inputs such as these; raise what it raises."""
         held = self._convert(inputs, tensors)
-        with dispatch_modes_off():
-            held.session(torch.get_num_threads())(inputs)
+        with dispatch_modes_off(), torch.no_grad():
+            found = held.session(key_of(inputs))(inputs)
+            usual = all(map(torch.is_floating_point, inputs))  # with masks and indices of zeros, engines have own rules
+            if usual and _agree(found, self._own(*inputs, *tensors), _ERROR[self.dtype]) is False:
+                raise RuntimeError("it gives something else")
 
     def forget_all(self) -> None:
         """Compare all numbers with those that the engine took, at the next call: some may have been changed unseen.
@@ -212,7 +215,7 @@ class DelegatedRegion(Keeping):
         """Compute by the engine and by the region's own operations, and note whether they agree."""
         own = self._own(*operands)
         try:
-            session = held.session(key[0])
+            session = held.session(key)
             inputs = [x.detach().contiguous() for x in operands[: self.inputs]]
             found = session(inputs)
             agree = _agree(found, own, _ERROR[self.dtype])

@@ -325,7 +325,7 @@ def test_refresh_converts_at_once_and_copies_that_are_gone_are_let_go(engine: Fa
 def test_a_forked_process_hands_nothing_to_an_engine(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     region, of = made(), layer()
     call(region, of)
-    monkeypatch.setattr("fxopt.layers.delegated.conversion._PROCESS", -1)
+    monkeypatch.setattr("fxopt.layers.delegated.conversion._users", {-1})
     assert calls_of_engine(engine, lambda: call(region, of)) == 0
     nn.init.constant_(of.weight, 2.0)
     region.refresh([of.weight, of.bias])
@@ -348,3 +348,10 @@ def test_parameters_of_other_kinds_are_computed_with_as_they_are(engine: Fake) -
             for _ in range(2):
                 found, expected = region(X, weight, of.bias), F.linear(X, weight, of.bias)
                 torch.testing.assert_close(found[1], expected)
+
+
+def test_an_engine_that_is_too_far_off_is_not_prepared(engine: Fake) -> None:
+    region, of = made(), layer()
+    engine.off = 0.5
+    with pytest.raises(RuntimeError, match="something else"):
+        region.prepare([X], [of.weight, of.bias])

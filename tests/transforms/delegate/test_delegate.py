@@ -363,3 +363,25 @@ def test_tied_weights_stay_tied_in_files(engine: str) -> None:
     assert are_in_files(fast) == [True, False, False, True, False]
     assert fast[0].weight is fast[1].weight
     same(fast, model, x)
+
+
+@pytest.mark.parametrize("gains", [float("inf"), 0.0])
+def test_a_session_for_the_shapes_of_the_example_gives_way_to_others(
+    gains: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxopt.layers.delegated.conversion._GAINS", gains)
+    model = linears()
+    fast = delegated(model, "openvino")
+    held = [each for region in regions(fast) for each in region._converted.values()]
+    assert [len(each.fixed) for each in held] == [int(gains > 0)]
+    for rows in (len(X), 3, len(X)):
+        x = torch.randn(rows, *X.shape[1:])
+        same(fast, model, x)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        same(fast, model, X)
+    finally:
+        torch.set_num_threads(threads)
+    freed = fxopt.optimize(fast, "release", measure=False)
+    same(freed, model, X)
