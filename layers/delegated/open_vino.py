@@ -6,6 +6,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -51,12 +52,22 @@ class OpenVINO(Engine):
         return _Session(openvino, model, settings)
 
 
+@cache
+def _core(openvino: Any) -> Any:
+    """Return the one core of the process, which stays.
+
+    Each lets the thread that made it handle signals on a stack of its own, and puts the stack before back when it goes.
+    Where cores go in another order than they came, that may be the stack of one that is gone: the next signal crashes.
+    """
+    return openvino.Core()
+
+
 class _Session:
     """A request for each thread, on memory of torch: inputs are shared, results are written into new tensors."""
 
     def __init__(self, openvino: Any, model: Any, settings: Mapping[str, Any]) -> None:
         self._openvino, self._model, self._settings, self._tensor = openvino, model, settings, openvino.Tensor
-        self._compiled = openvino.Core().compile_model(model, "CPU", settings)
+        self._compiled = _core(openvino).compile_model(model, "CPU", settings)
         self._outputs = range(len(self._compiled.outputs))
         self._local = threading.local()
 

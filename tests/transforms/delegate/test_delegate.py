@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import signal
+import subprocess
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -11,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engines import X, delegated, engines, linears, one_engine, reasons, regions, same
+from support.engines import X, delegated, engines, linears, one_engine, openvino_only, reasons, regions, same
 from torch import Tensor, nn
 
 import fxopt
@@ -365,13 +369,14 @@ def test_tied_weights_stay_tied_in_files(engine: str) -> None:
     same(fast, model, x)
 
 
+@openvino_only
 @pytest.mark.parametrize("gains", [float("inf"), 0.0])
 def test_a_session_for_the_shapes_of_the_example_gives_way_to_others(
-    gains: float, monkeypatch: pytest.MonkeyPatch
+    gains: float, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fxopt.layers.delegated.conversion._GAINS", gains)
     model = linears()
-    fast = delegated(model, "openvino")
+    fast = delegated(model, engine)
     held = [each for region in regions(fast) for each in region._converted.values()]
     assert [len(each.fixed) for each in held] == [int(gains > 0)]
     for rows in (len(X), 3, len(X)):
@@ -385,3 +390,23 @@ def test_a_session_for_the_shapes_of_the_example_gives_way_to_others(
         torch.set_num_threads(threads)
     freed = fxopt.optimize(fast, "release", measure=False)
     same(freed, model, X)
+
+
+@openvino_only
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals")
+def test_signals_are_handled_though_engines_go_in_another_order_than_they_came(engine: str) -> None:
+    """Each core of OpenVINO changes the stack on which signals are handled; in a process of its own: it may crash."""
+    code = (
+        "import gc, os, signal, fxopt; from support.engines import X, delegated, linears\n"
+        f"held = [delegated(linears(), {engine!r}) for _ in range(3)]\n"
+        "for _ in range(3):\n"
+        "    held.pop(0); gc.collect()\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: print('handled'))\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    folders = [str(Path(fxopt.__file__).parent.parent), str(Path(__file__).parents[2])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "handled"), done.stderr
