@@ -27,8 +27,8 @@ _WORTH = 0.02
 """Where sites were shown to save more than this part of the model's time, one race more must speak against them."""
 _MOST_VARIANTS = 5
 """So many variants race at once, at most."""
-_CALLS_OF_EACH = 8
-"""So many calls a race makes of each variant at least: six rounds, and two to get ready."""
+_CALLS_OF_A_VARIANT = 8
+"""So many calls a race makes of a variant at least: six rounds, and two to get ready."""
 
 _Models = Mapping[str, nn.Module]
 
@@ -156,7 +156,7 @@ class WholeModel:
 
     def _has_time(self, variants: int, written: int = 0) -> bool:
         """Say whether there is time to write so many variants, and to race them with others that are written."""
-        calls = _CALLS_OF_EACH * (2 + written + variants)
+        calls = _CALLS_OF_A_VARIANT * (2 + written + variants)
         seconds = calls * self._context.budget.forward + (1 + variants) * self._seconds_to_write
         return seconds <= self._context.budget.for_the_whole
 
