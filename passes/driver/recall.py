@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...collection import collection_paused
 from ...runtime.record import record_of
 from ...tracing.isolation import in_phase
 from ...tracing.program import Program, is_on_meta
 from ..cache import Cache, Entry, key_of
-from ..timing import collection_paused
 from .context import Request
 from .manager import Manager
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ...collection import collection_of_the_new, collection_paused
 from ...compat import all_modules
 from ...errors import InputError, UsageError
 from ...runtime.graphs import EVAL_ONLY, attach, capture_of, deactivate_again, detach, rank_local
@@ -32,7 +33,7 @@ from ..cache import Entry
 from ..contract import check_option_types
 from ..pipeline import Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
-from ..timing import TimeBudget, budget_clock, collection_of_the_new, collection_paused, forward_seconds
+from ..timing import TimeBudget, budget_clock, forward_seconds
 from .context import Request, RunContext
 from .history import Rewrite
 from .manager import Manager
