@@ -126,10 +126,10 @@ class TimeBudget:
         return self
 
     @contextmanager
-    def spending(self, stage: Stage | None = None) -> Generator[None]:
-        """Count what runs meanwhile, by default as what is counted already; of nested uses each second counts once."""
+    def spending(self, stage: Stage) -> Generator[None]:
+        """Count what runs meanwhile; of nested uses each second counts once, for the inner one."""
         self._count()
-        self._running.append(stage or (self._running[-1] if self._running else Stage.WRITING))
+        self._running.append(stage)
         try:
             yield
         finally:
