@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
+from .collection import collection_paused
 from .compat import all_modules
 from .deploy import archive, reproducer
 from .deploy.export import export_model
@@ -29,7 +30,7 @@ from .passes.driver import (
 )
 from .passes.pipeline import PassInfo, PassLike, asked_for, available, chosen_passes, refuse_unfit, unfinished
 from .passes.sites import Phase
-from .passes.timing import BudgetRequest, collection_paused
+from .passes.timing import BudgetRequest
 from .reporting import in_words
 from .reporting.notes import notes, warn_of
 from .reporting.progress import progress_line
@@ -79,7 +80,7 @@ def optimize(
     """Return the model, rewritten by `passes` where that is right and, for passes made for speed, where it pays.
 
     An equal model that was optimized before on this machine is rewritten as was decided then, and compared once;
-    nothing is timed. `FXOPT_CACHE=0` decides anew.
+    no rewrite is timed. `FXOPT_CACHE=0` decides anew.
 
     Where a process group of `torch.distributed` is initialized, all ranks call this: rank 0 decides, the others follow.
 
@@ -97,7 +98,7 @@ def optimize(
             Its steps are `fused` or `foreach` from then on where that is faster, unless these flags are set already.
         verify: check each rewrite against float64 and undo what differs; by default yes, or what FXOPT_VERIFY says.
         measure: time rewrites made for speed, undo what is not faster; "cold": with caches emptied, as by other work.
-        time_budget: seconds that all may take behind the capture, or `"100 forwards"`; by default 40, at least 2 s.
+        time_budget: seconds from the capture to the result, or `"100 forwards"`; by default 40 forwards, at least 2 s.
         plan: a `Plan`, or the path of a saved one: repeat its decisions without verifying or timing anything.
         inplace: rewrite `model` itself (its modules keep their identity) instead of a copy; no pass that shards it may
             be among the passes.

@@ -46,7 +46,7 @@ class Measure(enum.Enum):
         return self is not Measure.NO
 
 
-def _own_cache() -> Path:
+def _own_kernels() -> Path:
     """Return a folder that nobody else writes to: what is in it is loaded and run."""
     return Path(os.path.expanduser("~/.cache/fxopt/kernels"))  # noqa: PTH111 - without a home, Path would raise
 
@@ -67,7 +67,7 @@ class Settings:
     pass_timeout: float = 300.0  # seconds until a pass counts as hung; 0 sets no limit
     reproducer_dir: Path = field(default_factory=lambda: Path(gettempdir()) / "fxopt")
     time_budget: str | None = None  # as `optimize` reads it
-    kernel_cache: Path = field(default_factory=_own_cache)
+    kernel_cache: Path = field(default_factory=_own_kernels)
     engines: bool = True  # whether presets hand regions to engines that are installed
     cache: Path | None = field(default_factory=_own_decisions)  # where decisions are kept; None: nowhere
 

@@ -30,7 +30,8 @@ from pruning_subjects import SUBJECTS, Subject
 from torch import nn
 
 import fxopt
-from fxopt.passes.timing import Timings, collection_paused
+from fxopt.collection import collection_paused
+from fxopt.passes.timing import Timings
 from fxopt.transforms.prune import Prune
 
 SHARES = (0.25, 0.5, 0.75)

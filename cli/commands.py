@@ -65,7 +65,8 @@ Passes = Annotated[
     ),
 ]
 TimeBudget = Annotated[
-    str | None, typer.Option(metavar="TIME", help="What all may take behind the capture: seconds, or '100 forwards'.")
+    str | None,
+    typer.Option(metavar="TIME", help="The time from the capture to the result: seconds, or '100 forwards'."),
 ]
 Weights = Annotated[Path | None, typer.Option(metavar="FILE", help="Load these weights (safetensors, .pt) first.")]
 BothWeights = Annotated[
@@ -338,7 +339,7 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def cache(
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all of them.")] = False,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove all that are kept.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show how many decisions of earlier runs are kept for models that are optimized again, or remove them.
@@ -356,7 +357,7 @@ def cache(
     elif folder is None:
         _show("the cache is off: nothing is kept\n")
     else:
-        _show(f"{'removed ' if clear else ''}decisions on {count} models, {byte_text(size)}, in {folder}\n")
+        _show(f"{'removed' if clear else 'cached'} decisions: {count}, {byte_text(size)} in {folder}\n")
 
 
 @app.command()

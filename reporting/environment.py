@@ -99,7 +99,10 @@ def _settings(settings: Settings) -> list[Check]:
 def _cached(settings: Settings) -> str:
     if settings.cache is None:
         return "none: the cache is off"
-    count, size = Cache(settings.cache).usage()
+    try:
+        count, size = Cache(settings.cache).usage()
+    except OSError as error:
+        return f"none: the folder cannot be read ({error}); set FXOPT_CACHE to another one"
     return f"{count}, {byte_text(size)} in {settings.cache}"
 
 

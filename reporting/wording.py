@@ -99,7 +99,7 @@ def summary(record: Record) -> dict[str, str]:
     if record.finishing:
         lines["finished"] = "; ".join(f"{name}: {printable(said)}" for name, said in record.finishing.items())
     if record.cached:
-        lines["from the cache"] = f"decided and timed on {record.cached[:10]}; only the whole model was compared now"
+        lines["from the cache"] = f"decisions and figures are of {record.cached[:10]}; no rewrite was timed now"
     if record.spent:
         lines["time spent"] = _spent(record.spent)
         if record.spent.get("otherwise"):

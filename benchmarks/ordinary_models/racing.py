@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxopt.passes.timing import Timings, collection_paused
+from fxopt.collection import collection_paused
+from fxopt.passes.timing import Timings
 
 from .cases import CASES, Case
 from .columns import COLUMNS, RACES, Subject, imported

@@ -22,9 +22,8 @@ def with_derived(graph: fx.Graph, tensors: Sequence[Tensor]) -> list[Tensor]:
     places = graph.find_nodes(op="placeholder")
     known: dict[fx.Node, Any] = dict(zip(places[len(places) - len(tensors) :], tensors, strict=True))
     for node in graph.nodes:
-        if (node.target is operator.getitem or isinstance(node.target, Derived)) and known.keys() >= {
-            *node.all_input_nodes
-        }:
+        derives = node.target is operator.getitem or isinstance(node.target, Derived)
+        if derives and known.keys() >= set(node.all_input_nodes):
             args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
             known[node] = node.target(*args, **kwargs)
     first = next(node for node in graph.nodes if node.op != "placeholder")

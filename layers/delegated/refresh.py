@@ -1,4 +1,4 @@
-"""Engines take the numbers of a whole model anew."""
+"""The regions of a whole model: what engines hold for them, and taking its numbers anew."""
 
 from __future__ import annotations
 

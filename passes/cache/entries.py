@@ -133,8 +133,9 @@ class Cache:
 
     def _make_room(self) -> None:
         """Remove what was not used for longest, until the rest fits; and what a writer has left behind."""
-        left = sum(status.st_size for _, status in self._files(_NAME))
-        for path, status in sorted(self._files(_NAME), key=lambda each: each[1].st_mtime):
+        entries = sorted(self._files(_NAME), key=lambda each: each[1].st_mtime)
+        left = sum(status.st_size for _, status in entries)
+        for path, status in entries:
             if left <= _MOST:
                 break
             path.unlink(missing_ok=True)
@@ -154,7 +155,7 @@ def _check_decision(decision: Decision) -> None:
             _check_number(decision.figures[name])
     for each in _mapping(decision.figures.get("lowerings", {})).values():
         _check_number(each)
-    _check_plain([decision.figures, decision.values, decision.site])
+    _check_finite([decision.figures, decision.values, decision.site])
     if decision.site is not None:
         _mapping(decision.site.get("data"))
 
@@ -169,7 +170,7 @@ def _timings(given: object) -> Mapping[str, Any] | None:
         _check_speeds(_mapping(each), _SPEEDS)
     if not all(isinstance(reason, str) for reason in _mapping(found.get("untimed_sizes", {})).values()):
         raise ValueError("a size was not timed for no reason")
-    _check_plain(found)
+    _check_finite(found)
     return found
 
 
@@ -198,13 +199,13 @@ def _check_number(value: object) -> None:
         raise ValueError(f"it has {str(value)[:40]!r} in the place of a number")
 
 
-def _check_plain(value: object) -> None:
+def _check_finite(value: object) -> None:
     """Raise ValueError for a number that is not finite."""
     if isinstance(value, dict):
         for each in cast("dict[str, object]", value).values():
-            _check_plain(each)
+            _check_finite(each)
     elif isinstance(value, list):
         for each in cast("list[object]", value):
-            _check_plain(each)
+            _check_finite(each)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError("it has a number that is not finite")

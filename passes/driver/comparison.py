@@ -57,7 +57,8 @@ class Comparison:
         self._phase = group.phase or pass_.phase
         self._hurried = hurried and self._check
         may_be_left = context.may_be_left(pass_, group)
-        self._in_time = self._budget.ending() if may_be_left and not hurried else _nothing
+        # What is owed is checked however long that takes.
+        self._in_time = self._budget.ending() if may_be_left and not hurried else lambda: None
         # The last comparison asks of the whole model what a brief one would ask here.
         self._by_the_whole = self._hurried and may_be_left and bool(context.program.whole_calls)
         self._brief, self._simulated = brief or hurried, simulated
@@ -217,7 +218,3 @@ class Comparison:
         if is_on_meta(self._owner):
             return "unverified: meta"
         return "unverified: never called" if self._program.inputs else "unverified: no example inputs"
-
-
-def _nothing() -> None:
-    """Ask nothing: what is owed is checked, however long that takes."""

@@ -53,6 +53,11 @@ class Request:
     cache: Path | None = None  # the folder of decisions of earlier runs; None: every run decides anew
     twin: nn.Module | None = None  # small, with data: rewrites of a model on the meta device are verified in it
 
+    @property
+    def decides(self) -> bool:
+        """Say whether rewrites are checked or timed, and no plan is repeated."""
+        return self.plan is None and (self.verify or bool(self.measure))
+
 
 @dataclass(frozen=True)
 class RunContext:

@@ -81,7 +81,7 @@ class Manager:
             costs_time = pass_.goal is Goal.MEMORY and self.program.training
             if costs_time:  # what it costs is not to speak against what others gain
                 self._time_whole()
-            self.context.budget.begin(among)
+            self.context.budget.begin_pass(among)
             self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
             if costs_time and self._baseline is not None:
                 self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)

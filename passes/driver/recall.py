@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...collection import collection_paused
 from ...runtime.record import record_of
 from ...tracing.isolation import in_phase
 from ...tracing.program import Program, is_on_meta
 from ..cache import Cache, Entry, key_of
-from ..timing import collection_paused
 from .context import Request
 from .manager import Manager
 
@@ -34,8 +34,7 @@ class Kept:
 
         Nothing is kept of a model that was optimized before, nor where nothing would be compared or timed.
         """
-        runs = request.plan is None and (request.verify or bool(request.measure))
-        if request.cache is None or not runs or not program.whole_calls or request.twin is not None:
+        if request.cache is None or not request.decides or not program.whole_calls or request.twin is not None:
             return None
         if is_on_meta(program.model) or record_of(program.model) is not None:
             return None

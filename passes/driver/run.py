@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ...collection import collection_of_the_new, collection_paused
 from ...compat import all_modules
 from ...errors import InputError, UsageError
 from ...runtime.graphs import EVAL_ONLY, attach, capture_of, deactivate_again, detach, rank_local
@@ -32,7 +33,7 @@ from ..cache import Entry
 from ..contract import check_option_types
 from ..pipeline import Ranks, as_in_twin, check_behind, on_all_ranks, optimized_on_all, ranks
 from ..sites import Phase
-from ..timing import TimeBudget, budget_clock, collection_of_the_new, collection_paused, forward_seconds
+from ..timing import TimeBudget, budget_clock, forward_seconds
 from .context import Request, RunContext
 from .history import Rewrite
 from .manager import Manager
@@ -195,8 +196,7 @@ def _decided(model: nn.Module, start: _Start, request: Request) -> Manager:
     program = start.program
     with in_phase(program.model, program.training):
         manager = _manager(start, request)
-        runs = request.plan is None and (request.verify or bool(request.measure))
-        measured = measured_memory(program, request.passes) if runs else None
+        measured = measured_memory(program, request.passes) if request.decides else None
         if request.plan is None:
             manager.run(request.passes)
         else:
@@ -296,15 +296,14 @@ def copied(model: nn.Module) -> nn.Module:
 
 def _budget(program: Program, request: Request, captured_in: float) -> TimeBudget:
     """Return the time for what follows the capture, which begins now; where nothing is run there is no limit."""
-    runs = (request.verify or bool(request.measure)) and request.plan is None
-    if not runs or not program.inputs or is_on_meta(program.model):
+    if not request.decides or not program.inputs or is_on_meta(program.model):
         return TimeBudget()
     on_gpu = any(tensor.is_cuda for tensor in all_tensors(program.names.distinct))
     clock = time.perf_counter if on_gpu else budget_clock()
     begun = clock()
     known = 0.0 if on_gpu or program.training else program.forward_seconds
     forward = known or forward_seconds(program.model, program.whole_calls, program.training, clock)
-    return TimeBudget.granted(request.time_budget, forward, clock).begun(begun, captured_in)
+    return TimeBudget.granted(request.time_budget, forward, clock).counting_from(begun, captured_in)
 
 
 def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: int) -> Record:

@@ -178,10 +178,9 @@ class Tuner:
         lost = dict[Rewrite, str]()
         for rewrite in wanted:
             try:
-                candidate = self._out_of_time(rewrite.group)
-                if verified and self.context.has_time(rewrite.pass_):
-                    candidate = self.repeat(rewrite.pass_, rewrite.group)
-                if candidate.status == "skipped":
+                is_checked = verified and self.context.has_time(rewrite.pass_)
+                candidate = self.repeat(rewrite.pass_, rewrite.group) if is_checked else None
+                if candidate is None or candidate.status == "skipped":
                     candidate = Candidate(rewrite.group, edit=self.apply(rewrite.pass_, rewrite.group))
             except (MatchFailure, PassError) as failure:
                 candidate = Candidate(rewrite.group, Reason.of(Cause.NO_MATCH, str(failure)))

@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import torch
 
+from ...collection import collection_paused
 from ...errors import BudgetError, CalibrationError, FxoptError, MatchFailure, PassError
 from ...runtime.values import RandomState
-from ..timing import collection_paused
 
 __all__ = ["supervised", "switches_kept"]
 

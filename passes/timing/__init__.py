@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ...collection import collection_of_the_new, collection_paused
 from .budget import DEFAULT_BUDGET, BudgetRequest, OutOfTimeError, Stage, TimeBudget, budget_clock
 from .conditions import last_level_bytes, race_clock
 from .live_bytes import LiveBytes, MemoryUse, memory_use
@@ -11,9 +10,8 @@ from .pairs import microseconds, no_gain, time_kind, time_pair, timing_figures
 from .runner import Runner, forward_seconds
 
 __all__ = [
-    "CALLS_OF_EACH", "CALLS_OF_TWO", "DEFAULT_BUDGET", "BudgetRequest", "Interval", "LiveBytes",
-    "MemoryUse", "OutOfTimeError", "Runner", "Stage", "TimeBudget", "Timings", "budget_clock",
-    "collection_of_the_new", "collection_paused", "forward_seconds", "last_level_bytes",
-    "memory_use", "microseconds", "no_gain", "race_clock", "time_candidates", "time_kind", "time_pair",
-    "timing_figures",
+    "CALLS_OF_EACH", "CALLS_OF_TWO", "DEFAULT_BUDGET", "BudgetRequest", "Interval", "LiveBytes", "MemoryUse",
+    "OutOfTimeError", "Runner", "Stage", "TimeBudget", "Timings", "budget_clock", "forward_seconds",
+    "last_level_bytes", "memory_use", "microseconds", "no_gain", "race_clock", "time_candidates", "time_kind",
+    "time_pair", "timing_figures",
 ]  # fmt: skip

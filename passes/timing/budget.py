@@ -103,8 +103,8 @@ class TimeBudget:
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.seconds, self.forward, self.clock = seconds, forward, clock
-        self._timing, self._spent = timing, spent
-        self._stages = dict.fromkeys(Stage, 0.0)
+        self._spent = spent
+        self._stages = dict.fromkeys(Stage, 0.0) | {Stage.TIMING: timing}
         self._running: list[Stage] = []
         self._counted_until = 0.0
         self._beyond, self._until = 0.0, math.inf
@@ -119,17 +119,17 @@ class TimeBudget:
         """Return the budget for a model, one forward of which takes so many seconds by a clock."""
         return cls(max(request.seconds, request.forwards * forward), forward, clock=clock)
 
-    def begun(self, at: float, captured_in: float = 0.0) -> TimeBudget:
+    def counting_from(self, at: float, captured_in: float = 0.0) -> TimeBudget:
         """Count everything from a time on, to the end of the run; the capture before it took so many seconds."""
         self._counted_until, self.captured_in = at, captured_in
         self._running.append(Stage.WRITING)
         return self
 
     @contextmanager
-    def spending(self, stage: Stage | None = None) -> Generator[None]:
-        """Count what runs meanwhile, by default as what is counted already; of nested uses each second counts once."""
+    def spending(self, stage: Stage) -> Generator[None]:
+        """Count what runs meanwhile; of nested uses each second counts once, for the inner one."""
         self._count()
-        self._running.append(stage or (self._running[-1] if self._running else Stage.WRITING))
+        self._running.append(stage)
         try:
             yield
         finally:
@@ -143,7 +143,6 @@ class TimeBudget:
             passed, stage = now - self._counted_until, self._running[-1]
             self._spent += passed
             self._stages[stage] += passed
-            self._timing += passed if stage is Stage.TIMING else 0.0
         self._counted_until = now
 
     @property
@@ -166,13 +165,8 @@ class TimeBudget:
         """Return what raises `OutOfTimeError` once a pass has spent its part or, where it has all the time, once only
         that is left which comparing the model takes in the end.
         """
-        return self._ending_at(min(self._until, self._in_all - self._kept_for_comparing))
+        end = min(self._until, self._in_all - self._kept_for_comparing)
 
-    def ending_after(self, seconds: float) -> Callable[[], None]:
-        """Return what raises `OutOfTimeError` once so many seconds more are spent."""
-        return self._ending_at(self.spent + seconds)
-
-    def _ending_at(self, end: float) -> Callable[[], None]:
         def ask() -> None:
             if self.spent >= end:
                 raise OutOfTimeError
@@ -186,7 +180,7 @@ class TimeBudget:
     def _kept_back(self, forwards: float, least: float) -> float:
         return min(max(forwards * self.forward, least * self.seconds), _WHOLE_MODEL_SHARE * self.seconds)
 
-    def begin(self, sharing: int = 1) -> None:
+    def begin_pass(self, sharing: int = 1) -> None:
         """Give the next pass its share of the time for sites that is left; the rest is for those behind it."""
         if math.isfinite(self._until):
             self._beyond += max(0.0, self.spent - self._until)
@@ -222,7 +216,7 @@ class TimeBudget:
         """
         is_all = whole and math.isfinite(self.seconds)
         for_sites = min(self._until, self._in_all - self._kept_for_comparing) if is_all else self.for_sites
-        left = min(_OF_TIMING * for_sites - self._timing, for_sites - self.spent)
+        left = min(_OF_TIMING * for_sites - self._stages[Stage.TIMING], for_sites - self.spent)
         seconds = max(0.0, _OF_ONE_RACE * left) / among
         return seconds if has_choice or among == 1 or seconds >= _TELLING_SECONDS else 0.0
 

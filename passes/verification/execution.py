@@ -28,8 +28,6 @@ __all__ = ["Conditions", "Execution", "Kept", "leaves_tensors", "own_tensors", "
 Kept = dict[tuple[int, torch.dtype], tuple[Tensor, int]]
 """Stand-ins, and how often each was written to, by the id of a module's tensor and the type."""
 
-_Asking = Callable[[], object]
-
 _AWAY = 0x5EED
 """Random draws begin at no seed that code is likely to set."""
 
@@ -52,7 +50,8 @@ class Conditions:
     whole: bool = False
     # modules inside, by name, each of whose only graph is interpreted in exact runs, whatever its guards say
     inner: Sequence[str] = ()
-    in_time: _Asking = lambda: None  # called before each run, and each operation of exact ones; raises to end them all
+    # called before each run, and each operation of exact ones; raises to end them all
+    in_time: Callable[[], object] = lambda: None
 
 
 @dataclass

@@ -430,7 +430,7 @@ def test_the_cache_is_shown_and_cleared(fxopt: Fxopt, tmp_path: Path, monkeypatc
     checks = {check["name"]: check["found"] for check in fxopt("doctor", "--json").json["checks"]}
     assert checks["cached decisions"] == f"1, 2 KiB in {folder}"
     assert checks["FXOPT_CACHE"] == str(folder)
-    assert fxopt("cache").out == f"decisions on 1 models, 2 KiB, in {folder}\n"
+    assert fxopt("cache").out == f"cached decisions: 1, 2 KiB in {folder}\n"
     assert entry.exists()
     cleared = fxopt("cache", "--clear", "--json")
     assert (cleared.code, cleared.json["entries"], cleared.json["bytes"], cleared.json["cleared"]) == (0, 1, 2048, True)

@@ -20,3 +20,10 @@ def test_doctor_names_the_instructions_for_small_numbers(monkeypatch: pytest.Mon
     int8, bfloat16 = found({"avx2": True}, "this CPU has no VNNI")
     assert int8.startswith("none of avx_vnni,") and int8.endswith("int8_static} is refused: this CPU has no VNNI")
     assert bfloat16 == "none of avx512_bf16, amx_bf16, bf16: it may not be faster"
+
+
+def test_doctor_goes_on_where_the_cache_cannot_be_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FXOPT_CACHE", f"/{'long' * 100}")
+    by_name = {check.name: check.found for check in environment.checks()}
+    assert by_name["cached decisions"].startswith("none: the folder cannot be read (")
+    assert by_name["cached decisions"].endswith("set FXOPT_CACHE to another one")

@@ -27,8 +27,8 @@ _WORTH = 0.02
 """Where sites were shown to save more than this part of the model's time, one race more must speak against them."""
 _MOST_VARIANTS = 5
 """So many variants race at once, at most."""
-_CALLS_OF_EACH = 8
-"""So many calls a race makes of each variant at least: six rounds, and two to get ready."""
+_CALLS_OF_A_VARIANT = 8
+"""So many calls a race makes of a variant at least: six rounds, and two to get ready."""
 
 _Models = Mapping[str, nn.Module]
 
@@ -156,7 +156,7 @@ class WholeModel:
 
     def _has_time(self, variants: int, written: int = 0) -> bool:
         """Say whether there is time to write so many variants, and to race them with others that are written."""
-        calls = _CALLS_OF_EACH * (2 + written + variants)
+        calls = _CALLS_OF_A_VARIANT * (2 + written + variants)
         seconds = calls * self._context.budget.forward + (1 + variants) * self._seconds_to_write
         return seconds <= self._context.budget.for_the_whole
 
@@ -169,12 +169,10 @@ class WholeModel:
                 if left_out and not self._has_time(1, len(left_out)):
                     break
                 start, name = budget.spent, f"variant {number}"
-                with budget.spending():
-                    models[name], left_out[name] = variants.without(part), part
+                models[name], left_out[name] = variants.without(part), part
                 self._seconds_to_write = max(self._seconds_to_write, budget.spent - start)
         finally:
-            with budget.spending():
-                variants.put_back()
+            variants.put_back()
         deactivate(self._context.program.names.distinct)
         runs = self._runs(models)
         race = self._raced(runs)
@@ -192,13 +190,12 @@ class WholeModel:
     def _runs(self, models: _Models) -> dict[str, Mapping[str, timing.Runner]]:
         """Return what to race, by the label of a kind of calls; variants that do not run are left out."""
         able = dict[str, Mapping[str, timing.Runner]]()
-        with self._context.budget.spending():
-            for name, model in models.items():
-                try:
-                    able[name] = self._runners(model)
-                except Exception:  # whatever is raised by a rewrite without what it was written on
-                    if name in self._now:
-                        raise
+        for name, model in models.items():
+            try:
+                able[name] = self._runners(model)
+            except Exception:  # whatever is raised by a rewrite without what it was written on
+                if name in self._now:
+                    raise
         return {label: {name: runners[label] for name, runners in able.items()} for label in self._kinds}
 
     def _runners(self, model: nn.Module) -> Mapping[str, timing.Runner]:
@@ -206,12 +203,10 @@ class WholeModel:
         return {label: timing.Runner(model, calls, training=training) for label, calls in self._kinds.items()}
 
     def _raced(self, runs: Mapping[str, Mapping[str, timing.Runner]]) -> Race:
-        budget, cold = self._context.budget, self._context.program.measuring.is_cold
-        limit = budget.for_the_whole / len(runs)
-        with budget.spending():
-            return Race(
-                {label: timing.time_candidates(each, limit=limit, cold=cold, clear=1.0) for label, each in runs.items()}
-            )
+        cold, limit = self._context.program.measuring.is_cold, self._context.budget.for_the_whole / len(runs)
+        return Race(
+            {label: timing.time_candidates(each, limit=limit, cold=cold, clear=1.0) for label, each in runs.items()}
+        )
 
     def _take_back(self, unwanted: Sequence[Rewrite], reason: Reason) -> None:
         """Undo rewrites that others may stand on: unwind what came later around them, then apply that again.

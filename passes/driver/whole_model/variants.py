@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from torch import nn
 
@@ -82,7 +81,7 @@ def kinds_of(rewrites: Sequence[Rewrite]) -> list[list[Rewrite]]:
 
 def stages_of(rewrites: Sequence[Rewrite]) -> list[list[Rewrite]]:
     """Return rewrites by where they are in the model, in a few parts of about the same number."""
-    depth = next(_depths_that_tell(rewrites), 0)
+    depth = _depth_that_tells(rewrites)
     places: dict[tuple[str, ...], list[Rewrite]] = {}
     for each in rewrites:
         places.setdefault(_path(each)[:depth], []).append(each)
@@ -95,12 +94,12 @@ def stages_of(rewrites: Sequence[Rewrite]) -> list[list[Rewrite]]:
     return list(stages.values())
 
 
-def _depths_that_tell(rewrites: Sequence[Rewrite]) -> Iterator[int]:
-    """Yield how many names of a path tell apart as many places as there are stages; then how many tell any apart."""
+def _depth_that_tells(rewrites: Sequence[Rewrite]) -> int:
+    """Return how many names of a path tell as many places apart as there are stages, or else any at all; 0 for none."""
     paths = [_path(each) for each in rewrites]
     counts = {depth: len({path[:depth] for path in paths}) for depth in range(1, max(map(len, paths), default=0) + 1)}
-    for least in (_MOST_STAGES, 2):
-        yield from itertools.islice((depth for depth, count in counts.items() if count >= least), 1)
+    enough = [depth for least in (_MOST_STAGES, 2) for depth, count in counts.items() if count >= least]
+    return enough[0] if enough else 0
 
 
 def _path(rewrite: Rewrite) -> tuple[str, ...]:

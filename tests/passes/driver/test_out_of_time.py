@@ -114,7 +114,7 @@ def managed(machine: Machine, budget: TimeBudget, pass_: Pass, model: nn.Module,
     original = model.eval()
     program = fxopt.capture(original, (X,))
     machine.seen.clear()
-    manager = manager_of(program, budget=budget.begun(machine.now), time=time)
+    manager = manager_of(program, budget=budget.counting_from(machine.now), time=time)
     manager.run([pass_])
     manager.compare(original)
     return manager

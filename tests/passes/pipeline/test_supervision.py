@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from fxopt.collection import collection_paused
 from fxopt.errors import BudgetError, CaptureError, MatchFailure, PassError
 from fxopt.passes.pipeline import supervised
-from fxopt.passes.timing import collection_paused
 
 
 def spin() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from ....collection import collection_paused
 from ....compat import transient_buffers
 from ....errors import InputError
-from ....passes.timing import collection_paused
 from ....runtime.graphs import Region
 from ....runtime.values import qualified
 from ....tracing.program import Program
