@@ -218,6 +218,6 @@ def _check_preset_options(text: str) -> None:
             if value not in options[name]:
                 hint = did_you_mean(value, options[name])
                 if name == "engine":
-                    hint = f"; name an engine in the pass: delegate{{engine={value}}}, {found['preset']}"
+                    hint += f"; the name of an engine goes into the pass: delegate{{engine=...}},{found['preset']}"
                 wrong = f"option {name!r}: {value!r} is no value of it{hint}"
                 raise PipelineError(wrong, text, *each.span(2))

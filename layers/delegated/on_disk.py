@@ -50,7 +50,7 @@ def move_to_disk(model: nn.Module, names: Iterable[str]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         try:
             mapped = _mapped(tensors)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # torch maps the files, and raises its own where that fails
             raise StateError(
                 f"the weights cannot be written to files ({error}): set TMPDIR to a folder with room for them, or "
                 "leave the pass 'release' out"

@@ -97,8 +97,9 @@ def look(program: Program, owner: str, together: Sequence[str] = ()) -> list[Fou
     """
     module = program.module(owner)
     capture = required_capture(module)
-    recorded = program.recording([program.module(name) for name in together or [owner]]).calls if owner else {}
-    made = recorded.get(module, ()) if owner else program.whole_calls
+    made = program.whole_calls
+    if owner:
+        made = program.recording([program.module(name) for name in together or [owner]]).calls.get(module, [])
     calls = (bound(capture, call.args, call.kwargs) for call in made)
     named = [{"self": module, **given} for given in calls if given is not None]
     result: list[Found] = []

@@ -91,5 +91,5 @@ def test_a_preset_behind_an_engine_is_not_said_to_change_nothing(engine: str) ->
         warnings.simplefilter("error", NothingDoneWarning)
         fast = fxopt.optimize(linears(), f"delegate{{engine={engine}}}, inference", example_inputs=X, measure=False)
     assert regions(fast)
-    with pytest.raises(PipelineError, match=r"name an engine in the pass: delegate\{engine=openvino\}, inference"):
+    with pytest.raises(PipelineError, match=r"an engine goes into the pass: delegate\{engine=...\},inference"):
         check_names("inference{engine=openvino}")
