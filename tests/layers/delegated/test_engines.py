@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.engines import X, delegated, linears, openvino_only, regions, same
 
+import fxopt
 from fxopt.errors import UsageError
 from fxopt.layers.delegated import engine, engine_named, engines
 
@@ -38,3 +40,26 @@ def test_types_and_names_that_there_are_not() -> None:
     assert engine_named("onnxruntime").reason_against(torch.bfloat16) == "onnxruntime does not compute in bfloat16"
     with pytest.raises(UsageError, match="there is no engine 'openvno'; did you mean 'openvino'"):
         engine_named("openvno")
+
+
+@openvino_only
+@pytest.mark.parametrize("gains", [float("inf"), 0.0])
+def test_a_session_for_the_shapes_of_the_example_gives_way_to_others(
+    gains: float, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxopt.layers.delegated.conversion._GAINS", gains)
+    model = linears()
+    fast = delegated(model, engine)
+    held = [each for region in regions(fast) for each in region._converted.values()]
+    assert [len(each.fixed) for each in held] == [int(gains > 0)]
+    for rows in (len(X), 3, len(X)):
+        x = torch.randn(rows, *X.shape[1:])
+        same(fast, model, x)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        same(fast, model, X)
+    finally:
+        torch.set_num_threads(threads)
+    freed = fxopt.optimize(fast, "release", measure=False)
+    same(freed, model, X)

@@ -370,29 +370,6 @@ def test_tied_weights_stay_tied_in_files(engine: str) -> None:
 
 
 @openvino_only
-@pytest.mark.parametrize("gains", [float("inf"), 0.0])
-def test_a_session_for_the_shapes_of_the_example_gives_way_to_others(
-    gains: float, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fxopt.layers.delegated.conversion._GAINS", gains)
-    model = linears()
-    fast = delegated(model, engine)
-    held = [each for region in regions(fast) for each in region._converted.values()]
-    assert [len(each.fixed) for each in held] == [int(gains > 0)]
-    for rows in (len(X), 3, len(X)):
-        x = torch.randn(rows, *X.shape[1:])
-        same(fast, model, x)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3 - min(threads, 2))
-        same(fast, model, X)
-    finally:
-        torch.set_num_threads(threads)
-    freed = fxopt.optimize(fast, "release", measure=False)
-    same(freed, model, X)
-
-
-@openvino_only
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="needs signals")
 def test_signals_are_handled_though_engines_go_in_another_order_than_they_came(engine: str) -> None:
     """Each core of OpenVINO changes the stack on which signals are handled; in a process of its own: it may crash."""
