@@ -18,6 +18,7 @@ from ...errors import EngineWarning, one_line
 from ...operators import Keeping, Unchanged
 from ...runtime.graphs import PortableGraph, copy_graph
 from .conversion import Converted, OtherType, Refused, converted, is_forked, sum_of
+from .engine import OtherSizes
 from .engines import engine_named
 
 __all__ = ["DelegatedRegion"]
@@ -216,8 +217,12 @@ class DelegatedRegion(Keeping):
             inputs = [x.detach().contiguous() for x in operands[: self.inputs]]
             found = session(inputs)
             agree = _agree(found, own, _ERROR[self.dtype])
-            if not held.by_shapes and _are_in_memory_of(found, [*session(inputs), *inputs]):
+            if not any(held.by_shapes.values()) and _are_in_memory_of(found, [*session(inputs), *inputs]):
                 raise RuntimeError("its results lie in memory that it uses again")
+        except OtherSizes:
+            if len(held.by_shapes) < _MOST_SHAPES:
+                held.by_shapes[key] = None
+            return own
         except Exception as error:
             self._give_up(error)
             return own
