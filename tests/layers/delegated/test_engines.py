@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from fxopt.compat.inductor import has_cpp_compiler
 from fxopt.errors import UsageError
-from fxopt.layers.delegated import aot_inductor, engine, engine_named, engines
-from fxopt.layers.delegated.engine import OtherSizes
+from fxopt.layers.delegated import OtherSizes, aot_inductor, engine, engine_named, engines
 
 
 @pytest.mark.parametrize(("name", "packages"), [("openvino", "openvino"), ("onnxruntime", "onnxruntime onnx")])

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxopt.errors import EngineWarning
-from fxopt.layers.delegated import DelegatedRegion, Engine
+from fxopt.layers.delegated import DelegatedRegion, Engine, OtherSizes
 from fxopt.layers.delegated import region as region_module
-from fxopt.layers.delegated.engine import OtherSizes
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
