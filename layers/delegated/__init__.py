@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from .conversion import sum_of
-from .engine import Engine, Session
+from .engine import Engine, OtherSizes, Session
 from .engines import engine_named, engines
 from .on_disk import fit_for_disk, move_to_disk
 from .refresh import held_bytes, refresh
 from .region import DelegatedRegion
 
 __all__ = [
-    "DelegatedRegion", "Engine", "Session", "engine_named", "engines", "fit_for_disk", "held_bytes",
+    "DelegatedRegion", "Engine", "OtherSizes", "Session", "engine_named", "engines", "fit_for_disk", "held_bytes",
     "move_to_disk", "refresh", "sum_of",
 ]  # fmt: skip

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from ...errors import one_line
 
-__all__ = ["Engine", "Session"]
+__all__ = ["Engine", "OtherSizes", "Session"]
+
+
+class OtherSizes(ValueError):
+    """A session was compiled for other sizes of its inputs: the region's own operations compute these."""
 
 
 class Session(Protocol):
@@ -23,7 +27,11 @@ class Session(Protocol):
     """
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the results as tensors of their own, which no later call writes to; inputs are contiguous."""
+        """Return the results as tensors of their own, which no later call writes to; inputs are contiguous.
+
+        Raises:
+            OtherSizes: it does not compute inputs of such shapes.
+        """
         ...
 
 
@@ -34,12 +42,14 @@ class Engine(ABC):
         name: what users call it.
         packages: the distributions that it needs, the first being the engine itself.
         dtypes: the types that it can compute float32 models in.
+        by_name: whether it is only used where its name is given, since compiling takes long.
         shares_memory: whether sessions hold on to the memory of the model's tensors beside what they make of them.
     """
 
     name: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+    by_name: ClassVar[bool] = False
     shares_memory: ClassVar[bool] = False
 
     def reason_against(self, dtype: torch.dtype) -> str:

@@ -9,11 +9,14 @@ from typing import cast
 
 from ...errors import UsageError, did_you_mean
 from ...known_passes import ENGINES
+from .aot_inductor import AOTInductor
 from .engine import Engine
 from .onnx_runtime import OnnxRuntime
 from .open_vino import OpenVINO
 
 __all__ = ["engine_named", "engines"]
+
+_FOR_GPUS = ": engines compute on CPUs here; leave the pass out for models on GPUs"
 
 
 def engines() -> Mapping[str, Engine]:
@@ -29,6 +32,7 @@ def _all() -> tuple[tuple[str, Engine], ...]:
 def _own() -> Iterator[Engine]:
     yield OpenVINO()
     yield OnnxRuntime()
+    yield AOTInductor()
 
 
 def _others() -> Iterator[Engine]:
@@ -40,5 +44,6 @@ def engine_named(name: str) -> Engine:
     """Return an engine, or raise UsageError for a name that no engine has."""
     known = engines()
     if name not in known:
-        raise UsageError(f"there is no engine {name!r}{did_you_mean(name, [*known])}")
+        hint = _FOR_GPUS if name == "tensorrt" else did_you_mean(name, [*known])
+        raise UsageError(f"there is no engine {name!r}{hint}")
     return known[name]

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -18,6 +19,7 @@ from ...errors import EngineWarning, one_line
 from ...operators import Keeping, Unchanged
 from ...runtime.graphs import PortableGraph, copy_graph
 from .conversion import Converted, OtherType, Refused, converted, is_forked, key_of, sum_of
+from .engine import OtherSizes
 from .engines import engine_named
 
 __all__ = ["DelegatedRegion"]
@@ -72,6 +74,8 @@ class DelegatedRegion(Keeping):
         self._converted: dict[int, Converted] = {}
         """By the identity of a tensor of the model: copies of a model may share a graph."""
         self._waiting: dict[int, _Waiting] = {}
+        self._copies = weakref.WeakSet[DelegatedRegion]((self,))
+        """Copies of it, too: what is made for one of them serves all that hold the same numbers."""
         self.left = ""
         """Why the region does without its engine."""
         self._told = ""
@@ -188,7 +192,8 @@ class DelegatedRegion(Keeping):
 
     def _convert(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Converted:
         with self._lock:
-            known, engine = self._converted.values(), engine_named(self.engine)
+            known = [each for copy in tuple(self._copies) for each in tuple(copy._converted.values())]
+            engine = engine_named(self.engine)
             return self._keep(_key_of(tensors), converted(engine, self.graph, inputs, tensors, self.dtype, known))
 
     def _keep(self, key: int, new: Converted) -> Converted:
@@ -219,8 +224,12 @@ class DelegatedRegion(Keeping):
             inputs = [x.detach().contiguous() for x in operands[: self.inputs]]
             found = session(inputs)
             agree = _agree(found, own, _ERROR[self.dtype])
-            if not held.by_shapes and _are_in_memory_of(found, [*session(inputs), *inputs]):
+            if not any(held.by_shapes.values()) and _are_in_memory_of(found, [*session(inputs), *inputs]):
                 raise RuntimeError("its results lie in memory that it uses again")
+        except OtherSizes:
+            if len(held.by_shapes) < _MOST_SHAPES:
+                held.by_shapes[key] = None
+            return own
         except Exception as error:
             self._give_up(error)
             return own
@@ -246,7 +255,10 @@ class DelegatedRegion(Keeping):
     # -- copies, pickles -----------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelegatedRegion:
-        return DelegatedRegion(self.engine, copy_graph(self.graph), self.inputs, self.dtype)
+        copy = DelegatedRegion(self.engine, copy_graph(self.graph), self.inputs, self.dtype)
+        copy._copies = self._copies
+        copy._copies.add(copy)
+        return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _region, (self.engine, PortableGraph(self.graph), self.inputs, self.dtype)

@@ -31,7 +31,7 @@ class Delegate(Pass):
         buffers, draws random numbers or decides by data: these stay calls, between regions.
 
     Options:
-        engine: `auto` takes the fastest of those installed; else a name: `openvino` or `onnxruntime`.
+        engine: `auto` takes the fastest of those installed; else a name: `openvino`, `onnxruntime` or `aoti`.
         dtype: what is computed in: `float32`, or `bfloat16` within a float32 model, by engines that do.
         budget: the error that `bfloat16` may make, relative to the scale of each tensor; by default 0.02.
     """
@@ -62,7 +62,9 @@ class Delegate(Pass):
 
     @property
     def _asked(self) -> Mapping[str, Engine]:
-        return engines() if self.engine == AUTO else {self.engine: engine_named(self.engine)}
+        if self.engine != AUTO:
+            return {self.engine: engine_named(self.engine)}
+        return {name: engine for name, engine in engines().items() if not engine.by_name}
 
     def _usable(self) -> tuple[Mapping[str, Engine], str]:
         """Return the engines that can be used here, or why there is none."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from support.engines import X, delegated, linears, openvino_only, regions, same
+from torch import Tensor, nn
 
 import fxopt
+from fxopt.compat.inductor import has_cpp_compiler
 from fxopt.errors import UsageError
-from fxopt.layers.delegated import engine, engine_named, engines
+from fxopt.layers.delegated import OtherSizes, aot_inductor, engine, engine_named, engines
 
 
 @pytest.mark.parametrize(("name", "packages"), [("openvino", "openvino"), ("onnxruntime", "onnxruntime onnx")])
@@ -29,17 +33,64 @@ def test_a_broken_installation_is_told_of(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_model_that_is_too_large_for_onnx_is_refused_before_it_is_exported() -> None:
     pytest.importorskip("onnxruntime")
-    model = torch.nn.Module()
+    model = nn.Module()
     model.register_buffer("weight", torch.zeros(1).expand(2**29))  # takes no memory
     with pytest.raises(ValueError, match=r"its tensors take 2 GiB, and an ONNX model has less than 2"):
         engine_named("onnxruntime").compile(model, [torch.zeros(1)], torch.float32, 1)
 
 
 def test_types_and_names_that_there_are_not() -> None:
-    assert list(engines())[:2] == ["openvino", "onnxruntime"]
+    assert list(engines())[:3] == ["openvino", "onnxruntime", "aoti"]
+    assert [name for name, each in engines().items() if each.by_name] == ["aoti"]
     assert engine_named("onnxruntime").reason_against(torch.bfloat16) == "onnxruntime does not compute in bfloat16"
     with pytest.raises(UsageError, match="there is no engine 'openvno'; did you mean 'openvino'"):
         engine_named("openvno")
+    with pytest.raises(UsageError, match="there is no engine 'tensorrt': engines compute on CPUs here"):
+        engine_named("tensorrt")
+
+
+class Layers(nn.Module):
+    """Two inputs, of which the first dimension is the same, and the second one is fixed by the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.layers(inputs[0])
+        return y, y.softmax(1) + inputs[1]
+
+
+def test_aoti_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot_inductor, "has_cpp_compiler", lambda: False)
+    reason = "aoti needs a C++ compiler: install g++, or set CXX to the path of one"
+    assert engine_named("aoti").reason_against(torch.float32) == reason
+
+
+@pytest.mark.slow
+def test_aoti_computes_what_it_is_compiled_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if not has_cpp_compiler():
+        pytest.skip("needs a C++ compiler")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    torch.manual_seed(0)
+    model, row = Layers().eval(), torch.randn(1, 4)
+    aoti = engine_named("aoti")
+    assert not aoti.reason_against(torch.float32)
+    with torch.no_grad():
+        session = aoti.compile(model, [torch.randn(8, 6).t(), row], torch.float32, torch.get_num_threads())
+        for rows in (6, 3, 50):
+            x = torch.randn(rows, 8)
+            found, expected = session([x, row]), model(x, row)
+            torch.testing.assert_close(tuple(found), expected)
+            found[0].fill_(7)
+            torch.testing.assert_close(tuple(session([x, row])), expected)
+    for x, other in ((torch.randn(3, 9), row), (torch.randn(3, 8), torch.randn(3, 4)), (torch.randn(2, 3, 8), row)):
+        with pytest.raises(OtherSizes):
+            session([x, other])
+    assert len([*tmp_path.rglob("*.so")]) == 1
+    del session
+    assert not [*tmp_path.rglob("*.so")]
 
 
 @openvino_only

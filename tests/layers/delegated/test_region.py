@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fxopt.errors import EngineWarning
-from fxopt.layers.delegated import DelegatedRegion, Engine
+from fxopt.layers.delegated import DelegatedRegion, Engine, OtherSizes
 from fxopt.layers.delegated import region as region_module
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -31,7 +31,7 @@ class Fake(Engine):
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.compiled, self.calls = clock, 0, 0
-        self.off, self.error = 0.0, ""
+        self.off, self.error, self.rows = 0.0, "", 0
 
     def compile(self, function: Any, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> Any:
         self.compiled += 1
@@ -42,6 +42,8 @@ class Fake(Engine):
             self.calls += 1
             if self.error:
                 raise RuntimeError(self.error)
+            if self.rows not in (0, len(inputs[0])):
+                raise OtherSizes("it is compiled for other rows")
             with torch.no_grad():
                 return [each.clone() + self.off for each in function(*inputs)]
 
@@ -111,6 +113,17 @@ def test_new_shapes_are_compared_once(engine: Fake, monkeypatch: pytest.MonkeyPa
         6,
         1,
     )  # the first call twice: do its results lie in memory of their own?
+
+
+def test_sizes_that_a_session_does_not_take_are_left_to_the_own_operations(engine: Fake) -> None:
+    region, of = made(), layer()
+    engine.rows = 3
+    other = torch.randn(7, 4)
+    assert calls_of_engine(engine, lambda: call(region, of, other)) == 1  # asked once
+    assert calls_of_engine(engine, lambda: call(region, of, other)) == 0
+    assert calls_of_engine(engine, lambda: call(region, of)) == 2  # do its results lie in memory of their own?
+    assert calls_of_engine(engine, lambda: call(region, of)) == 1
+    assert not region.left
 
 
 def test_results_have_memory_of_their_own(engine: Fake) -> None:

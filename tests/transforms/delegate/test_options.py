@@ -14,6 +14,7 @@ from fxopt.known_passes import check_names
 from fxopt.passes.pipeline import parse
 from fxopt.transforms.delegate import Delegate
 from fxopt.transforms.delegate.delegate import engine_named
+from fxopt.transforms.delegate.delegate import engines as known_engines
 
 
 @engines
@@ -22,6 +23,19 @@ def test_an_engine_is_taken_by_its_name(engine: str, computed: list[str]) -> Non
     assert {each.engine for each in regions(fast)} == {engine}
     assert [each.choice for each in fxopt.plan(fast).decisions] == [engine]
     assert set(computed) == {engine}
+
+
+def test_auto_does_not_ask_an_engine_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    for name, each in known_engines().items():
+        monkeypatch.setattr(type(each), "reason_against", lambda self, dtype: asked.append(self.name) or "not here")
+        assert (name in Delegate()._asked) is (name != "aoti")
+    with pytest.warns(NothingDoneWarning):
+        delegated(linears(), "auto")
+    assert "aoti" not in asked
+    with pytest.warns(NothingDoneWarning):
+        delegated(linears(), "aoti")
+    assert "aoti" in asked
 
 
 def test_names_and_types_that_there_are_not() -> None:
