@@ -39,6 +39,9 @@ if not _fxopt_is_this_checkout():
 
 os.environ.setdefault("FXOPT_ENGINES", "0")  # tests of presets are of fxopt's own rewrites; those of engines name them
 os.environ.setdefault("FXOPT_CACHE", "0")  # each test decides anew; those of the cache have folders of their own
+os.environ.setdefault(
+    "FXOPT_TIME_BUDGET", "10"
+)  # what is decided hangs on no busy machine; tests of budgets give theirs
 
 hypothesis.settings.register_profile("fxopt", deadline=None, derandomize=True, max_examples=30)
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=2000)

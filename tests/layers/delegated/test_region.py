@@ -308,14 +308,23 @@ def test_threads(engine: Fake) -> None:
     assert not failed
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda region: pickle.loads(pickle.dumps(region))])
-def test_copies_convert_by_themselves(copied: Callable[[DelegatedRegion], DelegatedRegion], engine: Fake) -> None:
+@pytest.mark.parametrize(
+    ("copied", "compiled"), [(copy.deepcopy, 1), (lambda region: pickle.loads(pickle.dumps(region)), 2)]
+)
+def test_copies_take_what_was_converted_of_the_same_numbers(
+    copied: Callable[[DelegatedRegion], DelegatedRegion], compiled: int, engine: Fake
+) -> None:
     region, of = made(), layer()
     call(region, of)
-    other = copied(region)
+    other, another = copied(region), copy.deepcopy(of)
     assert (other.engine, other.inputs, other.dtype) == (region.engine, region.inputs, region.dtype)
-    call(other, of)
-    assert engine.compiled == 2
+    call(other, another)
+    assert engine.compiled == compiled
+    nn.init.constant_(another.weight, 2.0)  # each goes on by itself
+    other.refresh([another.weight, another.bias])
+    call(other, another)
+    call(region, of)
+    assert engine.compiled == compiled + 1
 
 
 def test_refresh_converts_at_once_and_copies_that_are_gone_are_let_go(engine: Fake) -> None:
