@@ -140,7 +140,7 @@ def test_what_is_left_after_the_budget_of_the_whole_model_is_timed_again(
         return Timings([{name: before if name == "before" else 1.0 for name in candidates}] * 9)
 
     monkeypatch.setattr(timing, "time_candidates", timed)
-    fast = fxopt.optimize(chain(8), FastLinears(budget=0.05, function="larger"), example_inputs=(X,))
+    fast = fxopt.optimize(chain(8), FastLinears(budget=0.05, function="larger"), example_inputs=(X,), time_budget=2)
     found = [found for found, _ in decisions(fast)]
     assert wholes[:2] == [2.0, speed]
     assert set(found) == ({"applied", "undone"} if status == "applied" else {"undone"})
