@@ -122,7 +122,10 @@ def _seconds(key: str, text: str) -> float:
 def _cache(_: str, text: str) -> Path | None:
     if text.lower() in _WORDS:
         return _own_decisions() if _WORDS[text.lower()] else None
-    return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111
+    try:
+        return Path(os.path.expanduser(text)).absolute()  # noqa: PTH111
+    except FileNotFoundError:  # the working folder is gone, and the path begins there
+        return None
 
 
 _READERS: Mapping[str, Callable[[str, str], object]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .conversion import sum_of
+from .conversion import is_forked, sum_of
 from .engine import Engine, OtherSizes, Session
 from .engines import engine_named, engines
 from .on_disk import fit_for_disk, move_to_disk
@@ -11,5 +11,6 @@ from .region import DelegatedRegion
 
 __all__ = [
     "DelegatedRegion", "Engine", "OtherSizes", "Session", "engine_named", "engines", "fit_for_disk", "held_bytes",
+    "is_forked",
     "move_to_disk", "refresh", "sum_of",
 ]  # fmt: skip

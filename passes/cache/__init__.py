@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .entries import Cache, Entry
-from .key import key_of
+from .key import key_of, key_of_numbers
 
-__all__ = ["Cache", "Entry", "key_of"]
+__all__ = ["Cache", "Entry", "key_of", "key_of_numbers"]

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -77,8 +78,7 @@ class Cache:
         """Return the entry of a key, which counts as used now; None for one that is not there, or that is damaged."""
         path = self._path(key)
         try:
-            with path.open("rb") as file:
-                data = file.read(_MOST_OF_ONE + 1)
+            data = _content(path)
             if len(data) > _MOST_OF_ONE:
                 raise ValueError("it is too large")
             entry = Entry.from_json(json.loads(data))
@@ -98,7 +98,10 @@ class Cache:
             data = json.dumps(entry.to_json(), separators=(",", ":"), allow_nan=False)
             Entry.from_json(json.loads(data))  # what could not be read is not written
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_atomically(self._path(key), data, durable=False)
+            path = self._path(key)
+            if path.is_symlink():
+                path.unlink()
+            write_atomically(path, data, durable=False)
             self._make_room()
         except (OSError, ValueError, TypeError, PlanError, RecursionError) as error:
             _LOG.debug("no decisions are kept in '%s': %s", self.folder, error)
@@ -143,6 +146,15 @@ class Cache:
         for path, status in self._files(_TEMPORARY):
             if time.time() - status.st_mtime > _ABANDONED:
                 path.unlink(missing_ok=True)
+
+
+def _content(path: Path) -> bytes:
+    """Return what is in a regular file, up to a byte more than an entry may have; no link is followed."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        return file.read(_MOST_OF_ONE + 1)
 
 
 # -- what a file may say: reports write it down ------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.nn import functional
 
 from ...compat import cpu_capabilities
 from ...errors import FxoptError
 from ...known_passes import TRANSFORMS
-from ...layers.delegated import engines, sum_of
-from ...runtime.graphs import Capture
+from ...layers.delegated import engines, is_forked, sum_of
+from ...runtime.graphs import Capture, capture_of
 from ...runtime.values import PLAIN_TYPES, all_tensors, tensors_in
 from ...tracing.analyses import HashLevel, StructuralHash
 from ...tracing.program import Program
@@ -27,9 +28,10 @@ from ..contract import Pass
 from ..pipeline import parse
 from ..sites import Numerics
 
-__all__ = ["key_of"]
+__all__ = ["key_of", "key_of_numbers"]
 
 _ROOT = Path(__file__).resolve().parents[2]
+_TORCH = str(Path(torch.__file__).parent)
 _PLACE = " at 0x"
 """In texts of objects that have none of their own."""
 
@@ -46,7 +48,7 @@ def key_of(program: Program, passes: Sequence[Pass], asked: Mapping[str, Any]) -
         passes: those that run.
         asked: plain values, by name, of what else the user asked for.
     """
-    if not all(map(_is_told, passes)):
+    if not all(map(_is_told, passes)) or not _is_torch_itself(program):
         return None
     keeping = all(pass_.numerics.keeps_function for pass_ in passes)
     try:
@@ -57,6 +59,14 @@ def key_of(program: Program, passes: Sequence[Pass], asked: Mapping[str, Any]) -
     except Exception:  # what users' objects raise while they are described; odd tensors; _Untold
         return None
     return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()
+
+
+def key_of_numbers(key: str, program: Program) -> str | None:
+    """Return the digest under which decisions stand that hang on numbers in weights and inputs; None without one."""
+    try:
+        return hashlib.sha256(f"{key}\0{_of_numbers(program)}".encode()).hexdigest()
+    except Exception:  # odd tensors
+        return None
 
 
 def _is_told(pass_: Pass) -> bool:
@@ -71,6 +81,18 @@ def _is_told(pass_: Pass) -> bool:
         return all(value is None or value == () for value in beside) and parse(str(pass_)) == (pass_,)
     except (FxoptError, RuntimeError, ValueError):  # an option without text, or a tensor that equals no text
         return False
+
+
+def _is_torch_itself(program: Program) -> bool:
+    """Say whether modules without graphs run torch's own code and functions: no key says what others do."""
+    graphless = {type(module).forward for module in program.names.distinct if capture_of(module) is None}
+    return all(map(_is_of_torch, graphless)) and all(map(_is_of_torch, vars(functional).values()))
+
+
+def _is_of_torch(value: object) -> bool:
+    """Say whether a value is no function, or one that stands in a file of torch."""
+    code = getattr(value, "__code__", None)
+    return code is None or str(code.co_filename).startswith(_TORCH) or "<" in code.co_filename
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -128,7 +150,7 @@ def _surroundings() -> Hashable:
     flags = (
         torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
         torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(),
-        torch.backends.mkldnn.enabled, torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
+        torch.backends.mkldnn.enabled, is_forked(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
     )  # fmt: skip
     return _versions(), _machine(), flags
 

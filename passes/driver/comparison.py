@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -93,7 +94,7 @@ class Comparison:
     def _count(self, seconds: float) -> int:
         """Return how many lowerings there is time to time where a call of the module takes so long."""
         count = (self._limit / seconds - timing.CALLS_OF_TWO) / timing.CALLS_OF_EACH
-        return max(0, int(count) - 1)
+        return max(0, int(min(count, sys.maxsize)) - 1)
 
     @property
     def checks(self) -> bool:

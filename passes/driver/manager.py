@@ -120,12 +120,12 @@ class Manager:
                 if not self._time_whole():
                     return
 
-    def is_right(self, original: nn.Module) -> bool:
-        """Compare on the example calls alone, and undo nothing: an equal model was compared on others, too."""
+    def is_right(self, original: nn.Module, *, brief: bool) -> bool:
+        """Compare and undo nothing; `brief`: on the example calls alone, for an equal model was compared on others."""
         if not self.context.checks or not self.rewrites:
             return True
         self.context.request.on_progress(Progress("checking the whole model"))
-        return FinalCheck(self._tuner, original, brief=True).is_right()
+        return FinalCheck(self._tuner, original, brief=brief).is_right()
 
     def finish(self, passes: Sequence[Pass], plan: Plan | None) -> None:
         """Note where the last passes will act on the finished model: as a plan says, or where they find it now."""

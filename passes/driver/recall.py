@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from dataclasses import dataclass
 
 from torch import nn
 
 from ...collection import collection_paused
+from ...errors import EngineWarning
 from ...runtime.record import record_of
 from ...tracing.isolation import in_phase
 from ...tracing.program import Program, is_on_meta
-from ..cache import Cache, Entry, key_of
+from ..cache import Cache, Entry, key_of, key_of_numbers
+from ..sites import Cause
 from .context import Request
 from .manager import Manager
 
@@ -21,12 +24,17 @@ __all__ = ["Kept", "recalled"]
 _LOG = logging.getLogger("fxopt")
 
 
-@dataclass(frozen=True)
+_BY_NUMBERS = {Cause.JUDGED_WRONG, Cause.NO_MATCH, Cause.DIFFERS, Cause.MODEL_DIFFERS}
+"""Why rewrites are left that may be right with other weights, such as those without NaN."""
+
+
+@dataclass
 class Kept:
     """Where the decisions on a model are kept."""
 
     cache: Cache
     key: str
+    _exact_key: str | None = None  # that of decisions which hang on the numbers in weights
 
     @classmethod
     def of(cls, program: Program, request: Request) -> Kept | None:
@@ -49,6 +57,9 @@ class Kept:
         """Return what was decided earlier, if that is about these passes."""
         entry = self.cache.read(self.key)
         if entry is None:
+            self._exact_key = key_of_numbers(self.key, program)
+            entry = self.cache.read(self._exact_key) if self._exact_key else None
+        if entry is None:
             return None
         plan, names = entry.plan, [pass_.name for pass_ in request.passes]
         is_of_these = all(names[each.step : each.step + 1] == [each.pass_name] for each in plan.decisions)
@@ -56,18 +67,23 @@ class Kept:
         return entry if is_of_these and same else None
 
     def write(self, manager: Manager, request: Request) -> None:
-        """Keep what was decided now."""
-        self.cache.write(self.key, manager.plan(request.passes), manager.timings, manager.memory)
+        """Keep what was decided now, unless there was no time to compare the model as usual."""
+        by_numbers = any(decision.cause in _BY_NUMBERS for decision in manager.decisions)
+        key = self._exact_key if by_numbers else self.key
+        if key is not None and not manager.context.budget.concessions:
+            self.cache.write(key, manager.plan(request.passes), manager.timings, manager.memory)
 
 
 def recalled(manager: Manager, request: Request, original: nn.Module, entry: Entry) -> Manager | None:
     """Repeat decisions on the captured copy of a model, untimed; None where the model is not right then."""
     program, plan = manager.program, entry.plan
     try:
-        with collection_paused():
+        with collection_paused(), warnings.catch_warnings():
+            warnings.simplefilter("error", EngineWarning)  # the engine that was there is gone
             with in_phase(program.model, program.training):
                 manager.repeat(request.passes, plan, verified=False)
-            is_right = manager.is_right(original)
+            was_brief = any("hurried" in decision.figures for decision in plan.decisions)
+            is_right = manager.is_right(original, brief=not was_brief)
     except Exception as error:  # whatever comes of an entry that does not fit: the run in full says what is wrong
         _LOG.debug("decisions of an earlier run are not repeated: %s: %s", type(error).__name__, error)
         return None

@@ -128,7 +128,7 @@ def _inside(module: nn.Module, operator: str, node: fx.Node) -> tuple[fx.Node, C
     nodes of the graph; only a pattern that says nothing of them fits.
     """
     outside = node, CallArguments(node.args, node.kwargs, len(node.args) + len(node.kwargs))
-    graph = leaf_graph(module)
+    graph = None if "forward" in vars(module) else leaf_graph(module)  # of its class
     calls = [] if graph is None else [n for n in graph.nodes if n.op in ("call_function", "call_method")]
     if graph is None or len(calls) != 1 or canonical_name(calls[0]) != operator:
         return outside

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...errors import InputError
 from ...runtime.graphs import capture_of, select
+from ...runtime.guards import GuardMiss
 from ...runtime.values import Arguments
 from ...tracing.examples import Inputs
 from .demands import Verdict
@@ -175,8 +176,10 @@ class _Maker:
         if self.sizes is Sizes.SMALLER_AND_RECORDED:
             self._recorded = [call for call, run in zip(chosen, calls, strict=True) if call is not run]
         self.epsilon = coarsest_epsilon(calls[0], self.state)
-        runs = [self._widest(calls[0]), *(self.runs.exact(call, self.state) for call in calls[1:])]
-        recorded = [self._sample(Data.RECORDED, call, self.state, run) for call, run in zip(calls, runs, strict=True)]
+        recorded = [self._sample(Data.RECORDED, calls[0], self.state, self._widest(calls[0]))]
+        for call in calls[1:]:
+            with suppress(GuardMiss):  # no graph is for this call: the module's own forward runs, rewritten or not
+                recorded.append(self._sample(Data.RECORDED, call, self.state, self.runs.exact(call, self.state)))
         self.few = recorded[0].arguments
         if self.brief:
             return recorded

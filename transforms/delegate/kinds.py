@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import fx, nn
 
 from ...layers.folded import CHECKS
-from ...operators import Keeping, canonical_name, has_random_effects, info_of, is_known_function, operator_of_module
+from ...operators import (
+    Keeping,
+    canonical_name,
+    has_random_effects,
+    info_of,
+    is_known_function,
+    mutates,
+    operator_of_module,
+)
 from ...runtime.values import PLAIN_TYPES, Meta, TensorMeta, user_class
 
 __all__ = ["Kind", "heavy_count", "is_of_torch", "is_plain", "is_worth_a_call", "kinds_of"]
@@ -20,6 +29,8 @@ _HEAVY = frozenset(
 )
 """What makes a region worth a call of an engine."""
 _LEAST_HEAVY = 2
+_STORING = (operator.setitem, operator.delitem, setattr, delattr)
+"""What changes an object that a call is given, such as a cache."""
 _STAYS = frozenset("det diff nonzero unique unique_consecutive masked_select bincount histc searchsorted".split())
 """What no converter knows, raises for some matrices, or gives shapes that the numbers decide."""
 _DECOMPOSED = ("linalg", "cholesky", "inverse", "pinverse", "lu", "qr", "svd", "eig", "logdet", "slogdet")
@@ -91,6 +102,8 @@ def _kind_of(node: fx.Node, metas: Mapping[fx.Node, Meta]) -> Kind:
     if node.target in CHECKS:
         asked = metas[node.args[0]] if isinstance(node.args[0], fx.Node) else None
         return Kind.OTHER if isinstance(asked, TensorMeta) else Kind.CHECK
+    if is_plain(meta) and (node.target in _STORING or mutates(node) or node.meta.get("changes") is not None):
+        return Kind.OTHER
     if is_plain(meta):
         on_tensors = any(_holds_tensors(metas[each]) for each in node.all_input_nodes)
         return Kind.SIZE if not on_tensors or _describes(node) else Kind.OTHER

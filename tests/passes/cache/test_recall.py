@@ -209,3 +209,25 @@ def test_another_process_recalls(folder: Path):
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "7"}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True"], done.stderr
+
+
+def test_code_of_layers_that_is_not_torchs_is_decided_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = nn.Linear.forward
+    fast(net(), "flatten_calls", measure=False)
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: own(self, x) if x.sum() < 1e4 else own(self, x) + 1)
+    model, large = net(), torch.full_like(X, 1e5)
+    again = fast(model, "flatten_calls", measure=False)
+    assert not is_recalled(again)
+    with torch.no_grad():
+        torch.testing.assert_close(again(large), model(large))
+
+
+def test_what_hangs_on_the_numbers_is_not_told_of_others() -> None:
+    pytest.importorskip("onnxruntime")
+    broken, passes = net(), "delegate{engine=onnxruntime}"
+    with torch.no_grad():
+        next(broken.parameters()).fill_(float("nan"))
+    for model, status, recalls in ((broken, "refused", False), (broken, "refused", True), (net(), "applied", False)):
+        decided = fast(model, passes, measure=False)
+        assert [decision.status for decision in fxopt.plan(decided).decisions] == [status]
+        assert is_recalled(decided) is recalls
