@@ -387,3 +387,34 @@ def test_signals_are_handled_though_engines_go_in_another_order_than_they_came(e
         [sys.executable, "-X", "faulthandler", "-c", code], env=environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout.strip()) == (0, "handled"), done.stderr
+
+
+def test_a_cache_that_notes_what_it_was_given_stays_right() -> None:
+    """A T5 says in its cache which layers were updated; a store into a dictionary computes no number."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("onnxruntime")
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50, decoder_start_token_id=0
+    )
+    model, x = transformers.T5ForConditionalGeneration(config).eval(), ids(2, 6)
+    given = {"input_ids": x, "decoder_input_ids": x[:, :3]}
+    fast = fxopt.optimize(model, "delegate{engine=onnxruntime}", example_inputs=given, measure=False)
+    assert "applied" in {each.status for each in fxopt.plan(fast).decisions}
+    with torch.no_grad():
+        found, expected = fast(**given), model(**given)
+    torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-4)
+    assert found.past_key_values.is_updated == expected.past_key_values.is_updated
+
+
+def test_examples_with_padding_and_without() -> None:
+    """The graph for a call without padding asks for its numbers, and is none for a padded one."""
+    model, x = bert(), ids(2, 8)
+    mask = torch.ones_like(x)
+    mask[0, 5:] = 0
+    plain, padded = {"input_ids": x, "attention_mask": torch.ones_like(x)}, {"input_ids": x, "attention_mask": mask}
+    fast = fxopt.optimize(model, "inference{engine=none}", example_inputs=[plain, padded], measure=False)
+    for given in (plain, padded):
+        with torch.no_grad():
+            found, expected = fast(**given), model(**given)
+        torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-4)
