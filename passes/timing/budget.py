@@ -162,10 +162,11 @@ class TimeBudget:
         return {stage.value: seconds for stage, seconds in self._stages.items() if seconds}
 
     def ending(self) -> Callable[[], None]:
-        """Return what raises `OutOfTimeError` once a pass has spent its part or, where it has all the time, once only
-        that is left which comparing the model takes in the end.
+        """Return what raises `OutOfTimeError` once only that is left which comparing the model takes in the end.
+
+        A check that a pass has begun within its part of the time may go on after that: what was spent would be lost.
         """
-        end = min(self._until, self._in_all - self._kept_for_comparing)
+        end = self._in_all - self._kept_for_comparing
 
         def ask() -> None:
             if self.spent >= end:
