@@ -381,8 +381,8 @@ def test_signals_are_handled_though_engines_go_in_another_order_than_they_came(e
         "signal.signal(signal.SIGUSR1, lambda *_: print('handled'))\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
     )
-    folders = [str(Path(fxopt.__file__).parent.parent), str(Path(__file__).parents[2])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path])}
+    folders = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", code], env=environment, capture_output=True, text=True, check=False
     )
