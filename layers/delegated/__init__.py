@@ -11,6 +11,5 @@ from .region import DelegatedRegion
 
 __all__ = [
     "DelegatedRegion", "Engine", "OtherSizes", "Session", "engine_named", "engines", "fit_for_disk", "held_bytes",
-    "is_forked",
-    "move_to_disk", "refresh", "sum_of",
+    "is_forked", "move_to_disk", "refresh", "sum_of",
 ]  # fmt: skip
