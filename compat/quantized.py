@@ -18,11 +18,35 @@ from torch import Tensor, nn
 from ..errors import UsageError
 
 __all__ = [
-    "OBSERVERS", "Int8Result", "Observer", "empty_tensor", "float8_product", "has_float8", "int4_packed",
-    "int4_product", "int8_cells", "int8_convolution", "int8_convolution_packed", "int8_lstm", "int8_numbers",
-    "int8_packed", "int8_product_dynamic", "int8_product_of_weights", "int8_product_static", "int8_static_packed",
-    "int8_weight_packed", "is_simulating", "needs_reduced_range", "rounded_with_learned_scale", "runs_simulation",
-    "simulating", "why_no_int8", "why_no_static_int8", "without_torch_function",
+    "INT8_STEPS",
+    "OBSERVERS",
+    "Int8Result",
+    "Observer",
+    "empty_tensor",
+    "float8_product",
+    "has_float8",
+    "int4_packed",
+    "int4_product",
+    "int8_cells",
+    "int8_convolution",
+    "int8_convolution_packed",
+    "int8_lstm",
+    "int8_numbers",
+    "int8_packed",
+    "int8_product_by_rows",
+    "int8_product_of_weights",
+    "int8_product_static",
+    "int8_rows_packed",
+    "int8_static_packed",
+    "int8_weight_packed",
+    "is_simulating",
+    "needs_reduced_range",
+    "rounded_with_learned_scale",
+    "runs_simulation",
+    "simulating",
+    "why_no_int8",
+    "why_no_static_int8",
+    "without_torch_function",
 ]  # fmt: skip
 
 _TORCH: Any = torch
@@ -41,9 +65,6 @@ _NO_TORCHAO = 'calibration needs torchao; install it with: pip install "fxopt[qu
 _FLOAT8_CAPABILITY = (8, 9)
 _INPUTS = 16
 """The kernel for a weight of int8 takes inputs in blocks of so many."""
-
-_LEAST_DIMENSIONS = 2
-"""Of activations, for the kernel that quantizes them itself."""
 
 _ENGINES = ("x86", "fbgemm", "onednn")
 
@@ -102,6 +123,10 @@ def needs_reduced_range() -> bool:
     return not torch.cpu._is_vnni_supported()  # pyright: ignore[reportPrivateUsage]
 
 
+INT8_STEPS = 63 if needs_reduced_range() else 127
+"""From 0 to the largest number of a row; without VNNI, sums of products of 8 bits overflow."""
+
+
 def int8_packed(values: Tensor, scales: Tensor, bias: Tensor | None) -> Any:
     """Return a weight, [outputs, inputs] of int8 with one scale or one for each output, as the kernel reads it."""
     _warn_now()
@@ -121,16 +146,34 @@ def _warn_now() -> None:
         _TORCH._make_per_tensor_quantized_tensor(torch.zeros(1, dtype=torch.int8), 1.0, 0)
 
 
-def int8_product_dynamic(x: Tensor, packed: Any) -> Tensor:
-    """Return the product of float32 activations, [..., inputs], quantized on the way with one scale, and a weight."""
-    if x.ndim < _LEAST_DIMENSIONS:
-        return int8_product_dynamic(x.unsqueeze(0), packed).squeeze(0)
-    return _dynamic()(x, packed, needs_reduced_range())
+def int8_rows_packed(values: Tensor, scales: Tensor) -> Any:
+    """Return a weight, [outputs, inputs] of int8 with one scale or one for each output, for products by rows.
+    FBGEMM's kernels do not use AMX; those of oneDNN do, and take longer to call.
+    """
+    return int8_static_packed(values, scales, None) if _has_amx() else int8_packed(values, scales, None)
+
+
+def int8_product_by_rows(rows: Tensor, scales: Tensor, packed: Any, bias: Tensor | None) -> Tensor:
+    """Return the product of activations and a weight, plus a bias, in float32.
+    `rows`: float32, [rows, inputs]; `scales`: the step of each row, [rows, 1], of which its largest has `INT8_STEPS`.
+    """
+    steps, zero = rows / scales, INT8_STEPS + 1
+    if isinstance(packed, tuple):
+        numbers = steps.add_(zero + 0.5).to(torch.uint8)
+        result = int8_product_static(numbers, 1.0, zero, cast("tuple[Any, ...]", packed), _FLOATS)
+    else:
+        result = _by_rows()(steps, 1.0, zero, packed)
+    return result.mul_(scales) if bias is None else torch.addcmul(bias.detach(), result, scales, out=result)
 
 
 @cache
-def _dynamic() -> Any:
-    return _OPERATORS.linear_dynamic.default
+def _by_rows() -> Any:
+    return _OPERATORS.linear_with_input_q_dq_qweight_dq_output_fp32.default
+
+
+@cache
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported() and not why_no_static_int8()  # pyright: ignore[reportPrivateUsage]
 
 
 def int8_weight_packed(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,6 +278,7 @@ def _unheard() -> Generator[None]:
 
 Int8Result = tuple[float, int, torch.dtype, str]
 """What a kernel returns: scale and zero point of the numbers (1.0 and 0 of floats), type, and the activation behind."""
+_FLOATS: Int8Result = 1.0, 0, torch.float32, "none"
 
 
 @cache
@@ -244,7 +288,7 @@ def why_no_static_int8() -> str:
         return "this build of PyTorch has no oneDNN, whose kernels it needs"
     largest = torch.full((2, 64), 255, dtype=torch.uint8)
     packed = int8_static_packed(torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16), None)
-    found = int8_product_static(largest, 1.0, 0, packed, (1.0, 0, torch.float32, "none"))
+    found = int8_product_static(largest, 1.0, 0, packed, _FLOATS)
     return "" if bool((found == 64 * 255 * 127).all()) else "this CPU has no VNNI, without which sums overflow"
 
 

@@ -10,19 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import is_plainly_eager
-from ...compat.quantized import int8_numbers, needs_reduced_range, runs_simulation
+from ...compat.quantized import INT8_STEPS, int8_numbers, runs_simulation
 from ...errors import StateError
 from ...runtime.values import Factors
 
-__all__ = ["Range", "from_numbers", "in_float8", "quantized_at_once", "to_numbers"]
+__all__ = ["Range", "from_numbers", "in_float8", "quantized_by_rows", "steps_of_rows", "to_numbers"]
 
 _LARGEST = 255
 _LARGEST_FLOAT8 = 448.0
 _LEAST = 1e-12
 """Of rows that are all zero."""
+_LEAST_STEP = 1e-30
+"""The same, in 8 bits, where scales are no denormal numbers."""
 _SLACK = 1e-3
 """Of half a step, for what rounds in the type of an activation."""
-_STEPS = 127 if needs_reduced_range() else 255
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,16 @@ class Range(Factors):
         return inside + (from_numbers(numbers, self, x.dtype) - inside).detach()
 
 
-def quantized_at_once(x: Tensor) -> Tensor:
-    """Return an activation rounded to 8 bits as `int8_product_dynamic` does its input: one scale; gradients pass."""
-    if not x.numel():
-        return x
+def steps_of_rows(rows: Tensor) -> Tensor:
+    """Return the scale of each row, [..., 1] of float32, of activations, [..., inputs], as 8 bits take them."""
+    return rows.abs().amax(-1, keepdim=True).clamp_(min=_LEAST_STEP).div_(INT8_STEPS)
+
+
+def quantized_by_rows(x: Tensor) -> Tensor:
+    """Return activations, [..., inputs], rounded to 8 bits with a scale for each row, in their type; gradients pass."""
     wide = x.detach().float()
-    low, high = wide.amin().clamp(max=0), wide.amax().clamp(min=0)
-    scale = (high - low) / _STEPS
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-    zero = (-low / scale).round()
-    rounded = (((wide * (1 / scale)).round() + zero).clamp(0, _STEPS) - zero) * scale
+    scales = steps_of_rows(wide)
+    rounded = (wide / scales).round() * scales
     return x + (rounded - wide).to(x.dtype) if torch.is_grad_enabled() and x.requires_grad else rounded.to(x.dtype)
 
 

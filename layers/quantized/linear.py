@@ -14,14 +14,14 @@ from ...compat.quantized import (
     has_float8,
     int4_packed,
     int4_product,
-    int8_packed,
-    int8_product_dynamic,
+    int8_product_by_rows,
     int8_product_of_weights,
+    int8_rows_packed,
     int8_weight_packed,
     runs_simulation,
 )
 from ...runtime.state import dequantized, quantized
-from .activations import in_float8, quantized_at_once
+from .activations import in_float8, quantized_by_rows, steps_of_rows
 from .layer import HoldsWeight, QuantizedLayer, is_finite, is_plain_call
 
 __all__ = [
@@ -83,21 +83,28 @@ class QuantizedLinear(HoldsWeight):
 
 
 class Int8DynamicLinear(QuantizedLinear):
-    """Quantize activations at each call, with one scale and zero point for all, and multiply integers of 8 bits."""
+    """Quantize activations at each call, with one scale for each row, and multiply integers of 8 bits.
+    So a row gives the same whatever is beside it in a batch.
+    """
 
     def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute in int8; the result has the input's type."""
-        packed = self.packing.of(int8_packed, *self.held, self.bias)
-        is_wide = input.dtype is torch.float32
-        wide = input if is_wide else input.float()
-        if not is_finite(wide):
-            return self.in_floats(input)
-        result = int8_product_dynamic(wide, packed)
-        return result if is_wide else result.to(input.dtype)
+        result = _product_of_rows(input, self.packing.of(int8_rows_packed, *self.held), self.bias)
+        return self.in_floats(input) if result is None else result
 
     def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with rounded activations."""
-        return self.in_floats(quantized_at_once(input))
+        return self.in_floats(quantized_by_rows(input))
+
+
+def _product_of_rows(x: Tensor, packed: Any, bias: Tensor | None) -> Tensor | None:
+    """Return what a linear layer gives, in int8 and in the type of its input; None for an input that is not finite."""
+    rows = x.reshape(-1, x.shape[-1]).float()
+    scales = steps_of_rows(rows)
+    if not is_finite(scales):
+        return None
+    result = int8_product_by_rows(rows, scales, packed, None if bias is None else bias.float())
+    return result.view(*x.shape[:-1], result.shape[-1]).to(x.dtype)
 
 
 class _WithNarrowActivations(QuantizedLinear):
@@ -218,12 +225,10 @@ class TiedInt8Linear(QuantizedLayer):
         if runs_simulation() or not (input.is_cpu and weight.is_cpu) or not input.numel() or not is_plainly_eager():
             return F.linear(input, weight, bias)
         dtype = autocast_dtype(input)
-        wide = input.to(dtype).float()
-        if not is_finite(wide):
-            return F.linear(input, weight, bias)
-        return int8_product_dynamic(wide, self.packing.of(self._packed, weight, bias)).to(dtype)
+        result = _product_of_rows(input.to(dtype), self.packing.of(self._packed, weight), bias)
+        return F.linear(input, weight, bias) if result is None else result
 
-    def _packed(self, weight: Tensor, bias: Tensor | None) -> object:
-        return int8_packed(*quantized(weight.detach(), "int8", self.group), bias)
+    def _packed(self, weight: Tensor) -> object:
+        return int8_rows_packed(*quantized(weight.detach(), "int8", self.group))
 
     extra_repr = cast("Any", nn.Linear).extra_repr

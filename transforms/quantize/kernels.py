@@ -10,11 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat.quantized import needs_reduced_range
-from ...layers.quantized import Int8DynamicLinear, Int8DynamicLSTM, QuantizedLinear
+from ...layers.quantized import (
+    Int8DynamicLinear,
+    Int8DynamicLSTM,
+    QuantizedLinear,
+    quantized_by_rows,
+    steps_of_rows,
+)
 from ...runtime.state import quantized
 
-__all__ = ["kernel_problem", "lstm_problem", "quantized_activations"]
+__all__ = ["kernel_problem", "lstm_problem"]
 
 _ROWS = (1, 2, 17, 130)
 """Calls with so many rows are tried: kernels choose by it how to compute."""
@@ -112,15 +117,6 @@ def _simulated(layer: QuantizedLinear, weight: Tensor, x: Tensor) -> tuple[Tenso
     if not isinstance(layer, Int8DynamicLinear):
         expected = F.linear(x.bfloat16().float(), weight, layer.bias)
         return expected, _ROUNDING * float(expected.abs().max())
-    rounded, step = quantized_activations(x)
     # An activation in the middle between two steps may be rounded to either.
-    return F.linear(rounded, weight, layer.bias), 2 * step * float(weight.abs().max())
-
-
-def quantized_activations(x: Tensor) -> tuple[Tensor, float]:
-    """Return activations quantized to 8 bits with one scale and zero point, in their own type, and the scale."""
-    steps = 127 if needs_reduced_range() else 255
-    low, high = min(float(x.min()), 0.0), max(float(x.max()), 0.0)
-    scale = (high - low) / steps or 1.0
-    zero = round(-low / scale)
-    return ((x / scale).round() + zero).clamp(0, steps).sub(zero) * scale, scale
+    step = float(steps_of_rows(x).max())
+    return F.linear(quantized_by_rows(x), weight, layer.bias), 2 * step * float(weight.abs().max())

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from fxopt.compat import quantized as quantized_kernels
 from fxopt.errors import UsageError
 from fxopt.layers.quantized import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
 from fxopt.runtime.state import quantized
@@ -54,6 +55,23 @@ def test_results_have_the_type_of_autocast(kind: type[QuantizedLinear], grad: bo
         if grad:
             found.float().sum().backward()
             assert x.grad is not None and torch.allclose(x.grad.float()[0], layer.weight.sum(0), atol=0.2)
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_int8_gives_a_row_the_same_whatever_is_beside_it(has_amx: bool, monkeypatch: pytest.MonkeyPatch):
+    if has_amx and quantized_kernels.why_no_static_int8():
+        pytest.skip("oneDNN's kernel gives exact sums on CPUs with VNNI alone")
+    monkeypatch.setattr(quantized_kernels, "_has_amx", lambda: has_amx)
+    layer = layer_of(Int8DynamicLinear, 48, 24)
+    x = torch.randn(2, 5, 48) * torch.logspace(-6, 6, 5)[:, None]  # each row is as precise as the others
+    x[0, 0] = 0
+    with torch.no_grad():
+        found, expected, simulated = layer(x), layer.in_floats(x), layer.simulated(x)
+        assert torch.equal(layer(x[1, 1]), found[1, 1]) and torch.equal(layer(x[:, 1:2]), found[:, 1:2])
+    assert torch.equal(found[0, 0], layer.bias)
+    of_rows = (found - expected).abs().amax(-1) / (expected - layer.bias).abs().amax(-1).clamp(min=1.0)
+    assert 0 < of_rows.max() < 0.03
+    assert torch.allclose(found, simulated, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("outputs_share", [False, True])

@@ -109,7 +109,7 @@ def test_what_saves_most_for_its_error_comes_first(trials: list[int]) -> None:
 
 def test_a_layer_that_errs_by_more_than_the_budget_stays_by_itself() -> None:
     model, x = net(64), X.clone()
-    x[:, 0] = 1000.0  # one scale for all activations leaves little of the others
+    x[:, 0] = 1000.0  # one scale for all numbers of a row leaves little of the others
     with torch.no_grad():
         model[0].up.weight[:, 0] = 0.0
     fast = fxopt.optimize(model, "quantize{budget=0.02}", example_inputs=(x,), measure=False)
@@ -122,7 +122,8 @@ def test_a_layer_that_errs_by_more_than_the_budget_stays_by_itself() -> None:
 def test_where_the_whole_model_errs_by_too_much_what_costs_most_stays() -> None:
     model = net(64, 64, 64)
     with torch.no_grad():
-        model[1].down.weight.mul_(30.0)  # what comes of it is most of the result
+        for number, block in enumerate(model):
+            block.down.weight.mul_(10.0 ** (number + 1))  # what comes of each is most of the result so far
     whole = fxopt.optimize(model, "quantize", example_inputs=(X,), measure=False)
     errors = [decision.figures["precision_error"] for decision in fxopt.plan(whole).decisions]
     with torch.no_grad():
