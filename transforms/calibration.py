@@ -18,6 +18,7 @@ from ..progress_bar import progress_bar
 from ..tracing.examples import Inputs, call_of_batch
 from ..tracing.isolation import preserved
 from ..tracing.program import Program
+from ..tracing.recording import copy_inputs
 
 __all__ = ["calls", "ranges_of", "replayable", "run_call"]
 
@@ -57,9 +58,9 @@ def _taken(batches: Iterable[Any], count: int, model: nn.Module) -> Iterator[Inp
 
 
 def run_call(model: nn.Module, call: Inputs, number: int) -> Any:
-    """Run a model on a call; what it raises becomes a `CalibrationError`."""
+    """Run a model on a copy of a call, which may hold a cache that grows; an error becomes a `CalibrationError`."""
     try:
-        return call.run(model)
+        return copy_inputs(call).run(model)
     except CalibrationError:
         raise
     except Exception as error:  # whatever the user's forward raises

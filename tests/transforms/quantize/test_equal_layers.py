@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.cpus import needs_static_int8
 from torch import Tensor, nn
 
@@ -170,3 +171,11 @@ def test_ranges_are_each_layers_own() -> None:
     made = [decision.site["data"]["layers"] for decision in decisions("int8_static", model)]
     scales = [[layer["scale"] for layer in layers] for layers in made]
     assert scales[0] != scales[1]
+
+
+def test_a_cache_that_grows_as_a_model_runs_is_given_anew() -> None:
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=96, bos_token_id=0, eos_token_id=1)
+    model, ids = transformers.GPT2LMHeadModel(config).eval(), torch.randint(2, 96, (1, 12))
+    calls = fxopt.Inputs.generating(ids, max_new_tokens=3)
+    fast = fxopt.optimize(model, "quantize", example_inputs=calls, measure=False)
+    assert {decision.status for decision in fxopt.plan(fast).decisions} == {"applied"}
