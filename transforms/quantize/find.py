@@ -27,10 +27,6 @@ from .write import Instead
 
 __all__ = ["found"]
 
-_COSTLY = (
-    "the whole model would err by more than the budget; this layer alone moves its results by about {:.2g} of "
-    "their scale; raise budget= to quantize it too"
-)
 _NEVER_CALLED = "the example inputs never call it"
 _BYPASSED = "torch's encoder layer computes with its weights, and does not call it in evaluation"
 _BYTES = 2**25
@@ -63,10 +59,10 @@ def found(options: Options, program: Program, layers: Sequence[Candidate], make:
     fine = {
         layer.module: new for layer, new, judgement in judged if new is not None and judgement.reason_against() is None
     }
-    costly = left_in_floats(program, fine, options.error_budget)
+    costly = left_in_floats(program, fine, options)
     for layer, _, judgement in sorted(judged, key=lambda each: -Measured.of(each[2].all_figures).saved_per_error):
         cost = costly.get(layer.module)
-        reason = None if cost is None else Refusal(_COSTLY.format(cost), layer.name)
+        reason = None if cost is None else Refusal(cost, layer.name)
         site = Site(program, layer.name, {}, detail=layer.detail, found=judgement)
         yield judgement.refusal(layer.name) or reason or site
 

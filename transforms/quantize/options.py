@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
+
+from torch import nn
 
 from ...compat.quantized import OBSERVERS, why_no_int8, why_no_static_int8
 from ...errors import UsageError, did_you_mean
@@ -30,6 +33,8 @@ class Options(Pass):
     observer: Literal["histogram", "minmax", "moving_average"] = "histogram"
     batches: int = 32
     calibration: Any = field(default=None, compare=False, repr=False)
+    drop: float | None = None
+    metric: Callable[[nn.Module], float] | None = field(default=None, compare=False, repr=False)
 
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
     phase: ClassVar[Phase] = Phase.EVAL
@@ -52,7 +57,14 @@ class Options(Pass):
 
     @property
     def error_budget(self) -> float:
-        return _BUDGETS.get(str(self.scheme), _BUDGET) if self.budget is None else super().error_budget
+        if self.budget is not None:
+            return super().error_budget
+        return _BUDGETS.get(str(self.scheme), _BUDGET) if self.metric is None else _BUDGET_BESIDE_METRIC
+
+    @property
+    def allowed_drop(self) -> float:
+        """Return by how much the metric may fall."""
+        return _DROP if self.drop is None else self.drop
 
     @property
     def group(self) -> int:
@@ -62,6 +74,9 @@ class Options(Pass):
 
 _BUDGET = 0.05
 _BUDGETS = {"int4_weight": 0.2, "float8": 0.1}
+_BUDGET_BESIDE_METRIC = 0.5
+"""A layer that errs by more gives other results, whatever a metric sees of it."""
+_DROP = 0.01
 
 _READ_BY = {
     "per_channel": ("int8_dynamic", "int8_static", "int8_weight", "float8"),
@@ -85,6 +100,10 @@ def check_options(options: Options) -> None:
             raise _wrong(f"{name}={value}; give a positive number, such as {such}")
     if options.observer not in OBSERVERS:
         raise _wrong(f"observer={options.observer!r} is unknown{did_you_mean(str(options.observer), OBSERVERS)}")
+    if options.drop is not None and (options.metric is None or not options.drop >= 0):
+        raise _wrong(f"drop={options.drop}; give a metric= with it, and how much of that may be lost, such as 0.005")
+    if options.metric is not None and not callable(options.metric):
+        raise _wrong("metric= is no function; give one that takes the model and returns a number, larger for better")
     check_options_read("quantize", options, "scheme", _READ_BY)
     _ = options.error_budget
     if scheme == "int4_weight" and options.group_size not in _GROUPS:

@@ -41,6 +41,9 @@ class Quantize(Options):
         observer: for `int8_static`: how the range of an activation is found: `histogram` cuts off what is rare,
             `minmax` nothing, `moving_average` what batches differ by.
         batches: for `int8_static`: how many batches of `calibration` are used.
+        metric: a function that takes the model and returns a number, larger for better. It is what the whole model is
+            judged by, in the place of `budget`, which is then 0.5; the option text leaves it out.
+        drop: how much of the metric may be lost, in its own units; by default 0.01.
     """
 
     def check(self, model: nn.Module) -> None:

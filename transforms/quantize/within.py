@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from ...errors import CalibrationError
+from ...errors import CalibrationError, one_line
 from ...passes.kinds import error_of
 from ...passes.verification import smaller
 from ...progress_bar import progress_bar
@@ -19,8 +19,9 @@ from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
 from ...tracing.program import Program
 from ..calibration import run_call
+from .options import Options
 
-__all__ = ["ComparedRun", "costs", "costs_in_groups", "left_in_floats", "left_out"]
+__all__ = ["ComparedRun", "Judge", "costs", "costs_in_groups", "left_in_floats", "left_out"]
 
 Layer = TypeVar("Layer")
 
@@ -32,46 +33,90 @@ _SURELY = 0.8
 
 
 class ComparedRun(Generic[Layer]):
-    """Run a model on a call with some of its layers replaced, and compare; `replaced` replaces one for a while."""
+    """Run a model on calls with some of its layers replaced, and compare; `replaced` replaces one for a while."""
 
     def __init__(
-        self, model: nn.Module, call: Inputs, replaced: Callable[[Layer], AbstractContextManager[object]]
+        self, model: nn.Module, calls: Sequence[Inputs], replaced: Callable[[Layer], AbstractContextManager[object]]
     ) -> None:
-        self._model, self._call, self._replaced = model, call, replaced
+        self._model, self._calls, self._replaced = model, calls, replaced
         self._expected = self._run()
 
     def on_less(self) -> ComparedRun[Layer]:
-        """Return the same on a smaller call, if the model takes one."""
-        for args, kwargs in smaller((self._call.args, self._call.kwargs)):
+        """Return the same on the first call alone, a smaller one if the model takes it."""
+        first = self._calls[0]
+        for args, kwargs in (*smaller((first.args, first.kwargs)), (first.args, first.kwargs)):
             with suppress(CalibrationError):
-                return ComparedRun(self._model, Inputs(*args, **kwargs), self._replaced)
+                return ComparedRun(self._model, [Inputs(*args, **kwargs)], self._replaced)
         return self
 
     def error(self, layers: Iterable[Layer]) -> float:
         """Return by how much the results are off where these layers are replaced, relative to their scale."""
+        with self._all_replaced(layers):
+            return max(map(error_of, self._expected, self._run()))
+
+    def measured(self, metric: Callable[[nn.Module], float], layers: Iterable[Layer] = ()) -> float:
+        """Return a user's metric of the model where these layers are replaced."""
+        with torch.no_grad(), preserved(self._model), self._all_replaced(layers):
+            try:
+                found = float(metric(self._model))
+            except Exception as error:  # whatever the user's function raises
+                raise CalibrationError(f"metric= raised {type(error).__name__}: {one_line(error)}") from error
+        if math.isnan(found):
+            raise CalibrationError("metric= returned NaN; return a number, larger for better")
+        return found
+
+    @contextmanager
+    def _all_replaced(self, layers: Iterable[Layer]) -> Generator[None]:
         with ExitStack() as stack:
             for layer in layers:
                 stack.enter_context(self._replaced(layer))
-            return error_of(self._expected, self._run())
+            yield
 
-    def _run(self) -> Any:
+    def _run(self) -> list[Any]:
         with torch.no_grad(), preserved(self._model):
-            return run_call(self._model, self._call, 0)
+            return [run_call(self._model, call, number) for number, call in enumerate(self._calls)]
 
 
-def left_in_floats(program: Program, layers: Mapping[nn.Module, nn.Module], budget: float) -> dict[nn.Module, float]:
-    """Return the layers to leave out, those first that cost most for their size, each with what it alone costs."""
+class Judge(Generic[Layer]):
+    """Say what a model is worth with some of its layers replaced: by its results, or by the user's metric."""
+
+    def __init__(self, run: ComparedRun[Layer], options: Options, margin: float = 1.0) -> None:
+        self.run, self._metric, self._options = run, options.metric, options
+        self.before = 0.0 if self._metric is None else run.measured(self._metric)
+        self.allowed = margin * options.error_budget if self._metric is None else options.allowed_drop
+
+    def loss(self, layers: Sequence[Layer]) -> float:
+        """Return what is lost where these layers are replaced; no more than `allowed` may be."""
+        return self.run.error(layers) if self._metric is None else self.before - self.run.measured(self._metric, layers)
+
+    def said(self, loss: float) -> str:
+        """Return what is lost in words."""
+        if self._metric is None:
+            return f"the whole model would err by {loss:.2g} of its scale; the budget is {self._options.error_budget:g}"
+        after = self.before - loss
+        return f"the metric would fall from {self.before:.4g} to {after:.4g}; the allowed drop is {self.allowed:g}"
+
+
+def left_in_floats(program: Program, layers: Mapping[nn.Module, nn.Module], options: Options) -> dict[nn.Module, str]:
+    """Return the layers to leave out, those first that cost most for their size, each with the reason."""
     if not program.whole_calls or not layers:
         return {}
-    allowed = _MARGIN * budget
-    run = ComparedRun[nn.Module](program.model, program.whole_calls[0], lambda layer: _replaced(layer, layers[layer]))
-    if run.error(list(layers)) <= allowed:
+    run = ComparedRun[nn.Module](program.model, program.whole_calls[:1], lambda layer: _replaced(layer, layers[layer]))
+    judge = Judge(run, options, _MARGIN)
+    lost = judge.loss(list(layers))
+    if lost <= judge.allowed:
         return {}
     replaced = [module for module in program.names.distinct if module in layers]
     sizes = {module: sum(each.numel() for each in module.parameters()) for module in replaced}
-    alone = costs_in_groups(sizes, run.on_less().error, allowed)
+    # A metric says nothing of how exact results must be: then each layer is looked at.
+    alone = costs_in_groups(sizes, run.on_less().error, judge.allowed if options.metric is None else 0.0)
     density = {layer: cost**2 / sizes[layer] for layer, cost in alone.items()}
-    return {layer: alone[layer] for layer in left_out(density, run.error, allowed)}
+    option = "budget" if options.metric is None else "drop"
+    return {
+        layer: f"{judge.said(lost)}; this layer alone moves its results by about {alone[layer]:.2g} of their scale; "
+        f"raise {option}= to quantize it too"
+        for layer in left_out(density, judge.loss, judge.allowed)
+    }
 
 
 def costs_in_groups(

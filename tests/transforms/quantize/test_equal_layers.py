@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.passes import timing
 from fxopt.passes.timing import Timings, timing_figures
-from fxopt.transforms.quantize import find
+from fxopt.transforms.quantize import Quantize, find
 
 X = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
 
@@ -134,7 +134,7 @@ def test_where_the_whole_model_errs_by_too_much_what_costs_most_stays() -> None:
     fast = fxopt.optimize(model, f"quantize{{budget={budget}}}", example_inputs=(X,), measure=False)
     found = {decision.label: decision for decision in fxopt.plan(fast).decisions}
     left = [decision.reason for decision in found.values() if decision.status == "refused"]
-    assert 0 < len(left) < 6 and all("the whole model would err by more than the budget" in reason for reason in left)
+    assert 0 < len(left) < 6 and all("the whole model would err by" in reason for reason in left)
     with torch.no_grad():
         assert float((fast(X) - model(X)).abs().max() / model(X).abs().max()) <= budget
 
@@ -179,3 +179,45 @@ def test_a_cache_that_grows_as_a_model_runs_is_given_anew() -> None:
     calls = fxopt.Inputs.generating(ids, max_new_tokens=3)
     fast = fxopt.optimize(model, "quantize", example_inputs=calls, measure=False)
     assert {decision.status for decision in fxopt.plan(fast).decisions} == {"applied"}
+
+
+def _agreement(model: nn.Module, x: Tensor) -> Any:
+    """Return a metric: the part of some rows of which the largest result stays where it is in floats."""
+    with torch.no_grad():
+        expected = model(x).argmax(-1)
+    return lambda other: (other(x).argmax(-1) == expected).float().mean()
+
+
+@pytest.mark.parametrize("scheme", ["int8_dynamic", pytest.param("int8_static", marks=needs_static_int8)])
+def test_a_metric_decides_in_the_place_of_the_budget(scheme: str) -> None:
+    model, x = net(64, 64, 64), torch.randn(512, 32)
+    with torch.no_grad():
+        model[1].down.weight[:, 0] *= 3000.0  # one column takes the steps of all others
+    metric = _agreement(model, x)
+
+    def fast(drop: float) -> nn.Module:
+        options = Quantize(scheme=scheme, metric=metric, drop=drop, per_channel=True)
+        return fxopt.optimize(model, options, example_inputs=(x,), measure=False)
+
+    alike = [float(metric(fast(drop))) for drop in (1.0, 0.01)]
+    assert alike[0] < 0.99 <= alike[1]
+    left = [decision.reason for decision in fxopt.plan(fast(0.01)).decisions if decision.status == "refused"]
+    assert 0 < len(left) < 6 and all("the metric would fall from 1 to 0." in reason for reason in left)
+    assert all("the allowed drop is 0.01" in reason for reason in left)
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [(lambda _: 1 / 0, "metric= raised ZeroDivisionError"), (lambda _: float("nan"), "metric= returned NaN")],
+)
+def test_a_metric_that_raises_or_gives_no_number_is_told_of(metric: Any, said: str) -> None:
+    with pytest.raises(fxopt.FxoptError, match=said):
+        fxopt.optimize(net(64), Quantize(metric=metric), example_inputs=(X,), measure=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"drop": 0.1}, "give a metric="), ({"metric": 1}, "metric= is no function")]
+)
+def test_a_metric_and_its_drop_go_together(options: Any, said: str) -> None:
+    with pytest.raises(fxopt.UsageError, match=said):
+        fxopt.optimize(net(64), Quantize(**options), example_inputs=(X,), measure=False)

@@ -16,7 +16,8 @@ from ....passes.kinds import error_of
 from ....runtime.state import dequantized, quantized
 from ....tracing.examples import Inputs
 from ....tracing.program import Program
-from ..within import ComparedRun, costs, left_out
+from ..options import Options
+from ..within import ComparedRun, Judge, costs, left_out
 
 __all__ = ["Sensitivity", "sensitivity"]
 
@@ -28,17 +29,20 @@ class Sensitivity:
     own: Mapping[str, float]
     alone: Mapping[str, float] = field(default_factory=dict[str, float])
     left: Sequence[str] = ()
-    together: float = 0.0
+    together: str = ""  # what all layers cost, in words
 
 
-def sensitivity(program: Program, ranges: Mapping[str, Range], group: int, call: Inputs, budget: float) -> Sensitivity:
-    """Simulate the quantized model on a call, and leave out as few layers as bring it within a budget."""
-    simulation = _RoundedModel(program, ranges, group, call)
-    whole = simulation.error(ranges)
-    if whole <= budget:
+def sensitivity(
+    program: Program, ranges: Mapping[str, Range], options: Options, calls: Sequence[Inputs]
+) -> Sensitivity:
+    """Simulate the quantized model on calls, and leave out as few layers as bring it within what may be lost."""
+    simulation = _RoundedModel(program, ranges, options.group, calls)
+    judge = Judge(simulation, options)
+    lost = judge.loss(list(ranges))
+    if lost <= judge.allowed:
         return Sensitivity(simulation.own_errors)
     alone = costs(ranges, simulation.on_less().error)
-    return Sensitivity(simulation.own_errors, alone, left_out(alone, simulation.error, budget), whole)
+    return Sensitivity(simulation.own_errors, alone, left_out(alone, judge.loss, judge.allowed), judge.said(lost))
 
 
 # -- layers that compute in floats what they would compute in 8 bits, for a while ----------------------------------
@@ -88,9 +92,9 @@ class _Rounded:
 
 
 class _RoundedModel(ComparedRun[str]):
-    """Run a model on one call with some layers rounded, by name and range of their inputs, and compare."""
+    """Run a model on calls with some layers rounded, by name and range of their inputs, and compare."""
 
-    def __init__(self, program: Program, ranges: Mapping[str, Range], group: int, call: Inputs) -> None:
+    def __init__(self, program: Program, ranges: Mapping[str, Range], group: int, calls: Sequence[Inputs]) -> None:
         layers = {name: _Rounded.of(program.module(name), range_, group) for name, range_ in ranges.items()}
         self._layers = layers
         self.own_errors: dict[str, float] = {}
@@ -98,7 +102,7 @@ class _RoundedModel(ComparedRun[str]):
             for name, layer in layers.items():
                 handle = layer.module.register_forward_hook(partial(self._compare, name), with_kwargs=True)
                 stack.callback(handle.remove)
-            super().__init__(program.model, call, lambda name: layers[name].computed_rounded())
+            super().__init__(program.model, calls, lambda name: layers[name].computed_rounded())
 
     def _compare(self, name: str, _: nn.Module, args: Any, kwargs: Any, result: Tensor) -> None:
         error = self._layers[name].own_error(args[0] if args else kwargs["input"], result)

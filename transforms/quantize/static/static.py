@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from ....layers.quantized import FakeQuantized, Range
 from ....passes.sites import Cause, Refusal, Site
+from ....tracing.examples import Inputs
 from ....tracing.program import Program
 from ...calibration import calls, ranges_of
 from ..layers import CONVOLUTIONS, candidates
@@ -17,6 +18,9 @@ from .find import Chain, Link, chains
 from .sensitivity import Sensitivity, sensitivity
 
 __all__ = ["find"]
+
+_LEAST_TO_HOLD_OUT = 4
+"""Of so many batches of calibration one is left to judge on."""
 
 
 def find(options: Options, program: Program) -> Iterator[Site | Refusal]:
@@ -38,18 +42,25 @@ def _calibrated(options: Options, program: Program, layers: Mapping[str, nn.Modu
         data = calls(options.calibration, options.batches, program, options.scheme)
     else:
         data = ()
-    ranges = trained | (ranges_of(program, others, data, options.observer) if others else {})
+    seen, judged = _divided(data)
+    ranges = trained | (ranges_of(program, others, seen, options.observer) if others else {})
     yield from (Refusal("the calibration data never reaches it", name) for name in layers if name not in ranges)
     if not ranges:
         return
-    budget = options.error_budget
     found = Sensitivity(dict.fromkeys(ranges, 0.0))
     if data:
-        found = sensitivity(program, ranges, options.group, data[0], budget)
+        found = sensitivity(program, ranges, options, judged)
     for name in found.left:
         cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"
-        yield Refusal(f"{cost}, all layers together by {found.together:.2g}; the budget is {budget:g}", name)
+        yield Refusal(f"{cost}; with all layers {found.together}", name)
     yield from _sites(program, {name: range_ for name, range_ in ranges.items() if name not in found.left}, found)
+
+
+def _divided(data: Sequence[Inputs]) -> tuple[Sequence[Inputs], Sequence[Inputs]]:
+    """Return the calls to find ranges on, and those to judge on: the first, and one that no range has seen."""
+    if len(data) < _LEAST_TO_HOLD_OUT:
+        return data, data[:1]
+    return data[:-1], [data[0], data[-1]]
 
 
 def _sites(program: Program, ranges: Mapping[str, Range], found: Sensitivity) -> Iterator[Site]:
