@@ -81,7 +81,7 @@ PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Replacements]]] = Mapping
                     "pack": ("pack{dtype=bfloat16}", "pack"),
                     "delegate": ("delegate{dtype=bfloat16}", "delegate"),
                 },
-                "int8": {"pack": ("quantize", "pack{dtype=bfloat16}", "pack"), "delegate": ()},
+                "int8": {"pack": ("quantize{baseline=bfloat16}", "pack{dtype=bfloat16}", "pack"), "delegate": ()},
             },
         }
     }

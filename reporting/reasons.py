@@ -31,7 +31,8 @@ def _no_gain(values: _Values, by_itself: str = "") -> str:
     """Say what was timed at a place; before that, which faster ways of computing it were wrong."""
     gain = "no faster" if values["speedup"] <= 1.0 else "not clearly faster"
     lowering = f" as {values['lowering']}" if "lowering" in values else ""
-    timed = f"{gain}{by_itself}: {values['speedup']:.3g}x ({values['low']:.3g} to {values['high']:.3g}){lowering}"
+    than = f" than {values['than']}" if "than" in values else ""
+    timed = f"{gain}{by_itself}{than}: {values['speedup']:.3g}x ({values['low']:.3g} to {values['high']:.3g}){lowering}"
     return "; ".join((*values.get("wrong", ()), timed))
 
 

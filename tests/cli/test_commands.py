@@ -387,7 +387,10 @@ def test_passes_are_listed_and_described(fxopt: Fxopt):
     described = fxopt("passes", "training", "--json").json
     assert [info["name"] for info in described["passes"]] == described["presets"].pop("training")
     assert described["presets"] == {}
-    assert "int8      quantize,pack{dtype=bfloat16},pack in the place of pack" in fxopt("passes", "inference").out
+    assert (
+        "int8      quantize{baseline=bfloat16},pack{dtype=bfloat16},pack in the place of pack"
+        in fxopt("passes", "inference").out
+    )
     assert fxopt("passes", "inference", "--json").json["options"] == {
         "engine": ["none", "auto"], "dtype": ["float32", "bfloat16", "int8"],
     }  # fmt: skip

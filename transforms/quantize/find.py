@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ...compat import own_parameters
 from ...errors import MatchFailure
+from ...layers.packed import PackedLinear
 from ...passes.contract import word_for
 from ...passes.kinds import Judgement, error_of, figures_of, over_budget
+from ...passes.rewriting import layer_of
 from ...passes.sites import Cause, Reason, Refusal, Site
 from ...runtime.record import Measured
 from ...runtime.values import user_class
@@ -55,7 +58,7 @@ def found(options: Options, program: Program, layers: Sequence[Candidate], make:
         yield from (Site(program, layer.name, {}, detail=layer.detail) for layer in able)
         return
     measuring = program.measuring if options.aim == "speed" else Measure.NO
-    judged = _judged(program, able, make, options.error_budget, measuring=measuring)
+    judged = _judged(program, able, make, options, measuring=measuring)
     fine = {
         layer.module: new for layer, new, judgement in judged if new is not None and judgement.reason_against() is None
     }
@@ -78,7 +81,7 @@ def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None
 
 
 def _judged(
-    program: Program, layers: Sequence[Candidate], make: Make, budget: float, *, measuring: Measure
+    program: Program, layers: Sequence[Candidate], make: Make, options: Options, *, measuring: Measure
 ) -> list[tuple[Candidate, nn.Module | None, Judgement]]:
     """Return each layer, the same in small numbers and how they compare, on what the model gives them."""
     calls = program.recording([layer.module for layer in layers]).calls
@@ -88,7 +91,7 @@ def _judged(
     found: dict[nn.Module, tuple[nn.Module | None, Judgement]] = {}
     with torch.no_grad():
         for alike in kinds.values():
-            found |= _Trial(alike, calls, make, budget).judgements(measuring)
+            found |= _Trial(alike, calls, make, options).judgements(measuring)
     return [(layer, *found[layer.module]) for layer in layers]
 
 
@@ -99,7 +102,7 @@ class _Trial:
     modules: Sequence[nn.Module]
     calls: Mapping[nn.Module, Sequence[Call]]
     make: Make
-    budget: float
+    options: Options
 
     def judgements(self, measuring: Measure) -> dict[nn.Module, tuple[nn.Module | None, Judgement]]:
         """Return what stands in the place of each, and what is known of that."""
@@ -123,16 +126,34 @@ class _Trial:
             [partial(layer, *call.args, **call.kwargs) for call, layer in zip(given, layers, strict=True)]
             for layers in zip(*some, strict=True)
         )
-        figures = figures_of(before, after, cold=measuring.is_cold)
+        figures, reason = figures_of(before, after, cold=measuring.is_cold), None
+        if self.options.baseline is torch.bfloat16 and Judgement(figures=figures).reason_against() is None:
+            packed = [_in_bfloat16(module, call) for (module, _), call in zip(some, given, strict=True)]
+            beside = figures_of([call for call in packed if call], after, cold=measuring.is_cold) if all(packed) else {}
+            reason = Judgement(figures=beside).reason_against()
+        if reason is not None:
+            reason = dataclasses.replace(reason, values={**reason.values, "than": "in bfloat16"})
         for module, (new, known) in found.items():
-            found[module] = new, dataclasses.replace(known, figures=figures)
+            found[module] = new, dataclasses.replace(known, figures=figures, reason=known.reason or reason)
         return found
 
     def _compared(self, module: nn.Module, instead: nn.Module) -> Judgement:
         calls = self.calls[module]
         chosen = [calls[number] for number in {0, (len(calls) - 1) // 2, len(calls) - 1}]  # first, middle, last
         error = max(error_of(call.output, instead(*call.args, **call.kwargs)) for call in chosen)
-        return Judgement(error, reason=over_budget(error, self.budget))
+        return Judgement(error, reason=over_budget(error, self.options.error_budget))
+
+
+def _in_bfloat16(module: nn.Module, call: Call) -> Callable[[], Tensor] | None:
+    """Return a call of a layer that is packed in bfloat16; None where it is no linear one."""
+    layer = layer_of(module)
+    if layer is None or not layer.is_linear:
+        return None
+    weight, bias = (own_parameters(module).get(name) for name in ("weight", "bias"))
+    if weight is None:
+        return None
+    packed = PackedLinear(dtype=torch.bfloat16, inputs_first=layer.inputs_first)
+    return partial(packed, next(iter((*call.args, *call.kwargs.values()))), weight, bias)
 
 
 def _kind(module: nn.Module, calls: Sequence[Call]) -> Hashable:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
+import torch
 from torch import nn
 
 from ...compat.quantized import OBSERVERS, why_no_int8, why_no_static_int8
@@ -30,6 +31,7 @@ class Options(Pass):
     per_channel: bool = True
     group_size: int = 64
     aim: Literal["speed", "size"] = "speed"
+    baseline: torch.dtype = torch.float32
     observer: Literal["histogram", "minmax", "moving_average"] = "histogram"
     batches: int = 32
     calibration: Any = field(default=None, compare=False, repr=False)
@@ -81,6 +83,7 @@ _DROP = 0.01
 _READ_BY = {
     "per_channel": ("int8_dynamic", "int8_static", "int8_weight", "float8"),
     "group_size": ("int4_weight",),
+    "baseline": ("int8_dynamic", "int8_weight", "int4_weight"),
     **dict.fromkeys(("observer", "batches", "calibration"), ("int8_static",)),
 }
 """Option -> the schemes that read it; all read the others."""
@@ -95,6 +98,8 @@ def check_options(options: Options) -> None:
         raise _wrong(f"scheme={scheme!r} is unknown{did_you_mean(scheme, SCHEMES)}")
     if options.aim not in ("speed", "size"):
         raise _wrong(f"aim={options.aim!r}; use 'speed' or 'size'")
+    if options.baseline not in (torch.float32, torch.bfloat16):
+        raise _wrong(f"baseline={str(options.baseline).removeprefix('torch.')}; use float32 or bfloat16")
     for name, value, such in (("group_size", options.group_size, 64), ("batches", options.batches, 32)):
         if isinstance(value, bool) or value < 1:
             raise _wrong(f"{name}={value}; give a positive number, such as {such}")

@@ -36,6 +36,8 @@ class Quantize(Options):
         per_channel: one scale for each output of an int8 layer, or one for all.
         group_size: how many weights of an `int4_weight` layer have a scale in common.
         aim: `speed` times each layer and leaves those alone that do not gain; `size` does not.
+        baseline: what a layer must be faster than: itself, or, with `bfloat16`, itself packed in bfloat16: that is
+            then left to `pack{dtype=bfloat16}`.
         calibration: for `int8_static`: a loader, an iterator or a list of batches; the option text leaves it out. None
             stands for the example inputs.
         observer: for `int8_static`: how the range of an activation is found: `histogram` cuts off what is rare,

@@ -156,7 +156,10 @@ def order_or_reason(text: str) -> list[str] | str:
         ("inference,attention", "attention,pack"),
         ("inference,pack{dtype=bfloat16}", "pack{dtype=bfloat16},pack"),
         ("fuse_ensembles{lowering=bmm},inference", "fuse_ensembles{lowering=bmm},fuse_ensembles"),
-        ("inference{dtype=int8},quantize{scheme=int8_static}", "quantize,quantize{scheme=int8_static}"),
+        (
+            "inference{dtype=int8},quantize{scheme=int8_static}",
+            "quantize{baseline=bfloat16},quantize{scheme=int8_static}",
+        ),
         ("swap_kernels,training", "swap_kernels,eliminate_common_subexpressions"),
         ("compress,inference", "fuse_ensembles,quantize{scheme=int8_weight,aim=size}"),
     ],

@@ -183,13 +183,15 @@ def test_an_option_of_a_preset_puts_other_passes_in_the_place_of_some():
     )
     at = exact.index("pack")
     assert narrow == [*exact[:at], "pack{dtype=bfloat16}", *exact[at:]]
-    assert small == [*exact[:at], "quantize", "pack{dtype=bfloat16}", *exact[at:]]
+    assert small == [*exact[:at], "quantize{baseline=bfloat16}", "pack{dtype=bfloat16}", *exact[at:]]
     assert list(map(str, parse("inference{}"))) == list(map(str, parse("inference{dtype=float32}"))) == exact
     behind = list(map(str, parse("fuse_ensembles, inference{ dtype = int8 }, eliminate_dead_code")))
     assert behind == ["fuse_ensembles", *small, "eliminate_dead_code"]
     arranged = [str(p) for p in chosen_passes("inference{dtype=int8}")]  # what stands for the rest runs behind
     assert sorted(arranged) == sorted(small)
-    assert arranged.index("quantize") < arranged.index("pack{dtype=bfloat16}") < arranged.index("pack")
+    assert (
+        arranged.index("quantize{baseline=bfloat16}") < arranged.index("pack{dtype=bfloat16}") < arranged.index("pack")
+    )
 
 
 @pytest.mark.parametrize(

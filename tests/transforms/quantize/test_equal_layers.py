@@ -221,3 +221,24 @@ def test_a_metric_that_raises_or_gives_no_number_is_told_of(metric: Any, said: s
 def test_a_metric_and_its_drop_go_together(options: Any, said: str) -> None:
     with pytest.raises(fxopt.UsageError, match=said):
         fxopt.optimize(net(64), Quantize(**options), example_inputs=(X,), measure=False)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "said"), [("float32", ""), ("bfloat16", "no faster by itself than in bfloat16: 0.5x")]
+)
+def test_a_layer_may_have_to_be_faster_than_in_bfloat16(
+    baseline: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ratios = iter((2.0, 0.5))  # beside float32, and beside bfloat16
+
+    def figures(before: Any, after: Any, **_: Any) -> dict[str, Any]:
+        for call in (*before, *after):
+            assert call().shape == (6, 32)
+        ratio = next(ratios)
+        return {"speedup": ratio, "speedup_low": ratio, "speedup_high": ratio}
+
+    monkeypatch.setattr(find, "figures_of", figures)
+    model = nn.Sequential(nn.Linear(32, 32)).eval()
+    fast = fxopt.optimize(model, f"quantize{{baseline={baseline}}}", example_inputs=(X,))
+    (decision,) = fxopt.plan(fast).decisions
+    assert decision.reason.startswith(said) and (decision.status == "refused") == bool(said)
