@@ -105,10 +105,7 @@ def check_options(options: Options) -> None:
             raise _wrong(f"{name}={value}; give a positive number, such as {such}")
     if options.observer not in OBSERVERS:
         raise _wrong(f"observer={options.observer!r} is unknown{did_you_mean(str(options.observer), OBSERVERS)}")
-    if options.drop is not None and (options.metric is None or not options.drop >= 0):
-        raise _wrong(f"drop={options.drop}; give a metric= with it, and how much of that may be lost, such as 0.005")
-    if options.metric is not None and not callable(options.metric):
-        raise _wrong("metric= is no function; give one that takes the model and returns a number, larger for better")
+    _check_metric(options)
     check_options_read("quantize", options, "scheme", _READ_BY)
     _ = options.error_budget
     if scheme == "int4_weight" and options.group_size not in _GROUPS:
@@ -116,6 +113,13 @@ def check_options(options: Options) -> None:
     reason = {"int8_dynamic": why_no_int8, "int8_static": why_no_static_int8}.get(scheme, str)()
     if reason:
         raise _wrong(f"scheme={scheme} does not run here: {reason}")
+
+
+def _check_metric(options: Options) -> None:
+    if options.drop is not None and (options.metric is None or not options.drop >= 0):
+        raise _wrong(f"drop={options.drop}; give a metric= with it, and how much of that may be lost, such as 0.005")
+    if options.metric is not None and not callable(options.metric):
+        raise _wrong("metric= is no function; give one that takes the model and returns a number, larger for better")
 
 
 def _wrong(said: str) -> UsageError:
