@@ -226,6 +226,41 @@ def test_gradients_say_what_the_loss_loses(residual: Any):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_gradients_of_batches_that_cancel_count_all_the_same(residual: Any):
+    """Over a batch and its negative the loss changes to and fro: with signs no unit would count."""
+    residual.couple(residual.groups[1])
+    model = residual.model().eval()
+    batches = [1.0, -1.0]
+
+    def loss(net: nn.Module, sign: float) -> Tensor:
+        return net(residual.x).sum() * sign
+
+    of_both = {"criterion": "taylor", "data": batches, "loss": loss}
+    of_one = {"criterion": "taylor", "data": batches[:1], "loss": loss}
+    kept = [
+        kept_of(fxopt.optimize(model, structured(**each), example_inputs=(residual.x,))) for each in (of_both, of_one)
+    ]
+    assert kept[0] == kept[1]
+
+
+def _raises(_model: nn.Module, _batch: object) -> Tensor:
+    raise ValueError("no such label")
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "message"),
+    [
+        ([], lambda net, x: net(x).sum(), "data= gives no batch"),
+        ([0], _raises, "loss= raises for batch 0 of data=: ValueError: no such label"),
+        ([1.0, float("nan")], lambda net, sign: net(torch.ones(1, 3, 6, 6)).sum() * sign, "batch 1: the loss is nan"),
+        ([1.0], lambda net, sign: net(torch.ones(1, 3, 6, 6)), "batch 0: loss= must give one number"),
+    ],
+)
+def test_batches_that_tell_nothing_are_refused_with_what_to_look_for(residual: Any, data: Any, loss: Any, message: str):
+    with pytest.raises(UsageError, match=message):
+        prune(residual, criterion="taylor", data=data, loss=loss)
+
+
 SCORINGS: list[Callable[[Tensor], Any]] = [
     lambda scores: {"block.conv1.weight": scores},
     lambda scores: lambda name, weight: scores if name == "block.conv1.weight" else torch.zeros_like(weight),
