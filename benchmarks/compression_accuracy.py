@@ -1,8 +1,8 @@
 """Measure what compression costs in accuracy, on scikit-learn's digits: 1797 images of 8 x 8, a quarter for testing.
 
-    python benchmarks/compression_accuracy.py [--only WAY ...] [--networks cnn mlp] [--seeds 3] [--json FILE]
+    python benchmarks/compression_accuracy.py [--only WAY ...] [--networks cnn mlp vit] [--seeds 3] [--json FILE]
 
-A CNN and an MLP are trained to over 97%, compressed in each way, and trained on for a few epochs where the way says so.
+A CNN, an MLP and a vision transformer are trained to 94 to 99%, compressed in each way, and trained on for a few epochs where the way says so.
 A way is a function in WAYS: it is given a trained network and the data, and returns the compressed one.
 """
 
@@ -24,7 +24,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.transforms.prune import PruningSchedule
+from fxopt.transforms.prune import Prune, PruningSchedule
 from fxopt.transforms.qat import Qat
 from fxopt.transforms.quantize import Quantize
 
@@ -89,7 +89,23 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-NETWORKS: Mapping[str, Callable[[], nn.Module]] = {"cnn": cnn, "mlp": mlp}
+class Vit(nn.Module):
+    """Patches of 2 x 2, two encoder layers of torch, and a linear over their mean."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, width, 2, stride=2)
+        self.positions = nn.Parameter(torch.randn(1, 16, width) / 50)
+        layer = nn.TransformerEncoderLayer(width, 4, 128, 0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patches(images).flatten(2).transpose(1, 2) + self.positions
+        return self.head(self.encoder(tokens).mean(1))
+
+
+NETWORKS: Mapping[str, Callable[[], nn.Module]] = {"cnn": cnn, "mlp": mlp, "vit": Vit}
 
 
 def pruned(passes: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits], nn.Module]:
@@ -99,6 +115,23 @@ def pruned(passes: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits], n
         return data.trained(fxopt.optimize(model, passes, example_inputs=data.images[:8]), epochs)
 
     return way
+
+
+def units(criterion: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits], nn.Module]:
+    """Return the way that removes half of the units; what judges by gradients is given the training data."""
+
+    def way(model: nn.Module, data: Digits) -> nn.Module:
+        given: dict[str, Any] = {}
+        if criterion in ("taylor", "hessian"):
+            given = {"data": list(zip(data.images.split(BATCH), data.labels.split(BATCH), strict=True)), "loss": loss}
+        prune = Prune(method="structured", scope="layer", criterion=criterion, **given)
+        return data.trained(fxopt.optimize(model, prune, example_inputs=data.images[:8]), epochs)
+
+    return way
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def gradually(passes: str, epochs: int) -> Callable[[nn.Module, Digits], nn.Module]:
@@ -153,8 +186,9 @@ WAYS: Mapping[str, Way] = {
     "2:4": Way(pruned("prune{method=nm}"), 0.5),
     "2:4, best order": Way(pruned("prune{method=nm,permute=true}"), 0.5),
     "2:4, best order, not trained on": Way(pruned("prune{method=nm,permute=true}", 0)),
-    "50% of units": Way(pruned("prune{method=structured,scope=layer}"), 1.0),
-    "50% of units, taylor": Way(pruned("prune{method=structured,scope=layer,criterion=taylor}")),
+    "50% of units": Way(units("magnitude"), 1.0),
+    **{f"50% of units, {name}": Way(units(name)) for name in ("random", "taylor")},
+    **{f"50% of units, {name}, not trained on": Way(units(name, 0)) for name in ("magnitude", "random", "taylor")},
     "80% of weights": Way(pruned("prune{amount=0.8}")),
     "95% of weights": Way(pruned("prune{amount=0.95}")),
     "95% of weights, cubic": Way(gradually("prune{amount=0.95,schedule=cubic}", 3 * TUNING)),
@@ -177,7 +211,7 @@ def measure(name: str, way: Way, networks: list[str], seeds: int) -> list[dict[s
         row = {"way": name, "network": network, "before": before, "after": after, "lost": before - after}
         rows.append({**row, "lost_by_seed": lost, "target": way.target})
         met = "" if way.target is None else "met" if before - after <= way.target else "MISSED"
-        print(f"{network:5}{name:34}{before:8.2f}{after:8.2f}{before - after:8.2f}  {met}", flush=True)
+        print(f"{network:5}{name:42}{before:8.2f}{after:8.2f}{before - after:8.2f}  {met}", flush=True)
     return rows
 
 
@@ -201,7 +235,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    print(f"{'':5}{'':34}{'before':>8}{'after':>8}{'lost':>8}  (percent right, points)")
+    print(f"{'':5}{'':42}{'before':>8}{'after':>8}{'lost':>8}  (percent right, points)")
     rows = [
         row for name in arguments.only or WAYS for row in measure(name, WAYS[name], arguments.networks, arguments.seeds)
     ]

@@ -14,6 +14,7 @@ from torch import fx, nn
 from ...errors import UsageError, did_you_mean
 from ...known_passes import TRANSFORMS
 from ...pass_order import ORDER
+from ...runtime.record import Decision
 from ...tracing.program import Program
 from ..rewriting import Edit
 from ..sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
@@ -145,6 +146,9 @@ class Pass:
 
         `before`, `after`: bytes of activations that the given and the finished model hold after a training forward.
         """
+
+    def check_decisions(self, decisions: Sequence[Decision]) -> None:
+        """Raise BudgetError where the decisions on the pass's sites leave less than it promised; all stand by now."""
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         """Rewrite one site, through `edit` only."""

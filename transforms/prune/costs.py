@@ -19,14 +19,18 @@ from ...passes.timing import Runner, time_candidates
 from ...runtime.values import qualified, tensors_by_name
 from ...tracing.isolation import copied_module, shallow_clone
 from ...tracing.program import Program, deactivate
+from .dependency_groups import Group
 from .options import Options
 from .sites import Chosen, kept_indices, sites_of
 from .write import rewrite
 
-__all__ = ["Cost", "DoesNotRun", "cost_of", "with_costs"]
+__all__ = ["Cost", "DoesNotRun", "cost_of", "multiples_of", "with_costs"]
 
 _SECONDS = 0.1
 """So long the two models are timed beside each other, at each step."""
+
+_TAKEN_BYTES = 16
+"""Kernels that multiply stacked matrices, such as `grouped_mm`, take strides in multiples of so many bytes."""
 
 Cost = Callable[[Sequence[Chosen]], float]
 
@@ -130,6 +134,37 @@ def _measured(program: Program, chosen: Sequence[Chosen], measure: Callable[[nn.
 def _shown(error: Exception) -> str:
     first = (str(error).splitlines() or [""])[0]
     return f"without its units the model does not run: {type(error).__name__}: {first}"
+
+
+def multiples_of(program: Program, groups: Sequence[Group], round_to: int) -> list[int]:
+    """Return of how many units a multiple stays in each group; a run tells whether stacked matrices need that."""
+    alignments = [_alignment(program.model, group) for group in groups]
+    odd = [Chosen(g, tuple(range(g.size - 1))) for g, each in zip(groups, alignments, strict=True) if each > 1]
+    if not odd or _runs(program, odd):
+        return [round_to] * len(groups)
+    return [math.lcm(round_to, each) for each in alignments]
+
+
+def _alignment(model: nn.Module, group: Group) -> int:
+    """Return how many units have whole 16 bytes in every stacked matrix whose rows or columns a group cuts."""
+    if group.kind in ("heads", "experts") or group.size < 2:
+        return 1
+    tensors = tensors_by_name(model)
+    cuts = [tensors[cut.tensor] for cut in group.cuts if cut.dim]
+    sizes = [each.element_size() for each in cuts if isinstance(each, nn.Parameter) and each.dim() == 3]
+    return math.lcm(1, *(max(1, _TAKEN_BYTES // size) for size in sizes))
+
+
+def _runs(program: Program, chosen: Sequence[Chosen]) -> bool:
+    """Say whether the model runs on its example inputs with units gone."""
+    model = copied_module(_pruned(program, chosen)).eval()
+    try:
+        with torch.no_grad():
+            for call in program.whole_calls:
+                model(*call.args, **call.kwargs)
+    except Exception:  # whatever the model's code raises
+        return False
+    return True
 
 
 def _pruned(program: Program, chosen: Sequence[Chosen]) -> nn.Module:

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from ...errors import BudgetError
 from ...passes.contract import word_for
 from ...passes.sites import Refusal, Site
-from ...runtime.graphs import Capture
 from ...runtime.state import packed
 from ...tracing.program import Program
-from .costs import Cost, DoesNotRun, cost_of, with_costs
+from .amounts import Ranking, chosen_for_target
+from .costs import Cost, DoesNotRun, cost_of, multiples_of, with_costs
 from .dependency_groups import Group, Refused, coupling
 from .masks import Target, chosen, kernel_for, order_of_inputs, scores_of, targets, weakest_of
 from .options import Options
 from .scores import NoScores, scores_of_units
-from .sites import Chosen, choose, chosen_for_target, sites_of
+from .sites import Chosen, sites_of
 
 __all__ = ["find"]
-
-_TAKEN_BYTES = 16
-"""Strides of what `grouped_mm` multiplies are multiples of so many bytes."""
 
 
 def find(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
@@ -107,10 +103,19 @@ def _units(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
     scores = scores_of_units(program, groups, wanted)
     scored = [(group, score) for group, score in zip(groups, scores, strict=True) if isinstance(score, Tensor)]
     unscored = [Refused(g.name, str(s)) for g, s in zip(groups, scores, strict=True) if isinstance(s, NoScores)]
-    kept, cost, failing = _kept(program, scored, wanted)
+    try:
+        kept, cost, failing = _kept(program, scored, wanted)
+    except BudgetError as error:
+        raise _with_reasons(error, (*found.refused, *left_out, *unscored)) from error
     yield from _refusals((*unscored, *failing))
     if kept:
         yield from with_costs(program.model, kept, list(sites_of(program, kept)), wanted, cost)
+
+
+def _with_reasons(error: BudgetError, refused: Sequence[Refused]) -> BudgetError:
+    """Say, of a budget that is missed, what stays whole."""
+    reasons = [f"{each.at}: {each.reason}" for each in _refusals(refused)]
+    return BudgetError("; ".join((str(error), *(["these stay whole", *reasons[:3]] if reasons else ()))))
 
 
 def _kept(
@@ -121,32 +126,14 @@ def _kept(
     while scored:
         groups, scores = [group for group, _ in scored], [score for _, score in scored]
         try:
-            multiples = [_multiple(program, group, wanted) for group in groups]
-            at = partial(choose, groups, scores, wanted=wanted, multiples=multiples)
+            ranking = Ranking(groups, scores, wanted, multiples_of(program, groups, wanted.round_to))
             is_exact = wanted.target == "units"
-            kept = at(wanted.amount) if is_exact else chosen_for_target(wanted.amount, at, cost, wanted.target)
-            return kept, cost, failing
+            return ranking.choose(wanted.amount) if is_exact else chosen_for_target(ranking, cost), cost, failing
         except DoesNotRun as signal:
             reasons = signal.reasons
             failing += [Refused(name, reason) for name, reason in reasons.items()]
             scored = [(group, score) for group, score in scored if group.name not in reasons]
     return [], cost, failing
-
-
-def _multiple(program: Program, group: Group, wanted: Options) -> int:
-    """Return of how many units a multiple stays: `grouped_mm` takes stacked matrices with rows of whole 16 bytes."""
-    multiple = wanted.round_to
-    for cut in group.cuts if group.kind not in ("heads", "experts") else ():
-        owner = cut.tensor.rpartition(".")[0]
-        if cut.dim and owner in program.captures and _multiplies_groups(program.captures[owner]):
-            each = _TAKEN_BYTES // program.model.get_parameter(cut.tensor).element_size()
-            multiple = math.lcm(multiple, each)
-    return multiple
-
-
-def _multiplies_groups(capture: Capture) -> bool:
-    nodes = (node for each in capture.specializations for node in each.graph.nodes)
-    return any("grouped_mm" in getattr(node.target, "__name__", "") for node in nodes)
 
 
 def _obstacle(program: Program, group: Group, wanted: Options) -> str | None:

@@ -12,7 +12,9 @@ from ...layers.quantized import check_in_floats
 from ...passes.contract import check_named
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
+from ...runtime.record import Decision
 from ...tracing.program import Program
+from .amounts import check_target
 from .find import find
 from .options import Options, check_scores, check_weights
 from .write import reference, rewrite
@@ -46,7 +48,8 @@ class Prune(Options):
         kinds: which units structured pruning removes: `channels`, `heads`, `hidden` units, whole `experts`; all by
             default.
         target: what `amount` is a share of, for structured pruning: the `units`, or the model's `parameters`, `flops`
-            or measured `latency`.
+            or measured `latency`. A share of the parameters or flops is met within 0.02, or `optimize` raises
+            BudgetError and says what was reached.
         round_to: keep a multiple of so many channels or hidden units; heads and experts are few, and not rounded.
         loss: of `taylor`: a function of the model's output or, with `data`, of the model and a batch; by default how
             large the outputs are on the example inputs.
@@ -72,6 +75,9 @@ class Prune(Options):
 
     def reference(self, site: Site, original: nn.Module) -> nn.Module | None:
         return reference(site, original)
+
+    def check_decisions(self, decisions: Sequence[Decision]) -> None:
+        check_target(self, decisions)
 
     def own_forward_of(self, sites: Sequence[Site], module: str) -> OwnForward | None:
         is_hard_coded = any(module in site.data.get("hard_coded", ()) for site in sites)

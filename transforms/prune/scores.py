@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from ...errors import UsageError
-from ...runtime.values import flatten, requires_grad, tensors_by_name
-from ...tracing.examples import Inputs
-from ...tracing.isolation import copied_module
+from ...runtime.values import tensors_by_name
 from ...tracing.program import Program
 from .dependency_groups import Cut, Group, choices_of
+from .gradients import each_batch, summed_over_batches
 from .options import Options, check_score
 
 __all__ = ["NoScores", "scores_of_units"]
@@ -104,25 +103,28 @@ def _random(_: Program, wanted: Options) -> _Scorer:
 
 
 def _taylor(program: Program, wanted: Options) -> _Scorer:
-    gradients = _gradients(program, wanted)
-    model = program.model
+    """Sum, batch by batch, by how much the loss would change without each weight, to first order.
 
-    def product(name: str, tensor: Tensor) -> Tensor:
-        return (tensor.detach() * gradients[name]) if name in gradients else torch.zeros_like(tensor)
+    Molchanov et al., Importance Estimation for Neural Network Pruning, 2019, equation 8, with magnitudes for squares.
+    A sum with signs would cancel: over batches, and over the weights of a unit, where the loss is at its lowest.
+    """
+    changes = summed_over_batches(program, wanted, lambda weight, gradient: (weight * gradient).abs())
+    return lambda _, group: _sums(program.model, group, _named(changes))
 
-    # The change of the loss, to first order, where a unit's slices become zeros; slices of opposite sign cancel.
-    return lambda _, group: _sums(model, group, product).abs()
+
+def _named(values: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
+    return lambda name, tensor: values[name] if name in values else torch.zeros_like(tensor)
 
 
 def _routing(program: Program, wanted: Options) -> _Scorer:
     """Count how often each expert is chosen, on the user's batches or the example inputs."""
-    batches, loss = wanted.data, cast("Any", wanted.loss)
+    loss = cast("Any", wanted.loss)
 
     def run(model: nn.Module) -> None:
-        for batch in batches or ():
-            loss(model, batch)
+        for _ in each_batch(wanted, lambda batch: loss(model, batch)):
+            pass
 
-    choices = choices_of(program, None if batches is None else run)
+    choices = choices_of(program, None if wanted.data is None else run)
 
     def score(_: int, group: Group) -> Tensor:
         if group.router is None:
@@ -164,46 +166,3 @@ _SCORERS: dict[str, Callable[[Program, Options], _Scorer]] = {
     "magnitude": _magnitude, "batchnorm": _batchnorm, "taylor": _taylor, "random": _random,
     "routing": _routing,
 }  # fmt: skip
-
-
-# -- gradients --------------------------------------------------------------------------------------------------------
-
-
-def _gradients(program: Program, wanted: Options) -> dict[str, Tensor]:
-    """Return the gradients of all parameters, summed over the batches; a copy of the model runs."""
-    model = copied_module(program.model).requires_grad_(True)
-    model.zero_grad()
-    with torch.random.fork_rng(), torch.enable_grad():
-        torch.manual_seed(wanted.seed)
-        for loss in _losses(model, program, wanted):
-            loss.backward()
-    found = {name: tensor.grad for name, tensor in tensors_by_name(model).items() if tensor.grad is not None}
-    if not found:
-        raise UsageError("criterion=taylor: no gradient reached any parameter; give loss=, or example inputs")
-    return found
-
-
-def _losses(model: nn.Module, program: Program, wanted: Options) -> Iterable[Tensor]:
-    """Yield the losses of the user's batches, or how large the outputs of the example calls are."""
-    if wanted.data is not None:
-        for batch in wanted.data:
-            yield _scalar(cast("Any", wanted.loss)(model, batch))
-        return
-    if not program.whole_calls:
-        raise UsageError("criterion=taylor needs example_inputs, or data= with loss=")
-    for call in program.whole_calls:
-        yield _scalar(_loss(model, call, wanted.loss))
-
-
-def _loss(model: nn.Module, call: Inputs, loss: Any) -> Tensor:
-    output = model(*call.args, **call.kwargs)
-    if loss is not None:
-        return loss(output)
-    leaves = [leaf for leaf in flatten(output).values() if requires_grad(leaf)]
-    return torch.stack([leaf.square().mean() for leaf in leaves]).sum() if leaves else torch.zeros(())
-
-
-def _scalar(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise UsageError("loss= must give one number with a gradient")
-    return loss

@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ....compat import all_modules
 from ....runtime.graphs import Capture, Region, capture_of, select
+from ....runtime.guards import GuardMiss
+from ....runtime.values import flatten
 from ....tracing.isolation import in_phase, preserved
 from ....tracing.program import GraphRunner, Program
 from ....tracing.recording import calls_intercepted, copy_inputs
@@ -23,6 +25,8 @@ from .sizes import Size, Source, marked
 __all__ = ["RESULT", "run"]
 
 RESULT = "its width is that of the model's result"
+
+_CACHED = "the model's result has it in a cache for the next call; give use_cache=False among the example inputs"
 
 
 def run(program: Program, tracker: DimensionTracker, *, training: bool) -> set[tuple[str, int]]:
@@ -40,10 +44,21 @@ def run(program: Program, tracker: DimensionTracker, *, training: bool) -> set[t
             with torch.enable_grad(), Functions(tracker), Operators(tracker):
                 result = inputs.run(model)
             tracker.operator = "the result"
-            for tensor in _tensors(result):
-                for block in tracker.get(tensor).blocks:
-                    tracker.fix(block.atoms, RESULT)
+            shown = _tensors(result)
+            _fix(tracker, shown, RESULT)
+            _fix(tracker, [each for each in flatten(result).values() if not _is_among(each, shown)], _CACHED)
     return caller.ran
+
+
+def _fix(tracker: DimensionTracker, values: Iterable[Any], reason: str) -> None:
+    """Say that the widths of tensors stay."""
+    for tensor in values:
+        for block in tracker.get(tensor).blocks if isinstance(tensor, Tensor) else ():
+            tracker.fix(block.atoms, reason)
+
+
+def _is_among(value: Any, tensors: Sequence[Tensor]) -> bool:
+    return any(value is each for each in tensors)
 
 
 @contextmanager
@@ -76,7 +91,7 @@ def _attributes_marked(modules: Iterable[tuple[str, nn.Module]]) -> Generator[No
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in a model's result; what it keeps in a cache for its next call is none of them."""
+    """Return the tensors in a model's result, but for those that objects of other kinds hold, such as caches."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -135,7 +150,10 @@ class _Caller:
             specialization, values = chosen
             owner, number = self._name(module), capture.specializations.index(specialization)
             self.ran.add((owner, number))
-            return _Runner(module, specialization.graph, owner, number).run(*values)
+            try:
+                return _Runner(module, specialization.graph, owner, number).run(*values)
+            except GuardMiss:  # the graph is not for these values, as the model finds out, too
+                return capture.base.forward(module, *args, **kwargs)
 
         return forward
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import fxopt
 from fxopt.transforms.prune import Prune
-from fxopt.transforms.prune.dependency_groups import Coupling
+from fxopt.transforms.prune.dependency_groups import Coupling, coupling
 
 CheckCuts = Callable[..., Coupling]
 
@@ -50,22 +50,26 @@ def _bert_eager() -> tuple[nn.Module, torch.Tensor]:
 
 
 def _llama() -> tuple[nn.Module, torch.Tensor]:
-    config = transformers.LlamaConfig(**_small(vocab_size=20, num_key_value_heads=2))
+    config = transformers.LlamaConfig(**_small(vocab_size=20, num_key_value_heads=2, use_cache=False))
     return transformers.LlamaForCausalLM(config), torch.arange(10).view(2, 5)
 
 
 def _qwen2() -> tuple[nn.Module, torch.Tensor]:
-    config = transformers.Qwen2Config(**_small(vocab_size=20, num_key_value_heads=2), attn_implementation="eager")
+    config = transformers.Qwen2Config(
+        **_small(vocab_size=20, num_key_value_heads=2, use_cache=False), attn_implementation="eager"
+    )
     return transformers.Qwen2ForCausalLM(config), torch.arange(10).view(2, 5)
 
 
 def _gpt2() -> tuple[nn.Module, torch.Tensor]:
-    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=4, vocab_size=20, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=1, n_head=4, vocab_size=20, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
     return transformers.GPT2LMHeadModel(config), torch.arange(10).view(2, 5)
 
 
 def _neox() -> tuple[nn.Module, torch.Tensor]:
-    config = transformers.GPTNeoXConfig(**_small(vocab_size=20))
+    config = transformers.GPTNeoXConfig(**_small(vocab_size=20, use_cache=False))
     return transformers.GPTNeoXForCausalLM(config), torch.arange(10).view(2, 5)
 
 
@@ -156,6 +160,24 @@ def test_a_family_is_cut_as_the_table_says(family: Any, check_cuts: CheckCuts) -
     assert {group.name: (group.kind, group.size) for group in found.groups} == groups
     assert {each.layer for each in found.refused} == refused
     assert all(each.by_design for each in found.refused)
+
+
+def test_heads_that_the_result_has_in_a_cache_stay_and_the_reason_says_what_to_give(analysed: CheckCuts) -> None:
+    model, inputs = _llama()
+    model.config.use_cache = True
+    found = analysed(model.eval(), inputs)
+    assert [group.kind for group in found.groups] == ["hidden", "hidden"]
+    kept = [each for each in found.refused if not each.by_design]
+    assert {each.layer.rpartition(".")[2] for each in kept} == {"q_proj", "k_proj", "v_proj"}
+    assert all("give use_cache=False among the example inputs" in each.reason for each in kept)
+
+
+def test_a_graph_that_does_not_fit_a_cache_is_left_for_the_own_forward() -> None:
+    config = transformers.T5Config(d_model=16, d_ff=24, num_layers=1, num_heads=4, d_kv=4, vocab_size=20)
+    ids = torch.arange(10).view(2, 5)
+    call = fxopt.Inputs(input_ids=ids, decoder_input_ids=ids[:, :3])
+    found = coupling(fxopt.capture(transformers.T5Model(config).eval(), call))
+    assert "decoder.block.0.layer.2.DenseReluDense.wi" in {group.name for group in found.groups}
 
 
 def test_mobilenet_has_a_group_for_each_width(analysed: CheckCuts) -> None:

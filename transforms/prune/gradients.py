@@ -1,0 +1,91 @@
+"""What gradients say of weights: a copy of the model runs on the user's batches, or on the example inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import UsageError
+from ...runtime.values import flatten, requires_grad, tensors_by_name
+from ...tracing.examples import Inputs
+from ...tracing.isolation import copied_module
+from ...tracing.program import Program
+from .options import Options
+
+__all__ = ["each_batch", "summed_over_batches"]
+
+_DRAWS = 16
+"""So often the results of an example call are summed with random signs, where no loss is given."""
+
+
+def summed_over_batches(program: Program, wanted: Options, of: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return by name the sum over batches of a function of each parameter and its gradient, in evaluation mode."""
+    model = copied_module(program.model).requires_grad_(True).eval()
+    sums: dict[str, Tensor] = {}
+    # cuDNN computes no gradients of recurrent layers in evaluation.
+    with torch.random.fork_rng(), torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
+        torch.manual_seed(wanted.seed)
+        for number, loss in enumerate(_losses(model, program, wanted)):
+            model.zero_grad()
+            _scalar(loss, wanted, number).backward()
+            for name, tensor in tensors_by_name(model).items():
+                if tensor.grad is not None:
+                    found = of(tensor.detach(), tensor.grad)
+                    sums[name] = sums[name] + found if name in sums else found
+    if not sums:
+        raise UsageError(
+            f"criterion={wanted.criterion}: no gradient reached any parameter; give loss=, or example inputs"
+        )
+    return sums
+
+
+def each_batch(wanted: Options, run: Callable[[Any], Any]) -> Iterator[Any]:
+    """Yield what `run` gives for each of the user's batches; UsageError: there is none, or it raises."""
+    number = -1
+    for number, batch in enumerate(wanted.data or ()):
+        try:
+            found = run(batch)
+        except Exception as error:  # whatever the user's code raises
+            raised = f"{type(error).__name__}: {error}"
+            raise UsageError(f"pass 'prune': loss= raises for batch {number} of data=: {raised}") from error
+        yield found
+    if number < 0:
+        raise UsageError("pass 'prune': data= gives no batch; give a list, or a loader that is not used up")
+
+
+def _losses(model: nn.Module, program: Program, wanted: Options) -> Iterable[Any]:
+    """Yield the losses of the user's batches, or what the example calls give."""
+    loss: Any = wanted.loss
+    if wanted.data is not None:
+        return each_batch(wanted, lambda batch: loss(model, batch))
+    if not program.whole_calls:
+        raise UsageError(f"criterion={wanted.criterion} needs example_inputs, or data= with loss=")
+    return (each for call in program.whole_calls for each in _of_call(model, call, loss))
+
+
+def _of_call(model: nn.Module, call: Inputs, loss: Any) -> Iterator[Any]:
+    """Yield the loss of a call, or sums of its results with random signs.
+
+    Their squares are, in the mean over signs, by how much the results change (Hutchinson, 1990).
+    """
+    if loss is not None:
+        yield loss(model(*call.args, **call.kwargs))
+        return
+    for _ in range(_DRAWS):
+        output = model(*call.args, **call.kwargs)
+        leaves = [leaf for leaf in flatten(output).values() if requires_grad(leaf)]
+        real = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves]
+        sums = [(leaf * (torch.randint_like(leaf, 2) * 2 - 1)).sum() for leaf in real]
+        yield torch.stack(sums).sum() if sums else None
+
+
+def _scalar(loss: Any, wanted: Options, number: int) -> Tensor:
+    where = f"criterion={wanted.criterion}, batch {number}"
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise UsageError(f"{where}: loss= must give one number with a gradient")
+    if not bool(loss.detach().isfinite().all()):
+        raise UsageError(f"{where}: the loss is {loss.item()}; look for NaN or infinity in the data")
+    return loss
