@@ -6,10 +6,10 @@ from .dispatch import choose_lowering, mixture, possible_lowerings
 from .fused import FusedExperts, Routing, added_to, apply_linear
 from .layer import MixtureOfExperts
 from .lowerings import LOWERINGS, Compute, Linear, Lowering, Projection, Task, combine, loop_over_experts
-from .router import Router, RouterOutput, load_balancing_loss, router_z_loss
+from .router import Router, RouterOutput, load_balancing_loss, over_capacity, router_z_loss
 
 __all__ = [
     "LOWERINGS", "Compute", "FusedExperts", "Linear", "Lowering", "MixtureOfExperts", "Projection", "Router",
     "RouterOutput", "Routing", "Task", "added_to", "apply_linear", "choose_lowering", "combine",
-    "load_balancing_loss", "loop_over_experts", "mixture", "possible_lowerings", "router_z_loss",
+    "load_balancing_loss", "loop_over_experts", "mixture", "over_capacity", "possible_lowerings", "router_z_loss",
 ]  # fmt: skip

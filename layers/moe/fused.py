@@ -13,10 +13,11 @@ from ...runtime.graphs import PortableGraph
 from ..vectorized import graph_of_member
 from .dispatch import may_look, mixture
 from .lowerings import Linear, Lowering, Projection, Task, combine, outputs_in_blocks
+from .router import over_capacity
 
 __all__ = ["FusedExperts", "Routing", "added_to", "apply_linear"]
 
-Routing = Literal["chosen", "scores", "mask", "shared", "slots"]
+Routing = Literal["chosen", "scores", "mask", "shared", "slots", "tokens"]
 
 
 def apply_linear(linears: Sequence[Linear], number: int, rows: Tensor) -> Tensor:
@@ -39,9 +40,10 @@ class FusedExperts(nn.Module):
 
     `linears`: are weights of each layer [experts, in, out], and is there a bias. Choices, by `routing`: `chosen`,
     weights [tokens, k]; `scores`, weighed by [tokens, experts]; `mask`, both [tokens, experts]; `shared`, a mask and
-    weights [tokens, 1]; `slots`, [tokens, slots, experts] and [tokens, slots]. Numbers up to `spare` past the last
-    expert are none. Results have the inputs' dtype if it `adds_to_inputs`. `lowering` holds for half to twice as many
-    `tokens`, or all.
+    weights [tokens, 1]; `slots`, [tokens, slots, experts] and [tokens, slots]; `tokens`, the tokens of each expert and
+    their weights [experts, n]. Numbers up to `spare` past the last expert are none. Where experts have a capacity, all
+    first choices come before all second ones if `slots_first`, else earlier tokens before later ones. Results have the
+    inputs' dtype if it `adds_to_inputs`. `lowering` holds for half to twice as many `tokens`, or all.
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
@@ -49,22 +51,31 @@ class FusedExperts(nn.Module):
     def __init__(
         self, compute: fx.GraphModule, linears: Sequence[tuple[bool, bool]], *, routing: Routing = "chosen",
         scale: float = 1.0, lowering: Lowering | None = None, spare: int = 0, adds_to_inputs: bool = False,
-        tokens: int | None = None,
+        tokens: int | None = None, slots_first: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.compute = compute
         self.linears, self.routing, self.scale = tuple(linears), routing, scale
         self.lowering: Lowering | None = lowering
         self.spare, self.adds_to_inputs, self.tokens = spare, adds_to_inputs, tokens
+        self.slots_first = slots_first
 
-    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, *tensors: Tensor, capacity: int | None = None
+    ) -> Tensor:
         """Return the weighted sum of the experts' outputs [..., out] for inputs [..., in].
-        `tensors` are weight and bias of each linear layer, stacked; weights of None weigh all alike.
+        `tensors` are weight and bias of each linear layer, stacked; weights of None weigh all alike. Choices of an
+        expert beyond its first `capacity` are left out.
         """
         projections = list(self._projections(tensors))
         x = hidden.reshape(-1, hidden.shape[-1])
-        apply = self._by_choice if self.routing in ("chosen", "scores") else self._by_mask
-        found = apply(x, chosen, None if weights is None else _rows(weights), projections)
+        weights = weights if weights is None or self.routing == "tokens" else _rows(weights)
+        if self.routing == "tokens":
+            found = self._by_expert(x, chosen.long(), weights, projections)
+        elif self.routing in ("chosen", "scores"):
+            found = self._by_choice(x, chosen, weights, projections, capacity)
+        else:
+            found = self._by_mask(x, chosen, weights, projections)
         found = found if self.scale == 1.0 else found * self.scale
         return found.reshape(*hidden.shape[:-1], found.shape[-1])
 
@@ -74,17 +85,43 @@ class FusedExperts(nn.Module):
             weight = next(left)
             yield Projection(weight, next(left) if has_bias else None, transposed)
 
-    def _by_choice(self, x: Tensor, chosen: Tensor, weights: Tensor | None, projections: list[Projection]) -> Tensor:
+    def _by_choice(
+        self, x: Tensor, chosen: Tensor, weights: Tensor | None, projections: list[Projection], capacity: int | None
+    ) -> Tensor:
         chosen, valid = _rows(chosen).long(), None
         if self.spare:
             experts = len(projections[0].weight)
             valid = (chosen >= 0) & (chosen < experts)
             chosen = chosen.clamp(0, experts - 1)
         weights = self._weights(x, chosen, weights)
+        if capacity is not None:
+            valid = self._within(chosen, len(projections[0].weight), capacity)
+            if may_look(x):
+                tokens, slots = valid.nonzero(as_tuple=True)
+                return self._added(x, tokens, chosen[tokens, slots], weights[tokens, slots], projections)
         weights = weights if valid is None else weights * valid
         tokens, routed = x.shape[0], chosen.shape[0]  # `len` makes a number of what is symbolic
         found = self._mixture(x[:routed], chosen, weights, projections, tokens)
         return found if routed >= tokens else F.pad(found, (0, 0, 0, tokens - routed))
+
+    def _within(self, chosen: Tensor, experts: int, capacity: int) -> Tensor:
+        """Say which choices [tokens, k] their expert has room for."""
+        if self.slots_first:
+            return ~over_capacity(chosen.t(), experts, capacity).t()
+        return ~over_capacity(chosen, experts, capacity)
+
+    def _by_expert(self, x: Tensor, chosen: Tensor, weights: Tensor | None, projections: list[Projection]) -> Tensor:
+        experts = torch.arange(chosen.shape[0], device=x.device).unsqueeze(1).expand(chosen.shape)
+        own = x.new_ones(chosen.numel()) if weights is None else weights.reshape(-1)
+        return self._added(x, chosen.reshape(-1), experts.reshape(-1), own, projections)
+
+    def _added(
+        self, x: Tensor, tokens: Tensor, experts: Tensor, weights: Tensor, projections: list[Projection]
+    ) -> Tensor:
+        """Return the sum for all tokens of pairs of a token and an expert, each with its weight."""
+        found = self._mixture(x[tokens], experts.unsqueeze(1), weights.unsqueeze(1), projections, len(x))
+        empty = found.new_zeros(len(x), found.shape[-1])
+        return empty.index_add(0, tokens, found) if tokens.shape[0] else empty  # as in a loop without rounds
 
     def _weights(self, x: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
         if weights is None:
@@ -102,9 +139,7 @@ class FusedExperts(nn.Module):
             own = x.new_ones(len(tokens))
         else:
             own = weights[tokens, chosen if self.routing == "mask" else slots]
-        found = self._mixture(x[tokens], chosen.unsqueeze(1), own.unsqueeze(1), projections, len(x))
-        empty = found.new_zeros(len(x), found.shape[-1])
-        return empty.index_add(0, tokens, found) if len(tokens) else empty  # as in a loop without rounds
+        return self._added(x, tokens, chosen, own, projections)
 
     def _by_all(self, x: Tensor, mask: Tensor, weights: Tensor | None, projections: list[Projection]) -> Tensor:
         """Apply every expert to every token: how many of them a mask names depends on the data."""

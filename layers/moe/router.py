@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ...compat import is_autocast
 from ...errors import UsageError
 
-__all__ = ["GATES", "Gate", "Router", "RouterOutput", "load_balancing_loss", "router_z_loss"]
+__all__ = ["GATES", "Gate", "Router", "RouterOutput", "load_balancing_loss", "over_capacity", "router_z_loss"]
 
 Gate = Literal["softmax", "sigmoid", "noisy_topk"]
 GATES: tuple[Gate, ...] = ("softmax", "sigmoid", "noisy_topk")
@@ -127,11 +127,7 @@ class Router(nn.Module):
         """
         tokens, experts = indices.shape[0], self.weight.shape[0]
         limit = -(-tokens * self.top_k * (self.capacity_factor or 0.0) // experts)
-        choices, order = indices.t().reshape(-1).sort(stable=True)
-        starts = torch.searchsorted(choices, torch.arange(experts, device=choices.device))
-        places = torch.arange(tokens * self.top_k, device=choices.device) - starts.index_select(0, choices)
-        full = torch.zeros_like(places, dtype=torch.bool).scatter(0, order, places >= limit)
-        return weights.masked_fill(full.view(self.top_k, tokens).t(), 0)
+        return weights.masked_fill(over_capacity(indices.t(), experts, limit).t(), 0)
 
     def extra_repr(self) -> str:
         """Return what `repr` shows between the brackets."""
@@ -143,6 +139,14 @@ class Router(nn.Module):
 def _normalized(logits: Tensor) -> Tensor:
     """Return sigmoids over their sum, where all of them may be too small for their dtype, too."""
     return F.logsigmoid(logits).softmax(-1)
+
+
+def over_capacity(indices: Tensor, num_experts: int, limit: float) -> Tensor:
+    """Return which choices [rows, columns] come after the first `limit` of their expert, row by row."""
+    choices, order = indices.reshape(-1).sort(stable=True)
+    starts = torch.searchsorted(choices, torch.arange(num_experts, device=choices.device))
+    places = torch.arange(choices.shape[0], device=choices.device) - starts.index_select(0, choices)
+    return torch.zeros_like(places, dtype=torch.bool).scatter(0, order, places >= limit).view(indices.shape)
 
 
 def load_balancing_loss(probabilities: Tensor, indices: Tensor, num_experts: int) -> Tensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from .arguments import VARYING
+from .assignments import assign
 from .contexts import with_regions
 from .decisions import BY_DATA
 from .tracer import ModuleTracer, TracingSession
 from .unrolled import Decided, UnrollingTracer
 
-__all__ = ["BY_DATA", "VARYING", "Decided", "ModuleTracer", "TracingSession", "UnrollingTracer", "with_regions"]
+__all__ = [
+    "BY_DATA", "VARYING", "Decided", "ModuleTracer", "TracingSession", "UnrollingTracer", "assign", "with_regions",
+]  # fmt: skip

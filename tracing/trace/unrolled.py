@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
@@ -30,13 +30,15 @@ _COUNTS = ("numel", "len", "size", "shape", "sum", "count_nonzero", "bincount", 
 @dataclass(frozen=True)
 class Decided:
     """What a forward decided by data, where, and from which nodes. It asked whether there is anything (`numel() == 0`,
-    `any()`, of floats that were `compared`), which number something has, how many there are, or for other values.
+    `any()`, of floats that were `compared`), which number something has, how many there are (compared with a `limit`: a
+    node or a number), or for other values.
     """
 
     kind: Literal["emptiness", "number", "size", "value"]
     place: str
     uses: frozenset[fx.Node]
     compared: fx.Node | None = None
+    limit: fx.Node | int | None = None
 
 
 class UnrollingTracer(ModuleTracer):
@@ -74,7 +76,8 @@ class UnrollingTracer(ModuleTracer):
             if plain and kind == "emptiness":
                 kind = "size"
             found = _compared(value, self.seen) if kind == "emptiness" else None
-        self.decided.append(Decided(kind, place or source_of(), frozenset(_uses(node)), found))
+            limit = _limit(node, self.data.shaped) if kind == "size" else None
+        self.decided.append(Decided(kind, place or source_of(), frozenset(_uses(node)), found, limit))
 
 
 class _Answers(Decisions):
@@ -174,6 +177,15 @@ def _compared(node: fx.Node, seen: Mapping[fx.Node, Any]) -> fx.Node | None:
             floats = (seen.get(used) for used in node.all_input_nodes)
             return node if any(isinstance(value, Tensor) and value.is_floating_point() for value in floats) else None
     return None
+
+
+def _limit(node: fx.Node, shaped: Collection[fx.Node]) -> fx.Node | int | None:
+    """Return what a comparison compares the size of something shaped by data with, where that is not."""
+    if canonical_name(node) not in _MIRRORED or len(node.args) != 2:
+        return None
+    sides = [isinstance(each, fx.Node) and any(used in shaped for used in _uses(each)) for each in node.args]
+    limit = node.args[sides.index(False)] if sides.count(True) == 1 else None
+    return limit if type(limit) is int or isinstance(limit, fx.Node) else None
 
 
 def _uses(node: fx.Node) -> Iterator[fx.Node]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ...compat import modules_by_name, own_children, own_parameters
 from ...errors import MatchFailure
@@ -17,6 +18,7 @@ from ...tracing.examples import Untraceable
 from ...tracing.program import Program
 from ...tracing.recording import Call
 from ...tracing.trace import BY_DATA
+from .capacity import Bound, bound_of, filled
 from .members import Items, family_of, find_sources
 from .mixtures import Mixture, check_decisions, check_loop, routing_over, routings_to
 from .rounds import Loop, find_loop, is_dropout
@@ -31,6 +33,8 @@ _ROUTES = frozenset(("where", "nonzero", "index_add", "index_add_", "any", "one_
 """Names that occur in loops over experts, where a forward can be known by its names only."""
 
 _ENDS_EARLY = "its loop breaks, or takes another path, at an expert without tokens; skip that expert (continue)"
+_NEVER_FULL = "its experts have a capacity that no call of as many tokens as the examples' fills; give more tokens"
+_NOT_LEFT_OUT = "it does more with the tokens beyond an expert's capacity than to leave the last ones out"
 _NO_CALL = "a loop over experts is read off a call; give example_inputs"
 
 
@@ -136,7 +140,25 @@ class _MixtureReader:
                 f"the examples leave expert {min(unread)} without tokens, and what it computes is not known"
             )
         self._check_empty(opened, mixture)
-        return mixture
+        return mixture if mixture.routed.capacity is None else self._limited(opened, mixture)
+
+    def _limited(self, opened: list[nn.Module], mixture: Mixture) -> Mixture:
+        """Return a mixture whose experts have a capacity with the order of its tokens, as a full expert shows."""
+        routed, values = mixture.routed, mixture.unrolled.values
+        limit: int = values[routed.capacity] if isinstance(routed.capacity, fx.Node) else routed.capacity or 0
+        if isinstance(routed.capacity, fx.Node) and routed.capacity not in list(mixture.unrolled.graph.nodes):
+            raise MatchFailure(_NEVER_FULL)
+        if routed.spare or limit >= mixture.loop.tokens:
+            raise MatchFailure(_NEVER_FULL)
+        chosen = filled(values[routed.chosen], mixture.count)
+        try:
+            full = self._read_call(opened, {routed.chosen.name: chosen})
+        except (MatchFailure, _NoLoopError) as failure:
+            raise MatchFailure(_NOT_LEFT_OUT) from failure
+        orders = tuple(each for each in routed.orders if each in full.routed.orders)
+        if not full.is_like(mixture) or not orders:
+            raise MatchFailure(_NOT_LEFT_OUT)
+        return dataclasses.replace(mixture, routed=dataclasses.replace(routed, orders=orders))
 
     def _check_empty(self, opened: list[nn.Module], mixture: Mixture) -> None:
         """Raise MatchFailure where a loop ends, or counts, by whether an expert has tokens, instead of skipping it."""
@@ -165,15 +187,16 @@ class _MixtureReader:
         if loop is None:
             raise _NoLoopError
         check_decisions(unrolled)
+        capacity = bound_of(unrolled)
         check_loop(unrolled, loop)
-        return _mixture(self.name, unrolled, loop)
+        return _mixture(self.name, unrolled, loop, capacity)
 
 
 class _NoLoopError(Exception):
     """A module has no loop over experts."""
 
 
-def _mixture(name: str, unrolled: Unrolled, loop: Loop) -> Mixture:
+def _mixture(name: str, unrolled: Unrolled, loop: Loop, capacity: Bound | None) -> Mixture:
     first, *others = loop.rounds
     functions = (node for each in loop.rounds for node in each.nodes if node.op != "call_module")
     drawing = [node for node in functions if bool(info_of(node).random) and not is_dropout(node, unrolled.module)]
@@ -188,7 +211,7 @@ def _mixture(name: str, unrolled: Unrolled, loop: Loop) -> Mixture:
         raise MatchFailure("its experts have different numbers of tensors")
     (count,) = counts
     try:
-        routed = routing_of(loop, count, unrolled.values)
+        routed = routing_of(loop, count, unrolled.values, capacity)
     except MatchFailure as failure:
         raise MatchFailure(_odd_one(unrolled) or str(failure)) from failure
     return Mixture(name, unrolled, loop, template, routed, count)

@@ -138,6 +138,9 @@ def _independent(graph: fx.Graph, sources: dict[fx.Node, tuple[Source, int]]) ->
 
 def _slice(node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[Slices, int] | None:
     stack = operands(node)[0]
+    if isinstance(stack, fx.Node) and canonical_name(stack) == "unbind":
+        dim = stack.kwargs.get("dim", 0) if len(operands(stack)) < 2 else operands(stack)[1]
+        stack = operands(stack)[0] if dim == 0 else None
     if not isinstance(stack, fx.Node) or not _is_stack(stack, values):
         return None
     of, number = values[stack], _number(node, values)

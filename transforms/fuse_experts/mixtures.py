@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -13,14 +13,16 @@ from torch import Tensor, fx
 from ...errors import MatchFailure
 from ...operators import canonical_name
 from ...passes.sites import VOLATILE
-from ...runtime.guards import require
-from .members import Items, Source, operands
+from ...runtime.guards import Attribute, Dictionary, module_at, require
+from ...runtime.values import qualified
+from ...tracing.trace import assign
+from .members import Items, Source, operands, upwards
 from .rounds import Loop
 from .routing import RoutedBy
 from .template import ExpertTemplate
 from .unrolling import Unrolled
 
-__all__ = ["Mixture", "check_decisions", "check_loop", "routing_over", "routings_to"]
+__all__ = ["Mixture", "assigned", "check_decisions", "check_loop", "routing_over", "routings_to"]
 
 
 _MOST_ROUTINGS = 8
@@ -116,18 +118,31 @@ def routing_over(mixture: Mixture, order: Sequence[int]) -> dict[str, Tensor]:
     return {chosen.name: mask.view(value.shape)}
 
 
-_BY_SIZE = "the loop decides by how many tokens an expert gets"
-
-
 def check_decisions(unrolled: Unrolled) -> None:
-    """Raise MatchFailure where calls leave something on modules, or decide by what another call may not have."""
-    if unrolled.specialization.volatile:
+    """Raise MatchFailure where calls go by what others left on modules, or decide by what another may not have."""
+    if unrolled.specialization.volatile and not all(_only_leaves(node, unrolled) for node in assigned(unrolled.graph)):
         raise MatchFailure(VOLATILE)
     for decided in unrolled.decided:
-        if decided.kind == "size":
-            raise MatchFailure(f"{_BY_SIZE}, at {decided.place}")
         if decided.kind == "value":
             raise MatchFailure(f"its forward decides by the data in a tensor, at {decided.place}")
+
+
+def assigned(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes that set attributes of modules."""
+    return [node for node in graph.nodes if node.op == "call_function" and node.target is assign]
+
+
+def _only_leaves(node: fx.Node, unrolled: Unrolled) -> bool:
+    """Say whether a node leaves a tensor of this call on the module, which no call reads: a loss, above all."""
+    setter, name, value = operands(node)
+    if not isinstance(value, fx.Node) or not isinstance(unrolled.values.get(value), Tensor):
+        return False
+    path = str(setter.target).rpartition(".")[0]
+    if any(used.op == "get_attr" and used.target == qualified(path, name) for used in upwards(value)):
+        return False
+    owner = module_at(filter(None, path.split(".")))
+    asked = (Attribute(owner, name), Dictionary(owner))
+    return all(guard.source not in asked for guard in unrolled.specialization.guards)
 
 
 def check_loop(unrolled: Unrolled, loop: Loop) -> None:
@@ -139,8 +154,6 @@ def check_loop(unrolled: Unrolled, loop: Loop) -> None:
         if decided.compared is not None and decided.compared not in nodes:
             raise MatchFailure(f"its forward decides by the data in a tensor, at {decided.place}")
     for node in nodes:
-        if node in unrolled.shaped and _cuts_rows(node, unrolled.values, unrolled.shaped):
-            raise MatchFailure("it takes some of the tokens that an expert gets: a capacity")
         if (
             node.op == "call_function"
             and node.target is require
@@ -169,15 +182,3 @@ def _described(node: fx.Node, values: Mapping[fx.Node, Any]) -> fx.Node:
     while node.all_input_nodes and (node.target is getattr or not isinstance(values.get(node), Tensor)):
         node = node.all_input_nodes[0]
     return node
-
-
-def _cuts_rows(node: fx.Node, values: Mapping[fx.Node, Any], shaped: frozenset[fx.Node]) -> bool:
-    """Say whether a node takes a range of the rows of what has as many as the routing says."""
-    if not operands(node) or operands(node)[0] not in shaped or not isinstance(values.get(operands(node)[0]), Tensor):
-        return False
-    if canonical_name(node) == "getitem":
-        key: Any = operands(node)[1]
-        keys: tuple[Any, ...] = cast("tuple[Any, ...]", key) if isinstance(key, tuple) else (key,)
-        first = keys[0] if keys else None
-        return isinstance(first, slice) and first != slice(None)
-    return canonical_name(node) == "narrow" and (*operands(node), node.kwargs.get("dim"))[1] in (0, None)

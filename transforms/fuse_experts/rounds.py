@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -71,6 +71,10 @@ class _Write:
     in_place: bool
 
 
+_Peeled = tuple[fx.Node, fx.Node | None, float, list[fx.Node]]
+"""An output of experts, what it is multiplied by (a node, a number), and dropouts behind it."""
+
+
 class _LoopReader:
     def __init__(self, call: Unrolled) -> None:
         self.owner, self.graph, self.values, self.sources = call.module, call.graph, call.values, call.sources
@@ -110,8 +114,12 @@ class _LoopReader:
 
     def loop(self) -> Loop | None:
         writes = [write for node in self.graph.nodes if (write := self._write(node)) is not None]
-        if not any(len(self.experts[write.value]) == 1 for write in writes):
-            self._refuse_sorted_rows()
+        self._refuse_single_tokens()
+        if any(len(self.experts[write.value]) > 1 and canonical_name(write.node) == "setitem" for write in writes):
+            self._refuse_other_forms()
+        rounds = [each for write in writes for each in self._rounds(write)]
+        if not any(len(self.experts[each.output]) == 1 for each in rounds):
+            self._refuse_other_forms()
             return None
         target = self._root(writes[0])
         if any(self._root(write) is not target for write in writes):
@@ -119,20 +127,46 @@ class _LoopReader:
         result = target if writes[0].in_place else writes[-1].node
         tainted = frozenset(node for node, experts in self.experts.items() if experts)
         count = self.values[target].shape[:-1].numel()
-        called = [next(iter(self.experts[write.value])) for write in writes]
-        rounds, nodes = [self._round(write) for write in writes], [write.node for write in writes]
+        called = [next(iter(self.experts[each.output])) for each in rounds]
+        nodes = [write.node for write in writes]
         return Loop(rounds, target, result, count, tainted, nodes, self.joined, called)
 
-    def _refuse_sorted_rows(self) -> None:
-        """Refuse a loop over slices of tokens that were sorted by expert, whose results are joined again."""
+    def _refuse_other_forms(self) -> None:
+        """Refuse experts on sorted tokens, on products with one-hot tensors, or on one token after another."""
         for node in self.graph.nodes:
-            joined: Any = operands(node)[0] if canonical_name(node) in ("cat", "concat") and operands(node) else ()
+            joins = canonical_name(node) in ("cat", "concat", "stack") and bool(operands(node))
+            joined: Any = operands(node)[0] if joins else ()
             experts = [self.experts.get(item, _NOBODY) for item in cast("Sequence[fx.Node]", joined)]
-            if len(experts) > 1 and len(set(experts)) == len(experts) and all(map(self._is_cut, joined)):
+            if len(experts) < 2 or not all(experts):
+                continue
+            if len(set(experts)) == len(experts) and all(map(self._is_cut, joined)):
                 raise MatchFailure(
                     "its tokens are sorted by expert, cut by counts, and joined behind the experts; with index_add_ of "
                     "each expert's results, or fxopt.layers.MixtureOfExperts, they are computed together"
                 )
+            if all(map(self._is_one_hot, joined)):
+                raise MatchFailure(
+                    "tokens go to its experts by products with one-hot tensors, as many to each; "
+                    "fuse_ensembles computes such experts together"
+                )
+
+    def _is_one_hot(self, node: fx.Node) -> bool:
+        """Say whether an expert's tokens come from a product with a one-hot tensor."""
+        before = [one for one in upwards(node) if not self.is_tainted(one)]
+        products = [one for one in before if _name(one) in ("einsum", "matmul", "bmm", "mm")]
+        return any(_name(used) == "one_hot" for one in products for used in upwards(one))
+
+    def _refuse_single_tokens(self) -> None:
+        """Refuse experts that get one token at a time, and are called again and again."""
+        called = [node for node in self.sources if node.op == "call_module" and operands(node)]
+        called = [node for node in called if not self.is_tainted(operands(node)[0])]
+        rows = [self.values.get(operands(node)[0]) for node in called]
+        is_single = [isinstance(each, Tensor) and each.shape[:-1].numel() == 1 for each in rows]
+        if all(is_single) and len(called) > 2 * len({self.sources[node] for node in called}):
+            raise MatchFailure(
+                "it goes through the tokens one by one; call each expert with all its tokens instead "
+                "(rows, nth = torch.where(chosen == expert))"
+            )
 
     def _is_cut(self, node: fx.Node) -> bool:
         """Say whether an expert's results are of rows that were cut from a tensor in another order."""
@@ -178,8 +212,11 @@ class _LoopReader:
 
     def _tokens(self, target: fx.Node, key: Any) -> Tensor:
         shape = self.values[target].shape[:-1]
+        keys: list[Any] = list(cast("tuple[Any, ...]", key)) if isinstance(key, tuple) else []
+        if len(keys) == len(shape) + 1 and keys[-1] == slice(None):
+            key = tuple(keys[:-1])
         numbers = torch.arange(shape.numel(), device=self.values[target].device).view(shape)
-        where = fx.map_arg(key, lambda node: self.values[node])
+        where: Any = fx.map_arg(cast("Any", key), lambda node: self.values[node])
         try:
             return numbers[where].flatten()
         except (IndexError, RuntimeError) as error:
@@ -187,21 +224,36 @@ class _LoopReader:
 
     # -- what a round computes
 
-    def _round(self, write: _Write) -> Round:
-        experts = self.experts[write.value]
-        if len(experts) > 1:
-            raise MatchFailure("a result is of several experts")
-        (expert,) = experts
-        count = len(write.tokens)
-        numbers = torch.full_like(write.tokens, expert)
-        output, weighting, scale, idle = self._peeled(write.value, count)
-        nodes = self._slice(output)
-        weights = None if weighting is None else self.values[weighting].reshape(-1)
-        if expert == _ALL:
-            numbers = self._numbers(nodes, count)
-        return Round(numbers, write.tokens, weights, weighting, scale, self._rows(nodes, count), output, nodes, idle)
+    def _rounds(self, write: _Write) -> Iterator[Round]:
+        """Yield what a write adds: the results of one expert, or of several that were joined, each with its tokens."""
+        peeled = self._peeled(write.value, len(write.tokens))
+        start = 0
+        for output in self._joined_results(peeled[0]):
+            count = len(self.values[output])
+            yield self._round(write, peeled, output, slice(start, start + count))
+            start += count
 
-    def _peeled(self, node: fx.Node, count: int) -> tuple[fx.Node, fx.Node | None, float, list[fx.Node]]:
+    def _joined_results(self, node: fx.Node) -> Sequence[fx.Node]:
+        """Return the results of single experts that a node joins; the node itself where it is one."""
+        experts = self.experts[node]
+        if len(experts) == 1:
+            return [node]
+        is_cat = canonical_name(node) in ("cat", "concat") and node.kwargs.get("dim", 0) == 0
+        items = cast("Sequence[fx.Node]", operands(node)[0]) if is_cat and operands(node)[1:] in ((), (0,)) else ()
+        if not items or any(len(self.experts[item]) != 1 for item in items):
+            raise MatchFailure("a result is of several experts")
+        return items
+
+    def _round(self, write: _Write, peeled: _Peeled, output: fx.Node, place: slice) -> Round:
+        _, weighting, scale, idle = peeled
+        (expert,), tokens = self.experts[output], write.tokens[place]
+        count = len(tokens)
+        nodes = self._slice(output)
+        weights = None if weighting is None else self.values[weighting].reshape(-1)[place]
+        numbers = self._numbers(nodes, count) if expert == _ALL else torch.full_like(tokens, expert)
+        return Round(numbers, tokens, weights, weighting, scale, self._rows(nodes, count), output, nodes, idle)
+
+    def _peeled(self, node: fx.Node, count: int) -> _Peeled:
         """Return the output of the expert, what it is multiplied by, and dropouts behind that."""
         weighting, scale, idle = None, 1.0, list[fx.Node]()
         while True:
@@ -264,6 +316,10 @@ class _LoopReader:
         if len(found) != 1 or len(rows) != 1:
             raise MatchFailure("an expert reads more than its own tensors and the inputs of its tokens")
         return rows[0]
+
+
+def _name(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target))
 
 
 _NOBODY = frozenset[int]()

@@ -10,11 +10,16 @@ import torch
 from torch import Tensor, fx
 
 from ...errors import MatchFailure
-from ...layers.moe import Routing
+from ...layers.moe import Routing, over_capacity
+from .capacity import Bound
 from .members import operands, upwards
 from .rounds import Loop, Round
 
 __all__ = ["RoutedBy", "routing_of"]
+
+
+Order = Literal["tokens", "slots"]
+"""Whether earlier tokens come before later ones where experts have a capacity, or all first choices before others."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,14 @@ class RoutedBy:
     weights: fx.Node | None  # the node of what results are multiplied by, or None
     kind: Routing  # see `FusedExperts`
     spare: int = 0  # how many numbers past that of the last expert stand for none
+    capacity: Bound | None = None  # how many tokens each expert takes at most
+    orders: tuple[Order, ...] = ("tokens",)  # which of their choices come first, for all that the example shows
+    is_turned: bool = False  # whether `chosen`, tokens of each expert, and `weights` are [n, experts]
 
 
-def routing_of(loop: Loop, count: int, values: Mapping[fx.Node, Any]) -> RoutedBy:
+def routing_of(loop: Loop, count: int, values: Mapping[fx.Node, Any], capacity: Bound | None = None) -> RoutedBy:
     """Return where the routing of a loop comes from, or raise MatchFailure where no values fit."""
-    return _RoutingSearch(loop, count, values, _Pairs(loop.rounds, count)).find()
+    return _RoutingSearch(loop, count, values, _Pairs(loop.rounds, count), capacity).find()
 
 
 _KINDS: Mapping[tuple[str, bool], Routing] = {
@@ -75,28 +83,67 @@ def _sorted(tokens: Tensor, experts: Tensor, weights: Tensor, count: int) -> tup
 
 
 class _RoutingSearch:
-    def __init__(self, loop: Loop, count: int, values: Mapping[fx.Node, Any], pairs: _Pairs) -> None:
+    def __init__(
+        self, loop: Loop, count: int, values: Mapping[fx.Node, Any], pairs: _Pairs, capacity: Bound | None
+    ) -> None:
         self.loop, self.count, self.values, self.pairs = loop, count, values, pairs
+        self.capacity = capacity
+        self.limit = values[capacity] if isinstance(capacity, fx.Node) else capacity
         self.tokens = loop.tokens
         self.before = _ancestors(loop)
 
     def find(self) -> RoutedBy:
         weighted = self.pairs.is_weighted
         for node, kind, tokens, experts in self._choices():
-            if not self.pairs.are(tokens.flatten(), experts.flatten(), None):
+            kept = self._kept(kind, experts)
+            orders = tuple[Order, ...](e for e, own in kept.items() if self.pairs.are(tokens[own], experts[own], None))
+            if not orders:
                 continue
-            hidden = self._hidden(node)
+            hidden, own, spare = self._hidden(node), kept[orders[0]], self._spare(node, kind)
             if not weighted:
-                return RoutedBy(hidden, node, None, kind, self._spare(node, kind))
+                return RoutedBy(hidden, node, None, kind, spare, self.capacity, orders)
             for weights, of_all, given in self._weights(kind, tokens, experts):
-                if self.pairs.are(tokens.flatten(), experts.flatten(), given.flatten()):
+                if self.pairs.are(tokens[own], experts[own], given[own]):
                     found = _KINDS[kind, of_all]
                     if found == "shared" and self.values[node].shape == (self.tokens, 1, self.count):
                         found = "slots"
-                    return RoutedBy(hidden, node, weights, found, self._spare(node, kind))
+                    return RoutedBy(hidden, node, weights, found, spare, self.capacity, orders)
+        by_expert = self._by_expert() if self.capacity is None else None
+        if by_expert is not None:
+            return by_expert
         if len(self.pairs.keys) == self.tokens * self.count:
             raise MatchFailure("every token goes to every expert; fuse_ensembles computes that")
         raise MatchFailure("no tensor in its forward says which experts each token goes to, and with which weight")
+
+    def _kept(self, kind: str, experts: Tensor) -> Mapping[Order, Tensor]:
+        """Return which pairs are left by each order in which tokens may come to experts that have a capacity."""
+        if self.limit is None:
+            return {"tokens": torch.ones_like(experts, dtype=torch.bool)}
+        if kind != "chosen":
+            return {}
+        by_slots = over_capacity(experts.long().t(), self.count, self.limit).t()
+        return {"tokens": ~over_capacity(experts.long(), self.count, self.limit), "slots": ~by_slots}
+
+    def _by_expert(self) -> RoutedBy | None:
+        """Return the routing where experts choose their tokens [experts, n] or [n, experts]; None where they do not."""
+        for node in self.before:
+            value = self.values.get(node)
+            if not isinstance(value, Tensor) or value.ndim != 2 or value.dtype not in (torch.int64, torch.int32):
+                continue
+            for is_turned in (False, True):
+                tokens = value.t() if is_turned else value
+                experts = torch.arange(len(tokens), device=value.device).unsqueeze(1).expand(tokens.shape)
+                if len(tokens) != self.count or not self.pairs.are(tokens.flatten(), experts.flatten(), None):
+                    continue
+                if not self.pairs.is_weighted:
+                    return RoutedBy(self._hidden(node), node, None, "tokens", is_turned=is_turned)
+                for other in self.before:
+                    own = self.values.get(other)
+                    if not isinstance(own, Tensor) or own.shape != value.shape or not own.is_floating_point():
+                        continue
+                    if self.pairs.are(tokens.flatten(), experts.flatten(), (own.t() if is_turned else own).flatten()):
+                        return RoutedBy(self._hidden(node), node, other, "tokens", is_turned=is_turned)
+        return None
 
     def _hidden(self, chosen: fx.Node) -> fx.Node:
         """Return the node of the inputs of all tokens; what is picked by the choices has other rows with others."""
@@ -159,6 +206,8 @@ def _ancestors(loop: Loop) -> list[fx.Node]:
     for write in loop.writes:
         pending += [used for used in write.all_input_nodes if used not in loop.tainted and used is not loop.target]
     pending += [each.weighting for each in loop.rounds if each.weighting is not None]
+    # Lists of each expert's tokens may be made of it in Python.
+    pending += [used for node in graph.find_nodes(op="call_method", target="tolist") for used in node.all_input_nodes]
     while pending:
         node = pending.pop()
         if node not in found and node not in loop.tainted:

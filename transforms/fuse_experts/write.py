@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import fx, nn
 
@@ -17,7 +18,7 @@ from ...passes.rewriting import Edit, hold_written_out, leave_views, stack_membe
 from ...runtime.graphs import copy_graph
 from ...runtime.guards import require
 from .members import Items, Source, operands, upwards
-from .mixtures import Mixture
+from .mixtures import Mixture, assigned
 from .rounds import dropping_module
 
 __all__ = ["write"]
@@ -34,7 +35,7 @@ def write(mixture: Mixture, lowering: Lowering, edit: Edit, *, always: bool) -> 
             mixture.template.compute, [(layer.transposed, layer.bias is not None) for layer in layers],
             routing=mixture.routed.kind, scale=mixture.loop.rounds[0].scale, lowering=lowering,
             spare=mixture.routed.spare, adds_to_inputs=_adds_to_inputs(mixture),
-            tokens=None if always else mixture.loop.tokens,
+            tokens=None if always else mixture.loop.tokens, slots_first="tokens" not in mixture.routed.orders,
         ),
         name="mixture",
     )  # fmt: skip
@@ -74,8 +75,15 @@ class _Rewrite:
             tensors = [self._tensor(stacks, source) for source in self.mixture.sources]
         anchor = max([self.last, *tensors])
         weights = None if routed.weights is None else self.new[routed.weights]
+        chosen, limit = self.new[routed.chosen], routed.capacity
         with self.graph.inserting_after(anchor):
-            call = self.graph.call_module(child, (self.new[routed.hidden], self.new[routed.chosen], weights, *tensors))
+            given = (self.new[routed.hidden], chosen, weights, *tensors)
+            named: dict[str, Any] = {}
+            if limit is not None:
+                named["capacity"] = self.new[limit] if isinstance(limit, fx.Node) else limit
+            call = self.graph.call_module(child, given, named)
+        if routed.is_turned:
+            self._turn(call)
         found = call
         if not self._is_alike():
             with self.graph.inserting_after(call):
@@ -85,6 +93,13 @@ class _Rewrite:
             if user not in before and user is not found:
                 user.replace_input_with(self.result, found)
         self._sweep()
+
+    def _turn(self, call: fx.Node) -> None:
+        """Hand over choices and weights [n, experts] as [experts, n]."""
+        for place in (1, 2):
+            if isinstance(given := operands(call)[place], fx.Node):
+                with self.graph.inserting_before(call):
+                    call.update_arg(place, self.graph.call_method("t", (given,)))
 
     def _tensor(self, stacks: dict[Source, str | fx.Node], source: Source) -> fx.Node:
         known = stacks[source]
@@ -110,16 +125,18 @@ class _Rewrite:
     def _sweep(self) -> None:
         """Take away what only the loop needed."""
         live = self._live()
+        values = self.mixture.unrolled.values
+        plain = {self.new[node] for node in self.new if isinstance(values.get(node), (int, float))}
         for node in reversed(self.graph.nodes):
             if node in live or node.op in ("placeholder", "output"):
                 continue
-            if node.op == "call_function" and node.target is require and _needs(node) <= live:
-                live.add(node)
+            if node.op == "call_function" and node.target is require and _needs(node, plain) <= live:
+                live.update(upwards(node))
                 continue
             self.graph.erase_node(node)
 
     def _live(self) -> set[fx.Node]:
-        live, pending = set[fx.Node](), [self.graph.output_node()]
+        live, pending = set[fx.Node](), [self.graph.output_node(), *assigned(self.graph)]
         writes = [self.new[w] for w in self.mixture.loop.writes]
         while pending:
             node = pending.pop()
@@ -134,12 +151,12 @@ class _Rewrite:
         return live
 
 
-def _needs(check: fx.Node) -> set[fx.Node]:
-    """Return what a check reads that is more than a look at it."""
+def _needs(check: fx.Node, plain: set[fx.Node]) -> set[fx.Node]:
+    """Return what a check reads that is more than a look at it, or arithmetic with `plain` numbers."""
     found, pending = set[fx.Node](), list(check.all_input_nodes)
     while pending:
         node = pending.pop()
-        if canonical_name(node) in ("len", "shape", "eq", "getitem") or node.target is getattr:
+        if node in plain or canonical_name(node) in ("len", "shape", "eq", "getitem") or node.target is getattr:
             pending += node.all_input_nodes
         else:
             found.add(node)

@@ -50,10 +50,13 @@ class Loop(nn.Module):
 
 
 class Loss(Loop):
+    """A loss of which the next call reads what the last one left."""
+
     aux_loss: Tensor | None = None
 
     def left(self, y: Tensor, weights: Tensor) -> Tensor:
-        self.aux_loss = weights.mean()
+        before = 0.0 if self.aux_loss is None else self.aux_loss.detach()
+        self.aux_loss = weights.mean() + before
         return y
 
 
@@ -100,6 +103,71 @@ class Cut(Loop):
 class Stopping(Loop):
     def stops(self, rows: Tensor) -> bool:
         return bool(rows.numel() >= 40)
+
+
+class StoppingWhenFull(Loop):
+    def stops(self, rows: Tensor) -> bool:
+        return bool(rows.numel() >= 20)
+
+
+class NoneWhenFull(Loop):
+    def one(self, number: int, given: Tensor) -> Tensor:
+        out = super().one(number, given)
+        return out * 0 if len(given) > 20 else out
+
+
+class Last(Loop):
+    def rows(self, chosen: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        rows, nth = torch.where(chosen == number)
+        return rows[-10:], nth[-10:]
+
+
+class TwoCapacities(Loop):
+    def rows(self, chosen: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        rows, nth = torch.where(chosen == number)
+        limit = 10 if number else 12
+        return rows[:limit], nth[:limit]
+
+
+class PassingOn(Loop):
+    """Tokens beyond the capacity stay as they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        best, chosen = self.gate(x).softmax(-1).max(-1)
+        lists, y, left = [(chosen == number).nonzero()[:, 0] for number in range(EXPERTS)], torch.zeros_like(x), []
+        for number, rows in enumerate(lists):
+            if len(rows) > 6:
+                left.append(rows[6:])
+                lists[number] = rows[:6]
+        for number, rows in enumerate(lists):
+            y[rows, :] = self.one(number, x[rows, :])
+        if left:
+            y[torch.cat(left), :] = x[torch.cat(left), :]
+        return y * best.unsqueeze(-1)
+
+
+class ByToken(Loop):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        tokens = [
+            sum((weights[t, j] * self.one(int(chosen[t, j]), x[t]) for j in range(2)), torch.zeros(WIDTH))
+            for t in range(len(x))
+        ]
+        return torch.stack(tokens)
+
+
+class OneHot(Loop):
+    """Tokens go to experts, and come back, by products with one-hot tensors (GShard)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        best, chosen = self.gate(x).softmax(-1).max(-1)
+        limit, mask = len(x) // 2, nn.functional.one_hot(chosen, EXPERTS)
+        place = (mask.cumsum(0) * mask).sum(-1) - 1
+        kept = nn.functional.one_hot(place.clamp(max=limit), limit + 1)[:, :limit]
+        dispatch = (mask.unsqueeze(-1) * kept.unsqueeze(1)).to(x.dtype)
+        given = torch.einsum("sec,sd->ecd", dispatch, x)
+        out = torch.stack([self.one(number, given[number]) for number in range(EXPERTS)])
+        return torch.einsum("sec,ecd->sd", dispatch * best[:, None, None], out)
 
 
 class Clamped(Loop):
@@ -177,15 +245,22 @@ ODD: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "object": (Config, "it changes Config.config"),
     "counter": (lambda: Loop(Counting), "its attributes are set while the model runs"),
     "list": (lambda: Loop(Listing), "it changes Listing.seen"),
-    "capacity": (Capacity, "decides by how many tokens an expert gets"),
-    "cut": (Cut, "a capacity"),
-    "break": (Stopping, "decides by how many tokens an expert gets"),
+    "capacity": (Capacity, "a capacity that no call of as many tokens as the examples' fills"),
+    "cut": (Cut, "a capacity that no call of as many tokens as the examples' fills"),
+    "break": (Stopping, "a capacity that no call of as many tokens as the examples' fills"),
+    "break when full": (StoppingWhenFull, "does more with the tokens beyond an expert's capacity"),
+    "none when full": (NoneWhenFull, "does more with the tokens beyond an expert's capacity"),
+    "last": (Last, "some of the tokens that an expert gets, and not the first"),
+    "two capacities": (TwoCapacities, "several capacities"),
+    "passed on": (PassingOn, "some of the tokens that an expert gets, and not the first"),
     "values": (Clamped, "decides by"),
     "type": (ByType, "decides by the type or shape"),
     "rare": (Rare, "do not all compute the same"),
     "ending": (EndingEarly, "its loop breaks, or takes another path, at an expert without tokens"),
     "averaging": (Averaging, "uses the number of experts with tokens"),
     "sorted": (Sorted, "sorted by expert, cut by counts, and joined"),
+    "by token": (ByToken, "one by one"),
+    "one-hot": (OneHot, "products with one-hot tensors"),
     "numpy": (SortedInNumpy, "turns a tensor into a numpy array"),
 }
 

@@ -263,6 +263,20 @@ def test_no_layer_is_left_with_fewer_experts_than_a_token_goes_to() -> None:
     assert len(chosen(prune(Mixing(), X, amount=0.38, target="parameters"))) == 3
 
 
+class OneGroup(Looping):
+    """Chooses among groups of experts first, of which there is one (`n_group=1` of DeepSeek-V3)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.gate(x.reshape(-1, 16))
+        best = logits.view(len(logits), 1, -1).topk(2, dim=-1)[0].sum(-1).topk(1, dim=-1, sorted=False)[1]
+        return super().forward(x) + best.sum()
+
+
+def test_one_group_of_experts_is_no_choice() -> None:
+    fast = prune(Around(OneGroup()), X)
+    assert decisions(fast)["moe.gate"][0] == "applied" and fast.moe.gate.weight.shape == (3, 16)
+
+
 class Limited(Looping):
     """Chooses among pairs of experts first."""
 

@@ -40,7 +40,9 @@ class Choices:
     linears: dict[str, set[int]] = dataclasses.field(default_factory=dict[str, set[int]])
 
     def chosen(self, modules: Iterable[str], size: int, indices: Tensor) -> None:
-        """Note that some of `size` were chosen: `indices` [..., k]."""
+        """Note that some of `size` were chosen: `indices` [..., k]; one group of experts is no choice."""
+        if size == 1:
+            return
         counts = indices.detach().flatten().bincount(minlength=size).cpu()
         for module in modules:
             of = self.routings.setdefault(module, {})
