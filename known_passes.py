@@ -79,7 +79,7 @@ PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Replacements]]] = Mapping
                 "float32": {},
                 "bfloat16": {
                     "pack": ("pack{dtype=bfloat16}", "pack"),
-                    "delegate": ("delegate{dtype=bfloat16}", "delegate"),
+                    "delegate": ("delegate{dtype=bfloat16}",),  # which tries float32, too
                 },
                 "int8": {"pack": ("quantize{baseline=bfloat16}", "pack{dtype=bfloat16}", "pack"), "delegate": ()},
             },

@@ -114,13 +114,16 @@ class DelegatedRegion(Keeping):
         sessions = {id(session): each for each in held for session in (*each.by_threads.values(), *each.fixed.values())}
         return sum(tensor.nbytes for each in sessions.values() for tensor, *_ in each.noted)
 
-    def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-        """Let the engine take the tensors as they are, for inputs such as these; raise what it raises."""
+    def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], allowed: float = math.inf) -> None:
+        """Let the engine take the tensors as they are, for inputs such as these; raise what it raises, or RuntimeError
+        where results are off by more than `allowed` of their scale, or so much that the region would do without it.
+        """
         held = self._convert(inputs, tensors)
+        if not all(map(_is_taken, inputs)):
+            return
         with dispatch_modes_off(), torch.no_grad():
-            found = held.session(key_of(inputs))(inputs)
-            usual = all(map(torch.is_floating_point, inputs))  # with masks and indices of zeros, engines have own rules
-            if usual and _agree(found, self._own(*inputs, *tensors), _ERROR[self.dtype]) is False:
+            found = held.session(key_of(inputs))([x.detach().contiguous() for x in inputs])
+            if _agree(found, self._own(*inputs, *tensors), min(allowed, _ERROR[self.dtype])) is False:
                 raise RuntimeError("it gives something else")
 
     def forget_all(self) -> None:

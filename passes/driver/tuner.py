@@ -245,7 +245,9 @@ class Tuner:
         """Return a candidate for each lowering; of those that are not timed the last one stands, where it is right."""
         candidates: dict[str, Candidate] = {}
         begun = self.context.budget.spent
-        for choice in comparison.choices:
+        for choice in comparison.group.choices:
+            if sum(not each.failure for each in candidates.values()) >= len(comparison.choices):
+                break  # there is no time to time another one
             if candidates and not comparison.group.required and not self._allows_another(candidates, begun):
                 break
             if not comparison.timed:

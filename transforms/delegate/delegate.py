@@ -15,7 +15,7 @@ from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
 from .find import found_in
-from .write import write
+from .write import Way, write
 
 __all__ = ["Delegate"]
 
@@ -32,7 +32,8 @@ class Delegate(Pass):
 
     Options:
         engine: `auto` takes the fastest of those installed; else a name: `openvino`, `onnxruntime` or `aoti`.
-        dtype: what is computed in: `float32`, or `bfloat16` within a float32 model, by engines that do.
+        dtype: what is computed in: `float32`, or `bfloat16` within a float32 model, by engines that do. Where `float32`
+            is faster, or `bfloat16` not within the budget, it is `float32`.
         budget: the error that `bfloat16` may make, relative to the scale of each tensor; by default 0.02.
     """
 
@@ -66,20 +67,25 @@ class Delegate(Pass):
             return {self.engine: engine_named(self.engine)}
         return {name: engine for name, engine in engines().items() if not engine.by_name}
 
-    def _usable(self) -> tuple[Mapping[str, Engine], str]:
-        """Return the engines that can be used here, or why there is none."""
+    def _ways(self, *, missing: bool = False) -> tuple[Mapping[str, Way], str]:
+        """Return in which ways engines can be used, `missing` ones too, by what plans call them; or why in none."""
         asked = self._asked
-        reasons = {name: engine.reason_against(self.dtype) for name, engine in asked.items()}
-        usable = {name: engine for name, engine in asked.items() if not reasons[name]}
-        return usable, "" if usable else "; ".join(reasons.values())
+        reasons = {name: "" if missing else engine.reason_against(self.dtype) for name, engine in asked.items()}
+        lossy = self.dtype is not torch.float32
+        ways = {name: Way(name, self.dtype, *[self.budget] * lossy) for name in asked if not reasons[name]}
+        if lossy and (ways or self.engine == AUTO):
+            exact = (name for name, each in asked.items() if missing or not each.reason_against(torch.float32))
+            ways |= {f"{name} float32": Way(name) for name in exact}
+        return ways, "" if ways else "; ".join(reasons.values())
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         # What a plan hands to an engine that is missing here is computed by the model's own operations.
-        usable, reason = (self._asked, "") if program.replaying else self._usable()
+        ways, reason = self._ways(missing=program.replaying)
         if reason:
             yield Refusal(reason, "(root)")
             return
-        yield from found_in(program, tuple(usable), required=self.engine != AUTO)
+        yield from found_in(program, tuple(ways), required=self.engine != AUTO)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
-        write(site, edit, site.choice or self.engine, self.dtype)
+        ways, _ = self._ways(missing=True)
+        write(site, edit, ways[site.choice or next(iter(ways))])

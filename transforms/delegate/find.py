@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from ...errors import MatchFailure
 from ...layers.delegated import DelegatedRegion
 from ...passes.rewriting import bound
 from ...passes.sites import Cause, Phase, Refusal, Site
@@ -19,7 +20,7 @@ from ...tracing.isolation import preserved
 from ...tracing.program import GraphRunner, Program, is_called, outermost
 from ..flatten_calls import Flat, flattened
 from .kinds import heavy_count
-from .regions import Cut
+from .regions import Cut, Region
 
 __all__ = ["Found", "found_in", "look"]
 
@@ -34,7 +35,15 @@ class Found:
     number: int
     flat: Flat
     cut: Cut
+    runner: _Runner
     prepared: dict[Any, DelegatedRegion] = field(default_factory=dict[Any, "DelegatedRegion"])  # by engine and place
+
+    def given(self, region: Region) -> list[Tensor]:
+        """Return what a region is given in the recorded call; raise MatchFailure where that is no tensor."""
+        values = self.runner.values_of(region.inputs)
+        if not all(isinstance(each, Tensor) for each in values):
+            raise MatchFailure("a region is given what is no tensor")
+        return values
 
 
 def found_in(program: Program, engines: Sequence[str], *, required: bool) -> Iterator[Site | Refusal]:
@@ -112,33 +121,49 @@ def look(program: Program, owner: str, together: Sequence[str] = ()) -> list[Fou
         if any(earlier.flat.specialization.fits(fitting) for earlier in result):
             continue  # that one runs
         flat = flattened(program, owner, specialization)
-        metas = _metas(module, flat, fitting)
-        if metas is not None:
-            result.append(Found(number, flat, Cut(flat.specialization.graph, metas)))
+        runner = _Runner(module, flat, fitting)
+        if runner.runs_through():
+            result.append(Found(number, flat, Cut(flat.specialization.graph, runner.metas), runner))
     return result
 
 
-def _metas(module: nn.Module, flat: Flat, names: Mapping[str, Any]) -> Mapping[fx.Node, Meta] | None:
-    """Return what each node of a graph gives in a call; None where it does not run through."""
-    graph, read = flat.specialization.graph, reader(names)
-    given = [read(flat.specialization.argument(node)) for node in graph.find_nodes(op="placeholder")]
-    runner = _Runner(module, graph)
-    try:
-        with preserved(module), torch.no_grad():
-            runner.run(*(each.clone() if isinstance(each, torch.Tensor) else each for each in given))
-    except Exception:  # a check that does not hold, or what only runs elsewhere
-        return None
-    return runner.metas
-
-
 class _Runner(GraphRunner):
-    """Note what nodes give."""
+    """Run a graph on a recorded call, and note what nodes give."""
 
-    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
+    def __init__(self, module: nn.Module, flat: Flat, names: Mapping[str, Any]) -> None:
+        graph, read = flat.specialization.graph, reader(names)
         super().__init__(module, graph)
+        self._call = {node: read(flat.specialization.argument(node)) for node in graph.find_nodes(op="placeholder")}
+        self._values: dict[fx.Node, Any] = {}
         self.metas: dict[fx.Node, Meta] = {}
+
+    def runs_through(self) -> bool:
+        """Say whether the graph runs in the call: a check may not hold, or an operation run elsewhere only."""
+        try:
+            self.run_call()
+        except Exception:
+            return False
+        return True
+
+    def run_call(self, wanted: Collection[fx.Node] = ()) -> None:
+        """Run the graph; keep what it gives at the nodes that are wanted."""
+        self._values = dict.fromkeys(wanted)
+        with preserved(self.module), torch.no_grad():
+            self.run(*(each.clone() if isinstance(each, Tensor) else each for each in self._call.values()))
+
+    def values_of(self, nodes: Sequence[fx.Node]) -> list[Any]:
+        """Return what nodes give in the call, each value in memory that nothing else writes into."""
+        try:
+            if not self._call.keys() >= set(nodes):
+                self.run_call(nodes)
+            found = {**self._call, **self._values}
+            return [found[node] for node in nodes]
+        finally:
+            self._values = {}
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         self.metas[n] = meta_of(value)
+        if n in self._values:
+            self._values[n] = value.clone() if isinstance(value, Tensor) else value
         return value

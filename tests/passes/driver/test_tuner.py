@@ -17,6 +17,7 @@ from fxopt.errors import MatchFailure, PassError
 from fxopt.passes import timing
 from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Group, Manager, grouped, with_lowering
+from fxopt.passes.driver.comparison import Comparison
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Numerics, Refusal, Site
 from fxopt.passes.timing import Timings
@@ -296,6 +297,15 @@ def test_a_candidate_that_raises_is_left_out_of_the_race(check: bool, clock: Cal
     manager = managed(Net(), Wider(), time=True, check=check)
     (decision,) = manager.decisions
     assert (decision.status, decision.figures["lowerings"].keys()) == ("undone", {"works"})
+    assert races == [2]
+
+
+def test_a_candidate_that_raises_takes_no_time_of_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, clock: Callable[..., list[int]]
+) -> None:
+    monkeypatch.setattr(Comparison, "_affordable", lambda self: self.group.choices[:1])
+    races = clock(lambda taken: 1.0)
+    managed(Net(), Wider(), time=True)
     assert races == [2]
 
 

@@ -107,3 +107,23 @@ def test_a_preset_behind_an_engine_is_not_said_to_change_nothing(engine: str) ->
     assert regions(fast)
     with pytest.raises(PipelineError, match=r"an engine goes into the pass: delegate\{engine=...\},inference"):
         check_names("inference{engine=openvino}")
+
+
+@openvino_only
+def test_what_bfloat16_is_too_coarse_for_is_computed_in_float32(engine: str, computed: list[str]) -> None:
+    model, passes = linears(), f"delegate{{engine={engine},dtype=bfloat16,budget=1e-5}}"
+    fast = fxopt.optimize(model, passes, example_inputs=X, measure=False)
+    assert [(each.dtype, each.left) for each in regions(fast)] == [(torch.float32, "")]
+    assert [each.choice for each in fxopt.plan(fast).decisions] == [f"{engine} float32"]
+    computed.clear()
+    same(fast, model)
+    assert computed
+    again = fxopt.optimize(model, plan=fxopt.plan(fast), example_inputs=X)
+    assert [each.dtype for each in regions(again)] == [torch.float32]
+
+
+@openvino_only
+def test_engines_without_bfloat16_compute_float32_where_any_may(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(engine_named(engine)), "dtypes", (torch.float32,))
+    fast = fxopt.optimize(linears(), "delegate{dtype=bfloat16}", example_inputs=X, measure=False)
+    assert [each.choice for each in fxopt.plan(fast).decisions] == [f"{engine} float32"]
