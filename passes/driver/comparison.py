@@ -25,7 +25,7 @@ from ..sites import Numerics, Reason
 from ..timing import Stage
 from ..verification import modes_to_check
 from .context import RunContext
-from .groups import Group
+from .groups import WITH_THE_WHOLE, Group
 
 __all__ = ["UNNAMED", "Comparison"]
 
@@ -57,11 +57,11 @@ class Comparison:
         self.pass_, self.group, self.timed, self._limit = pass_, group, timed > 0, timed
         self._phase = group.phase or pass_.phase
         self._hurried = hurried and self._check
-        may_be_left = context.may_be_left(pass_, group)
+        may_be_left = group.may_be_left(pass_)
         # What is owed is checked however long that takes.
-        self._in_time = self._budget.ending() if may_be_left and not hurried else lambda: None
+        self._in_time = self._budget.ending(self._budget.for_checks) if may_be_left and not hurried else lambda: None
         # The last comparison asks of the whole model what a brief one would ask here.
-        self._by_the_whole = self._hurried and may_be_left and bool(context.program.whole_calls)
+        self._by_the_whole = self._hurried and may_be_left and context.leaves_to_the_whole(pass_)
         self._brief, self._simulated = brief or hurried, simulated
         self._references: verification.References | None = None
         self._simulation: verification.References | None = None
@@ -215,7 +215,7 @@ class Comparison:
         if not self._check:
             return "unverified: verify=False"
         if self._by_the_whole:
-            return "with the whole model"
+            return WITH_THE_WHOLE
         if is_on_meta(self._owner):
             return "unverified: meta"
         return "unverified: never called" if self._program.inputs else "unverified: no example inputs"

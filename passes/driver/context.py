@@ -95,10 +95,10 @@ class RunContext:
             return False
         return bool(self.calls.of(group.owner))
 
-    def may_be_left(self, pass_: Pass, group: Group) -> bool:
-        """Say whether a rewrite is made for speed alone, and not asked for by name: its check may end with the time."""
+    def leaves_to_the_whole(self, pass_: Pass) -> bool:
+        """Say whether comparing and timing the whole model tells enough of what a pass writes where time is over."""
         is_for_speed = pass_.goal is Goal.SPEED and pass_.numerics.keeps_function
-        return pass_.skippable or (is_for_speed and not group.required)
+        return is_for_speed and self.checks and bool(self.program.whole_calls)
 
     def has_time(self, pass_: Pass) -> bool:
         """Say whether there is time to check what a pass writes as it should be."""

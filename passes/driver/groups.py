@@ -14,13 +14,15 @@ from ...tracing.program import Program
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
-from ..sites import Cause, Phase, Reason, Refusal, Site
+from ..sites import Cause, Goal, Phase, Reason, Refusal, Site
 
 __all__ = [
-    "Candidate", "Group", "Race", "changes", "grouped", "grouped_in_order", "identity", "is_like",
+    "WITH_THE_WHOLE", "Candidate", "Group", "Race", "changes", "grouped", "grouped_in_order", "identity", "is_like",
     "narrowed", "rewriting", "timed_identity", "with_lowering",
 ]  # fmt: skip
 
+WITH_THE_WHOLE = "with the whole model"
+"""How a rewrite was checked that was not checked by itself."""
 _MOST_CLASSES = 8  # so many classes of alike sites are judged apart; more are taken several at a time
 _STEPS = 100.0
 """So many steps of a module, forward and backward, verify it in both modes: of a GPT-2 of three layers, 110."""
@@ -45,6 +47,11 @@ class Group:
     @property
     def required(self) -> bool:
         return self.sites[0].required
+
+    def may_be_left(self, pass_: Pass) -> bool:
+        """Say whether a pass rewrites it for speed alone, and nobody asked for it by name, or may be skipped."""
+        is_for_speed = pass_.goal is Goal.SPEED and pass_.numerics.keeps_function
+        return pass_.skippable or (is_for_speed and not self.required)
 
     @property
     def is_single(self) -> bool:

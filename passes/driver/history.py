@@ -14,7 +14,7 @@ from ...runtime.state import StateMap
 from ..contract import Pass
 from ..rewriting import Edit
 from ..sites import Phase, Reason, Refusal, Site, StaleSite
-from .groups import Candidate, Group
+from .groups import WITH_THE_WHOLE, Candidate, Group
 
 __all__ = ["History", "Rewrite", "composed"]
 
@@ -34,6 +34,12 @@ class Rewrite:
     @property
     def owner(self) -> str:
         return self.group.owner
+
+    @property
+    def is_unchecked(self) -> bool:
+        """Say whether neither its pass nor a check by itself tells that it is right, but only the whole model."""
+        is_judged = all(map(self.pass_.judges, self.group.sites))
+        return self.decision.figures.get("checked") == WITH_THE_WHOLE and not is_judged
 
     @property
     def phase(self) -> Phase:

@@ -188,8 +188,10 @@ class Manager:
             self.history.refuse(pass_, Refusal(Reason.of(Cause.OVERTAKEN), site.label or site.owner or "(root)"))
 
     def _is_over_for(self, pass_: Pass) -> bool:
-        """Say whether no time is left to check anything that a pass would find, which may be left."""
-        return pass_.skippable and not self.context.has_time(pass_)
+        """Say whether no time is left for anything that a pass would find, which may be left."""
+        if not pass_.skippable or self.context.has_time(pass_):
+            return False
+        return not (self.context.leaves_to_the_whole(pass_) and self.context.budget.allows_writing())
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = narrowed(self.program, pass_, grouped(pass_, items), self.context.budget)
@@ -251,8 +253,8 @@ class Manager:
         candidate = self._repeated(pass_, group.chosen_as(chosen), block, equal)
         if candidate.edit is None:
             return False
-        figures = like if candidate.verdict is None else {**like, **candidate.figures}
-        self.history.keep(pass_, dataclasses.replace(candidate, figures=figures), candidate.edit, first)
+        candidate = dataclasses.replace(candidate, figures={**like, **candidate.figures})
+        self.history.keep(pass_, candidate, candidate.edit, first)
         self.context.note_change(pass_)
         for apart in group.rest(candidate.group):
             self._decide(pass_, apart)

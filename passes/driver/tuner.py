@@ -53,14 +53,21 @@ class Tuner:
         )  # fmt: skip
 
     def _is_hurried(self, pass_: Pass, group: Group) -> bool:
-        """Say whether a group is compared briefly: it is owed, there is no time, and no check in full has objected."""
-        if pass_.skippable or self.context.has_time(pass_):
+        """Say whether a group is compared briefly, or with the whole model: there is no time to do it here."""
+        return not self.context.has_time(pass_) and self._may_hurry(pass_, group)
+
+    def _may_hurry(self, pass_: Pass, group: Group) -> bool:
+        """Say whether a group that is not checked in full is written all the same; none that was objected to is."""
+        if pass_.skippable and not self.context.leaves_to_the_whole(pass_):
             return False
         return self._in_full.isdisjoint(site.key for site in group.sites)
 
     def unchecked(self, pass_: Pass, group: Group) -> Candidate | None:
-        """Return a group left as it is, where no time is left to check what a pass makes of it, and it may be left."""
-        return None if self.context.has_time(pass_) or not pass_.skippable else self._out_of_time(group)
+        """Return a group left as it is, where no time is left for what a pass makes of it, and it may be left."""
+        if not pass_.skippable or self.context.has_time(pass_):
+            return None
+        is_written = self._may_hurry(pass_, group) and self.context.budget.allows_writing()
+        return None if is_written else self._out_of_time(group)
 
     def _out_of_time(self, group: Group) -> Candidate:
         return Candidate(group, Reason(Cause.NOT_CHECKED, self.context.budget.values))
@@ -80,6 +87,7 @@ class Tuner:
 
         Raises MatchFailure, with the site if it is known, or PassError if the pass raises anything else or hangs.
         """
+        begun = self.context.budget.spent
         edit = Edit(self.context.program, group.sites[0], pass_.name, self.context.snapshot)
         sites = [site.read_through(edit.own_graphs) for site in group.sites]
 
@@ -100,6 +108,7 @@ class Tuner:
                 failure.site = group.sites[0] if group.is_single else edit.failed_at
             edit.undo()
             raise
+        self.context.budget.writing = self.context.budget.spent - begun
         return edit
 
     def supervised(self, pass_: Pass, step: Callable[[], str], action: Callable[[], Any], times: int = 1) -> Any:
@@ -147,10 +156,9 @@ class Tuner:
         try:
             return self._checked(comparison, group, is_right)
         except OutOfTimeError:
-            pass_ = comparison.pass_
-            if pass_.skippable:
+            if not self._may_hurry(comparison.pass_, group):
                 raise
-            return self._checked(self._comparison(pass_, group, time=False, hurried=True), group, is_right)
+            return self._checked(self._comparison(comparison.pass_, group, time=False, hurried=True), group, is_right)
 
     def _checked(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None) -> Candidate:
         comparison.take_references()
@@ -196,19 +204,20 @@ class Tuner:
     def tune(self, pass_: Pass, group: Group) -> tuple[Candidate | None, Sequence[Group]]:
         """Keep the best candidate for a group, or none; return it (None: all is open) and groups to decide later.
 
-        Where time ends in the middle, it is skipped, or begun anew with a brief check, as its pass allows.
+        Where time ends in the middle, it is begun anew, and checked briefly or with the whole model, or it is skipped.
         """
         try:
             return self._tuned(self._comparison(pass_, group))
         except OutOfTimeError:  # what stood has been undone
-            if pass_.skippable:
+            if not self._may_hurry(pass_, group):
                 return self._out_of_time(group), ()
             return self._tuned(self._comparison(pass_, group, time=False, hurried=True))
 
     def _tuned(self, comparison: Comparison) -> tuple[Candidate | None, Sequence[Group]]:
         pass_, group = comparison.pass_, comparison.group
         was_untimed = not comparison.timed and self.context.is_timed(pass_) and self.context.asks(pass_, group)
-        if was_untimed and len(group.choices) > 1 and not group.required and pass_.skippable:
+        is_judged = self.context.leaves_to_the_whole(pass_)
+        if was_untimed and len(group.choices) > 1 and not (group.required or is_judged) and pass_.skippable:
             return Candidate(group, Reason(Cause.NOT_TIMED, self.context.budget.values)), ()
         candidates = self._candidates(comparison)
         able = {name: candidate for name, candidate in candidates.items() if not candidate.failure}
@@ -248,7 +257,7 @@ class Tuner:
         for choice in comparison.group.choices:
             if sum(not each.failure for each in candidates.values()) >= len(comparison.choices):
                 break  # there is no time to time another one
-            if candidates and not comparison.group.required and not self._allows_another(candidates, begun):
+            if candidates and not comparison.group.required and not self._allows_another(comparison, candidates, begun):
                 break
             if not comparison.timed:
                 comparison.take_references()
@@ -261,10 +270,12 @@ class Tuner:
                 break
         return candidates
 
-    def _allows_another(self, written: Mapping[str, Candidate], begun: float) -> bool:
+    def _allows_another(self, comparison: Comparison, written: Mapping[str, Candidate], begun: float) -> bool:
         """Say whether one lowering more fits, if it takes as long to write as those before it: engines take seconds."""
         budget, is_needed = self.context.budget, all(candidate.failure for candidate in written.values())
-        return is_needed or budget.spent + (budget.spent - begun) / len(written) <= budget.for_sites
+        if is_needed and (not comparison.pass_.skippable or budget.allows_writing()):
+            return True
+        return budget.spent + (budget.spent - begun) / len(written) <= budget.for_sites
 
     def _runnable(self, comparison: Comparison, candidate: Candidate) -> Candidate:
         """Take a candidate that stands out of the program, and make it run beside the others."""
@@ -348,6 +359,8 @@ class Tuner:
 
     def _guilty(self, comparison: Comparison, sites: Sequence[Site]) -> list[Site]:
         """Return those of several sites that are wrong by themselves; all, where they are wrong only together."""
+
+        self._in_full.update(site.key for site in sites)  # what is wrong is not left to the whole model
 
         def judge(some: Sequence[Site]) -> tuple[Sequence[Site], Sequence[Site]]:
             candidate = self._whole(comparison, Group(tuple(some)))

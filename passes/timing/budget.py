@@ -23,6 +23,8 @@ _READY_FORWARDS = 4.0  # of these, what making two models ready for timing takes
 _WHOLE_MODEL_SHARE = 0.5  # more than this part of the time is not kept back for the whole model
 _LEAST_KEPT, _LEAST_FOR_COMPARING = 0.25, 0.1
 """Nor less than these parts, for both and for comparing: a small model's forwards take the least of it."""
+_LEAST_FOR_LEAVING = 0.25
+"""However short a budget is, rewrites are written within so many seconds, and the last comparison takes as many."""
 _OF_TIMING = 0.75  # sites are timed in this part of the time for sites; the rest is for checking what won
 _OF_ONE_RACE = 0.7  # no race takes more than this part of the time that is left for timing: others may follow
 _TELLING_SECONDS = 0.25  # a race of this time tells a small gain from none
@@ -109,6 +111,7 @@ class TimeBudget:
         self._counted_until = 0.0
         self._beyond, self._until = 0.0, math.inf
         self.captured_in = 0.0  # seconds, which are not counted
+        self.writing = 0.0  # seconds that the rewrite which was written last took
         self.concessions: dict[str, None] = {}
         """What was compared in another way than usual, for want of time."""
 
@@ -161,18 +164,33 @@ class TimeBudget:
         self._count()
         return {stage.value: seconds for stage, seconds in self._stages.items() if seconds}
 
-    def ending(self) -> Callable[[], None]:
-        """Return what raises `OutOfTimeError` once only that is left which comparing the model takes in the end.
+    def for_checks(self) -> float:
+        """Return the seconds that may be spent when a check ends, whatever part of them its pass has.
 
-        A check that a pass has begun within its part of the time may go on after that: what was spent would be lost.
+        The rest is for writing once more what was not checked to the end, and for timing and comparing the model.
         """
-        end = self._in_all - self._kept_for_comparing
+        return self._in_all - self._kept_for_the_whole - self.writing
+
+    def ending(self, at: Callable[[], float]) -> Callable[[], None]:
+        """Return what raises `OutOfTimeError` once so many seconds are spent."""
 
         def ask() -> None:
-            if self.spent >= end:
+            if self.spent >= at():
                 raise OutOfTimeError
 
         return ask
+
+    def allows_writing(self) -> bool:
+        """Say whether what no check fits for may still be written, and left to the whole model.
+
+        It may take half of what is kept for timing that, and a quarter of a second in any budget but that of zero.
+        """
+        end = self._in_all - (self._kept_for_the_whole + self._kept_for_comparing) / 2
+        return self.seconds > 0 and self.spent + self.writing <= max(end, _LEAST_FOR_LEAVING)
+
+    @property
+    def _kept_for_the_whole(self) -> float:
+        return self._kept_back(_WHOLE_MODEL_FORWARDS, _LEAST_KEPT)
 
     @property
     def _kept_for_comparing(self) -> float:
@@ -203,8 +221,7 @@ class TimeBudget:
         """Return the seconds that sites may take until the present pass is through; the rest is for what follows."""
         if math.isinf(self.seconds):
             return self._until
-        kept_back = self._kept_back(_WHOLE_MODEL_FORWARDS, _LEAST_KEPT)
-        return min(self._until, self._beyond + self.seconds - kept_back)
+        return min(self._until, self._in_all - self._kept_for_the_whole)
 
     def allows_check(self, *, clean_up: bool) -> bool:
         """Say whether a site may still be checked."""
@@ -231,7 +248,7 @@ class TimeBudget:
     @property
     def for_comparing(self) -> float:
         """Return the seconds that the last comparison may take: what was kept back for it, whoever took longer."""
-        return max(self.left, self._kept_for_comparing)
+        return max(self.left, self._kept_for_comparing, _LEAST_FOR_LEAVING)
 
     @property
     def values(self) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def _distance_of_floats(expected: Tensor, actual: Tensor, tolerance: Tolerance, 
     excess = gap - (tolerance.relative * size + tolerance.absolute)
     if not (excess > 0).any():
         return Distance(error)
-    at = [int(i) for i in torch.unravel_index(excess.argmax(), excess.shape)]
+    at = list(_first(excess == excess.max()))  # torch.unravel_index imports for a quarter of a second when first called
     return Distance(error, f"differs: {error:.1e} relative to its scale at {at}")
 
 

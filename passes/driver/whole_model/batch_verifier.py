@@ -17,7 +17,7 @@ from ...timing import OutOfTimeError, Stage
 from ..batch import Batch
 from ..context import RunContext
 from ..equal_blocks import kinds_to_time
-from ..groups import Candidate, Group
+from ..groups import WITH_THE_WHOLE, Candidate, Group
 from ..halving import in_halves
 from ..history import composed
 from ..tuner import Tuner
@@ -74,7 +74,7 @@ class BatchVerifier:
         self._pass = pass_
         batch, firsts = Batch.of(self.tuner, pass_, groups), dict[Hashable, Decision]()
         for group, edit in batch.written:
-            figures = {"checked": "with the whole model", **pass_.judgement(group.sites[0])}
+            figures = {"checked": WITH_THE_WHOLE, **pass_.judgement(group.sites[0])}
             is_timed, kind = Measured.of(figures).speedup is not None, group.sites[0].kind
             if self._is_for_speed and not is_timed:
                 figures |= _BY_THE_WHOLE
@@ -141,9 +141,10 @@ class BatchVerifier:
         """Return the runs of the whole model as it is."""
         program, inner = self._context.program, [group.owner for group in groups]
         modes = verification.modes_to_check(program.model, Phase.EVAL, program.training)
+        budget = self._context.budget
         return verification.References.taken(
             program.model, program.whole_calls, modes, gradients=False, seed=self._context.request.seed, inner=inner,
-            sizes=verification.Sizes.SMALLER, in_time=self._context.budget.ending(),
+            sizes=verification.Sizes.SMALLER, in_time=budget.ending(budget.for_checks),
         )  # fmt: skip
 
     def _judged(self, groups: Sequence[Group]) -> tuple[Sequence[Group], Sequence[Group]]:

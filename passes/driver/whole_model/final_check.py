@@ -18,7 +18,7 @@ from ....tracing.program import deactivate
 from ...contract import Pass
 from ...sites import Cause, Numerics, Phase, Reason
 from ...timing import OutOfTimeError
-from ...verification import Original, modes_to_check
+from ...verification import Original, References, Sizes, modes_to_check
 from ..context import RunContext
 from ..halving import longest_right
 from ..history import Rewrite
@@ -30,8 +30,10 @@ __all__ = ["FinalCheck"]
 _LEAST_SECONDS = 2.0  # so long what is wrong is looked for, however short the time budget is
 _CALLS_BESIDES = 3.0  # a comparison makes two calls of each example, and as many as of so many more: with more rows
 _WITH_BACKWARD = 3.0  # a call with its backward takes as long as so many without
+_IN_FULL = 250.0  # a check in full, with gradients, takes about as long as so many forwards of a small model
 _OF_BUDGET = 0.25  # so long a part of the time budget the next way may take where nothing is left of it
 _NO_TIME = "no time was left to compare the model"
+_UNCHECKED = "no time was left to check what was left to the whole model"
 
 
 class _Way(enum.Enum):
@@ -54,12 +56,13 @@ class FinalCheck:
     _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
     _twins: dict[int, nn.Module] = field(init=False)
     _originals: dict[tuple[int, bool | None, bool, _Way], Original | None] = field(init=False)
+    _full: dict[Phase, References] = field(init=False)
     _way: _Way = field(default=_Way.USUAL, init=False)
     _end: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
         self._all = list(self._context.history.rewrites)
-        self._models, self._twins, self._originals = {}, {}, {}
+        self._models, self._twins, self._originals, self._full = {}, {}, {}, {}
 
     @property
     def _context(self) -> RunContext:
@@ -71,8 +74,8 @@ class FinalCheck:
         self._until, once = budget.spent + max(budget.seconds, _LEAST_SECONDS), True
         self._end = budget.spent + budget.for_comparing
         while self._context.history.rewrites and (reason := self._objection()):
-            if reason is _NO_TIME:
-                self._undo_unchecked()
+            if reason in (_NO_TIME, _UNCHECKED):
+                self._undo_unchecked(self._may_go if reason is _NO_TIME else self._unchecked)
                 continue
             self._end = self._until
             if self._put_weights_back() and once:
@@ -93,6 +96,10 @@ class FinalCheck:
     def _objection(self) -> str:
         """Return what is wrong with the model as it stands, or "": in the first way that there is time for."""
         budget, ways = self._context.budget, list(_Way)
+        if not self.brief and self._unchecked:
+            if found := self._objection_in_full():
+                return found
+            self._end = max(self._end, budget.spent + budget.for_comparing)
         if not self._fits_as_usual():
             self._way = max(self._way, _Way.SMALLER, key=ways.index)
         for way in ways[ways.index(self._way) :]:
@@ -106,6 +113,36 @@ class FinalCheck:
             return found
         return _NO_TIME
 
+    def _objection_in_full(self) -> str:
+        """Return what is wrong with the model where it is checked as single rewrites are, or ""; in training without
+        their gradients where these take too long: they are compared besides.
+        """
+        rewrites = self._context.history.rewrites
+        if not all(rewrite.pass_.numerics.keeps_function for rewrite in rewrites):
+            return _UNCHECKED
+        exact = all(rewrite.pass_.numerics is Numerics.EXACT for rewrite in rewrites)
+        try:
+            found = self._in_full(_phase(rewrites)).verdicts(
+                self._context.program.model, map_state=self._context.history.state_map().forward,
+                numerics=Numerics.EXACT if exact else Numerics.REASSOCIATED,
+            )  # fmt: skip
+        except OutOfTimeError:
+            return _UNCHECKED
+        return next((verdict.reason for verdict in found if not verdict.ok), "")
+
+    def _in_full(self, phase: Phase) -> References:
+        """Return the runs of the original that a check in full takes."""
+        if phase not in self._full:
+            budget = self._context.budget
+            is_short = budget.spent + _IN_FULL * budget.forward > self._end
+            modes = modes_to_check(self.model, phase, self.model.training)
+            self._full[phase] = References.taken(
+                shallow_clone(self.model), self._chosen_calls, [None] if is_short else modes, steady=True,
+                gradients=phase.covers_training and not is_short, seed=self._context.request.seed,
+                sizes=Sizes.SMALLER if is_short else Sizes.RECORDED, in_time=self._in_time(),
+            )  # fmt: skip
+        return self._full[phase]
+
     def _fits_as_usual(self) -> bool:
         """Say whether a comparison in its own types, as it is usually made, takes no more time than there is."""
         calls = len(self._chosen_calls)
@@ -117,22 +154,20 @@ class FinalCheck:
 
     def _in_time(self) -> Callable[[], None]:
         """Return what ends a comparison where time is over; what cannot be left is compared however long it takes."""
-        if not self._left_unchecked():
-            return lambda: None
+        return self._context.budget.ending(lambda: self._end) if self._may_go else lambda: None
 
-        def ask() -> None:
-            if self._context.budget.spent >= self._end:
-                raise OutOfTimeError
-
-        return ask
-
-    def _left_unchecked(self) -> list[Rewrite]:
+    @property
+    def _may_go(self) -> list[Rewrite]:
         """Return the rewrites that go where nothing shows them to be right."""
         standing = self._context.history.rewrites
-        return [rewrite for rewrite in standing if self._context.may_be_left(rewrite.pass_, rewrite.group)]
+        return [rewrite for rewrite in standing if rewrite.group.may_be_left(rewrite.pass_)]
 
-    def _undo_unchecked(self) -> None:
-        gone = self._left_unchecked()
+    @property
+    def _unchecked(self) -> list[Rewrite]:
+        """Return the rewrites that were left to the whole model for want of time, and need not stand."""
+        return [rewrite for rewrite in self._may_go if rewrite.is_unchecked and rewrite.pass_.skippable]
+
+    def _undo_unchecked(self, gone: Sequence[Rewrite]) -> None:
         self._stand([rewrite for rewrite in self._context.history.rewrites if rewrite not in gone])
         for rewrite in gone:
             self._context.history.undo(rewrite, Reason(Cause.NOT_CHECKED, self._context.budget.values))

@@ -223,7 +223,7 @@ def test_of_a_deep_network_all_norms_are_folded_or_none_however_short_the_time_b
     model = shaken(nn.Sequential(*(Block(nn.Conv2d(3, 3, size), nn.BatchNorm2d(3)) for size in (1, 2, 3, 4, 5))))
     x = torch.randn(2, 3, 16, 16)
     fast = fxopt.optimize(model, "fold_batchnorm", example_inputs=x, time_budget=0.01)
-    assert applied(fast) in (0, 5)
+    assert applied(fast) == 5
     with torch.no_grad():
         torch.testing.assert_close(fast(x), model(x))
 
