@@ -71,6 +71,9 @@ _WORDS: Mapping[Cause, str | Callable[[_Values], str]] = {
     Cause.NOT_CLEARLY_FASTER: _no_gain,
     Cause.MODEL_DIFFERS: _model_differs,
     Cause.MODEL_SLOWER: _model_slower,
+    Cause.FASTER_WITHOUT: lambda values: (
+        f"the passes behind it make the whole model no slower without it ({values['speedup']:.3g}x)"
+    ),
     Cause.DEPENDENT: lambda values: ": ".join(["it depended on a rewrite that was undone", *values.values()]),
 }
 """The other causes have reasons with a text: the words name parts of the model."""

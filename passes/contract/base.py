@@ -44,6 +44,8 @@ class Pass:
         trainable: whether what it makes can be trained; where it cannot, no optimizer moves there.
         profiles_itself: `find` says which sites are worth it, or leaves that to the whole model: sites are not timed,
             and verified with the whole model. So are those of an approximate pass whose `judgement` tells their error.
+        contested: it takes parts of the model that passes behind it would rewrite in another way. Where its gain is
+            small, these run once more without what it did, and the faster of the two models stays.
         trains_by_call: of a pass with `finalize`: a step of training can be made by calling the result.
         before, after: names of passes that must not run earlier, or later, than this one.
         requires: names of passes that must have run already.
@@ -61,6 +63,7 @@ class Pass:
     averages: ClassVar[bool] = False
     trainable: ClassVar[bool] = True
     profiles_itself: ClassVar[bool] = False
+    contested: ClassVar[bool] = False
     trains_by_call: ClassVar[bool] = True
     before: ClassVar[tuple[str, ...]] = ()
     after: ClassVar[tuple[str, ...]] = ()

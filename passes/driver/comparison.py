@@ -10,11 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...compat import all_modules
 from ...runtime.graphs import specializations_of
 from ...runtime.state import StateMap
+from ...runtime.values import tensors_within
 from ...tracing.examples import Inputs
 from ...tracing.isolation import shallow_clone
 from ...tracing.program import deactivate, is_on_meta
@@ -167,7 +168,14 @@ class Comparison:
         # What comes before a module in the middle of a network needs its gradients too.
         inner = True if self.group.owner else None
         with self._running(Stage.TIMING):
-            return timing.Runner(runnable, self._calls, training=training, input_gradients=inner)
+            return timing.Runner(
+                runnable, self._calls, training=training, input_gradients=inner, given=self._given if inner else None
+            )
+
+    @property
+    def _given(self) -> Sequence[Tensor]:
+        """Return what the model is given in the example calls."""
+        return tuple(tensors_within([(call.args, call.kwargs) for call in self._program.whole_calls]))
 
     def timings(self, runners: Mapping[str, timing.Runner | None]) -> timing.Timings:
         """Time candidates side by side, and beside the module as it was."""

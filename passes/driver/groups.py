@@ -211,8 +211,14 @@ def rewriting(passes: Sequence[Pass]) -> list[Pass]:
 
 
 def sharing(passes: Sequence[Pass]) -> list[int]:
-    """Return among how many each pass shares the time that is left: itself, and those behind that must be done."""
-    return [1 + sum(not other.skippable for other in passes[place + 1 :]) for place in range(len(passes))]
+    """Return among how many each pass shares the time that is left: itself, and those behind that must be done, or
+    that are to be compared with it.
+    """
+    behind = [passes[place + 1 :] for place in range(len(passes))]
+    return [
+        1 + (pass_.contested and bool(others)) + sum(not other.skippable for other in others)
+        for pass_, others in zip(passes, behind, strict=True)
+    ]
 
 
 def grouped(pass_: Pass, found: Iterable[Site | Refusal]) -> list[Group | Refusal]:

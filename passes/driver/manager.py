@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,7 @@ from .history import History, Rewrite
 from .replay import Replay
 from .site_filter import admitted, found, key_of
 from .tuner import Tuner
-from .whole_model import BatchVerifier, FinalCheck, WholeModel, with_other_sizes
+from .whole_model import BatchVerifier, Contest, FinalCheck, WholeModel, with_other_sizes
 
 __all__ = ["Manager"]
 
@@ -77,18 +78,26 @@ class Manager:
         """Run `passes` in order, but those that act on the finished model; at a PassError its site is undone."""
         self._baseline = self._original = shallow_clone(self.program.model) if self._times_anything(passes) else None
         acting = rewriting(passes)
+        contest = Contest(self._tuner, acting, self._run_again)
         for pass_, among in zip(acting, sharing(acting), strict=True):
             costs_time = pass_.goal is Goal.MEMORY and self.program.training
             if costs_time:  # what it costs is not to speak against what others gain
                 self._time_whole()
-            self.context.budget.begin_pass(among)
-            self._observe(pass_, lambda pass_=pass_: self._run_pass(pass_))
+            self.context.budget.begin_pass(among + contest.is_due)
+            self._observe(pass_, partial(self._run_pass, pass_))
             if costs_time and self._baseline is not None:
                 self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
         self.context.snapshot.put_back()  # what the last pass did beside its sites; of others it has gone back before
+        traces = list(self.traces)
+        if self._baseline is not None and not contest.decide():
+            self.traces = traces
+        self.context.snapshot.put_back()
         self._time_whole()
         with self.context.budget.spending(Stage.WHOLE):
             self.timings = with_other_sizes(self.context, self._original, self.timings)
+
+    def _run_again(self, step: int, pass_: Pass) -> None:
+        self._observe(pass_, partial(self._run_pass, pass_), step)
 
     def _time_whole(self) -> bool:
         """Time the model as it stands, where passes for speed have run; return whether rewrites were taken back."""
@@ -143,9 +152,10 @@ class Manager:
             else:
                 self.history.intend(pass_, item)
 
-    def _observe(self, pass_: Pass, run: Callable[[], None]) -> None:
+    def _observe(self, pass_: Pass, run: Callable[[], None], again: int | None = None) -> None:
+        """Run a pass, the next one or one that runs `again`, and note what it took and did."""
         start, applied, decided = time.perf_counter(), self.history.applied, len(self.decisions)
-        self.history.step = len(self.traces)
+        self.history.step = len(self.traces) if again is None else again
         try:
             run()
         except PassError as error:
@@ -154,7 +164,8 @@ class Manager:
             raise
         seconds = time.perf_counter() - start
         counts = len(self.decisions) - decided, self.history.applied - applied
-        self.traces.append(PassTrace(str(pass_), seconds, *counts))
+        earlier = self.traces[again].seconds if again is not None else 0.0
+        self.traces[self.history.step : self.history.step + 1] = [PassTrace(str(pass_), earlier + seconds, *counts)]
         _LOG.info("%s: %d decided, %d applied, %.2f s", pass_, *counts, seconds)
         for each in self.decisions[decided:]:
             _LOG.debug("%s at %s: %s %s", each.pass_name, each.label, each.status, each.choice or each.reason)
@@ -262,9 +273,14 @@ class Manager:
 
     def _repeated(self, pass_: Pass, group: Group, block: Block, equal: Precedent | None) -> Candidate:
         """Write a group as was decided elsewhere; what is not equal to that is verified in full."""
-        if equal is None:
-            return self._tuner.repeat(pass_, group)
-        return self._tuner.repeat(pass_, group, brief=True, is_right=lambda edit: block.result_of(edit) == equal.result)
+        if equal is not None:
+            known = equal.result
+            candidate = self._tuner.repeat(
+                pass_, group, brief=True, is_right=lambda edit: block.result_of(edit) == known
+            )
+            if candidate.edit is not None:
+                return candidate
+        return self._tuner.repeat(pass_, group)
 
     # -- what came of it -------------------------------------------------------------------------------------------
 

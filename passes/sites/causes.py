@@ -45,6 +45,8 @@ class Cause(StrEnum):
     """The finished model gives something else with it, or raises."""
     MODEL_SLOWER = "whole_model.slower"
     """The finished model is slower with it, or may be."""
+    FASTER_WITHOUT = "whole_model.faster_without"
+    """Without it, passes behind it make the finished model faster, or as fast."""
     DEPENDENT = "whole_model.dependent"
     """It stood on a rewrite that was undone."""
     PLAN = "plan.absent"
@@ -63,12 +65,17 @@ class Cause(StrEnum):
     @property
     def is_speed(self) -> bool:
         """Say whether it was left since it is no faster."""
-        return self in (Cause.JUDGED_SLOWER, Cause.NO_FASTER, Cause.NOT_CLEARLY_FASTER, Cause.MODEL_SLOWER)
+        return self in _OF_SPEED
 
     @property
     def is_measured(self) -> bool:
         """Say whether its reasons have figures, other ones at each place."""
         return self.is_speed or self.value.endswith(".differs")
+
+
+_OF_SPEED = (
+    Cause.JUDGED_SLOWER, Cause.NO_FASTER, Cause.NOT_CLEARLY_FASTER, Cause.MODEL_SLOWER, Cause.FASTER_WITHOUT,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

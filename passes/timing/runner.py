@@ -40,15 +40,18 @@ class Runner:
 
     In training a call ends when gradients of its outputs times fixed random numbers have arrived; none is accumulated.
     Float arguments have theirs if `input_gradients` or, for None, where they require them. It waits for its `gpus`.
+    Of a module inside a model that is `given` some tensors, other whole numbers are new ones in each call: what a layer
+    keeps for an index that the model computes serves one call.
     """
 
     def __init__(
-        self, module: nn.Module, calls: Sequence[Inputs], *, training: bool, input_gradients: bool | None = None
-    ) -> None:
+        self, module: nn.Module, calls: Sequence[Inputs], *, training: bool, input_gradients: bool | None = None,
+        given: Sequence[Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.module, self.training = module, training
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         with self.leaving_no_trace():
-            self._calls = [_Call(module, call, training, input_gradients, parameters) for call in calls]
+            self._calls = [_Call(module, call, training, input_gradients, parameters, given) for call in calls]
         self.seconds = sum(call.seconds for call in self._calls) * (_WITH_BACKWARD if training else 1.0)
         tensors = (
             *module.parameters(),
@@ -86,6 +89,7 @@ class _Call:
         training: bool,
         input_gradients: bool | None,
         parameters: Sequence[Tensor],
+        given: Sequence[Tensor] | None,
     ) -> None:
         self.module = module
 
@@ -94,8 +98,10 @@ class _Call:
             return tensor.detach().clone().requires_grad_(training and wanted)
 
         self.arguments: Arguments = map_tensors(argument, (call.args, call.kwargs))
-        leaves = [leaf for leaf in flatten(self.arguments).values() if requires_grad(leaf)]
-        self.wanted = [*parameters, *leaves] if training else []
+        values = flatten(self.arguments).values()
+        self.wanted = [*parameters, *filter(requires_grad, values)] if training else []
+        self.new = set[int]() if given is None else {id(each) for each in values if _is_computed(each, given)}
+        """Arguments, by identity, that are other tensors in each call."""
         self._run_first(training)
         self.seconds = min(self.seconds, self._seconds_again(training))
 
@@ -105,8 +111,11 @@ class _Call:
             torch.autograd.grad(losses, self.wanted, allow_unused=True)
 
     def _forward(self) -> Mapping[str, Any]:
-        args, kwargs = map_tensors(torch.clone, self.arguments) if self.copies else self.arguments
+        args, kwargs = map_tensors(self._given, self.arguments) if self.copies or self.new else self.arguments
         return flatten(self.module(*args, **kwargs))
+
+    def _given(self, tensor: Tensor) -> Tensor:
+        return tensor.clone() if self.copies or id(tensor) in self.new else tensor
 
     def _run_first(self, training: bool) -> None:
         """Learn what a run takes, which outputs give gradients, and whether it needs copies of what it changes."""
@@ -142,3 +151,15 @@ class _Call:
     def _losses(self) -> list[Tensor]:
         outputs = self._forward()
         return [(outputs[name] * upstream).real.sum() for name, upstream in self.upstream.items()]
+
+
+def _is_computed(value: Any, given: Sequence[Tensor]) -> bool:
+    """Say whether an argument is whole numbers that are none of those given to the model around."""
+    if type(value) is not Tensor or value.is_floating_point() or value.is_complex():
+        return False
+    alike = [each for each in given if type(each) is Tensor and _form(each) == _form(value)]
+    return value.layout is torch.strided and not any(torch.equal(each, value) for each in alike)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.device, tensor.layout

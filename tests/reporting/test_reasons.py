@@ -32,6 +32,10 @@ WORDS = (
         Reason(Cause.MODEL_SLOWER, {**SLOW, "calls": "prompt", **SPENT}),
         "the prompt of the model was slower (0.5x), and the time budget of 2 s was spent",
     ),
+    (
+        Reason(Cause.FASTER_WITHOUT, {"speedup": 1.2, "low": 1.1, "high": 1.3}),
+        "the passes behind it make the whole model no slower without it (1.2x)",
+    ),
     (Reason(Cause.NOT_CHECKED, SPENT), "not checked: the time budget of 2 s was spent; allow more by time_budget"),
     (
         Reason(Cause.NOT_TIMED, SPENT),

@@ -44,6 +44,7 @@ class Delegate(Pass):
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.SPEED
     phase: ClassVar[Phase] = Phase.EVAL
+    contested: ClassVar[bool] = True
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
 
     def __post_init__(self) -> None:

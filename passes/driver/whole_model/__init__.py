@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .batch_verifier import BatchVerifier
+from .contest import Contest
 from .final_check import FinalCheck
 from .finishing import finished
 from .memory import measured_memory, memory_figures
@@ -11,6 +12,7 @@ from .timed import WholeModel
 
 __all__ = [
     "BatchVerifier",
+    "Contest",
     "FinalCheck",
     "WholeModel",
     "finished",

@@ -52,8 +52,12 @@ class WholeModel:
 
     def timed(self) -> dict[str, Any]:
         """Return the model's timings as it stands."""
+        return self.raced().figures()
+
+    def raced(self) -> Race:
+        """Return a race of the model as it stands with its twin."""
         deactivate(self._context.program.names.distinct)
-        return self._raced(self._runs(self._now)).figures()
+        return self._raced(self._runs(self._now))
 
     @property
     def _judged(self) -> list[Rewrite]:
@@ -149,8 +153,7 @@ class WholeModel:
         """Return the timings of a variant that stands now, if it is no slower; in doubt it races once more, alone."""
         races = [variant.race]
         if all_slower(races) is None and variant.race.speed.mid < 1.0:
-            deactivate(self._context.program.names.distinct)
-            races.append(self._raced(self._runs(self._now)))
+            races.append(self.raced())
         found = together(races)
         return found.figures() if all_slower(races) is None and found.speed.mid >= 1.0 else None
 

@@ -602,3 +602,34 @@ def test_outputs_of_any_type_have_a_backward(dtype: torch.dtype) -> None:
 
 def test_modules_without_anything_to_train_are_run_all_the_same() -> None:
     Runner(nn.ReLU(), [Call((torch.randn(3),))], training=True)()
+
+
+class Seen(nn.Module):
+    """Notes whether the tensors that it is given are those of the call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: tuple[Tensor, ...] = ()
+        self.same: list[bool] = []
+
+    def forward(self, *given: Tensor) -> Tensor:
+        self.same = [new is old for new, old in zip(given, self.last, strict=False)]
+        self.last = given
+        return given[0] + 1
+
+
+def test_an_index_that_the_model_computes_is_a_new_one_in_each_call() -> None:
+    x, edges, computed = torch.randn(3), torch.tensor([0, 1]), torch.tensor([1, 2])
+    seen = Seen()
+    run = Runner(seen, [Call((x, edges, computed))], training=False, given=[x, edges])
+    for _ in range(2):
+        run()
+    assert seen.same == [True, True, False]
+
+
+def test_a_whole_model_is_given_the_same_tensors_in_each_call() -> None:
+    seen = Seen()
+    run = Runner(seen, [Call((torch.randn(3), torch.tensor([0, 1])))], training=False)
+    for _ in range(2):
+        run()
+    assert seen.same == [True, True]

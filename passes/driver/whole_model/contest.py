@@ -1,0 +1,99 @@
+"""Whether the passes behind one that takes parts of the model for itself make it faster without that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ....runtime.record import Decision
+from ....tracing.isolation import shallow_clone
+from ...contract import Pass
+from ...sites import Cause, Goal, Reason
+from ..history import History, Rewrite
+from ..tuner import Tuner
+from .timed import WholeModel
+
+__all__ = ["Contest"]
+
+_CLEAR = 1.5
+"""What is so many times as fast by itself stays without a contest: other passes seldom gain as much."""
+_EQUAL = 1.02
+"""The other model may be slower by this factor: it keeps no second copy of the weights."""
+_CALLS = 24.0  # that a race of two models takes at least: six rounds, each with a call before, which is not timed
+
+
+@dataclass
+class Contest:
+    """Take back what contested passes did, let those behind them run again, and race the two models."""
+
+    tuner: Tuner
+    passes: Sequence[Pass]
+    run: Callable[[int, Pass], None]  # one of them, with its place, on the program as it is
+
+    @property
+    def _history(self) -> History:
+        return self.tuner.context.history
+
+    @property
+    def is_due(self) -> bool:
+        """Say whether what a contested pass did stands, gains no more than other passes may, and some are behind it."""
+        contested = self._contested
+        return bool(contested and self._behind(contested[0].decision.step)) and _gain(contested) < _CLEAR
+
+    def decide(self) -> bool:
+        """Let the faster model stand; return whether that is the one without what contested passes did."""
+        budget = self.tuner.context.budget
+        if not self.is_due or budget.for_the_whole < _CALLS * budget.forward:
+            return False
+        history, contested = self._history, self._contested
+        step, place = contested[0].decision.step, history.rewrites.index(contested[0])
+        behind, with_it, decisions = self._behind(step), tuple(history.rewrites[place:]), tuple(history.decisions)
+        model = shallow_clone(self.tuner.context.program.model)
+        self.tuner.stand_again(with_it, ())
+        budget.begin_pass()
+        history.decisions[:] = [each for each in decisions if each.step not in behind]
+        for number in behind:
+            history.landed_at.pop(number, None)
+            self.run(number, self.passes[number])
+        speed = self._speed_beside(model) if len(history.rewrites) > place else None
+        if speed is None or speed["speedup"] < 1 / _EQUAL:
+            self._put_back(place, with_it, decisions)
+            return False
+        for rewrite in contested:
+            history.undo(rewrite, Reason(Cause.FASTER_WITHOUT, speed))
+        return True
+
+    @property
+    def _contested(self) -> list[Rewrite]:
+        rewrites = self._history.rewrites
+        return [each for each in rewrites if each.pass_.contested and not each.group.required]
+
+    def _behind(self, step: int) -> list[int]:
+        """Return the places of the passes that would rewrite in another way what the one at `step` took."""
+        behind = [number for number in range(step + 1, len(self.passes)) if not self.passes[number].contested]
+        keeps_function = all(self.passes[number].numerics.keeps_function for number in behind)
+        return behind if keeps_function and any(self.passes[number].goal is Goal.SPEED for number in behind) else []
+
+    def _speed_beside(self, other: nn.Module) -> dict[str, float] | None:
+        """Return how many times as fast as another model the present one is; None where there is no time to race."""
+        budget = self.tuner.context.budget
+        if budget.for_the_whole < _CALLS * budget.forward:
+            return None
+        speed = WholeModel(self.tuner, other).raced().speed
+        return {"speedup": speed.mid, "low": speed.low, "high": speed.high}
+
+    def _put_back(self, place: int, with_it: Sequence[Rewrite], decisions: Sequence[Decision]) -> None:
+        history = self._history
+        lost = self.tuner.stand_again(history.rewrites[place:], with_it)
+        history.decisions[:] = decisions
+        for rewrite, why in lost.items():
+            history.undo(rewrite, Reason.of(Cause.DEPENDENT, problem=why))
+
+
+def _gain(rewrites: Sequence[Rewrite]) -> float:
+    """Return how many times as fast the rewritten places are together, as far as they were timed; 1 where none was."""
+    measured = [each.decision.measured for each in rewrites if each.decision.measured.saved_us is not None]
+    before, after = (sum(getattr(each, name) for each in measured) for name in ("before_us", "after_us"))
+    return before / after if after else 1.0

@@ -1,0 +1,142 @@
+"""What a pass takes that others would rewrite stays where the model is faster with it: these run without it, too."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from support.runs import manager_of
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.passes import timing
+from fxopt.passes.contract import Pass
+from fxopt.passes.driver import Manager
+from fxopt.passes.rewriting import Edit, operation
+from fxopt.passes.sites import Goal, Numerics, Site
+from fxopt.passes.timing import TimeBudget, Timings
+from fxopt.runtime.graphs import capture_of
+from fxopt.tracing.program import Program
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+NAMES = {torch.sub: "taken", torch.subtract: "own", torch.multiply: "before"}
+
+
+class Block(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - 1.0) * 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Write(Pass):
+    """Write an operation that nobody has written as a call of a function."""
+
+    goal: ClassVar[Goal] = Goal.SPEED
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+    function: Any = torch.subtract
+    found: str = "sub"
+
+    def find(self, program: Program) -> Iterator[Site]:
+        for match in program.matches(operation(self.found, name="it")):
+            if match["it"].target not in NAMES:
+                yield match.site()
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        node = edit.graph_node("it")
+        edit.replace(node, edit.call(self.function, *node.args))
+
+
+@dataclasses.dataclass(frozen=True)
+class Take(Write):
+    """Write the same in another way, and before the others."""
+
+    contested: ClassVar[bool] = True
+    function: Any = torch.sub
+    required: bool = False
+
+    def find(self, program: Program) -> Iterator[Site]:
+        yield from (dataclasses.replace(site, required=self.required) for site in super().find(program))
+
+
+BEFORE = Write(torch.multiply, "mul")
+"""A pass that runs before the others, and finds products."""
+
+
+def written_in(model: nn.Module) -> Counter[str]:
+    captures = [capture for each in model.modules() if (capture := capture_of(each)) is not None]
+    nodes = (node for capture in captures for node in capture.specializations[0].graph.nodes)
+    return Counter(NAMES[node.target] for node in nodes if node.target in NAMES)
+
+
+def run(
+    monkeypatch: pytest.MonkeyPatch, costs: Mapping[str, float], *passes: Pass, budget: TimeBudget | None = None
+) -> tuple[Manager, Callable[[], int]]:
+    """Run passes on two blocks; the whole model costs 100, and each written operation what is said. Count the races."""
+    races: list[Mapping[str, Any]] = []
+
+    def raced(candidates: Mapping[str, Any], **_: Any) -> Timings:
+        races.append(candidates)
+
+        def cost(model: nn.Module) -> float:
+            return 100.0 + sum(costs[name] * count for name, count in written_in(model).items())
+
+        return Timings([{name: cost(each.module) for name, each in candidates.items()}] * 9)
+
+    monkeypatch.setattr(timing, "time_candidates", raced)
+    budget = budget or TimeBudget(100.0, forward=0.01, timing=80.0)
+    model = nn.Sequential(Block(), Block()).eval()
+    manager = manager_of(fxopt.capture(model, (X,)), budget=budget)
+    manager.run(passes)
+    assert torch.equal(manager.program.model(X), model(X))
+    return manager, lambda: len(races)
+
+
+def by_status(manager: Manager) -> Counter[tuple[str, str]]:
+    return Counter((decision.pass_name, decision.status) for decision in manager.decisions)
+
+
+def test_what_is_faster_without_it_is_given_to_the_passes_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, _ = run(monkeypatch, {"taken": -5, "own": -10, "before": -1}, BEFORE, Take(), Write())
+    assert written_in(manager.program.model) == {"own": 2, "before": 2}
+    assert by_status(manager) == {("take", "undone"): 2, ("write", "applied"): 4}
+    reasons = {decision.reason for decision in manager.decisions if decision.reason}
+    assert reasons == {"the passes behind it make the whole model no slower without it (1.13x)"}
+    assert [each.applied for each in manager.traces] == [2, 2, 2]
+    plan = manager.plan([BEFORE, Take(), Write()])
+    again = manager_of(fxopt.capture(nn.Sequential(Block(), Block()).eval(), (X,)))
+    again.repeat([BEFORE, Take(), Write()], plan, verified=False)
+    assert written_in(again.program.model) == {"own": 2, "before": 2}
+
+
+def test_what_is_faster_with_it_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, _ = run(monkeypatch, {"taken": -10, "own": -5, "before": -1}, BEFORE, Take(), Write())
+    assert written_in(manager.program.model) == {"taken": 2, "before": 2}
+    assert by_status(manager) == {("take", "applied"): 2, ("write", "applied"): 2}
+    assert [each.applied for each in manager.traces] == [2, 2, 0]
+
+
+def test_what_is_as_fast_without_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, _ = run(monkeypatch, {"taken": -5, "own": -5}, Take(), Write())
+    assert written_in(manager.program.model) == {"own": 2}
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [(Take(required=True), Write()), (Take(),), (Take(), Take())],
+    ids=["asked for by name", "nothing behind it", "itself behind it"],
+)
+def test_there_is_no_contest_without_a_choice(monkeypatch: pytest.MonkeyPatch, passes: tuple[Pass, ...]) -> None:
+    manager, races = run(monkeypatch, {"taken": -5, "own": -10}, *passes)
+    assert written_in(manager.program.model) == {"taken": 2}
+    assert races() <= 1
+
+
+def test_without_time_for_it_what_stands_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = TimeBudget(1.0, forward=0.05, timing=0.9)
+    manager, _ = run(monkeypatch, {"taken": -5, "own": -10}, Take(), Write(), budget=budget)
+    assert written_in(manager.program.model) == {"taken": 2}
+    assert {decision.status for decision in manager.decisions} == {"applied"}
