@@ -49,7 +49,8 @@ def _written(found: Found, edit: Edit, engine: str, dtype: torch.dtype) -> fx.Gr
         delegated = DelegatedRegion(engine, region.graph(), len(region.inputs), dtype)
         tensors = [operator.attrgetter(str(node.target))(edit.owner) for node in region.tensors]
         try:
-            delegated.prepare([_example(found.cut.metas[node]) for node in region.inputs], tensors)
+            inputs = [_example(found.cut.metas[node]) for node in region.inputs]
+            delegated.prepare(inputs, tensors, judged=edit.program.recalling)
         except Exception as error:  # engines raise anything
             if not edit.program.replaying:
                 raise MatchFailure(f"{engine} does not take it: {one_line(error)}") from error
