@@ -1,7 +1,7 @@
 """What `optimize` costs a process that finds the decisions of an earlier one, beside a process that decides anew.
 
 Each figure is of a process of its own, after one forward of the model: processor time of all its threads, and seconds
-by the clock, from the call of `optimize` to its return; imports that this call makes are counted.
+by the clock, from the call of `optimize` to its return; imports that this call makes are counted, from bytecode.
 
     python benchmarks/cache.py                       print a table
     python benchmarks/cache.py --json results.json   and write the figures
@@ -81,6 +81,7 @@ def in_a_process(name: str, folder: str, *, engines: bool) -> dict[str, Any]:
     """Return what a new process measures that keeps decisions in a folder."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     environment = {**os.environ, **threads, "FXOPT_CACHE": folder, "FXOPT_ENGINES": str(int(engines))}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     command = [sys.executable, __file__, "--once", name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -346,12 +346,13 @@ def cache(
 
     Example: fxopt cache --clear
     """
-    from ..passes.cache import Cache
+    from ..decision_files import DecisionFiles
     from ..settings import current
     from ..storage import byte_text
 
     folder = current().cache
-    count, size = (0, 0) if folder is None else Cache(folder).clear() if clear else Cache(folder).usage()
+    files = None if folder is None else DecisionFiles(folder)
+    count, size = (0, 0) if files is None else files.clear() if clear else files.usage()
     if as_json:
         _show({"folder": folder and str(folder), "entries": count, "bytes": size, "cleared": clear}, as_json)
     elif folder is None:

@@ -7,7 +7,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,7 +24,7 @@ from .conversion import Converted, OtherType, Refused, converted, is_forked, key
 from .engine import OtherSizes
 from .engines import engine_named
 
-__all__ = ["DelegatedRegion"]
+__all__ = ["DelegatedRegion", "judged_outside"]
 
 _MOST_SHAPES = 1000
 """So many combinations of shapes are remembered; with others, the region's own operations run."""
@@ -42,6 +44,19 @@ _MOST, _LOWEST = 1e6, torch.finfo(torch.float32).min
 
 _TAKEN = frozenset((torch.float32, torch.int64, torch.int32, torch.bool))
 """What inputs may hold: a model in float64 computes in float64, and other types are rare."""
+
+
+_is_judged = ContextVar("_is_judged", default=False)
+
+
+@contextmanager
+def judged_outside() -> Generator[None]:
+    """Let no region compute by its own operations to compare: who runs the model compares what comes of it."""
+    token = _is_judged.set(True)
+    try:
+        yield
+    finally:
+        _is_judged.reset(token)
 
 
 @dataclass
@@ -92,7 +107,9 @@ class DelegatedRegion(Keeping):
             return self._by_itself(operands, tensors)
         key = key_of(inputs)
         if key not in held.by_shapes:
-            return self._first(held, key, operands) if held.takes(inputs) else self._own(*operands)
+            if not held.takes(inputs):
+                return self._own(*operands)
+            return (self._judged_outside if _is_judged.get() else self._first)(held, key, operands)
         session = held.by_shapes[key]
         if session is None:
             return self._own(*operands)
@@ -114,12 +131,16 @@ class DelegatedRegion(Keeping):
         sessions = {id(session): each for each in held for session in (*each.by_threads.values(), *each.fixed.values())}
         return sum(tensor.nbytes for each in sessions.values() for tensor, *_ in each.noted)
 
-    def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], allowed: float = math.inf) -> None:
+    def prepare(
+        self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], allowed: float = math.inf, *, judged: bool = False
+    ) -> None:
         """Let the engine take the tensors as they are, for inputs such as these; raise what it raises, or RuntimeError
         where results are off by more than `allowed` of their scale, or so much that the region would do without it.
+
+        `judged`: what it gives was right on an equal region; the first call of each shape tells whether it is here.
         """
         held = self._convert(inputs, tensors)
-        if not all(map(_is_taken, inputs)):
+        if judged or not all(map(_is_taken, inputs)):
             return
         with dispatch_modes_off(), torch.no_grad():
             found = held.session(key_of(inputs))([x.detach().contiguous() for x in inputs])
@@ -242,6 +263,16 @@ class DelegatedRegion(Keeping):
             shapes = ", ".join(str(tuple(x.shape)) for x in operands[: self.inputs])
             _warn(f"{self.engine} gives something else for inputs of shape {shapes}; the model's own operations run")
         return found if agree else own
+
+    def _judged_outside(self, held: Converted, key: Any, operands: Sequence[Any]) -> Sequence[Tensor]:
+        """Compute by the engine alone: the whole model's results are compared."""
+        session = held.session(key)
+        found = session([x.detach().contiguous() for x in operands[: self.inputs]])
+        if not all(map(_is_finite, found)):
+            return self._own(*operands)
+        if len(held.by_shapes) < _MOST_SHAPES:
+            held.by_shapes[key] = session
+        return found
 
     def leave(self, error: Exception) -> bool:
         """Do without the engine, until `refresh`, `eval()` or another process, and say whether this is to be told."""

@@ -1,4 +1,4 @@
-"""The folder of decisions: a file for each key, written whole or not at all, and of so many bytes in all at most."""
+"""The entries in the folder of decisions: a file for each key, written whole or not at all, and what it may say."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 import logging
 import math
 import os
-import re
 import stat
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+from ...decision_files import DecisionFiles
 from ...errors import PlanError
 from ...runtime.record import Decision, Plan
 from ...storage import write_atomically
@@ -23,14 +22,8 @@ from ...storage import write_atomically
 __all__ = ["Cache", "Entry"]
 
 _LOG = logging.getLogger("fxopt")
-_FORMAT = 1
-_NAME = re.compile(r"[0-9a-f]{64}\.json")
-_TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.json\.[0-9a-f]+\.tmp")
-_MOST = 256 * 2**20
-"""Bytes of all entries; a plan of a large model has a few hundred thousand."""
+_FORMAT = 2
 _MOST_OF_ONE = 16 * 2**20
-_ABANDONED = 3600.0
-"""A temporary file of so many seconds has no writer any more."""
 _LARGEST = 1e15
 """No figure is larger, be it of nanoseconds or bytes."""
 _SPEEDS = ("speedup", "speedup_low", "speedup_high")
@@ -45,12 +38,17 @@ class Entry:
     timings: Mapping[str, Any] | None = None  # of the whole model, as a record has them
     memory: Mapping[str, int] | None = None
     made: str = ""  # when, as a date with a time
+    rounding: float = 0.0  # how far it took the results of the whole model, of their scale, where that was looked at
+    granted: float = 0.0  # seconds that there were to decide
+    forward: float = 0.0  # seconds that a call of the model took
+    is_compared: bool = True  # whether the whole model was compared as usual, and no time was missing
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as plain JSON values."""
         return {
             "format": _FORMAT, "made": self.made, "plan": self.plan.to_json(), "timings": self.timings,
-            "memory": self.memory,
+            "memory": self.memory, "rounding": self.rounding,
+            "granted": self.granted, "forward": self.forward, "is_compared": self.is_compared,
         }  # fmt: skip
 
     @classmethod
@@ -63,16 +61,16 @@ class Entry:
         plan = Plan.from_json(given.get("plan"))
         for decision in plan.decisions:
             _check_decision(decision)
+        for name in ("rounding", "granted", "forward"):
+            _check_number(given.get(name))
         return cls(
-            replace(plan, optimizer_form=None), _timings(given.get("timings")), _memory(given.get("memory")), made
-        )
+            replace(plan, optimizer_form=None), _timings(given.get("timings")), _memory(given.get("memory")), made,
+            abs(given["rounding"]), given["granted"], given["forward"], given.get("is_compared") is True,
+        )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(DecisionFiles):
     """The entries in a folder; where that cannot be read or written, there are none."""
-
-    folder: Path
 
     def read(self, key: str) -> Entry | None:
         """Return the entry of a key, which counts as used now; None for one that is not there, or that is damaged."""
@@ -91,9 +89,9 @@ class Cache:
             os.utime(path)
         return entry
 
-    def write(self, key: str, plan: Plan, timings: Mapping[str, Any] | None, memory: Mapping[str, int] | None) -> None:
+    def write(self, key: str, entry: Entry) -> None:
         """Keep decisions under a key, in the place of those that are there; where that fails, nothing is kept."""
-        entry = Entry(plan, timings, memory, datetime.now(UTC).isoformat(timespec="seconds"))
+        entry = entry if entry.made else replace(entry, made=datetime.now(UTC).isoformat(timespec="seconds"))
         try:
             data = json.dumps(entry.to_json(), separators=(",", ":"), allow_nan=False)
             Entry.from_json(json.loads(data))  # what could not be read is not written
@@ -102,50 +100,12 @@ class Cache:
             if path.is_symlink():
                 path.unlink()
             write_atomically(path, data, durable=False)
-            self._make_room()
+            self.make_room()
         except (OSError, ValueError, TypeError, PlanError, RecursionError) as error:
             _LOG.debug("no decisions are kept in '%s': %s", self.folder, error)
 
-    def usage(self) -> tuple[int, int]:
-        """Return how many entries there are, and their bytes."""
-        sizes = [status.st_size for _, status in self._files(_NAME)]
-        return len(sizes), sum(sizes)
-
-    def clear(self) -> tuple[int, int]:
-        """Remove all entries, and return how many there were, and their bytes; raise OSError where one stays."""
-        count, size = self.usage()
-        for path, _ in (*self._files(_NAME), *self._files(_TEMPORARY)):
-            path.unlink(missing_ok=True)
-        return count, size
-
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
-
-    def _files(self, name: re.Pattern[str]) -> list[tuple[Path, os.stat_result]]:
-        """Return the files of the cache; other files in the folder are left alone."""
-        found: list[tuple[Path, os.stat_result]] = []
-        try:
-            with os.scandir(self.folder) as files:
-                for each in files:
-                    if name.fullmatch(each.name) and each.is_file(follow_symlinks=False):
-                        with suppress(FileNotFoundError):  # another process may remove it
-                            found.append((Path(each.path), each.stat(follow_symlinks=False)))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return found
-
-    def _make_room(self) -> None:
-        """Remove what was not used for longest, until the rest fits; and what a writer has left behind."""
-        entries = sorted(self._files(_NAME), key=lambda each: each[1].st_mtime)
-        left = sum(status.st_size for _, status in entries)
-        for path, status in entries:
-            if left <= _MOST:
-                break
-            path.unlink(missing_ok=True)
-            left -= status.st_size
-        for path, status in self._files(_TEMPORARY):
-            if time.time() - status.st_mtime > _ABANDONED:
-                path.unlink(missing_ok=True)
 
 
 def _content(path: Path) -> bytes:

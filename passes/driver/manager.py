@@ -44,6 +44,7 @@ class Manager:
     traces: list[PassTrace] = field(default_factory=list["PassTrace"])
     timings: Mapping[str, Any] | None = None
     memory: Mapping[str, int] | None = None
+    rounding: float = 0.0  # what it did to the results of the whole model, of their scale, where that was looked at
     _stale: list[Site] = field(default_factory=list["Site"], init=False)
     _equal: EqualBlocks = field(default_factory=EqualBlocks, init=False)
     _original: nn.Module | None = field(default=None, init=False)
@@ -124,17 +125,20 @@ class Manager:
             return
         self.context.request.on_progress(Progress("checking the whole model"))
         with self.context.budget.spending(Stage.COMPARING):
-            while FinalCheck(self._tuner, original).undo_what_is_wrong():
+            while (check := FinalCheck(self._tuner, original)).undo_what_is_wrong():
                 self.timings = None  # of another model
                 if not self._time_whole():
-                    return
+                    break
+            self.rounding = check.seen_rounding
 
-    def is_right(self, original: nn.Module, *, brief: bool) -> bool:
-        """Compare and undo nothing; `brief`: on the example calls alone, for an equal model was compared on others."""
+    def is_right(self, original: nn.Module, *, brief: bool, rounding: float) -> bool:
+        """Compare and undo nothing; `brief`: on the example calls alone, for an equal model was compared on others, and
+        `rounding` was seen there.
+        """
         if not self.context.checks or not self.rewrites:
             return True
         self.context.request.on_progress(Progress("checking the whole model"))
-        return FinalCheck(self._tuner, original, brief=brief).is_right()
+        return FinalCheck(self._tuner, original, brief=brief, rounding=rounding).is_right()
 
     def finish(self, passes: Sequence[Pass], plan: Plan | None) -> None:
         """Note where the last passes will act on the finished model: as a plan says, or where they find it now."""

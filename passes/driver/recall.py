@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import nn
 
 from ...collection import collection_paused
 from ...errors import EngineWarning
+from ...layers.delegated import judged_outside
 from ...runtime.record import record_of
 from ...tracing.isolation import in_phase
 from ...tracing.program import Program, is_on_meta
 from ..cache import Cache, Entry, key_of, key_of_numbers
 from ..sites import Cause
+from ..timing import TimeBudget
 from .context import Request
 from .manager import Manager
 
@@ -24,6 +27,8 @@ __all__ = ["Kept", "recalled"]
 _LOG = logging.getLogger("fxopt")
 
 
+_LONGEST = 1e9
+"""Seconds: more time than that is as much."""
 _BY_NUMBERS = {Cause.JUDGED_WRONG, Cause.NO_MATCH, Cause.DIFFERS, Cause.MODEL_DIFFERS}
 """Why rewrites are left that may be right with other weights, such as those without NaN."""
 
@@ -47,19 +52,23 @@ class Kept:
         if is_on_meta(program.model) or record_of(program.model) is not None:
             return None
         asked = {
-            "verify": request.verify, "measure": request.measure.value, "time_budget": request.time_budget,
-            "seed": request.seed, "pass_timeout": request.settings.pass_timeout, "engines": request.settings.engines,
+            "verify": request.verify, "measure": request.measure.value, "seed": request.seed,
+            "pass_timeout": request.settings.pass_timeout, "engines": request.settings.engines,
         }  # fmt: skip
         key = key_of(program, request.passes, asked)
         return None if key is None else cls(Cache(request.cache), key)
 
     def entry(self, program: Program, request: Request) -> Entry | None:
-        """Return what was decided earlier, if that is about these passes."""
-        entry = self.cache.read(self.key)
+        """Return what was decided earlier, if that is about these passes, and there was no less time for it."""
+        entry = self._read(self.key, program, request)
         if entry is None:
             self._exact_key = key_of_numbers(self.key, program)
-            entry = self.cache.read(self._exact_key) if self._exact_key else None
-        if entry is None:
+            entry = self._read(self._exact_key, program, request) if self._exact_key else None
+        return entry
+
+    def _read(self, key: str, program: Program, request: Request) -> Entry | None:
+        entry = self.cache.read(key)
+        if entry is None or _granted(request, entry.forward) > entry.granted:
             return None
         plan, names = entry.plan, [pass_.name for pass_ in request.passes]
         is_of_these = all(names[each.step : each.step + 1] == [each.pass_name] for each in plan.decisions)
@@ -67,11 +76,31 @@ class Kept:
         return entry if is_of_these and same else None
 
     def write(self, manager: Manager, request: Request) -> None:
-        """Keep what was decided now, unless there was no time to compare the model as usual."""
-        by_numbers = any(decision.cause in _BY_NUMBERS for decision in manager.decisions)
+        """Keep what was decided now, unless rewrites were lost for want of time to compare the whole model."""
+        lost = any(each.status == "undone" and each.cause == Cause.NOT_CHECKED for each in manager.decisions)
+        forward = manager.context.budget.forward
+        entry = Entry(
+            manager.plan(request.passes), manager.timings, manager.memory, rounding=manager.rounding,
+            granted=_granted(request, forward), forward=forward, is_compared=not manager.context.budget.concessions,
+        )  # fmt: skip
+        if not lost:
+            self._write(entry)
+
+    def note_comparison(self, manager: Manager, entry: Entry) -> None:
+        """Note that a model was compared as usual that was not where it was decided on."""
+        if not entry.is_compared and not manager.context.budget.concessions:
+            self._write(dataclasses.replace(entry, is_compared=True))
+
+    def _write(self, entry: Entry) -> None:
+        by_numbers = any(decision.cause in _BY_NUMBERS for decision in entry.plan.decisions)
         key = self._exact_key if by_numbers else self.key
-        if key is not None and not manager.context.budget.concessions:
-            self.cache.write(key, manager.plan(request.passes), manager.timings, manager.memory)
+        if key is not None:
+            self.cache.write(key, entry)
+
+
+def _granted(request: Request, forward: float) -> float:
+    """Return the seconds that there are for a model of which a call takes so long."""
+    return min(TimeBudget.granted(request.time_budget, forward).seconds, _LONGEST)
 
 
 def recalled(manager: Manager, request: Request, original: nn.Module, entry: Entry) -> Manager | None:
@@ -80,10 +109,12 @@ def recalled(manager: Manager, request: Request, original: nn.Module, entry: Ent
     try:
         with collection_paused(), warnings.catch_warnings():
             warnings.simplefilter("error", EngineWarning)  # the engine that was there is gone
+            program.recalling = True
             with in_phase(program.model, program.training):
                 manager.repeat(request.passes, plan, verified=False)
-            was_brief = any("hurried" in decision.figures for decision in plan.decisions)
-            is_right = manager.is_right(original, brief=not was_brief)
+            brief = entry.is_compared and not any("hurried" in decision.figures for decision in plan.decisions)
+            with judged_outside() if brief else nullcontext():
+                is_right = manager.is_right(original, brief=brief, rounding=entry.rounding)
     except Exception as error:  # whatever comes of an entry that does not fit: the run in full says what is wrong
         _LOG.debug("decisions of an earlier run are not repeated: %s: %s", type(error).__name__, error)
         return None

@@ -158,6 +158,8 @@ def _optimized_once(model: nn.Module, names: ModelNames, request: Request, *, re
         else:
             again = dataclasses.replace(request, plan=entry.plan, on_failure=None)
             manager = recalled(_manager(start, again), again, model, entry)
+            if kept is not None and manager is not None:
+                kept.note_comparison(manager, entry)
         if manager is not None:
             return _handed_over(model, parameters, start, manager, request, entry)
     return _optimized_once(model, names, request, recalls=False)

@@ -89,6 +89,7 @@ def test_help_version_and_lists_of_passes_need_no_torch(zoo: Path):
         ["no-such-command"],
         ["passes"],
         ["passes", "inference"],
+        ["cache"],
     ):
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
         assert done.stdout.splitlines()[-1] == "False False"

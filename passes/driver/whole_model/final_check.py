@@ -51,6 +51,7 @@ class FinalCheck:
     tuner: Tuner
     model: nn.Module
     brief: bool = False  # on the example calls alone
+    rounding: float = 0.0  # see `Original`
     _all: list[Rewrite] = field(init=False)
     _until: float = field(default=math.inf, init=False)
     _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
@@ -89,6 +90,11 @@ class FinalCheck:
     def is_right(self) -> bool:
         """Compare without undoing anything; a model that differs from itself tells nothing, as above."""
         return not self._objection() or not (self._put_weights_back() or self._repeats())
+
+    @property
+    def seen_rounding(self) -> float:
+        """Return how far results on the example calls were, of the scale, that a closer look found right."""
+        return max((each.seen for each in self._originals.values() if each is not None), default=0.0)
 
     def _repeats(self) -> bool:
         return all(original.repeats() for original in self._originals.values() if original is not None)
@@ -221,6 +227,7 @@ class FinalCheck:
                 widest=torch.float32 if self._way is _Way.OWN_TYPES else torch.float64,
                 in_time=self._in_time(),
                 brief=self.brief,
+                rounding=self.rounding,
             )
         except Exception:  # whatever the user's code raises; in the mode that was recorded it has run before
             return None

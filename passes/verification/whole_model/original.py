@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ from ..reference import reference
 from ..runs import Runs
 from ..samples import Reference
 from ..tape import SteadyDraws
-from ..tolerances import CLOSE, ECHOES, FEW_ROWS, JUMP_UNITS, Tolerance
+from ..tolerances import CLOSE, ECHOES, FEW_ROWS, JUMP_UNITS, NATIVE_FACTOR, Tolerance
 from ..translation import MapState, Objection, Translation
 from ..verify import verify
 
@@ -79,12 +80,17 @@ class Original:
     # whether the user gave the model in this mode, and there is time. If not, that smaller call is the only one
     is_usual: bool = True
     brief: bool = False  # compare on the example calls alone: the same was done on others when it was decided
+    # how far, of the scale, rounding took the results of an equal model: as much needs no closer look
+    rounding: float = 0.0
     widest: torch.dtype = torch.float64  # of exact runs, where these are needed
     in_time: Callable[[], object] = lambda: None  # asked before each run; see `Conditions`
     _stage: Runs = field(init=False)
     _is_random: bool = field(default=True, init=False)
     _is_sure: bool = field(default=True, init=False)
     _has_drawn: bool = field(default=False, init=False)
+    seen: float = field(
+        default=0.0, init=False
+    )  # how far results on the example calls were that a closer look found right
     _samples: list[_Sample] = field(init=False)
     _exact: dict[tuple[int, bool], Reference] = field(default_factory=dict[tuple[int, bool], Reference], init=False)
 
@@ -246,10 +252,25 @@ class Original:
             try:
                 error = largest_gap(before, found, _close(before), where)
             except TooFar:
-                error = self._seen_in_few_rows(sample, after, before, found)
+                error = self._rounded_as_before(before, found)
+                if error is None:
+                    error = self._seen_in_few_rows(sample, after, before, found)
                 if error is None:
                     error = self._looked_at_closely(sample, after, _close(before))
+                self._note(sample, before, found)
         return None if run.missed and not sample.is_given else error
+
+    def _rounded_as_before(self, before: Quantities, found: Quantities) -> float | None:
+        """Return how far two runs are apart, if no further than such runs of an equal model were; else None."""
+        with suppress(TooFar):
+            return largest_gap(before, found, _rounded(before, NATIVE_FACTOR * self.rounding), "")
+        return None
+
+    def _note(self, sample: _Sample, before: Quantities, found: Quantities) -> None:
+        """Note how far two runs are apart that are right."""
+        if sample.is_given:
+            with suppress(TooFar):  # so much is no rounding that others may rely on
+                self.seen = max(self.seen, largest_gap(before, found, _rounded(before, 1.0), ""))
 
     def _within(
         self, budget: float, sample: _Sample, translation: Translation, before: Quantities, found: Quantities,
@@ -351,6 +372,18 @@ def _close(values: Quantities) -> dict[str, Tolerance]:
         label: Tolerance(0.0, CLOSE.get(values[label].dtype, 0.0) * unit, unit)
         for label, unit in beside_neighbours(values, 1.0).items()
     }
+
+
+def _rounded(values: Quantities, error: float) -> dict[str, Tolerance]:
+    """Return what each value may differ by where rounding makes such an error of its scale: half its digits at most."""
+    return {
+        label: Tolerance(0.0, min(error, _half_of(values[label])) * unit, unit)
+        for label, unit in beside_neighbours(values, 1.0).items()
+    }
+
+
+def _half_of(value: Any) -> float:
+    return torch.finfo(value.dtype).eps ** 0.5 if value.dtype in CLOSE else 0.0
 
 
 def _size(call: Arguments | None) -> int:

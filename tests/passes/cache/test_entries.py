@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fxopt.passes.cache import Cache
+from fxopt.passes.cache import Cache, Entry
 from fxopt.runtime.record import Decision, Plan
 
 KEY = "ab" * 32
@@ -24,6 +25,7 @@ TIMINGS = {
     "untimed_sizes": {"batch 8": "why"},
 }  # fmt: skip
 MEMORY = {"live_before": 4, "live_after": 2, "peak_before": 4, "peak_after": 2}
+ENTRY = Entry(PLAN, TIMINGS, MEMORY, rounding=1e-4, granted=2.0, forward=0.05)
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def cache(tmp_path: Path) -> Cache:
 
 
 def written(cache: Cache, key: str = KEY) -> Path:
-    cache.write(key, PLAN, TIMINGS, MEMORY)
+    cache.write(key, ENTRY)
     return cache.folder / f"{key}.json"
 
 
@@ -41,7 +43,7 @@ def test_what_is_written_is_read(cache: Cache):
     written(cache)
     found = cache.read(KEY)
     assert found is not None
-    assert (found.plan, found.timings, found.memory) == (PLAN, TIMINGS, MEMORY)
+    assert dataclasses.replace(found, made="") == ENTRY
     assert found.made[:2] == "20"
     assert cache.read("cd" * 32) is None
 
@@ -62,7 +64,7 @@ def change(*path: Any, to: Any) -> Callable[[Any], Any]:
 @pytest.mark.parametrize(
     "damage",
     [
-        change("format", to=2),
+        change("format", to=1),
         change("made", to="yesterday"),
         change("made", to=7),
         change("plan", to=None),
@@ -80,6 +82,10 @@ def change(*path: Any, to: Any) -> Callable[[Any], Any]:
         change("timings", "untimed_sizes", "batch 8", to=1),
         change("timings", "before_ms", to=True),
         change("memory", to={"live_before": 1}),
+        change("rounding", to=None),
+        change("rounding", to=True),
+        change("granted", to="long"),
+        change("forward", to=[0.1]),
         lambda _: [],
         lambda _: None,
     ],
@@ -117,7 +123,7 @@ def test_the_oldest_go_first(cache: Cache, monkeypatch: pytest.MonkeyPatch):
     for age, key in enumerate(keys[:3]):
         os.utime(cache.folder / f"{key}.json", (1000 + age, 1000 + age))
     assert cache.read(keys[0]) is not None  # used now
-    monkeypatch.setattr("fxopt.passes.cache.entries._MOST", sum(sizes) + 10)
+    monkeypatch.setattr("fxopt.decision_files.MOST_BYTES", sum(sizes) + 10)
     written(cache, keys[3])
     assert [cache.read(key) is not None for key in keys] == [True, False, True, True]
     count, size = cache.usage()
@@ -165,20 +171,20 @@ def test_where_nothing_can_be_written_nothing_is_kept(tmp_path: Path, monkeypatc
 
 
 def test_what_could_not_be_read_is_not_written(cache: Cache):
-    cache.write(KEY, PLAN, {"speedup": object()}, None)
-    cache.write(KEY, PLAN, {**TIMINGS, "before_ms": float("inf")}, None)
+    cache.write(KEY, Entry(PLAN, {"speedup": object()}))
+    cache.write(KEY, Entry(PLAN, {**TIMINGS, "before_ms": float("inf")}))
     assert cache.usage() == (0, 0)
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from fxopt.passes.cache import Cache
+from fxopt.passes.cache import Cache, Entry
 from fxopt.runtime.record import Decision, Plan
 decisions = tuple(Decision(0, "pack", f"place {n}", "applied", detail=sys.argv[2] * 100) for n in range(100))
 cache = Cache(Path(sys.argv[1]))
 for _ in range(150):
-    cache.write("ab" * 32, Plan(("pack",), "eval", decisions), None, None)
+    cache.write("ab" * 32, Entry(Plan(("pack",), "eval", decisions)))
     found = cache.read("ab" * 32)
     assert found is not None
     assert len({each.detail for each in found.plan.decisions}) == 1

@@ -15,7 +15,9 @@ from torch import nn
 
 import fxopt
 from fxopt.passes.timing import Runner
+from fxopt.passes.verification import Original
 from fxopt.testing import assert_equivalent
+from fxopt.tracing.examples import Inputs
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 PASSES = "fold_batchnorm, pack"
@@ -111,9 +113,90 @@ def test_training_is_recalled_with_its_gradients():
 def test_other_requests_are_decided_anew():
     fast(net())
     assert not is_recalled(fast(net(), "pack"))
-    assert not is_recalled(fast(net(), time_budget=5.0))
     assert not is_recalled(fast(net(width=6)))
     assert is_recalled(fast(net()))
+
+
+def test_with_more_time_decisions_are_made_anew_and_serve_those_with_less():
+    fast(net(), time_budget=2.0)
+    assert is_recalled(fast(net(), time_budget=2.0))
+    assert not is_recalled(fast(net(), time_budget=60.0))
+    assert is_recalled(fast(net(), time_budget=60.0))
+    assert is_recalled(fast(net(), time_budget=2.0))
+    assert not is_recalled(fast(net(), time_budget=float("inf")))
+    assert is_recalled(fast(net(), time_budget=float("inf")))
+
+
+def entry(folder: Path) -> tuple[Path, dict[str, Any]]:
+    (path,) = folder.iterdir()
+    return path, json.loads(path.read_text())
+
+
+def test_what_was_compared_in_haste_is_compared_as_usual_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    briefly: list[bool] = []
+    made = Original.__init__
+
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        briefly.append(options["brief"])
+        made(self, *args, **options)
+
+    fast(net())
+    path, given = entry(folder)
+    assert given["is_compared"]
+    path.write_text(json.dumps({**given, "is_compared": False}))
+    monkeypatch.setattr(Original, "__init__", noted)
+    for expected in (False, True):
+        assert is_recalled(fast(net()))
+        assert set(briefly) == {expected}
+        assert entry(folder)[1]["is_compared"]
+        briefly.clear()
+
+
+def test_rounding_that_was_looked_at_is_not_looked_at_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    looked: list[int] = []
+    closely = Original._looked_at_closely
+
+    def noted(self: Any, *args: Any) -> Any:
+        looked.append(1)
+        return closely(self, *args)
+
+    monkeypatch.setattr(Original, "_looked_at_closely", noted)
+    monkeypatch.setattr(sys.modules[Original.__module__], "CLOSE", {torch.float32: 0.0})  # all is looked at closely
+    model = net()
+    first = fast(model)
+    if torch.equal(first(X), model(X)):
+        pytest.skip("this CPU rounds both alike")
+    assert looked
+    path, given = entry(folder)
+    assert 0 < given["rounding"] < 1e-3
+    looked.clear()
+    assert is_recalled(fast(model))
+    assert not looked
+    path.write_text(json.dumps({**given, "rounding": 0.0}))
+    assert is_recalled(fast(model))
+    assert looked
+
+
+class Scaled(nn.Module):
+    """A layer that is off by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(16, 4), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.factor
+
+
+def test_no_entry_makes_a_large_error_pass_for_rounding():
+    model, close, wrong = (Scaled(factor).eval() for factor in (1.0, 1.0001, 1.01))
+    for other in (close, wrong):
+        other.load_state_dict(model.state_dict())
+    for rounding in (0.0, 1e3):
+        original = Original(model, [Inputs(X)], brief=True, rounding=rounding)
+        assert original.verdict(model).ok
+        assert original.verdict(close).ok == bool(rounding)
+        assert not original.verdict(wrong).ok
 
 
 def test_what_is_not_kept(monkeypatch: pytest.MonkeyPatch, folder: Path):
