@@ -138,7 +138,9 @@ class Manager:
         if not self.context.checks or not self.rewrites:
             return True
         self.context.request.on_progress(Progress("checking the whole model"))
-        return FinalCheck(self._tuner, original, brief=brief, rounding=rounding).is_right()
+        check = FinalCheck(self._tuner, original, brief=brief, rounding=rounding)
+        is_right, self.rounding = check.is_right(), check.seen_rounding
+        return is_right
 
     def finish(self, passes: Sequence[Pass], plan: Plan | None) -> None:
         """Note where the last passes will act on the finished model: as a plan says, or where they find it now."""

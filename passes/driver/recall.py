@@ -87,9 +87,14 @@ class Kept:
             self._write(entry)
 
     def note_comparison(self, manager: Manager, entry: Entry) -> None:
-        """Note that a model was compared as usual that was not where it was decided on."""
-        if not entry.is_compared and not manager.context.budget.concessions:
-            self._write(dataclasses.replace(entry, is_compared=True))
+        """Note how a model was compared, where that says more than the entry: as usual, or closely for its rounding."""
+        new = dataclasses.replace(
+            entry,
+            is_compared=entry.is_compared or not manager.context.budget.concessions,
+            rounding=max(entry.rounding, manager.rounding),
+        )
+        if new != entry:
+            self._write(new)
 
     def _write(self, entry: Entry) -> None:
         by_numbers = any(decision.cause in _BY_NUMBERS for decision in entry.plan.decisions)

@@ -254,10 +254,7 @@ class Original:
             except TooFar:
                 error = self._rounded_as_before(before, found)
                 if error is None:
-                    error = self._seen_in_few_rows(sample, after, before, found)
-                if error is None:
-                    error = self._looked_at_closely(sample, after, _close(before))
-                self._note(sample, before, found)
+                    error = self._further_apart(sample, after, before, found)
         return None if run.missed and not sample.is_given else error
 
     def _rounded_as_before(self, before: Quantities, found: Quantities) -> float | None:
@@ -266,11 +263,15 @@ class Original:
             return largest_gap(before, found, _rounded(before, NATIVE_FACTOR * self.rounding), "")
         return None
 
-    def _note(self, sample: _Sample, before: Quantities, found: Quantities) -> None:
-        """Note how far two runs are apart that are right."""
+    def _further_apart(self, sample: _Sample, after: _Rewritten, before: Quantities, found: Quantities) -> float | None:
+        """Return how far a run is from the original's where exact runs show it to be right, and note the difference."""
+        error = self._seen_in_few_rows(sample, after, before, found)
+        if error is None:
+            error = self._looked_at_closely(sample, after, _close(before))
         if sample.is_given:
             with suppress(TooFar):  # so much is no rounding that others may rely on
                 self.seen = max(self.seen, largest_gap(before, found, _rounded(before, 1.0), ""))
+        return error
 
     def _within(
         self, budget: float, sample: _Sample, translation: Translation, before: Quantities, found: Quantities,
