@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -160,7 +159,8 @@ class Manager:
 
     def _observe(self, pass_: Pass, run: Callable[[], None], again: int | None = None) -> None:
         """Run a pass, the next one or one that runs `again`, and note what it took and did."""
-        start, applied, decided = time.perf_counter(), self.history.applied, len(self.decisions)
+        clock = self.context.budget.clock  # reports lay what passes took beside the time that was spent
+        start, applied, decided = clock(), self.history.applied, len(self.decisions)
         self.history.step = len(self.traces) if again is None else again
         try:
             run()
@@ -168,7 +168,7 @@ class Manager:
             if self.context.request.on_failure is not None:
                 error.reproducer = self.context.request.on_failure(error)
             raise
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
         counts = len(self.decisions) - decided, self.history.applied - applied
         earlier = self.traces[again].seconds if again is not None else 0.0
         self.traces[self.history.step : self.history.step + 1] = [PassTrace(str(pass_), earlier + seconds, *counts)]
@@ -270,8 +270,8 @@ class Manager:
         candidate = self._repeated(pass_, group.chosen_as(chosen), block, equal)
         if candidate.edit is None:
             return False
-        candidate = dataclasses.replace(candidate, figures={**like, **candidate.figures})
-        self.history.keep(pass_, candidate, candidate.edit, first)
+        figures = {**like, **candidate.figures}
+        self.history.keep(pass_, dataclasses.replace(candidate, figures=figures), candidate.edit, first)
         self.context.note_change(pass_)
         for apart in group.rest(candidate.group):
             self._decide(pass_, apart)

@@ -301,7 +301,7 @@ def copied(model: nn.Module) -> nn.Module:
 def _budget(program: Program, request: Request, captured_in: float) -> TimeBudget:
     """Return the time for what follows the capture, which begins now; where nothing is run there is no limit."""
     if not request.decides or not program.inputs or is_on_meta(program.model):
-        return TimeBudget()
+        return TimeBudget(clock=budget_clock())
     on_gpu = any(tensor.is_cuda for tensor in all_tensors(program.names.distinct))
     clock = time.perf_counter if on_gpu else budget_clock()
     begun = clock()

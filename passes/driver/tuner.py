@@ -359,7 +359,6 @@ class Tuner:
 
     def _guilty(self, comparison: Comparison, sites: Sequence[Site]) -> list[Site]:
         """Return those of several sites that are wrong by themselves; all, where they are wrong only together."""
-
         self._in_full.update(site.key for site in sites)  # what is wrong is not left to the whole model
 
         def judge(some: Sequence[Site]) -> tuple[Sequence[Site], Sequence[Site]]:

@@ -167,9 +167,10 @@ class TimeBudget:
     def for_checks(self) -> float:
         """Return the seconds that may be spent when a check ends, whatever part of them its pass has.
 
-        The rest is for writing once more what was not checked to the end, and for timing and comparing the model.
+        The rest is for writing once more what was not checked to the end, and for the whole model: checking, timing
+        and comparing it.
         """
-        return self._in_all - self._kept_for_the_whole - self.writing
+        return self._in_all - self._kept_for_the_whole - self._kept_for_comparing / 2 - self.writing
 
     def ending(self, at: Callable[[], float]) -> Callable[[], None]:
         """Return what raises `OutOfTimeError` once so many seconds are spent."""
@@ -249,6 +250,11 @@ class TimeBudget:
     def for_comparing(self) -> float:
         """Return the seconds that the last comparison may take: what was kept back for it, whoever took longer."""
         return max(self.left, self._kept_for_comparing, _LEAST_FOR_LEAVING)
+
+    @property
+    def end_of_check(self) -> float:
+        """Return how many seconds may be spent when the check of what was left to the whole model ends."""
+        return max(self._in_all, 2 * _LEAST_FOR_LEAVING)
 
     @property
     def values(self) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class FinalCheck:
     _full: dict[Phase, References] = field(init=False)
     _way: _Way = field(default=_Way.USUAL, init=False)
     _end: float = field(default=math.inf, init=False)
+    _is_wrong: bool = field(default=False, init=False)  # what is wrong is looked for
 
     def __post_init__(self) -> None:
         self._all = list(self._context.history.rewrites)
@@ -73,12 +74,11 @@ class FinalCheck:
         """Compare, and undo what makes the model another; return whether anything was undone."""
         count, budget = len(self._all), self._context.budget
         self._until, once = budget.spent + max(budget.seconds, _LEAST_SECONDS), True
-        self._end = budget.spent + budget.for_comparing
         while self._context.history.rewrites and (reason := self._objection()):
             if reason in (_NO_TIME, _UNCHECKED):
                 self._undo_unchecked(self._may_go if reason is _NO_TIME else self._unchecked)
                 continue
-            self._end = self._until
+            self._is_wrong = True
             if self._put_weights_back() and once:
                 once = False  # a rewrite that writes to weights is wrong, however often they are put back
                 continue
@@ -102,10 +102,10 @@ class FinalCheck:
     def _objection(self) -> str:
         """Return what is wrong with the model as it stands, or "": in the first way that there is time for."""
         budget, ways = self._context.budget, list(_Way)
-        if not self.brief and self._unchecked:
-            if found := self._objection_in_full():
-                return found
-            self._end = max(self._end, budget.spent + budget.for_comparing)
+        if not self.brief and self._unchecked and (found := self._objection_in_full()):
+            return found
+        is_open = self._is_wrong or math.isinf(self._until)
+        self._end = self._until if is_open else budget.spent + budget.for_comparing
         if not self._fits_as_usual():
             self._way = max(self._way, _Way.SMALLER, key=ways.index)
         for way in ways[ways.index(self._way) :]:
@@ -140,12 +140,13 @@ class FinalCheck:
         """Return the runs of the original that a check in full takes."""
         if phase not in self._full:
             budget = self._context.budget
-            is_short = budget.spent + _IN_FULL * budget.forward > self._end
+            is_short = budget.spent + _IN_FULL * budget.forward > budget.end_of_check
             modes = modes_to_check(self.model, phase, self.model.training)
             self._full[phase] = References.taken(
                 shallow_clone(self.model), self._chosen_calls, [None] if is_short else modes, steady=True,
                 gradients=phase.covers_training and not is_short, seed=self._context.request.seed,
-                sizes=Sizes.SMALLER if is_short else Sizes.RECORDED, in_time=self._in_time(),
+                sizes=Sizes.SMALLER if is_short else Sizes.RECORDED,
+                in_time=budget.ending(lambda: self._until if self._is_wrong else budget.end_of_check),
             )  # fmt: skip
         return self._full[phase]
 

@@ -116,7 +116,7 @@ def test_a_module_that_is_never_called_is_not_checked_with_the_others() -> None:
 
 def test_where_there_is_no_time_for_the_whole_model_it_is_not_begun() -> None:
     runs = manager(WriteSum(), budget=1e-9)
-    assert "skipped" in {decision.status for decision in runs.decisions}
+    assert {decision.figures["checked"] for decision in runs.decisions} == {"with the whole model"}
     assert together(runs) == [None] * len(WIDTHS)
 
 

@@ -159,7 +159,7 @@ def test_without_time_for_timing_one_lowering_is_applied_and_the_whole_model_jud
 def test_without_time_for_timing_the_first_lowering_is_applied(races: list[list[str]], required: bool) -> None:
     manager = managed(TimeBudget(100.0, timing=80.0), Subtract(choices=("one", "two"), required=required))
     assert [(d.status, d.choice) for d in manager.decisions] == [("applied", "one")] * 3
-    assert races == [["after", "before"]] * 2
+    assert all(race == ["after", "before"] for race in races)
 
 
 def test_what_nobody_timed_is_taken_back_where_all_of_it_loses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +341,7 @@ def test_the_environment_sets_the_default(monkeypatch: pytest.MonkeyPatch) -> No
         fxopt.optimize(net(), Tidy())
 
 
-@pytest.mark.parametrize(("seconds", "statuses"), [(1.0, ["applied"] * 6), (30.0, ["skipped"] * 4)])
+@pytest.mark.parametrize(("seconds", "statuses"), [(1.0, ["applied"] * 6), (40.0, ["skipped"] * 4)])
 def test_what_finding_takes_is_spent(races: list[list[str]], seconds: float, statuses: list[str]) -> None:
     """Where nothing is left, the sites of the next pass are not even looked for."""
     now = [0.0]
@@ -354,9 +354,9 @@ def test_what_finding_takes_is_spent(races: list[list[str]], seconds: float, sta
     class Later(Searching):
         pass
 
-    budget = TimeBudget(50.0, forward=1.0, clock=lambda: now[0])  # 30 s of them for sites
+    budget = TimeBudget(50.0, forward=1.0, clock=lambda: now[0])  # 30 s of them for sites, and 6 more for writing
     manager = managed(budget, Searching(), Later())
-    assert budget.stages["finding sites"] == (2 * seconds if seconds < 30.0 else seconds)
+    assert budget.stages["finding sites"] == (2 * seconds if seconds < 36.0 else seconds)
     assert [status for status, _ in outcomes(manager)] == statuses
 
 

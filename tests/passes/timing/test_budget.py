@@ -140,24 +140,34 @@ def test_all_that_passes_counts_once_a_run_has_begun(clock: Clock) -> None:
     assert budget.stages == {"writing rewrites, and the rest": 3.0, "finding sites": 4.0}
 
 
-def test_checks_end_where_only_the_last_comparison_is_left(clock: Clock) -> None:
-    budget = TimeBudget(40.0, forward=1.0, clock=clock).counting_from(0.0)
-    ask = budget.ending()
-    clock.now = 31.9
+def test_checks_end_where_only_the_whole_model_and_writing_once_more_are_left(clock: Clock) -> None:
+    budget = TimeBudget(40.0, forward=1.0, clock=clock).counting_from(0.0)  # 20 for sites
+    budget.writing = 3.0
+    ask = budget.ending(budget.for_checks)
+    clock.now = 12.9
     ask()
-    clock.now = 32.0
+    clock.now = 13.0
     with pytest.raises(OutOfTimeError):
         ask()
+
+
+@pytest.mark.parametrize(("seconds", "until"), [(40.0, 40.0 - (20.0 + 8.0) / 2 - 3.0), (0.2, 0.25 - 0.1), (0.0, -1.0)])
+def test_what_no_check_fits_for_is_written_for_a_while(clock: Clock, seconds: float, until: float) -> None:
+    budget = TimeBudget(seconds, forward=1.0, clock=clock).counting_from(0.0)
+    budget.writing = 3.0 if seconds > 1.0 else 0.1
+    for now in (0.0, until - 0.01, until + 0.01):
+        clock.now = max(0.0, now)
+        assert budget.allows_writing() is (clock.now < until)
 
 
 def test_a_check_may_go_on_beyond_the_part_of_its_pass(clock: Clock) -> None:
     budget = TimeBudget(40.0, forward=1.0, clock=clock).counting_from(0.0)  # 20 for sites
     budget.begin_pass(sharing=2)
-    ask = budget.ending()
+    ask = budget.ending(budget.for_checks)
     clock.now = 10.0
     assert not budget.allows_check(clean_up=False)
     ask()
-    clock.now = 32.0
+    clock.now = 16.0
     with pytest.raises(OutOfTimeError):
         ask()
 
