@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
 from weakref import WeakValueDictionary
@@ -34,7 +35,7 @@ class Unchanged:
         given = [each for each in tensors if each is not None]
         self._memory = [_held(tensor) for tensor in given]
         self.holds_floats = any(tensor.is_floating_point() for tensor in given)
-        self.same: Callable[..., bool] = _check_of_words(tensors) or _written_check(tensors, whole)
+        self.same: Callable[..., bool] = _check_of_words(tensors, self._memory) or _written_check(tensors, whole)
 
     @property
     def first_is_gone(self) -> bool:
@@ -125,32 +126,44 @@ _MANY = 16
 """Of so many tensors the check reads words of memory, all in a few calls."""
 
 
-def _check_of_words(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
+@dataclass(frozen=True, slots=True, eq=False)
+class _CheckOfWords:
+    """Say whether many plain tensors on a CPU are unchanged. What each step reads is there if the one before holds."""
+
+    memory: Sequence[_Memory]  # held while it is read
+    names: bytes  # the identities of the tensors
+    objects: Words  # which tensors of C++ they stand for
+    inside: Words  # counts of writes, places, sizes, strides
+    samples: Sequence[Words]
+
+    def __call__(self, *tensors: Tensor | None) -> bool:
+        return (
+            identities(tensors) == self.names and self.objects.same() and self.inside.same()
+            and all(each.same() for each in self.samples)
+        )  # fmt: skip
+
+
+def _check_of_words(tensors: Sequence[Tensor | None], memory: Sequence[_Memory]) -> _CheckOfWords | None:
     """Return the check of many plain tensors on a CPU; None for others."""
     found = layout() if len(tensors) >= _MANY else None
     given = list({id(each): each for each in tensors if each is not None}.values())
     if found is None or not all(each.is_cpu and not why_unseen(each) for each in given):
         return None
     words = [found.words_of(each) for each in given]
-    samples: dict[int, list[int]] = {}
+    places: dict[int, list[int]] = {}
     for each in given:
         if (width := _width_of_sample(each)) is not None:
             count, step = _walk(each)
-            samples.setdefault(width, []).extend(each.data_ptr() + width * step * number for number in range(count))
-    if None in words or any(address % width for width, addresses in samples.items() for address in addresses):
+            places.setdefault(width, []).extend(each.data_ptr() + width * step * number for number in range(count))
+    if None in words or any(place % width for width, held in places.items() for place in held):
         return None
-    objects = Words(map(found.identity_of, given))
-    inside = Words(address for each in words if each is not None for address in each)
-    numbers = [Words(addresses, width) for width, addresses in samples.items()]
-    names = identities(tuple(tensors))
-
-    def same(*tensors: Tensor | None) -> bool:
-        # What the later ones read is there if the earlier ones are the same: the notes hold the memory.
-        return (
-            identities(tensors) == names and objects.same() and inside.same() and all(each.same() for each in numbers)
-        )
-
-    return same
+    return _CheckOfWords(
+        memory,
+        identities(tuple(tensors)),
+        Words(map(found.identity_of, given)),
+        Words(address for each in words if each is not None for address in each),
+        [Words(held, width) for width, held in places.items()],
+    )
 
 
 _COUNT = 16
