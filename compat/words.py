@@ -24,7 +24,7 @@ from .tensors import dispatch_modes_off, storage_id, torch_functions_off
 __all__ = ["Layout", "Words", "identities", "layout"]
 
 _WORD = 8
-_FIRST, _END = 1 << 12, 1 << 47
+_FIRST, _END = 1 << 12, 1 << 56
 """Addresses of memory that processes have."""
 
 _BEFORE, _IN_PYTHON, _IN_TENSOR, _IN_STORAGE, _IN_COUNTER, _IN_DICTIONARY = 4, 8, 23, 8, 3, 6

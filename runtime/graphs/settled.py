@@ -90,8 +90,8 @@ class Settled:
         self.guards, self.targets = tuple(guards), tuple(targets)
         self._known: dict[int, tuple[Words, Grounds, tuple[Tensor, ...]]] = {}
         """By the identity of the module, for copies of a model may share a graph."""
-        self._waits: dict[int, tuple[int, int]] = {}
-        """How many calls of a module are made before it is noted, and next time."""
+        self._waits: dict[int, tuple[int, int, object]] = {}
+        """How many calls of a module are made before it is noted, and next time; and what tells that it is gone."""
 
     def __call__(self, module: nn.Module) -> tuple[Tensor, ...] | None:
         """Return the tensors; None where guards are to be asked."""
@@ -113,13 +113,15 @@ class Settled:
         key, found = id(module), layout()
         if found is None or found.changes is None or not is_plainly_eager():
             return True
-        if key not in self._waits:
-            weakref.finalize(module, partial(_forget, self._known, self._waits, key)).atexit = False
-        left, longest = self._waits.get(key, (0, 1))
+        left, longest, gone = self._waits.get(key) or (
+            0,
+            1,
+            weakref.ref(module, partial(_forget, weakref.ref(self), key)),
+        )
         if left:
-            self._waits[key] = left - 1, longest
+            self._waits[key] = left - 1, longest, gone
             return True
-        self._waits[key] = longest, min(2 * longest, _MOST_CALLS)
+        self._waits[key] = longest, min(2 * longest, _MOST_CALLS), gone
         try:
             grounds, tensors = self._grounds(module)
         except (_Unsettled, AttributeError, KeyError):
@@ -128,6 +130,11 @@ class Settled:
         if words is not None:
             self._known[key] = words, grounds, tensors
         return True
+
+    def forget(self, key: int) -> None:
+        """Let go of what was noted of a module that is gone."""
+        self._known.pop(key, None)
+        self._waits.pop(key, None)
 
     def _grounds(self, module: nn.Module) -> tuple[Grounds, tuple[Tensor, ...]]:
         look = _Look(module)
@@ -140,9 +147,9 @@ class Settled:
         return look.grounds, tensors
 
 
-def _forget(known: dict[int, Any], waits: dict[int, Any], key: int) -> None:
-    known.pop(key, None)
-    waits.pop(key, None)
+def _forget(settled: weakref.ref[Settled], key: int, _: object) -> None:
+    if (found := settled()) is not None:
+        found.forget(key)
 
 
 class _Look:

@@ -164,3 +164,13 @@ def test_a_model_goes_with_what_was_noted_of_it() -> None:
     del fast
     gc.collect()
     assert gone() is None
+
+
+def test_what_was_replaced_goes_with_the_next_call() -> None:
+    fast = flat(stack())
+    fast(X)
+    gone = weakref.ref(fast.layers[0].body[0].weight)
+    fast.layers[0].body[0].weight = nn.Parameter(torch.ones(8, 8))
+    fast(X)
+    gc.collect()
+    assert gone() is None
