@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import weakref
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from ...compat import is_plainly_eager
 from ...compat.words import Layout, Words, layout
 from ..guards import SELF, Attribute, Call, Constant, Dictionary, Guard, Is, IsNot, Item, Known, Source
-from ..values import counts_items
+from ..values import counts_items, is_plain_structure
 
 __all__ = ["Grounded", "Grounds", "Settled", "can_settle"]
 
@@ -41,6 +42,10 @@ class Grounds:
         """Stand on what another answer stands on, too."""
         for name, held in vars(other).items():
             getattr(self, name).extend(held)
+
+    def hold_the_same(self) -> bool:
+        """Say whether values that may change in themselves are as they were; `==` takes 1, 1.0 and True for one."""
+        return self.values == self.copies and repr(self.values) == repr(self.copies)
 
     def words(self, found: Layout) -> Words | None:
         """Return the words that tell whether all is as it was; None where some are not found."""
@@ -101,7 +106,7 @@ class Settled:
         if known is None:
             return None
         words, grounds, tensors = known
-        if words.same() and grounds.values == grounds.copies:
+        if words.same() and (not grounds.values or grounds.hold_the_same()):
             return tensors
         self._known.pop(id(module), None)
         return None
@@ -141,8 +146,9 @@ class Settled:
         for guard in self.guards:
             by_identity = isinstance(guard.check, (Is, IsNot))
             for source in (guard.source, *guard.check.parts):
-                if not (_is_fixed(look(source)) or by_identity):
-                    raise _Unsettled
+                value = look(source)
+                if not by_identity:
+                    look.watch(value)
         tensors = tuple(look.tensor(target) for target in self.targets)
         return look.grounds, tensors
 
@@ -182,6 +188,14 @@ class _Look:
             case _:
                 return self._module
 
+    def watch(self, value: Any) -> None:
+        """Note what a value holds that may change in itself."""
+        if type(value) is list and is_plain_structure(cast("object", value)):
+            self.grounds.values.append(value)
+            self.grounds.copies.append(copy.deepcopy(value))
+        elif not _is_fixed(value):
+            raise _Unsettled
+
     def _attributes(self, owner: Any) -> dict[str, Any]:
         attributes: Any = object.__getattribute__(owner, "__dict__")
         if type(attributes) is not dict:
@@ -220,8 +234,8 @@ class _Look:
             self.grounds.dictionaries.append(cast("dict[Any, Any]", value))
         elif function is type and not _is_fixed(value):
             self.grounds.objects.append(value)
-        elif not _is_fixed(value):
-            raise _Unsettled
+        else:
+            self.watch(value)
         return cast("Any", function)(value)
 
     def tensor(self, target: str) -> Tensor:

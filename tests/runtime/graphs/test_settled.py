@@ -20,7 +20,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 class Config:
     def __init__(self, scale: float) -> None:
-        self.scale = scale
+        self.scale, self.shifts = scale, [1.0, 2.0]
 
 
 class Layer(nn.Module):
@@ -33,6 +33,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.body(x) * self.config.scale + self.shift
+        if len(self.config.shifts) == 2 and self.config.shifts[1] == 2:
+            x = x + 1
         for factor in self.factors:
             x = x * factor
         return x
@@ -77,7 +79,7 @@ def _hooked_directly(model: Any) -> None:
 
 
 def _other_attributes(model: Any) -> None:
-    model.layers[3].config.__dict__ = {"scale": 3.0}
+    model.layers[3].config.__dict__ = {"scale": 3.0, "shifts": [1.0, 3.0]}
 
 
 def _other_class(model: Any) -> None:
@@ -90,6 +92,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "configuration": lambda model: setattr(model.layers[1].config, "scale", 3.0),
     "other configuration": lambda model: setattr(model.layers[1], "config", Config(3.0)),
     "other attributes": _other_attributes,
+    "in a list of the configuration": lambda model: model.layers[1].config.shifts.__setitem__(1, 3.0),
+    "longer list of the configuration": lambda model: model.layers[1].config.shifts.append(3.0),
     "in a list": lambda model: model.layers[0].factors.__setitem__(1, 3.0),
     "longer list": lambda model: model.layers[0].factors.append(3.0),
     "number": lambda model: setattr(model.layers[5], "shift", 2.0),
