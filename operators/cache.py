@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
 from weakref import WeakValueDictionary
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ..compat import storage_id, version_of
 from ..compat.tensors import SAME_MEMORY, SAME_VERSION, holders_of
+from ..compat.words import Words, identities, layout
 
 __all__ = ["Cache", "Unchanged", "is_dense", "sample_of", "why_unseen"]
 
@@ -30,12 +32,10 @@ class Unchanged:
     __slots__ = ("_memory", "holds_floats", "same")
 
     def __init__(self, tensors: Sequence[Tensor | None], *, whole: bool = False) -> None:
-        kinds = tuple("none" if each is None else _kind(each, whole) for each in tensors)
         given = [each for each in tensors if each is not None]
-        noted = [value for tensor in given for value in _noted(tensor, whole)]
         self._memory = [_held(tensor) for tensor in given]
         self.holds_floats = any(tensor.is_floating_point() for tensor in given)
-        self.same: Callable[..., bool] = _check_of(kinds)(*noted)
+        self.same: Callable[..., bool] = _check_of_words(tensors, self._memory) or _written_check(tensors, whole)
 
     @property
     def first_is_gone(self) -> bool:
@@ -98,6 +98,12 @@ _CHECKS = {
 }
 
 
+def _written_check(tensors: Sequence[Tensor | None], whole: bool) -> Callable[..., bool]:
+    """Return the check of tensors of any kind."""
+    kinds = tuple("none" if each is None else _kind(each, whole) for each in tensors)
+    return _check_of(kinds)(*(value for each in tensors if each is not None for value in _noted(each, whole)))
+
+
 @cache
 def _check_of(kinds: tuple[str, ...]) -> Callable[..., Callable[..., bool]]:
     """Return what makes a check of so many tensors, as straight-line code: loops take three times as long."""
@@ -116,6 +122,50 @@ def check_of({", ".join(noted)}):
     return names["check_of"]
 
 
+_MANY = 16
+"""Of so many tensors the check reads words of memory, all in a few calls."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _CheckOfWords:
+    """Say whether many plain tensors on a CPU are unchanged. What each step reads is there if the one before holds."""
+
+    memory: Sequence[_Memory]  # held while it is read
+    names: bytes  # the identities of the tensors
+    objects: Words  # which tensors of C++ they stand for
+    inside: Words  # counts of writes, places, sizes, strides
+    samples: Sequence[Words]
+
+    def __call__(self, *tensors: Tensor | None) -> bool:
+        return (
+            identities(tensors) == self.names and self.objects.same() and self.inside.same()
+            and all(each.same() for each in self.samples)
+        )  # fmt: skip
+
+
+def _check_of_words(tensors: Sequence[Tensor | None], memory: Sequence[_Memory]) -> _CheckOfWords | None:
+    """Return the check of many plain tensors on a CPU; None for others."""
+    found = layout() if len(tensors) >= _MANY else None
+    given = list({id(each): each for each in tensors if each is not None}.values())
+    if found is None or not all(each.is_cpu and not why_unseen(each) for each in given):
+        return None
+    words = [found.words_of(each) for each in given]
+    places: dict[int, list[int]] = {}
+    for each in given:
+        if (width := _width_of_sample(each)) is not None:
+            count, step = _walk(each)
+            places.setdefault(width, []).extend(each.data_ptr() + width * step * number for number in range(count))
+    if None in words or any(place % width for width, held in places.items() for place in held):
+        return None
+    return _CheckOfWords(
+        memory,
+        identities(tuple(tensors)),
+        Words(map(found.identity_of, given)),
+        Words(address for each in words if each is not None for address in each),
+        [Words(held, width) for width, held in places.items()],
+    )
+
+
 _COUNT = 16
 _INTEGERS: Mapping[int, Literal["b", "h", "i", "q"]] = {1: "b", 2: "h", 4: "i", 8: "q"}
 """Formats of `memoryview`, by the width of an element: NaN equals itself there."""
@@ -126,14 +176,21 @@ def sample_of(tensor: Tensor) -> tuple[memoryview | None, memoryview | None]:
     The view holds with this memory, size and strides; it goes by the address, since torch cannot resize memory that
     numpy was given, as FSDP does.
     """
-    width = tensor.dtype.itemsize
-    letter, place = _INTEGERS.get(width), tensor.data_ptr()
-    if not tensor.is_cpu or not tensor.numel() or not place or letter is None or tensor.is_conj() or tensor.is_neg():
+    width, place = _width_of_sample(tensor), tensor.data_ptr()
+    if width is None:
         return None, None
+    letter = _INTEGERS[width]
     count, step = _walk(tensor)
     memory = (ctypes.c_byte * (width * ((count - 1) * step + 1))).from_address(place)
     elements = memoryview(memory).cast("B").cast(letter)[:: max(step, 1)]
     return elements, memoryview(elements.tobytes()).cast(letter)
+
+
+def _width_of_sample(tensor: Tensor) -> int | None:
+    """Return how wide the elements are that can be read; None where none can."""
+    is_there = tensor.is_cpu and tensor.numel() and tensor.data_ptr()
+    is_plain = not (tensor.is_conj() or tensor.is_neg()) and tensor.dtype.itemsize in _INTEGERS
+    return tensor.dtype.itemsize if is_there and is_plain else None
 
 
 def _walk(tensor: Tensor) -> tuple[int, int]:

@@ -24,12 +24,12 @@ from .engine import Engine, Session
 
 __all__ = ["Converted", "OtherType", "Refused", "converted", "is_forked", "key_of", "sum_of"]
 
-_LONG = 0.02
-"""Seconds of a call: what sizes take that are not known before counts for less in a longer one."""
-_READY = 5.0
-"""A first call takes two or three times as long as others: at five times this limit, others are long, too."""
-_ROUNDS, _GAINS = 8, 0.95
-"""A session for one shape is kept if it takes this part of the time; see decision 036."""
+_LONG, _READY = 0.1, 3.0
+"""Seconds of a call: of a longer one a second session would take too long to be made and timed. A first call may take
+so many times as long as others."""
+_ROUNDS, _FEWEST, _SECONDS, _GAINS = 8, 3, 0.15, 0.95
+"""A session for one shape is timed in so many rounds, or fewer that take this time, and kept if it takes this part of
+the time of the other one; see decision 036."""
 
 _users = set[int]()  # the process in which engines were used first, by its id; a fork of it has that, too
 
@@ -98,14 +98,15 @@ class Converted:
         fixed = getattr(general, "fixed", None)
         if fixed is None:
             return
+        seconds = 0.0
         for limit in (_READY * _LONG, _LONG):  # the first call gets ready
             start = time.perf_counter()
             general(self.example)
-            if time.perf_counter() - start > limit:
+            if (seconds := time.perf_counter() - start) > limit:
                 return
         session = fixed(self.example)
         times: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(_ROUNDS):
+        for _ in range(min(_ROUNDS, max(_FEWEST, int(_SECONDS / seconds)))):
             for is_fixed, each in ((True, session), (False, general)):
                 start = time.thread_time()
                 each(self.example)

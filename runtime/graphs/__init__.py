@@ -42,10 +42,11 @@ from .regions import (
     share_children,
 )
 from .selection import fitting, select
+from .settled import Grounds
 from .source import generate
 
 __all__ = [
-    "CACHES", "EVAL_ONLY", "FOUND", "Capture", "Captured", "Context", "ContextRegion", "Miss", "Opening",
+    "CACHES", "EVAL_ONLY", "FOUND", "Capture", "Captured", "Context", "ContextRegion", "Grounds", "Miss", "Opening",
     "PortableGraph", "Region", "RegionPlan", "Specialization", "Surrounding", "WrappedRegion", "add_region", "attach",
     "capture_of", "context_regions", "copy_graph", "deactivate_again", "detach", "drop_specializations", "fallback_of",
     "fitting", "generate", "install", "is_rank_local", "is_trial_step", "misses_in", "note_added", "note_removed",

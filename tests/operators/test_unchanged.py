@@ -22,6 +22,7 @@ def test_what_stays_is_the_same_and_what_is_missing_stays_missing(inference: boo
         assert not noted.same(tensors[2], None, tensors[0])
 
 
+@pytest.mark.parametrize("others", [1, 40])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(
     "change",
@@ -35,19 +36,39 @@ def test_what_stays_is_the_same_and_what_is_missing_stays_missing(inference: boo
     ],
     ids=["written", "moved", "turned", "cut", "flat", "swapped"],
 )
-def test_changes_that_torch_does_not_count(change: Callable[[Tensor], object], inference: bool) -> None:
+def test_changes_that_torch_does_not_count(change: Callable[[Tensor], object], inference: bool, others: int) -> None:
     with torch.inference_mode(inference):
-        x, other = nn.Parameter(torch.randn(4, 4), requires_grad=False), torch.randn(4)
-        noted = Unchanged((other, x))
+        x, other = nn.Parameter(torch.randn(4, 4), requires_grad=False), [torch.randn(4) for _ in range(others)]
+        noted = Unchanged((*other, x))
+        assert noted.same(*other, x)
         change(x)
-        assert not noted.same(other, x)
+        assert not noted.same(*other, x)
 
 
-def test_a_single_element_that_torch_counts() -> None:
-    x = torch.randn(100, 100)
-    noted = Unchanged((x,))
+@pytest.mark.parametrize("others", [0, 40])
+def test_a_single_element_that_torch_counts(others: int) -> None:
+    x, other = torch.randn(100, 100), [torch.randn(4) for _ in range(others)]
+    noted = Unchanged((x, *other))
+    assert noted.same(x, *other)
     x[57, 3] += 1
-    assert not noted.same(x)
+    assert not noted.same(x, *other)
+
+
+@pytest.mark.parametrize("deep", [False, True])
+def test_many_tensors_of_all_kinds(deep: bool) -> None:
+    kinds = (torch.float32, torch.float16, torch.int64, torch.bool, torch.complex64)
+    tensors = [torch.zeros(3, 5, dtype=kind) for kind in kinds for _ in range(8)]
+    tensors += [torch.randn(0, 3), torch.randn(4, 4).t(), tensors[0], *([torch.randn([2] * 6)] if deep else [])]
+    given = (*tensors, None)
+    noted = Unchanged(given)
+    assert noted.same(*given)
+    assert not noted.same(*given[:-1], tensors[0]) and not noted.same(*reversed(given))
+    for number, each in enumerate(tensors):
+        if each.numel():
+            noted = Unchanged(given)
+            each.data.fill_(1)
+            assert not noted.same(*given), number
+            each.data.fill_(0)
 
 
 def test_others_with_the_same_memory_are_others() -> None:
