@@ -81,7 +81,10 @@ PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Replacements]]] = Mapping
                     "pack": ("pack{dtype=bfloat16}", "pack"),
                     "delegate": ("delegate{dtype=bfloat16}",),  # which tries float32, too
                 },
-                "int8": {"pack": ("quantize{baseline=bfloat16}", "pack{dtype=bfloat16}", "pack"), "delegate": ()},
+                "int8": {
+                    "pack": ("quantize{baseline=bfloat16}", "pack{dtype=bfloat16}", "pack"),
+                    "delegate": ("quantize{baseline=bfloat16}", "delegate{dtype=int8}"),
+                },
             },
         }
     }
@@ -171,7 +174,7 @@ def members_of(preset: str, options: Mapping[str, str]) -> tuple[str, ...]:
     for option, values in PRESET_OPTIONS.get(preset, {}).items():
         instead = values[options.get(option, _default(option, values))]
         members = tuple(each for member in members for each in instead.get(member, (member,)))
-    return members
+    return tuple(dict.fromkeys(members))  # what stands in several places runs in the first
 
 
 def _default(option: str, values: Mapping[str, object]) -> str:

@@ -18,35 +18,12 @@ from torch import Tensor, nn
 from ..errors import UsageError
 
 __all__ = [
-    "INT8_STEPS",
-    "OBSERVERS",
-    "Int8Result",
-    "Observer",
-    "empty_tensor",
-    "float8_product",
-    "has_float8",
-    "int4_packed",
-    "int4_product",
-    "int8_cells",
-    "int8_convolution",
-    "int8_convolution_packed",
-    "int8_lstm",
-    "int8_numbers",
-    "int8_packed",
-    "int8_product_by_rows",
-    "int8_product_of_weights",
-    "int8_product_static",
-    "int8_rows_packed",
-    "int8_static_packed",
-    "int8_weight_packed",
-    "is_simulating",
-    "needs_reduced_range",
-    "rounded_with_learned_scale",
-    "runs_simulation",
-    "simulating",
-    "why_no_int8",
-    "why_no_static_int8",
-    "without_torch_function",
+    "INT8_STEPS", "OBSERVERS", "Int8Result", "Observer", "empty_tensor", "float8_product", "has_float8", "int4_packed",
+    "int4_product", "int8_cells", "int8_convolution", "int8_convolution_packed", "int8_lstm", "int8_numbers",
+    "int8_packed", "int8_product_by_rows", "int8_product_of_weights", "int8_product_static", "int8_rows_packed",
+    "int8_static_packed", "int8_weight_packed", "is_simulating", "needs_reduced_range", "rounded_with_learned_scale",
+    "runs_simulation", "simulating", "why_no_int8", "why_no_static_int8", "without_torch_function",
+    "writes_fake_quantization",
 ]  # fmt: skip
 
 _TORCH: Any = torch
@@ -94,6 +71,11 @@ def is_simulating() -> bool:
 def runs_simulation() -> bool:
     """Say whether quantized layers compute in plain operators, as graphs of compilers take no packed objects."""
     return torch.compiler.is_compiling() or cast("Any", torch.jit).is_tracing() or _simulating.on
+
+
+def writes_fake_quantization() -> bool:
+    """Say whether torch traces for others: their compilers know torch's fake quantization, and compute in 8 bits."""
+    return cast("Any", torch.jit).is_tracing()
 
 
 def empty_tensor(cls: type[Any], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:

@@ -119,7 +119,7 @@ TABLE: tuple[OpInfo, ...] = (
     # -- layers ----------------------------------------------------------------------------------------------------
     *_rows("linear", fresh=True, keeps_rank=True, has_dimensions=True),
     *_batched("derived"),
-    *_rows("packed", fresh=True, keeps_rank=True, has_dimensions=True),
+    *_rows("packed static_int8", fresh=True, keeps_rank=True, has_dimensions=True),
     *_rows("packed_lstm condition delegated"),
     *_batched(
         "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d group_norm layer_norm rms_norm",

@@ -41,7 +41,8 @@ class Engine(ABC):
     Attributes:
         name: what users call it.
         packages: the distributions that it needs, the first being the engine itself.
-        dtypes: the types that it can compute float32 models in.
+        dtypes: the types that it can compute float32 models in. `int8`: where operations read what torch's fake
+            quantization gives, it computes them in 8 bits.
         by_name: whether it is only used where its name is given, since compiling takes long.
         shares_memory: whether sessions hold on to the memory of the model's tensors beside what they make of them.
     """

@@ -23,6 +23,7 @@ class OnnxRuntime(Engine):
 
     name: ClassVar[str] = "onnxruntime"
     packages: ClassVar[tuple[str, ...]] = ("onnxruntime", "onnx")
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.int8)
 
     def compile(self, computation: nn.Module, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> _Session:
         onnxruntime = self.imported()

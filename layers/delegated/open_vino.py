@@ -17,7 +17,8 @@ from .engine import Engine
 __all__ = ["OpenVINO"]
 
 _TELEMETRY = "openvino_telemetry"
-_PRECISION = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_PRECISION = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "f32"}
+"""Of what is computed in floats."""
 
 
 class OpenVINO(Engine):
@@ -25,7 +26,7 @@ class OpenVINO(Engine):
 
     name: ClassVar[str] = "openvino"
     packages: ClassVar[tuple[str, ...]] = ("openvino",)
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.int8)
     shares_memory: ClassVar[bool] = True
 
     def imported(self) -> Any:
@@ -46,10 +47,20 @@ class OpenVINO(Engine):
         traced = cast("Any", torch.jit).trace(computation, tuple(example), check_trace=False)
         decoder = decoders.TorchScriptPythonDecoder(traced, example_input=tuple(example))
         model = frontend.convert(frontend.load(decoder))
+        if dtype is torch.int8:
+            _fold_ranges(openvino, model)
         settings = {
             "INFERENCE_PRECISION_HINT": _PRECISION[dtype], "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1,
         }  # fmt: skip
         return _Session(openvino, model, settings)
+
+
+def _fold_ranges(openvino: Any, model: Any) -> None:
+    """Let the ranges of fake quantization be constants, without which it is computed in floats as it stands."""
+    passes = importlib.import_module(f"{openvino.__name__}.passes")
+    manager = passes.Manager()
+    manager.register_pass(passes.ConstantFolding())
+    manager.run_passes(model)
 
 
 @cache

@@ -35,7 +35,7 @@ _MOST_KEPT = 2
 _MOST_WAITING = 8
 """Of so many copies that the engine does not hold is noted how long they compute by themselves."""
 
-_ERROR = {torch.float32: 1e-3, torch.bfloat16: 1e-1}
+_ERROR = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.int8: 1e-1}
 """What a result may be off, relative to its scale, at the first call with new shapes. How exact an engine is was
 verified before; an engine that took a size for a constant is off by more."""
 

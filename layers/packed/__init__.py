@@ -8,10 +8,10 @@ from .linear import PackedLinear, TransposedLinear
 from .narrow import keep_narrow
 from .recurrent import PackedLSTM, Recurrence
 from .released import ReleasedWeight, refuse_checkpoints, release_weight
-from .weights import Packed, why_not_packed
+from .weights import BySettings, Packed, why_not_packed
 
 __all__ = [
-    "NO_ACTIVATION", "Activation", "Geometry", "Packed", "PackedConvolution", "PackedLSTM", "PackedLinear",
-    "Recurrence", "ReleasedWeight", "TransposedLinear", "keep_narrow", "known_activations",
+    "NO_ACTIVATION", "Activation", "BySettings", "Geometry", "Packed", "PackedConvolution", "PackedLSTM",
+    "PackedLinear", "Recurrence", "ReleasedWeight", "TransposedLinear", "keep_narrow", "known_activations",
     "refuse_checkpoints", "release_weight", "why_not_packed",
 ]  # fmt: skip

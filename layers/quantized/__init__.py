@@ -7,12 +7,13 @@ from .layer import ASKED, QuantizedLayer, check_in_floats
 from .linear import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear, TiedInt8Linear
 from .lstm import Int8DynamicLSTM
 from .pooling import max_pool_numbers
-from .static import StaticConv, StaticLayer, StaticLinear
+from .static import StaticComputation, StaticConv, StaticLayer, StaticLinear
 from .trained import TRAINED, FakeQuantized, Freezable, fake_quantized, freezable, freeze
 
 __all__ = [
     "ASKED", "TRAINED", "FakeQuantized", "Float8Linear", "Freezable", "Int4WeightLinear",
     "Int8DynamicLSTM", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLayer", "QuantizedLinear", "Range",
-    "StaticConv", "StaticLayer", "StaticLinear", "TiedInt8Linear", "check_in_floats", "fake_quantized", "freezable",
-    "freeze", "from_numbers", "max_pool_numbers", "quantized_by_rows", "steps_of_rows", "to_numbers",
+    "StaticComputation", "StaticConv", "StaticLayer", "StaticLinear", "TiedInt8Linear", "check_in_floats",
+    "fake_quantized", "freezable", "freeze", "from_numbers", "max_pool_numbers", "quantized_by_rows", "steps_of_rows",
+    "to_numbers",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import is_plainly_eager
-from ...compat.quantized import INT8_STEPS, int8_numbers, runs_simulation
+from ...compat.quantized import INT8_STEPS, int8_numbers, runs_simulation, writes_fake_quantization
 from ...errors import StateError
 from ...runtime.values import Factors
 
@@ -51,7 +51,7 @@ class Range(Factors):
         half = 0.5 * self.scale * (1 + _SLACK)
         low, high = -self.zero_point * self.scale - half, (_LARGEST - self.zero_point) * self.scale + half
         inside = x.clamp(low, high)
-        numbers = to_numbers(x.detach(), self.scale, self.zero_point)
+        numbers = _numbers_of(x.detach(), self.scale, self.zero_point)
         return inside + (from_numbers(numbers, self, x.dtype) - inside).detach()
 
 
@@ -76,9 +76,15 @@ def in_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:
-    """Return the numbers, uint8, that stand for an activation; itself where its gradient is wanted."""
-    if torch.is_grad_enabled() and x.requires_grad:
+    """Return the numbers, uint8, that stand for an activation; itself where its gradient is wanted, or others trace:
+    then the layer behind rounds it.
+    """
+    if (torch.is_grad_enabled() and x.requires_grad) or writes_fake_quantization():
         return x
+    return _numbers_of(x, scale, zero_point)
+
+
+def _numbers_of(x: Tensor, scale: float, zero_point: int) -> Tensor:
     if _has_kernel(x):
         return int8_numbers(x.detach(), scale, zero_point)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

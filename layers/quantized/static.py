@@ -18,15 +18,21 @@ from ...compat.quantized import (
     int8_product_static,
     int8_static_packed,
     runs_simulation,
+    writes_fake_quantization,
 )
 from ...errors import UsageError
+from ...operators import Cache
+from ..packed import BySettings
 from .activations import Range, from_numbers, to_numbers
 from .layer import HoldsWeight
 
-__all__ = ["StaticConv", "StaticLayer", "StaticLinear"]
+__all__ = ["StaticComputation", "StaticConv", "StaticLayer", "StaticLinear"]
 
 _PACKED = frozenset({"dilation", "geometry", "groups", "padding", "padding_mode", "range", "stride"})
 """What a packed convolution is made for."""
+
+_LEAST = 1e-12
+"""A step between the numbers of a weight; a norm may multiply an output by zero."""
 
 _OF_KERNELS = (torch.uint8, torch.float32, torch.bfloat16)
 
@@ -42,16 +48,150 @@ class IntegerEpilogue:
     contiguous: bool | None = None
 
 
-class StaticLayer(HoldsWeight):
-    """Compute a layer with numbers of 8 bits on both sides. Compilers, exporters, transforms, other types, devices but
-    the CPU, and gradients get the layer that the numbers stand for.
+class StaticComputation(BySettings):
+    """Compute a layer with numbers of 8 bits on both sides, on tensors that it is given; layers and graphs call it.
+    Compilers, exporters, transforms, other types, devices but the CPU, and gradients get what the numbers stand for.
     """
 
+    operator = "static_int8"
+    __name__ = "static_int8"
+
+    def __init__(self, of_input: Range, dtype: torch.dtype, geometry: Geometry | None = None) -> None:
+        self.settings = (of_input, dtype) if geometry is None else (of_input, dtype, geometry)
+        self.range, self.dtype, self.packing = of_input, dtype, Cache()
+
+    def __call__(
+        self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, activation: str = "none",
+        output: tuple[float, int] | None = None, contiguous: bool | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Compute the layer with an `IntegerEpilogue`. The input is floats, or uint8 by the layer's own range; `output`
+        is scale and zero point of the numbers to return.
+        """
+        epilogue = IntegerEpilogue(activation, None if output is None else Range(*output), contiguous)
+        if not _has_kernel(x):
+            return self.simulated(x, values, scales, bias, epilogue)
+        if wants_gradients(x, scales, bias):
+            # What gradients flow through is in floats between layers, too.
+            floats = IntegerEpilogue(activation, None, contiguous)
+            return cast("Any", _StaticWithGradient).apply(self, floats, x, values, scales, bias)
+        return self.kernel(x, values, scales, bias, epilogue)
+
+    def kernel(
+        self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, epilogue: IntegerEpilogue
+    ) -> Tensor:
+        """Compute with the kernel; gradients end here."""
+        floats = self.dtype if x.dtype is torch.uint8 else x.dtype
+        numbers, output = x, epilogue.output
+        if x.dtype is not torch.uint8:
+            numbers = to_numbers(x.detach(), self.range.scale, self.range.zero_point)
+        form: Int8Result = (1.0, 0, floats, epilogue.activation)
+        if output is not None:
+            form = (output.scale, output.zero_point, torch.uint8, epilogue.activation)
+        result = self.product(numbers, values, scales, bias, form)
+        if output is None:
+            result = result.to(floats)
+            result = result.to(autocast_dtype(result))
+        contiguous = x.is_contiguous() if epilogue.contiguous is None else epilogue.contiguous
+        return result.contiguous() if contiguous and output is None else result
+
+    def simulated(
+        self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, epilogue: IntegerEpilogue
+    ) -> Tensor:
+        """Compute what the kernel stands for in floating point."""
+        is_float, output = x.dtype is not torch.uint8, epilogue.output
+        x = self._rounded(x) if is_float else from_numbers(x, self.range, self.dtype)
+        of_outputs = scales.to(x.dtype).reshape(-1, *[1] * (values.ndim - 1))
+        weight = values.to(x.dtype) * of_outputs
+        if writes_fake_quantization():
+            weight = _fake_quantized(weight, scales)
+        result = self.in_floats(x, weight, None if bias is None else bias.to(x.dtype))
+        result = F.relu(result) if epilogue.activation == "relu" else result
+        return result if output is None else to_numbers(result, output.scale, output.zero_point)
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        if writes_fake_quantization():
+            return torch.fake_quantize_per_tensor_affine(x, self.range.scale, self.range.zero_point, 0, 255)
+        return self.range.rounded(x)
+
+    def product(
+        self, numbers: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result
+    ) -> Tensor:
+        """Compute with the kernel."""
+        raise NotImplementedError
+
+    def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer as torch.nn does."""
+        raise NotImplementedError
+
+
+def _has_kernel(x: Tensor) -> bool:
+    if runs_simulation() or not is_plainly_eager() or not x.is_cpu or not x.numel():
+        return False
+    return x.dtype in _OF_KERNELS and type(x) in (Tensor, nn.Parameter)
+
+
+def _fake_quantized(weight: Tensor, scales: Tensor) -> Tensor:
+    """Say of a weight that numbers of 8 bits stand for that it is one; a folded norm may have turned signs."""
+    steps = scales.detach().float().abs().clamp(min=_LEAST).expand(len(weight)).contiguous()
+    zeros = torch.zeros(len(weight), dtype=torch.int32)
+    return torch.fake_quantize_per_channel_affine(weight, steps, zeros, 0, -128, 127)
+
+
+class _StaticProduct(StaticComputation):
+    """Compute a linear layer."""
+
+    def product(
+        self, numbers: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result
+    ) -> Tensor:
+        """Compute with the kernel."""
+        packed = self.packing.of(int8_static_packed, values, scales, bias)
+        return int8_product_static(numbers.contiguous(), self.range.scale, self.range.zero_point, packed, result)
+
+    def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer as torch.nn does."""
+        return F.linear(x, weight, bias)
+
+
+class _StaticConvolution(StaticComputation):
+    """Compute a convolution along one, two or three dimensions."""
+
+    def __init__(self, of_input: Range, dtype: torch.dtype, geometry: Geometry) -> None:
+        super().__init__(of_input, dtype, geometry)
+        self.geometry = geometry
+
+    def product(
+        self, numbers: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result
+    ) -> Tensor:
+        """Compute with the kernel."""
+        settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
+        packed = self.packing.of(self._packed, values, scales, bias)
+        rows = numbers if numbers.ndim == values.ndim else numbers.unsqueeze(0)
+        if rows.ndim == 4:
+            rows = rows.contiguous(memory_format=torch.channels_last)  # kernels are slow in making it so themselves
+        found = int8_convolution(rows, scale, zero_point, packed, settings, result)
+        return found if numbers.ndim == found.ndim else found.squeeze(0)
+
+    def _packed(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+        settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
+        return int8_convolution_packed(values, scales, bias, scale, zero_point, settings)
+
+    def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the layer as torch.nn does."""
+        function: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.ndim - 3]
+        stride, padding, dilation, groups = self.geometry.lists
+        return function(x, weight, bias, stride, padding, dilation, groups)
+
+
+class StaticLayer(HoldsWeight):
+    """Compute a layer with numbers of 8 bits on both sides; see `StaticComputation`."""
+
     def __init__(
-        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range
-    ) -> None:
+        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype,
+        computation: StaticComputation,
+    ) -> None:  # fmt: skip
         super().__init__(values, scales, bias, dtype)
-        self.range = of_input
+        self.range, self.computation = computation.range, computation
+        self.packing = computation.packing
 
     def forward(
         self,
@@ -62,63 +202,14 @@ class StaticLayer(HoldsWeight):
         output: tuple[float, int] | None = None,
         contiguous: bool | None = None,
     ) -> Tensor:
-        """Compute the layer with an `IntegerEpilogue`. The input is floats, or uint8 by the layer's own range; `scales`
-        and `bias` have a norm folded in; `output` is scale and zero point of the numbers to return.
-        """
-        epilogue = IntegerEpilogue(activation, None if output is None else Range(*output), contiguous)
-        scales, bias = self.held[1] if scales is None else scales, self.bias if bias is None else bias
-        if not self._has_kernel(input):
-            return self.simulated(input, scales, bias, epilogue)
-        if wants_gradients(input, scales, bias):
-            # What gradients flow through is in floats between layers, too.
-            floats = IntegerEpilogue(activation, None, contiguous)
-            return cast("Any", _StaticWithGradient).apply(self, floats, input, scales, bias)
-        return self.kernel(input, scales, bias, epilogue)
-
-    def _has_kernel(self, input: Tensor) -> bool:  # noqa: A002
-        if runs_simulation() or not is_plainly_eager() or not input.is_cpu or not input.numel():
-            return False
-        return input.dtype in _OF_KERNELS and type(input) in (Tensor, nn.Parameter)
-
-    def kernel(self, input: Tensor, scales: Tensor, bias: Tensor | None, epilogue: IntegerEpilogue) -> Tensor:  # noqa: A002
-        """Compute with the kernel; gradients end here."""
-        floats = self.dtype if input.dtype is torch.uint8 else input.dtype
-        numbers, output = input, epilogue.output
-        if input.dtype is not torch.uint8:
-            numbers = to_numbers(input.detach(), self.range.scale, self.range.zero_point)
-        form: Int8Result = (1.0, 0, floats, epilogue.activation)
-        if output is not None:
-            form = (output.scale, output.zero_point, torch.uint8, epilogue.activation)
-        result = self.product(numbers, scales, bias, form)
-        if output is None:
-            result = result.to(floats)
-            result = result.to(autocast_dtype(result))
-        contiguous = input.is_contiguous() if epilogue.contiguous is None else epilogue.contiguous
-        return result.contiguous() if contiguous and output is None else result
-
-    def simulated(self, input: Tensor, scales: Tensor, bias: Tensor | None, epilogue: IntegerEpilogue) -> Tensor:  # noqa: A002
-        """Compute what the kernel stands for in floating point."""
-        is_float = input.dtype is not torch.uint8
-        x = self.range.rounded(input) if is_float else from_numbers(input, self.range, self.dtype)
-        values = self.held[0].to(x.dtype)
-        weight = values * scales.to(x.dtype).reshape(-1, *[1] * (values.ndim - 1))
-        result = self.in_floats(x, weight, None if bias is None else bias.to(x.dtype))
-        result = F.relu(result) if epilogue.activation == "relu" else result
-        return (
-            result if epilogue.output is None else to_numbers(result, epilogue.output.scale, epilogue.output.zero_point)
-        )
+        """Compute the layer with an `IntegerEpilogue`; `scales` and `bias` have a norm folded in."""
+        values, own_scales = self.held
+        scales, bias = own_scales if scales is None else scales, self.bias if bias is None else bias
+        return self.computation(input, values, scales, bias, activation, output, contiguous)
 
     def extra_repr(self) -> str:
         """Return what `repr` shows."""
         return f"weight={list(self.held[0].shape)}, bias={self.bias is not None}, scale={self.range.scale:.3g}"
-
-    def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
-        """Compute with the kernel."""
-        raise NotImplementedError
-
-    def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the layer as torch.nn does."""
-        raise NotImplementedError
 
 
 class StaticLinear(StaticLayer):
@@ -127,17 +218,8 @@ class StaticLinear(StaticLayer):
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range
     ) -> None:
-        super().__init__(values, scales, bias, dtype, of_input)
+        super().__init__(values, scales, bias, dtype, _StaticProduct(of_input, dtype))
         self.out_features, self.in_features = values.shape
-
-    def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
-        """Compute with the kernel."""
-        packed = self.packing.of(int8_static_packed, self.held[0], scales, bias)
-        return int8_product_static(numbers.contiguous(), self.range.scale, self.range.zero_point, packed, result)
-
-    def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the layer as torch.nn does."""
-        return F.linear(x, weight, bias)
 
 
 class StaticConv(StaticLayer):
@@ -147,7 +229,7 @@ class StaticConv(StaticLayer):
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range,
         geometry: Geometry,
     ) -> None:  # fmt: skip
-        super().__init__(values, scales, bias, dtype, of_input)
+        super().__init__(values, scales, bias, dtype, _StaticConvolution(of_input, dtype, geometry))
         self.geometry = geometry
         self.out_channels, self.in_channels = values.shape[0], values.shape[1] * geometry.groups
         self.kernel_size, self.groups = tuple(values.shape[2:]), geometry.groups
@@ -162,42 +244,23 @@ class StaticConv(StaticLayer):
             )
         super().__setattr__(name, value)
 
-    def product(self, numbers: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result) -> Tensor:
-        """Compute with the kernel."""
-        settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
-        packed = self.packing.of(self._packed, self.held[0], scales, bias)
-        rows = numbers if numbers.ndim == self.held[0].ndim else numbers.unsqueeze(0)
-        if rows.ndim == 4:
-            rows = rows.contiguous(memory_format=torch.channels_last)  # kernels are slow in making it so themselves
-        found = int8_convolution(rows, scale, zero_point, packed, settings, result)
-        return found if numbers.ndim == found.ndim else found.squeeze(0)
-
-    def _packed(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
-        settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
-        return int8_convolution_packed(values, scales, bias, scale, zero_point, settings)
-
-    def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the layer as torch.nn does."""
-        function: Any = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel_size) - 1]
-        stride, padding, dilation, groups = self.geometry.lists
-        return function(x, weight, bias, stride, padding, dilation, groups)
-
 
 class _StaticWithGradient(torch.autograd.Function):
     """Compute with a kernel; send gradients through what it stands for."""
 
     @staticmethod
     def forward(
-        ctx: Any, layer: StaticLayer, epilogue: IntegerEpilogue, x: Tensor, scales: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        ctx.layer, ctx.epilogue = layer, epilogue
-        ctx.save_for_backward(x, scales, bias)
-        return layer.kernel(x, scales, bias, epilogue).data  # no view of what is in here: it may be written to
+        ctx: Any, computation: StaticComputation, epilogue: IntegerEpilogue, x: Tensor, values: Tensor, scales: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.computation, ctx.epilogue = computation, epilogue
+        ctx.save_for_backward(x, values, scales, bias)
+        return computation.kernel(x, values, scales, bias, epilogue).data  # no view of what is in here
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Send gradients through `simulated`; where gradients of these are wanted, they flow on to what came in."""
-        ctx.layer.packing.forget()  # an optimizer may step on the bias now
+        ctx.computation.packing.forget()  # an optimizer may step on the bias now
         wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
         given: list[Tensor | None] = list(ctx.saved_tensors)
         is_differentiated = torch.is_grad_enabled()
@@ -205,7 +268,7 @@ class _StaticWithGradient(torch.autograd.Function):
             pairs = zip(given, wanted, strict=True)
             given = [tensor if tensor is None else tensor.detach().requires_grad_(want) for tensor, want in pairs]
         with torch.enable_grad():
-            result = ctx.layer.simulated(*given, ctx.epilogue)
+            result = ctx.computation.simulated(*given, ctx.epilogue)
         leaves = [tensor for tensor, want in zip(given, wanted, strict=True) if tensor is not None and want]
         found = iter(
             torch.autograd.grad([result], leaves, [gradients[0].to(result.dtype)], create_graph=is_differentiated)

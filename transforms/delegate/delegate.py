@@ -20,6 +20,8 @@ from .write import Way, write
 __all__ = ["Delegate"]
 
 AUTO = "auto"
+_BUDGETS = {torch.float32: 0.02, torch.bfloat16: 0.02, torch.int8: 0.05}
+"""What can be computed in, with the error that it may make by default; float32 is judged by its rounding."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,15 @@ class Delegate(Pass):
     Options:
         engine: `auto` takes the fastest of those installed; else a name: `openvino`, `onnxruntime` or `aoti`.
         dtype: what is computed in: `float32`, or `bfloat16` within a float32 model, by engines that do. Where `float32`
-            is faster, or `bfloat16` not within the budget, it is `float32`.
-        budget: the error that `bfloat16` may make, relative to the scale of each tensor; by default 0.02.
+            is faster, or `bfloat16` not within the budget, it is `float32`. `int8` stands for the layers of
+            `quantize{scheme=int8_static}`, with what is around them in float32.
+        budget: the error that may be made, relative to the scale of each tensor; by default 0.02 of `bfloat16`, and
+            0.05 of `int8`, beside the quantized model.
     """
 
     engine: str = AUTO
     dtype: torch.dtype = torch.float32
-    budget: float = 0.02
+    budget: float | None = None
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED
     goal: ClassVar[Goal] = Goal.SPEED
@@ -48,14 +52,19 @@ class Delegate(Pass):
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
 
     def __post_init__(self) -> None:
-        if self.dtype not in (torch.float32, torch.bfloat16):
+        if self.dtype not in _BUDGETS:
             raise UsageError(
-                f"pass 'delegate': dtype={str(self.dtype).removeprefix('torch.')}; use float32 or bfloat16"
+                f"pass 'delegate': dtype={str(self.dtype).removeprefix('torch.')}; use float32, bfloat16 or int8"
             )
         if isinstance(self.engine, str) and self.engine != AUTO:
             engine_named(self.engine)
-        if self.dtype is torch.bfloat16:
+        if self.dtype is not torch.float32:
             object.__setattr__(self, "numerics", Numerics.APPROXIMATE)
+
+    @property
+    def error_budget(self) -> float:
+        """Return the error that is allowed, relative to the scale of each tensor."""
+        return _BUDGETS[self.dtype] if self.budget is None else super().error_budget
 
     @property
     def skippable(self) -> bool:
@@ -73,8 +82,8 @@ class Delegate(Pass):
         asked = self._asked
         reasons = {name: "" if missing else engine.reason_against(self.dtype) for name, engine in asked.items()}
         lossy = self.dtype is not torch.float32
-        ways = {name: Way(name, self.dtype, *[self.budget] * lossy) for name in asked if not reasons[name]}
-        if lossy and (ways or self.engine == AUTO):
+        ways = {name: Way(name, self.dtype, *[self.error_budget] * lossy) for name in asked if not reasons[name]}
+        if self.dtype is torch.bfloat16 and (ways or self.engine == AUTO):
             exact = (name for name, each in asked.items() if missing or not each.reason_against(torch.float32))
             ways |= {f"{name} float32": Way(name) for name in exact}
         return ways, "" if ways else "; ".join(reasons.values())
@@ -85,7 +94,7 @@ class Delegate(Pass):
         if reason:
             yield Refusal(reason, "(root)")
             return
-        yield from found_in(program, tuple(ways), required=self.engine != AUTO)
+        yield from found_in(program, tuple(ways), required=self.engine != AUTO, in_8_bits=self.dtype is torch.int8)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         ways, _ = self._ways(missing=True)

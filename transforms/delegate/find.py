@@ -19,7 +19,7 @@ from ...runtime.values import Meta, meta_of, qualified
 from ...tracing.isolation import preserved
 from ...tracing.program import GraphRunner, Program, is_called, outermost
 from ..flatten_calls import Flat, flattened
-from .kinds import heavy_count
+from .kinds import heavy_count, is_in_8_bits
 from .regions import Cut, Region
 
 __all__ = ["Found", "found_in", "look"]
@@ -46,8 +46,10 @@ class Found:
         return values
 
 
-def found_in(program: Program, engines: Sequence[str], *, required: bool) -> Iterator[Site | Refusal]:
-    """Yield the outermost modules that have regions for an engine, and why others have none."""
+def found_in(program: Program, engines: Sequence[str], *, required: bool, in_8_bits: bool) -> Iterator[Site | Refusal]:
+    """Yield the outermost modules that have regions for an engine, and why others have none; with `in_8_bits` only
+    those in which layers of `quantize{scheme=int8_static}` are.
+    """
     if program.training:
         yield Refusal("the model is in training; call model.eval() first", "(root)", Cause.IN_TRAINING)
         return
@@ -55,12 +57,17 @@ def found_in(program: Program, engines: Sequence[str], *, required: bool) -> Ite
         yield Refusal("no example_inputs, which an engine is prepared for and compared on", "(root)")
         return
     sites = list[Site]()
-    for owner, found in _outermost(program):
+    for owner, found in _outermost(program, in_8_bits=in_8_bits):
         for each in found:
             closed = {path: why for path, why in each.flat.closed.items() if why}
             yield from (Refusal(why, qualified(owner, path)) for path, why in closed.items())
-        if any(each.cut.regions for each in found):
+        regions = [region for each in found for region in each.cut.regions]
+        if in_8_bits and not any(is_in_8_bits(node) for region in regions for node in region.computed):
+            continue
+        if regions:
             sites.append(_site(program, owner, found, engines, required=required))
+    if in_8_bits and not sites:
+        yield Refusal("no layer of quantize{scheme=int8_static} is where an engine could compute it", "(root)")
     taken = sum(max(sum(heavy_count(r.computed) for r in each.cut.regions) for each in site.found) for site in sites)
     heavy = sum(_heavy_in(program, owner) for owner in program.captures) if sites else 0
     is_chosen = required or program.replaying or not program.measuring
@@ -71,11 +78,11 @@ def found_in(program: Program, engines: Sequence[str], *, required: bool) -> Ite
     yield from sites
 
 
-def _outermost(program: Program) -> Iterator[tuple[str, list[Found]]]:
+def _outermost(program: Program, *, in_8_bits: bool) -> Iterator[tuple[str, list[Found]]]:
     """Yield the outermost modules with what is found in each; what has regions is not looked into again."""
     opened, together = set[str](), list[str]()
     for owner in outermost(program, opened):
-        found = look(program, owner, together)
+        found = look(program, owner, together, in_8_bits=in_8_bits)
         together = list(program.captures)  # mostly the first one is enough
         if any(each.cut.regions for each in found):
             opened |= {qualified(owner, path) for each in found for path in each.flat.opened}
@@ -100,7 +107,7 @@ def _site(program: Program, owner: str, found: list[Found], engines: Sequence[st
     )  # fmt: skip
 
 
-def look(program: Program, owner: str, together: Sequence[str] = ()) -> list[Found]:
+def look(program: Program, owner: str, together: Sequence[str] = (), *, in_8_bits: bool) -> list[Found]:
     """Return those graphs of a module that its recorded calls in evaluation run, cut into regions; the calls of some
     are recorded `together`.
     """
@@ -120,7 +127,7 @@ def look(program: Program, owner: str, together: Sequence[str] = ()) -> list[Fou
             continue
         if any(earlier.flat.specialization.fits(fitting) for earlier in result):
             continue  # that one runs
-        flat = flattened(program, owner, specialization)
+        flat = flattened(program, owner, specialization, static=in_8_bits)
         runner = _Runner(module, flat, fitting)
         if runner.runs_through():
             result.append(Found(number, flat, Cut(flat.specialization.graph, runner.metas), runner))

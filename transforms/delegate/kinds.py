@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from ...layers.folded import CHECKS
+from ...layers.quantized import StaticComputation, max_pool_numbers, to_numbers
 from ...operators import (
     Keeping,
     canonical_name,
@@ -21,13 +22,14 @@ from ...operators import (
 )
 from ...runtime.values import PLAIN_TYPES, Meta, TensorMeta, user_class
 
-__all__ = ["Kind", "heavy_count", "is_of_torch", "is_plain", "is_worth_a_call", "kinds_of"]
+__all__ = ["Kind", "heavy_count", "is_in_8_bits", "is_of_torch", "is_plain", "is_worth_a_call", "kinds_of"]
 
 _HEAVY = frozenset(
     "linear matmul mm bmm addmm baddbmm einsum conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
-    "scaled_dot_product_attention packed packed_lstm lstm gru".split()
+    "scaled_dot_product_attention packed packed_lstm static_int8 lstm gru".split()
 )
 """What makes a region worth a call of an engine."""
+_ON_NUMBERS = (to_numbers, max_pool_numbers)
 _LEAST_HEAVY = 2
 _STORING = (operator.setitem, operator.delitem, setattr, delattr)
 """What changes an object that a call is given, such as a cache."""
@@ -93,6 +95,11 @@ def heavy_count(nodes: Iterable[fx.Node], callee: Callable[[fx.Node], nn.Module]
     return sum(name(node) in _HEAVY for node in nodes)
 
 
+def is_in_8_bits(node: fx.Node) -> bool:
+    """Say whether a node computes with numbers of 8 bits."""
+    return isinstance(node.target, StaticComputation)
+
+
 def _kind_of(node: fx.Node, metas: Mapping[fx.Node, Meta]) -> Kind:
     if node.op in ("placeholder", "get_attr"):
         return Kind.SOURCE
@@ -153,6 +160,8 @@ def is_of_torch(node: fx.Node) -> bool:
     """Say whether a node calls what torch or the table of operators has."""
     if node.op == "call_method":
         return hasattr(torch.Tensor, str(node.target))
+    if node.target in _ON_NUMBERS:
+        return True
     return isinstance(node.target, Keeping) or canonical_name(node) is not None or is_known_function(node.target)
 
 

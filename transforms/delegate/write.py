@@ -36,7 +36,7 @@ def write(site: Site, edit: Edit, way: Way) -> None:
 
     Where a plan is repeated, such regions compute by their own operations, and one line says so.
     """
-    found = site.found if site.found is not None else look(edit.program, site.owner)
+    found = site.found if site.found is not None else look(edit.program, site.owner, in_8_bits=way.dtype is torch.int8)
     written = [(each, _written(each, edit, way)) for each in found if each.cut.regions]
     if not written:
         raise MatchFailure("no region is left for an engine")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from ...compat import is_registered_operator, own_buffers, own_children, own_par
 from ...compat.calls import DIRECT
 from ...layers.folded import expect_one_of
 from ...layers.packed import keep_narrow
+from ...layers.quantized import StaticLayer
 from ...layers.written_out import Opened, UnchangedGuard
 from ...operators import info_of, mutates
 from ...passes.rewriting import (
@@ -134,10 +136,12 @@ class Flat:
     closed: dict[str, str]  # name of each module that is called as before -> why; "" where that is as it mostly is
 
 
-def flattened(program: Program, name: str, specialization: Specialization) -> Flat:
-    """Return one of a module's graphs with all calls written out that can be, by the modules' present modes."""
+def flattened(program: Program, name: str, specialization: Specialization, *, static: bool = False) -> Flat:
+    """Return one of a module's graphs with all calls written out that can be, by the modules' present modes; those of
+    layers that compute in 8 bits by ranges known before, where `static`.
+    """
     owner = program.module(name)
-    writer = _Writer(program, name, owner)
+    writer = _Writer(program, name, owner, static)
     placeholders = specialization.graph.find_nodes(op="placeholder")
     inputs = [writer.input(node, specialization.argument(node)) for node in placeholders]
     writer.graph.output(writer.run(specialization.graph, ("", ""), inputs))
@@ -163,8 +167,9 @@ def is_written_out(guard: Guard) -> bool:
 class _Writer(Opener):
     """Write what a module calls into one graph. A place is the path of a module, and what stood there before."""
 
-    def __init__(self, program: Program, name: str, owner: nn.Module) -> None:
+    def __init__(self, program: Program, name: str, owner: nn.Module, static: bool) -> None:
         self.program, self.name, self.owner, self.graph = program, name, owner, fx.Graph()
+        self._opens_static = static
         self.guards: list[Guard] = []  # conditions of the graphs that were opened, as those of the owner
         self.calls, self.closed = 0, dict[str, str]()
         self.found: dict[str, Opened] = {}  # the modules that were opened
@@ -237,6 +242,8 @@ class _Writer(Opener):
         if reason is not None or isinstance(module, Region) or not _is_held(self.owner, path):
             self.closed[path] = reason or ""
             return None
+        if self._opens_static and isinstance(module, StaticLayer) and len(args) == 1:
+            return (self._static(module, path, node, args[0], kwargs),)
         capture = capture_of(module)
         found = (
             self._leaf(module, path, args, kwargs)
@@ -257,6 +264,26 @@ class _Writer(Opener):
             return None
         self.found[path] = Opened.leaf(path, module, settings)
         return graph, args
+
+    def _static(self, module: StaticLayer, path: str, node: fx.Node, x: Any, kwargs: Mapping[str, Any]) -> fx.Node:
+        """Write the call of a layer that computes in 8 bits as one of what it computes."""
+        self.calls += 1
+        self.found[path] = Opened.computed(path, module, ("range", "dtype"))
+        given, own = dict(kwargs), own_parameters(module)
+        values = self._tensor_of(path, "weight_values", is_parameter=False)
+        scales = given.pop("scales", None) or self._tensor_of(path, "weight_scales", is_parameter=False)
+        bias = given.pop("bias", None)
+        if bias is None and own.get("bias") is not None:
+            bias = self._tensor_of(path, "bias", is_parameter=True)
+        new = self.graph.call_function(copy.deepcopy(module.computation), (x, values, scales, bias), given)
+        new.meta = {"origin": node.name, **node.meta}
+        self._fresh.add(new)
+        return new
+
+    def _tensor_of(self, path: str, name: str, *, is_parameter: bool) -> fx.Node:
+        node = self.graph.get_attr(qualified(path, name))
+        node.meta["parameter"], node.meta["buffer"] = is_parameter, not is_parameter
+        return node
 
     def _captured(
         self, module: nn.Module, capture: Capture, path: str, args: Any, kwargs: Any

@@ -43,7 +43,7 @@ def test_names_and_types_that_there_are_not() -> None:
         Delegate("openvno")
     with pytest.raises(PipelineError, match="did you mean 'onnxruntime'"):
         parse("delegate{engine=onnxruntim}")
-    with pytest.raises(UsageError, match="use float32 or bfloat16"):
+    with pytest.raises(UsageError, match="use float32, bfloat16 or int8"):
         Delegate(dtype=torch.float16)
 
 

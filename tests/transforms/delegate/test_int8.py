@@ -1,0 +1,150 @@
+"""Engines compute layers of `quantize{scheme=int8_static}` in 8 bits, as these do but for rounding."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support.engines import engines, one_engine, openvino_only, reasons, regions
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.compat.quantized import why_no_static_int8
+from fxopt.errors import NothingDoneWarning
+from fxopt.transforms.delegate import Delegate
+from fxopt.transforms.delegate.delegate import engine_named
+from fxopt.transforms.quantize import Quantize
+
+pytestmark = pytest.mark.skipif(bool(why_no_static_int8()), reason="needs exact sums of 8-bit products")
+pytest.importorskip("torchao")
+
+X = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+
+
+class Net(nn.Module):
+    """Layers that pass numbers on, through a norm, a pooling and a reshape; a sum; a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.third = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.pool, self.head = nn.MaxPool2d(2), nn.Linear(8 * 36, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(torch.relu(self.norm(self.first(x))))
+        x = torch.relu(x + self.third(torch.relu(self.second(x))))
+        return self.head(x.flatten(1))
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    found = Net()
+    with torch.no_grad():
+        found.norm.weight[0], found.norm.weight[1] = -1.0, 0.0  # a norm may turn signs, and close a channel
+        found(X)
+    return found.eval()
+
+
+def static() -> Quantize:
+    return Quantize(scheme="int8_static", calibration=[X, -X])
+
+
+def made(engine: str, *, measure: bool = False) -> tuple[nn.Module, nn.Module]:
+    """Return the quantized model, and the same with an engine."""
+    model = net()
+    passes: list[Any] = [static(), Delegate(engine, torch.int8)]
+    quantized = fxopt.optimize(model, passes[:1], example_inputs=X, measure=False)
+    return quantized, fxopt.optimize(model, passes, example_inputs=X, measure=measure)
+
+
+@torch.no_grad()
+def off(one: nn.Module, other: nn.Module, x: Tensor = X) -> float:
+    found, expected = one(x), other(x)
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@engines
+def test_an_engine_computes_quantized_layers(engine: str, computed: list[str]) -> None:
+    quantized, fast = made(engine)
+    (region,) = regions(fast)
+    assert (region.dtype, region.left) == (torch.int8, "")
+    assert [getattr(node.target, "operator", "") for node in region.graph.nodes].count("static_int8") == 4
+    computed.clear()
+    for x in (X, X[:2], X[:1]):
+        assert off(fast, quantized, x) < 0.02, "some numbers are rounded to the next one"
+        assert off(fast, net(), x) < 0.05
+    assert computed
+    assert off(fast, net(), X.double().float().requires_grad_()) < 0.05  # by the layers' own kernels
+
+
+@openvino_only
+def test_it_multiplies_in_8_bits(engine: str) -> None:
+    _, fast = made(engine)
+    with torch.no_grad():
+        fast(X)
+    (region,) = regions(fast)
+    (held,) = region._converted.values()
+    operations = [
+        each.get_rt_info() for each in held.session(next(iter(held.by_shapes)))._compiled.get_runtime_model().get_ops()
+    ]
+    kinds = {each["layerType"]: each["runtimePrecision"] for each in operations}
+    assert {kinds["Convolution"], kinds["FullyConnected"]} <= {"u8", "i8"}
+
+
+@one_engine
+def test_what_is_saved_and_changed_goes_with_the_quantized_layers(engine: str) -> None:
+    quantized, fast = made(engine)
+    assert [type(each).__name__ for each in (fast.first, fast.head)] == ["StaticConv", "StaticLinear"]
+    assert list(fast.state_dict()) == list(net().state_dict())
+    for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        assert off(copied, fast) < 0.02
+    other = net()
+    with torch.no_grad():
+        other.head.weight.mul_(-1.0)
+        other.norm.bias.add_(0.5)
+    fast.load_state_dict(other.state_dict())
+    quantized.load_state_dict(other.state_dict())
+    for _ in range(4):
+        assert off(fast, quantized) < 0.02
+    again = fxopt.optimize(net(), plan=fxopt.plan(fast), example_inputs=X)
+    assert [each.dtype for each in regions(again)] == [torch.int8]
+
+
+@one_engine
+def test_without_quantized_layers_there_is_nothing_to_do(engine: str) -> None:
+    with pytest.warns(NothingDoneWarning):
+        fast = fxopt.optimize(net(), Delegate(engine, torch.int8), example_inputs=X, measure=False)
+    assert reasons(fast)["(root)"] == "no layer of quantize{scheme=int8_static} is where an engine could compute it"
+
+
+@one_engine
+def test_in_other_types_quantized_layers_stay_calls(engine: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NothingDoneWarning)
+        fast = fxopt.optimize(net(), [static(), Delegate(engine)], example_inputs=X, measure=False)
+    assert not regions(fast)
+
+
+def test_the_preset_lets_engines_compute_quantized_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxopt.known_passes.has_engines", lambda: True)
+    fast = fxopt.optimize(net(), [static(), "inference{dtype=int8}"], example_inputs=X, measure=False)
+    assert [each.dtype for each in regions(fast)] == [torch.int8]
+
+
+def test_what_others_trace_has_fake_quantization() -> None:
+    quantized = fxopt.optimize(net(), static(), example_inputs=X, measure=False)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced: Any = torch.jit.trace(quantized, (X,))
+    names = [node.kind() for node in traced.inlined_graph.nodes()]
+    assert names.count("aten::fake_quantize_per_tensor_affine") == 4
+    assert names.count("aten::fake_quantize_per_channel_affine") == 4
+    assert off(traced, quantized) < 0.02
+
+
+def test_engines_that_know_no_8_bits_are_refused() -> None:
+    assert engine_named("aoti").reason_against(torch.int8) == "aoti does not compute in int8"
