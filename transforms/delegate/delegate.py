@@ -52,7 +52,7 @@ class Delegate(Pass):
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
 
     def __post_init__(self) -> None:
-        if self.dtype not in _BUDGETS:
+        if self.dtype not in tuple(_BUDGETS):
             raise UsageError(
                 f"pass 'delegate': dtype={str(self.dtype).removeprefix('torch.')}; use float32, bfloat16 or int8"
             )
