@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         report,
         restore,
         save,
+        save_compact,
         state_dict,
         translate_optimizer,
         translate_state,
@@ -93,8 +94,8 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "api": (
-        "capture export graphs list_passes load load_state_dict optimize plan refresh report restore save state_dict "
-        "element_wise translate_optimizer translate_state"
+        "capture export graphs list_passes load load_state_dict optimize plan refresh report restore save "
+        "save_compact state_dict element_wise translate_optimizer translate_state"
     ),
     "errors": (
         "ArchiveError BudgetError CalibrationError CaptureError EngineWarning FusedMemberError FxoptError GuardError "
@@ -136,7 +137,7 @@ __all__ = [
     "StateWarning", "SwapKernels", "SyncBatchnorm", "TensorParallel", "UnverifiedWarning", "UsageError",
     "VerificationError", "__version__", "anything", "capture", "either", "element_wise", "export", "graphs",
     "list_passes", "load", "load_state_dict", "module", "no_sync", "operation", "optimize", "plan", "recording",
-    "refresh", "register_operator", "report", "restore", "save", "state_dict", "translate_optimizer",
+    "refresh", "register_operator", "report", "restore", "save", "save_compact", "state_dict", "translate_optimizer",
     "translate_state",
 ]  # fmt: skip
 

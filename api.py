@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .collection import collection_paused
 from .compat import all_modules
-from .deploy import archive, reproducer
+from .deploy import archive, compact, reproducer
 from .deploy.export import export_model
 from .deploy.opening import open_file
 from .errors import StateError, StateWarning, expect
@@ -55,7 +55,7 @@ from .tracing.program import Program, capture_program
 
 __all__ = [
     "capture", "element_wise", "export", "graphs", "list_passes", "load", "load_state_dict", "optimize", "plan",
-    "refresh", "report", "restore", "save", "state_dict", "translate_optimizer", "translate_state",
+    "refresh", "report", "restore", "save", "save_compact", "state_dict", "translate_optimizer", "translate_state",
 ]  # fmt: skip
 
 M = TypeVar("M", bound=nn.Module)
@@ -313,6 +313,34 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, factory: str | None 
         record, state = needed_record(model), state_dict(model)
     if writes_files(model):
         archive.save(model, target, record=record, state=state, factory=factory)
+
+
+def save_compact(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Write a model that `prune{method=structured}` made smaller, in its real sizes, for code that does not know fxopt.
+
+    Of a model of `transformers` whose configuration has fields for its sizes, the folder is what `from_pretrained` of
+    its class loads. Layers that were left in other sizes than their like have zeros up to the size of the largest.
+    Else the folder has `model.safetensors`, `sizes.json` and `compact_loader.py`, whose `load(model)` gives an unpruned
+    model the sizes and tensors. Before anything is written, the model so loaded is compared with the pruned one on
+    calls drawn in the form of the example inputs.
+
+    Args:
+        model: the pruned model; what else was done to it leaves the numbers as they are.
+        folder: where to; it is made if it is not there, and files in it are replaced.
+
+    Raises:
+        StateError: the model was not optimized, is sharded, or had its tensors merged before it was pruned.
+        UsageError: nothing was cut out of it, or it is quantized.
+        ArchiveError: the model's own code cannot run in these sizes; or a tensor has no values.
+        OSError: the folder cannot be written.
+    """
+    target = as_path(folder, "folder")
+    record = needed_record(model)
+    refuse_sharded(model, "compact files hold whole tensors", "load fxopt.state_dict(model) into one process first")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StateWarning)  # what is cut away is left out
+        state = state_dict(model)
+    compact.save_compact(model, target, record=record, state=state)
 
 
 def export(

@@ -2,7 +2,8 @@
 
     python benchmarks/compression_accuracy.py [--only WAY ...] [--networks cnn mlp vit] [--seeds 3] [--json FILE]
 
-A CNN, an MLP and a vision transformer are trained to 94 to 99%, compressed in each way, and trained on for a few epochs where the way says so.
+A CNN, an MLP and a vision transformer are trained to 94 to 99%, compressed in each way, and trained on for a few epochs
+where the way says so.
 A way is a function in WAYS: it is given a trained network and the data, and returns the compressed one.
 """
 
@@ -180,6 +181,9 @@ class Way:
     target: float | None = None
 
 
+CRITERIA = ("random", "taylor", "hessian", "fpgm")
+"""What units are judged by, beside magnitudes."""
+
 WAYS: Mapping[str, Way] = {
     "train on, uncompressed": Way(lambda model, data: data.trained(model, TUNING)),
     "2:4, not trained on": Way(pruned("prune{method=nm}", 0)),
@@ -187,8 +191,8 @@ WAYS: Mapping[str, Way] = {
     "2:4, best order": Way(pruned("prune{method=nm,permute=true}"), 0.5),
     "2:4, best order, not trained on": Way(pruned("prune{method=nm,permute=true}", 0)),
     "50% of units": Way(units("magnitude"), 1.0),
-    **{f"50% of units, {name}": Way(units(name)) for name in ("random", "taylor")},
-    **{f"50% of units, {name}, not trained on": Way(units(name, 0)) for name in ("magnitude", "random", "taylor")},
+    **{f"50% of units, {name}": Way(units(name)) for name in CRITERIA},
+    **{f"50% of units, {name}, not trained on": Way(units(name, 0)) for name in ("magnitude", *CRITERIA)},
     "80% of weights": Way(pruned("prune{amount=0.8}")),
     "95% of weights": Way(pruned("prune{amount=0.95}")),
     "95% of weights, cubic": Way(gradually("prune{amount=0.95,schedule=cubic}", 3 * TUNING)),

@@ -15,11 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import networkx as nx
+import numpy as np
 import torch
 from machine import described
 from torch import Tensor, nn
@@ -99,6 +101,106 @@ def _accuracy(pooling: str, graphs: list[Tensor], labels: Tensor, held_out: Tens
         model(*batched([graphs[row] for row in train.tolist()], 41))
         right = model.eval()(*batched([graphs[row] for row in test.tolist()], 41)).argmax(1) == labels[test]
     return 100 * float(right.float().mean())
+
+
+COUNTED = {"sparse": (40, 60, 0.03, 0.1), "of one size": (20, 20, 0.1, 0.5), "of many sizes": (8, 32, 0.1, 0.5)}
+"""Random graphs whose triangles are counted: nodes from and to, chance of an edge from and to."""
+
+
+class Counting(nn.Module):
+    """Tell the number of triangles: learned pooling and a linear layer, or a perceptron on standardized values."""
+
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.read, width = read, 16
+        self.pooling = RO3Pooling(16, in_channels=2) if read == "learned" else RO3Pooling()
+        self.head: nn.Module = nn.Linear(width, 1)
+        if read != "learned":
+            self.head = nn.Sequential(nn.BatchNorm1d(4, eps=1e-12), nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 1))
+
+    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
+        pooled = self.pooling(x, edge_index, batch=batch)
+        if self.read == "learned":
+            return self.head(pooled).squeeze(1)
+        shares, nodes = pooled[:, -4:], batch.bincount().unsqueeze(1)
+        triples = nodes * (nodes - 1) * (nodes - 2) / 6
+        return self.head(shares if self.read == "shares" else shares * triples).squeeze(1)
+
+
+def _counted_graphs(kind: str, number: int, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Return random graphs, batched by 32, with the number of triangles in each."""
+    least, most, low, high = COUNTED[kind]
+    generator, made = torch.Generator().manual_seed(seed), list[tuple[Tensor, Tensor]]()
+    for _ in range(number // 32):
+        edges, batch, counts = [], [], []
+        for graph in range(32):
+            nodes = int(torch.randint(least, most + 1, (), generator=generator))
+            chance = low + (high - low) * float(torch.rand((), generator=generator))
+            joined = (torch.rand(nodes, nodes, generator=generator) < chance).triu(1)
+            around = (joined | joined.t()).double()
+            counts.append(float((around @ around * around).sum()) / 6)
+            edges.append(around.nonzero().t() + len(batch))
+            batch += [graph] * nodes
+        whole, of_graph = torch.cat(edges, 1), torch.tensor(batch)
+        degrees = whole[0].bincount(minlength=len(batch))
+        x = torch.stack([torch.ones(len(batch)), degrees / 10], 1)
+        made.append(((x, whole, of_graph), torch.tensor(counts)))
+    return made
+
+
+def counting() -> dict[str, Any]:
+    """Return the mean error of the number of triangles over its deviation, by seed; and seconds over `adjacency`."""
+    return {kind: {read: _counting_errors(kind, read) for read in ("learned", "shares", "counts")} for kind in COUNTED}
+
+
+def _counting_errors(kind: str, read: str) -> list[float]:
+    errors: list[float] = []
+    for seed in range(3):
+        train, test = _counted_graphs(kind, 800, 2 * seed + 1), _counted_graphs(kind, 320, 2 * seed + 2)
+        targets = torch.cat([counts for _, counts in train])
+        torch.manual_seed(seed)
+        model, epochs = Counting(read), 30
+        optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * len(train))
+        for number in torch.cat([torch.randperm(len(train)) for _ in range(epochs)]).tolist():
+            optimizer.zero_grad()
+            wanted = (train[number][1] - targets.mean()) / targets.std()
+            nn.functional.mse_loss(model(*train[number][0]), wanted).backward()
+            optimizer.step()
+            schedule.step()
+        model.eval()
+        with torch.no_grad():
+            found = torch.cat([model(*graphs) for graphs, _ in test])
+        wanted = (torch.cat([counts for _, counts in test]) - targets.mean()) / targets.std()
+        errors.append(float((found - wanted).abs().mean()))
+    return errors
+
+
+def learned_cost() -> list[dict[str, Any]]:
+    """Return seconds of learned pooling over those without anything learned, forward alone and with backward."""
+    rows: list[dict[str, Any]] = []
+    for graphs, nodes, degree, channels in ((32, 20, 5, 16), (128, 40, 6, 64), (1, 10_000, 10, 16)):
+        generator = torch.Generator().manual_seed(1)
+        shape = (2, nodes * degree // 2)
+        edges = [torch.randint(0, nodes, shape, generator=generator) + nodes * graph for graph in range(graphs)]
+        batch, whole = torch.arange(graphs).repeat_interleave(nodes), torch.cat(edges, 1)
+        x = torch.randn(len(batch), channels, requires_grad=True)
+        pools, taken = (RO3Pooling(), RO3Pooling(channels)), ([], [])
+        for trains in (False, True):
+            for pool, seconds in [each for _ in range(9) for each in zip(pools, taken, strict=True)]:
+                seconds.append(_seconds(partial(_pooled, pool, (x, whole, batch, graphs), trains=trains))[1])
+            plain, learned = (sorted(seconds[-9:])[4] for seconds in taken)
+            row = {"graphs": graphs, "nodes": nodes, "channels": channels, "trains": trains}
+            rows.append({**row, "plain": plain, "learned": learned, "over_plain": learned / plain})
+    return rows
+
+
+def _pooled(pool: nn.Module, given: tuple[Any, ...], *, trains: bool) -> None:
+    x, edges, batch, graphs = given
+    with torch.set_grad_enabled(trains):
+        found = pool.train(trains)(x, edges, batch=batch, batch_size=graphs)
+    if trains:
+        found.sum().backward()
 
 
 def rook_and_shrikhande() -> tuple[Any, Any]:
@@ -194,7 +296,7 @@ def _seconds(function: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def against_networkx() -> list[dict[str, Any]]:
-    """Return seconds for all triangles, listed and counted, by fxopt and by networkx (whose counts are by node)."""
+    """Return seconds for all triangles by fxopt, networkx (whose counts are by node) and a product of scipy."""
     rows: list[dict[str, Any]] = []
     for size in (100_000, 1_000_000):
         for kind, make in KINDS.items():
@@ -209,9 +311,23 @@ def against_networkx() -> list[dict[str, Any]]:
             row = {"kind": kind, "nodes": nodes, "edges": graph.number_of_edges(), "triangles": found}
             row |= {"equal": found == listed == counted, "seconds": ours, "seconds_counting": alone}
             row |= {"networkx_all_triangles": listing, "networkx_triangles": counting}
+            by_scipy = [_seconds(lambda edges=edges, nodes=nodes: _counted_by_scipy(edges, nodes)) for _ in range(3)]
+            product = min(run[1] for run in by_scipy)
+            row |= {"scipy_product": product, "equal_scipy": by_scipy[0][0] == found, "over_scipy": product / alone}
             rows.append({**row, "over_enumeration": listing / ours, "over_counts": counting / alone})
             print(json.dumps(rows[-1]), flush=True)
     return rows
+
+
+def _counted_by_scipy(edges: Tensor, nodes: int) -> int:
+    """Count by a sparse product of the lower triangle L of the adjacency matrix: the sum of (L L) * L."""
+    from scipy import sparse  # the graphs are read without it, too
+
+    low, high = edges.min(0).values.numpy(), edges.max(0).values.numpy()
+    kept = low != high
+    lower = sparse.csr_array((np.ones(kept.sum(), dtype=np.int64), (high[kept], low[kept])), shape=(nodes, nodes))
+    lower.data[:] = 1  # repeated edges were added
+    return int((lower @ lower).multiply(lower).sum())
 
 
 def _counted(edges: Tensor, nodes: int) -> int:
@@ -274,6 +390,8 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "memory": memory,
     "invariance": invariance,
     "triangles": against_networkx,
+    "counting": counting,
+    "learned_cost": learned_cost,
     "skip_links": skip_links,
 }
 

@@ -19,9 +19,8 @@ from ..errors import ArchiveError, InputError, PlanError, StateError, UsageError
 from ..passes.pipeline import parse
 from ..runtime.record import Plan, Record
 from ..runtime.state import StateMap
-from ..runtime.values import map_tensors
 from ..tracing.examples import Inputs
-from ..tracing.program import calls_of_forms
+from ..tracing.program import Unmade, calls_of_forms, packages_of
 from ..version import VERSION
 from .container import (
     WEIGHTS,
@@ -110,7 +109,7 @@ def load(
     known = {name: tensor for name, tensor in state.items() if name not in added}
     _load_weights(where, original, known, description.names("frozen"))
     try:
-        fast = _replayed(replay, original, plan, inputs, description)
+        fast = _replayed(replay, original, plan, inputs, description, trust)
     except PlanError as error:
         if not unhooked:
             raise
@@ -172,11 +171,12 @@ class _Description:
     def names(self, key: str, *, optional: bool = False) -> list[str]:
         return [] if optional and key not in self.manifest else [str(name) for name in self._of_type(key, list)]
 
-    @property
-    def calls(self) -> list[Inputs]:
-        """Return calls of the form of the example's; none where the archive does not tell."""
+    def calls(self, model: nn.Module, trust: Sequence[str] | bool) -> list[Inputs]:
+        """Return calls of the form of the example's for a model; none where the archive does not tell."""
+        packages = None if trust is True else {*packages_of(model), *(() if isinstance(trust, bool) else trust)}
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         try:
-            return calls_of_forms(self.manifest.get("calls", []))
+            return calls_of_forms(self.manifest.get("calls", []), packages=packages, device=device)
         except ValueError as error:
             raise ArchiveError(f"{self.where} is damaged: in its manifest, {error}") from error
 
@@ -201,16 +201,40 @@ class _Description:
         return value
 
 
-def _replayed(replay: Replay, original: nn.Module, plan: Plan, inputs: object, description: _Description) -> nn.Module:
+def _replayed(
+    replay: Replay,
+    original: nn.Module,
+    plan: Plan,
+    inputs: object,
+    description: _Description,
+    trust: Sequence[str] | bool,
+) -> nn.Module:
     """Repeat a plan on the inputs that there are, on drawn ones, or where the model refuses these, on none."""
-    phase, calls = "train" if description.training else "eval", description.calls
+    phase = "train" if description.training else "eval"
+    try:
+        calls = description.calls(original, trust)
+    except Unmade as unmade:
+        return _replayed_without(replay, original, plan, phase, inputs, str(unmade))
     if inputs is None and calls:
-        device = next((parameter.device for parameter in original.parameters()), torch.device("cpu"))
-        for call in calls:
-            call.args, call.kwargs = map_tensors(lambda tensor: tensor.to(device), tuple(call))
         with suppress(InputError):  # a model may take some numbers only
             return replay(original, plan, phase, calls, drawn=True)
     return replay(original, plan, phase, inputs)
+
+
+def _replayed_without(
+    replay: Replay, original: nn.Module, plan: Plan, phase: str, inputs: object, unmade: str
+) -> nn.Module:
+    """Repeat a plan on the inputs that there are; where it needs some, say why none are drawn."""
+    try:
+        return replay(original, plan, phase, inputs)
+    except PlanError as error:
+        if inputs is not None:
+            raise
+        package = unmade.partition(":")[0].partition(".")[0]
+        raise PlanError(
+            f"{one_line(error)}. None are drawn, since the example calls had a {unmade}, which is not imported, or of "
+            f"no package of the model's: import it and pass trust=[{package!r}]"
+        ) from error
 
 
 def _without_hooks(model: nn.Module, description: _Description) -> list[str]:

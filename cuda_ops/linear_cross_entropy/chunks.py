@@ -20,7 +20,8 @@ _LOGITS = 2**22
 
 
 ARGUMENTS = (
-    "Tensor x, Tensor weight, Tensor? bias, Tensor target, SymInt ignore_index, float label_smoothing, SymInt chunk"
+    "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, SymInt ignore_index, "
+    "float label_smoothing, float softcap, float z_loss, SymInt chunk"
 )
 """Those of a head, as all the operators take them."""
 
@@ -33,8 +34,11 @@ class Head:
     weight: Tensor
     bias: Tensor | None
     target: Tensor
+    class_weight: Tensor | None
     ignore_index: int
     label_smoothing: float
+    softcap: float
+    z_loss: float
     chunk: int
 
     @property
@@ -52,7 +56,7 @@ class Head:
         return self.x[start : start + self.step].where(kept[:, None], 0)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Return the logits of a chunk, in float32 at the least."""
+        """Return the logits of a chunk before the softcap, in float32 at the least."""
         found = torch.nn.functional.linear(rows, self.weight, self.bias)
         return found.to(wide(found.dtype))
 
@@ -68,8 +72,8 @@ class Head:
         return kept
 
 
-Rows: TypeAlias = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
-"""Take logits, targets that are in range, a scale for each row, the smoothing, and whether gradients are wanted; return
+Rows: TypeAlias = Callable[[Tensor, Tensor, Tensor, Head, bool], Tensor]
+"""Take logits, targets that are in range, a scale for each row, the head, and whether gradients are wanted; return
 losses, not scaled, and write the scaled gradients into the logits.
 """
 
@@ -79,20 +83,34 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rows_in_torch(logits: Tensor, target: Tensor, scale: Tensor, smoothing: float, wants_gradients: bool) -> Tensor:
+def rows_in_torch(logits: Tensor, target: Tensor, scale: Tensor, head: Head, wants_gradients: bool) -> Tensor:
     """Compute losses of rows, and gradients in the place of the logits."""
+    slope, smoothing, weights = None, head.label_smoothing, head.class_weight
+    if head.softcap:
+        logits.div_(head.softcap).tanh_()
+        slope = 1 - logits.square() if wants_gradients else None
+        logits.mul_(head.softcap)
     index = target[:, None]
-    picked = logits.gather(1, index)
+    picked, shares = logits.gather(1, index), logits.new_full((), 1 - smoothing)
+    if weights is not None:
+        weights = weights.to(logits.dtype)
+        shares = shares * weights[target][:, None]
+    expected, whole = shares * picked, shares
     if smoothing:
-        picked = (1 - smoothing) * picked + smoothing * logits.mean(1, keepdim=True)
+        of_all = logits.mean(1, keepdim=True) if weights is None else logits @ weights[:, None] / len(weights)
+        expected = expected + smoothing * of_all
+        whole = shares + (smoothing if weights is None else smoothing * weights.mean())
     largest = logits.amax(1, keepdim=True)
     total = logits.sub_(largest).exp_().sum(1, keepdim=True)
+    log_total = total.log() + largest
     if wants_gradients:
-        logits.mul_(scale[:, None] / total)
+        logits.mul_(scale[:, None] * (whole + 2 * head.z_loss * log_total) / total)
         if smoothing:
-            logits.sub_(scale[:, None] * (smoothing / logits.shape[1]))
-        logits.scatter_add_(1, index, (smoothing - 1) * scale[:, None])
-    return (total.log_() + largest - picked).squeeze(1)
+            logits.sub_(scale[:, None] * smoothing * (1 if weights is None else weights) / logits.shape[1])
+        logits.scatter_add_(1, index, (-shares * scale[:, None]).to(logits.dtype))
+        if slope is not None:
+            logits.mul_(slope)
+    return (whole * log_total - expected + head.z_loss * log_total.square()).squeeze(1)
 
 
 def losses(head: Head, rows: Rows = rows_in_torch) -> Tensor:
@@ -102,7 +120,7 @@ def losses(head: Head, rows: Rows = rows_in_torch) -> Tensor:
         kept = head.kept(start)
         target = head.target[start : start + head.step].where(kept, 0)
         logits, scale = head.logits(head.rows(start, kept)), kept.to(found.dtype)
-        found[start : start + head.step] = rows(logits, target, scale, head.label_smoothing, False).where(kept, 0)
+        found[start : start + head.step] = rows(logits, target, scale, head, False).where(kept, 0)
     return found
 
 
@@ -122,7 +140,7 @@ def gradients(head: Head, upstream: Tensor | None, rows: Rows = rows_in_torch) -
         chunk = head.rows(start, kept)
         logits = head.logits(chunk)
         target = head.target[start:end].where(kept, 0)
-        total += rows(logits, target, scale, head.label_smoothing, True).where(kept, 0).sum()
+        total += rows(logits, target, scale, head, True).where(kept, 0).sum()
         narrow = logits.to(x.dtype)
         torch.mm(narrow, weight, out=of_x[start:end])
         _accumulate(of_weight, narrow, chunk)

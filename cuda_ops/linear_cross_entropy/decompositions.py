@@ -93,7 +93,7 @@ def _linear_cross_entropy(
         _check_shapes(x, weight, target, classes, leaves_last)
     rows = x[..., :-1, :] if leaves_last else x
     rows, target = rows.flatten(0, -2), target.flatten().to(torch.int64)  # `cross_entropy` takes uint8, too
-    return reduced_loss(rows, weight, bias, target, ignore_index, label_smoothing, 0, reduction)
+    return reduced_loss(rows, weight, bias, target, None, ignore_index, label_smoothing, 0.0, 0.0, 0, reduction)
 
 
 def _check_shapes(x: Tensor, weight: Tensor, target: Tensor, classes: int | None, leaves_last: bool) -> None:

@@ -16,6 +16,7 @@ from ...runtime.graphs import capture_of, install, uninstall
 from ...runtime.state import STATE_MAP, sharded_like
 from ...runtime.values import Remade, class_recipe, in_class, subclass, user_class
 from ..members import seal
+from ..steps import after_steps
 from ..views import sealed_names
 from .semi_structured import forget_packed, forget_sparse, sparse_linear
 
@@ -243,11 +244,20 @@ def _settle(module: nn.Module, name: str, parameter: Tensor, gone: Tensor) -> No
     """Put the zeros back where anything was written to a parameter since that was last done."""
 
     def settle(written: Tensor) -> Tensor:
+        if written.requires_grad:
+            after_steps(module, _put_zeros_back)
         # Not counted as a write: backward passes that are under way saved the same values.
         written.data.masked_fill_(gone, 0)
         return written
 
     cast("dict[str, Cache]", vars(module)[_SETTLED])[name].of(settle, parameter)
+
+
+def _put_zeros_back(module: nn.Module) -> None:
+    """Let averages and logs read zeros behind a step; torch does not count the writes of fused optimizers."""
+    _forget(module)
+    for name in gone_of(module):
+        getattr(module, name)
 
 
 def unmask(module: nn.Module) -> None:

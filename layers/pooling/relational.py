@@ -19,6 +19,7 @@ from ...cuda_ops.triples import (
     sums_by_type,
 )
 from ...errors import UsageError, positive_integer
+from .standardized import Standardized
 
 __all__ = ["RO3Pooling", "sums_by_edges", "weights_of"]
 
@@ -54,8 +55,9 @@ class RO3Pooling(nn.Module):
     nodes and edges but for rounding; shares without weights are exact.
 
     Args:
-        channels: if given, features pass a linear layer before, and all that is computed passes a perceptron of this
-            width after; otherwise nothing is learned.
+        channels: if given, features pass a linear layer before. The means, how many triples there are of each type and
+            the logarithms of that are standardized as by a batch norm, and pass a perceptron of this width. Otherwise
+            nothing is learned.
         structure: how triples are told apart.
         in_channels: number of features of x where something is learned; `channels` by default.
         edge_channels: number of features of an edge, from which its weight is learned (a linear layer and a sigmoid);
@@ -102,10 +104,12 @@ class RO3Pooling(nn.Module):
         self.in_channels = channels if in_channels is None else in_channels
         self.edge_channels = edge_channels
         self.cap = _CAPS[structure] if cap is None else cap
-        self.before = self.after = self.gate = None
+        self.before = self.after = self.gate = self.norm = None
         if channels is not None and self.in_channels is not None:
             self.before = nn.Linear(self.in_channels, channels, device=device, dtype=dtype)
-            widening = nn.Linear(self.width(channels), channels, device=device, dtype=dtype)
+            width = self.num_types * (channels + 2)
+            self.norm = Standardized(width, device=device)
+            widening = nn.Linear(width, channels, device=device, dtype=dtype)
             self.after = nn.Sequential(widening, nn.ReLU(), nn.Linear(channels, channels, device=device, dtype=dtype))
         if edge_channels is not None:
             self.gate = nn.Linear(edge_channels, 1, device=device, dtype=dtype)
@@ -120,9 +124,9 @@ class RO3Pooling(nn.Module):
         return self.num_types * (features + 1)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
+        """Draw all parameters anew, and forget statistics of graphs."""
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, (nn.Linear, Standardized)):
                 module.reset_parameters()
 
     def forward(
@@ -142,15 +146,16 @@ class RO3Pooling(nn.Module):
         count = _number_of_graphs(batch, batch_size)
         batch = edge_index.new_zeros(x.shape[0]) if batch is None else batch
         hidden = x if self.before is None else self.before(x)
-        pooled, has_triples = self._pooled(hidden, edge_index, edge_attr, batch, count)
-        if self.after is None:
-            return pooled.to(x.dtype)
-        return self.after(pooled.to(hidden.dtype)) * has_triples.to(hidden.dtype)
+        means, counts, triples = self._pooled(hidden, edge_index, edge_attr, batch, count)
+        if self.after is None or self.norm is None:
+            return torch.cat([means, counts / triples.clamp(min=1)], 1).to(x.dtype)
+        known = torch.cat([means, counts, counts.clamp(min=0).log1p()], 1)
+        return self.after(self.norm(known, triples > 0).to(hidden.dtype)) * (triples > 0).to(hidden.dtype)
 
     def _pooled(
         self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None, batch: Tensor, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return means and shares [graphs, width], and which graphs have triples at all [graphs, 1]."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the means [graphs, types * C] and numbers of triples [graphs, types] by type, and of all of them."""
         is_dense = self.structure != "adjacency"
         edges, place = oriented_edges(edge_index, batch, count, self.node_limit if is_dense else -1)
         exact = torch.float32 if x.device.type == "mps" else torch.float64
@@ -163,7 +168,7 @@ class RO3Pooling(nn.Module):
             weights = weights_of(edges, place, self._weights(edge_attr), exact)
             sums = sums_by_edges(counted, weights, edges, batch, count, self.memory_limit)
         nodes = x.new_zeros(count, 1, dtype=exact).index_add(0, batch, counted[:, -1:])
-        return _means_and_shares(sums, nodes * (nodes - 1) * (nodes - 2) / 6)
+        return *_means_and_counts(sums), nodes * (nodes - 1) * (nodes - 2) / 6
 
     def _weights(self, edge_attr: Tensor | None) -> Tensor | None:
         if edge_attr is None:
@@ -210,13 +215,12 @@ class RO3Pooling(nn.Module):
         return f"{learned}structure={self.structure!r}{cap}{edges}"
 
 
-def _means_and_shares(sums: Tensor, triples: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the sums [graphs, types, C + 1], the last of ones, say of each type; and where triples are."""
+def _means_and_counts(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the sums [graphs, types, C + 1], the last of ones, say of each type."""
     values, counts = sums[..., :-1], sums[..., -1:]
     means = torch.where(counts == 0, 0.0, values / counts.clamp(min=1))
     rooted = means * (means.square() + _SMALL).pow(-1 / 3)
-    shares = counts.squeeze(2) / triples.clamp(min=1)
-    return torch.cat([rooted.flatten(1), shares], 1), triples > 0
+    return rooted.flatten(1), counts.squeeze(2)
 
 
 def _number_of_graphs(batch: Tensor | None, batch_size: int | None) -> int:

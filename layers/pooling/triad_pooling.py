@@ -80,8 +80,16 @@ class SelectTriads(Select):
         if self.triads == "all":
             found = disjoint_wedges(edges, falling)
         else:
-            found = disjoint_triads(triangles(edges, len(order)).t(), falling)
+            found = self._closed_or_wedges(edges, falling, batch[order])
         return order[found if self.min_score is not None else found[self._within(found, batch[order])]]
+
+    def _closed_or_wedges(self, edges: Tensor, score: Tensor, graph: Tensor) -> Tensor:
+        """Return disjoint triangles [triads, 3]; in graphs that have none, other connected triads."""
+        closed = triangles(edges, len(score)).t()
+        has_closed = torch.zeros_like(graph.bincount(), dtype=torch.bool)
+        has_closed[graph[closed[:, 0]]] = True
+        wedges = disjoint_wedges(edges[:, ~has_closed[graph[edges[0]]]], score)
+        return torch.cat([disjoint_triads(closed, score), wedges])
 
     def _within(self, found: Tensor, batch: Tensor) -> Tensor:
         """Return which of the triads, the best first, are left when each graph is to keep a part of its nodes."""
@@ -135,7 +143,8 @@ class RO3TriadPooling(nn.Module):
         in_channels: size of each node's features.
         ratio: what part of a graph's nodes is kept at least, as a float, or how many, as an int. As a triad becomes one
             node, no less than a third is ever kept. Not read where `min_score` is given.
-        triads: `"closed"` takes triangles, `"all"` three connected nodes.
+        triads: `"closed"` takes triangles and, in a graph that has none, three connected nodes; `"all"` takes three
+            connected nodes everywhere.
         min_score: where given, all disjoint triads with a higher gate are taken.
         multiplier: what features are multiplied by after pooling.
         nonlinearity: :math:`\sigma`, a name or a callable.

@@ -21,8 +21,8 @@ __all__ = ["StateMap"]
 SCHEMA_VERSION = 1
 _ZEROS = (
     "the state dict has the original shapes, with zeros in the places of what a lossy pass cut away, in {}: the "
-    "original computes something else with it; fxopt.plan(model) says what is gone, and fxopt.save keeps the result as "
-    "it is"
+    "original computes something else with it; fxopt.save_compact(model, folder) writes the sizes that are left, and "
+    "fxopt.save an archive"
 )
 
 

@@ -46,6 +46,69 @@ def test_loss_and_gradients_are_those_of_the_plain_head(reduction: str, smoothin
         )
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "weights": {"class_weight": torch.rand(19, dtype=torch.float64)},
+    "softcap": {"softcap": 1.5},
+    "z-loss": {"z_loss": 0.1},
+    "all": {"class_weight": torch.rand(19, dtype=torch.float64), "softcap": 1.5, "z_loss": 0.1},
+}
+
+
+def written_out(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor, *, reduction: str, smoothing: float,
+    class_weight: Tensor | None = None, softcap: float = 0.0, z_loss: float = 0.0,
+) -> Tensor:  # fmt: skip
+    logits, target = F.linear(x, weight, bias).flatten(0, -2), target.flatten()
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    loss = F.cross_entropy(logits, target, class_weight, reduction=reduction, label_smoothing=smoothing)
+    squares = z_loss * logits.logsumexp(-1).square().where(target != -100, 0)
+    return loss + {"none": squares, "sum": squares.sum(), "mean": squares.sum() / (target != -100).sum()}[reduction]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weights_of_classes_softcap_and_z_loss(options: str, reduction: str, smoothing: float):
+    x, weight, target, bias = head()
+    chosen: dict[str, Any] = {"reduction": reduction, **OPTIONS[options]}
+    got = linear_cross_entropy(x, weight, target, bias, label_smoothing=smoothing, chunk=5, **chosen)
+    expected = written_out(x, weight, target, bias, smoothing=smoothing, **chosen).view(got.shape)
+    torch.testing.assert_close(got, expected)
+    given, upstream = [x, weight, bias], torch.randn_like(got)
+    found = torch.autograd.grad(got, given, upstream, create_graph=True)
+    first = torch.autograd.grad(expected, given, upstream, create_graph=True)
+    torch.testing.assert_close(found, first)
+    second = [torch.autograd.grad(sum(each.square().sum() for each in of), given) for of in (found, first)]
+    torch.testing.assert_close(*second)
+    with torch.no_grad():
+        again = linear_cross_entropy(x, weight, target, bias, label_smoothing=smoothing, **chosen)
+    torch.testing.assert_close(again, got)
+
+
+@pytest.mark.parametrize("name", ["", "_step", "_sum", "_backward"])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_each_operator_passes_opcheck(name: str, requires_grad: bool):
+    x, weight, bias = (torch.randn(shape, requires_grad=requires_grad) for shape in ((6, 4), (5, 4), (5,)))
+    given = (x, weight, bias, torch.tensor([0, 1, -100, 4, 3, 2]), torch.rand(5), -100, 0.1, 2.0, 0.01, 0)
+    operator = getattr(torch.ops.fxopt, f"linear_cross_entropy{name}").default
+    torch.library.opcheck(operator, (torch.rand(6), *given) if name == "_backward" else given)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"class_weight": torch.rand(4)}, r"class_weight is torch.float32 of shape \(4,\); expected floats of shape"),
+        ({"class_weight": torch.ones(19, dtype=torch.int64)}, "class_weight is torch.int64"),
+        ({"class_weight": torch.rand(19).requires_grad_()}, "class_weight gets no gradient"),
+        ({"softcap": -1.0}, "softcap is -1.0"),
+        ({"z_loss": -1.0}, "z_loss -1.0"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, Any], reason: str):
+    with pytest.raises(fxopt.UsageError, match=reason):
+        linear_cross_entropy(*head(), **options)
+
+
 def test_gradients_can_be_taken_twice_over():
     x, weight, target, _ = head()
     loss = linear_cross_entropy(x, weight, target)
@@ -98,7 +161,7 @@ def test_a_step_takes_a_fifth_of_the_memory_and_less():
         torch.autograd.grad(plain(x, weight, target), leaves)
     with LiveBytes() as chunked, torch.no_grad():
         chunked.expect(leaves)
-        gradients(Head(x, weight, None, target, -100, 0.0, 32), None)
+        gradients(Head(x, weight, None, target, None, -100, 0.0, 0.0, 0.0, 32), None)
     assert (chunked.peak - beside) * 5 <= whole.peak - beside
 
 

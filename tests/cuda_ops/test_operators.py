@@ -100,19 +100,19 @@ CALLS: dict[str, Mapping[str, Make]] = {
         "silu": lambda t: (fixed(3, 4, dtype=t), fixed(3, 4, dtype=t), fixed(3, 4, dtype=t), "silu"),
     },
     "linear_cross_entropy": {
-        "biased": lambda t: (*head(t), -100, 0.1, 2),
-        "plain": lambda t: (leaf(5, 4, dtype=t), leaf(6, 4, dtype=t), None, TARGET, -100, 0.0, 0),
-        "empty": lambda t: (leaf(0, 4, dtype=t), leaf(6, 4, dtype=t), None, TARGET[:0], -100, 0.0, 0),
+        "biased": lambda t: (*head(t), None, -100, 0.1, 0.0, 0.0, 2),
+        "plain": lambda t: (leaf(5, 4, dtype=t), leaf(6, 4, dtype=t), None, TARGET, None, -100, 0.0, 0.0, 0.0, 0),
+        "empty": lambda t: (leaf(0, 4, dtype=t), leaf(6, 4, dtype=t), None, TARGET[:0], None, -100, 0.0, 0.0, 0.0, 0),
     },
     "linear_cross_entropy_sum": {
-        "biased": lambda t: (*head(t), -100, 0.1, 2),
-        "plain": lambda t: (leaf(5, 4, dtype=t), leaf(6, 4, dtype=t), None, TARGET, -100, 0.0, 3),
+        "biased": lambda t: (*head(t), None, -100, 0.1, 0.0, 0.0, 2),
+        "plain": lambda t: (leaf(5, 4, dtype=t), leaf(6, 4, dtype=t), None, TARGET, None, -100, 0.0, 0.0, 0.0, 3),
     },
     "linear_cross_entropy_step": {
-        "biased": lambda t: (*(each.detach() for each in head(t)), -100, 0.1, 2),
+        "biased": lambda t: (*(each.detach() for each in head(t)), None, -100, 0.1, 0.0, 0.0, 2),
     },
     "linear_cross_entropy_backward": {
-        "biased": lambda t: (fixed(5, dtype=t), *(each.detach() for each in head(t)), -100, 0.1, 2),
+        "biased": lambda t: (fixed(5, dtype=t), *(e.detach() for e in head(t)), None, -100, 0.1, 0.0, 0.0, 2),
     },
     "rms_norm": {
         "added": lambda t: (leaf(3, 4, dtype=t), leaf(4, dtype=t), leaf(3, 4, dtype=t), 1e-6),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,22 @@ class Looping(nn.Module):
         for step in steps:
             total = total + step * scale
         return self.norm(self.linear(total))
+
+
+@dataclass
+class Steps:
+    """What a call is given beside numbers: a length, which example inputs tell."""
+
+    values: torch.Tensor
+    before: list[torch.Tensor] | None = None
+
+
+class Walking(Looping):
+    """Take its steps from an object, and more where it holds more."""
+
+    def forward(self, steps: Steps) -> torch.Tensor:
+        before = [] if steps.before is None else steps.before
+        return super().forward(torch.cat([*before, steps.values]), scale=1.0)
 
 
 @pytest.fixture
@@ -64,3 +81,21 @@ def test_without_a_form_or_where_the_model_refuses_it_inputs_are_asked_for(
     fxopt.save(saved[1], tmp_path / "older.fxopt")
     with pytest.raises(PlanError, match="give example_inputs="):
         fxopt.load(tmp_path / "older.fxopt", model=Looping().eval())
+
+
+def test_objects_among_the_arguments_are_drawn_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def given() -> Steps:
+        return Steps(torch.randn(3, 1, 4), [torch.randn(2, 1, 4)])
+
+    fast = fxopt.optimize(Walking().eval(), "fold_batchnorm", example_inputs=(given(),), measure=False)
+    assert any(decision.status == "applied" for decision in fxopt.plan(fast).decisions)
+    fxopt.save(fast, tmp_path / "model.fxopt")
+    steps = given()
+    loaded = fxopt.load(tmp_path / "model.fxopt", model=Walking().eval())
+    assert torch.equal(loaded(steps), fast(steps))
+    monkeypatch.setattr(archive, "packages_of", lambda model: {"elsewhere"})
+    with pytest.raises(PlanError, match=rf"{__name__}:Steps.*pass trust="):
+        fxopt.load(tmp_path / "model.fxopt", model=Walking().eval())
+    package = __name__.partition(".")[0]
+    for more in ({"trust": package}, {"trust": True}, {"example_inputs": (given(),)}):
+        assert torch.equal(fxopt.load(tmp_path / "model.fxopt", model=Walking().eval(), **more)(steps), fast(steps))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...runtime.values import DTYPES
 from ..examples import Generating, Inputs
+from .object_forms import Unmade, class_of, class_text, held_by, made_of
 
 __all__ = ["call_forms", "calls_of_forms"]
 
@@ -19,6 +20,7 @@ _MOST_ELEMENTS = 2**24
 _DEEPEST = 20
 _LARGEST = 2**53
 _SEED = 0
+_CPU = torch.device("cpu")
 
 
 class _NoForm(Exception):
@@ -26,8 +28,8 @@ class _NoForm(Exception):
 
 
 def call_forms(calls: Sequence[Inputs]) -> list[dict[str, Any]]:
-    """Return what calls look like, or nothing where one has other arguments than tensors, numbers, text and containers.
-    Of a tensor these are shape, dtype, smallest and largest number, and whether the numbers of a vector ascend.
+    """Return what calls look like, or nothing where JSON cannot describe an argument. Of a tensor these are its shape,
+    dtype, smallest and largest number, and whether a vector ascends; of an object its class and what it holds.
     """
     try:
         forms: list[dict[str, Any]] = [
@@ -40,32 +42,61 @@ def call_forms(calls: Sequence[Inputs]) -> list[dict[str, Any]]:
             for call in calls
         ]
         calls_of_forms(forms, draw=False)
-    except (_NoForm, ValueError):
+    except (_NoForm, Unmade, ValueError):
         return []
     return forms
 
 
-def calls_of_forms(forms: object, *, draw: bool = True) -> list[Inputs]:
-    """Return calls of these forms; equal forms give equal calls. Without `draw`, tensors are on the meta device.
-    ValueError if they are none, or ask for more elements than are drawn.
+def calls_of_forms(
+    forms: object, *, packages: Collection[str] | None = None, device: torch.device = _CPU, draw: bool = True
+) -> list[Inputs]:
+    """Return calls of these forms, with tensors on a device; equal forms give equal calls. Objects are of classes from
+    these packages (None: from all), and none of their code runs. Without `draw`, tensors are on the meta device.
+    ValueError if they are no forms, or ask for more elements than are drawn; Unmade if they have other objects.
     """
-    reader = _Reader(draw)
+    reader = _Reader(packages, device, draw)
     if not isinstance(forms, list):
         raise ValueError("the forms of calls are not a list")
     return [reader.call(form) for form in cast("list[object]", forms)]
 
 
-def _form(value: object, depth: int = 0) -> Any:
+def _form(value: object, depth: int = 0, holder: type | None = None) -> Any:
+    """Return the form of a value, which an object of the class `holder` holds."""
     if depth > _DEEPEST:
         raise _NoForm
     if value is None or isinstance(value, (bool, str, int, float)):
         return _plain(value)
     if type(value) is Tensor and value.layout == torch.strided and not value.is_meta:
         return _tensor_form(value)
-    if type(value) in (tuple, list):
+    if type(value) in (tuple, list, torch.Size):
         return {type(value).__name__: [_form(item, depth + 1) for item in cast("Sequence[Any]", value)]}
-    if type(value) is dict and all(type(key) is str for key in cast("dict[Any, Any]", value)):
-        return {"dict": {key: _form(item, depth + 1) for key, item in cast("dict[str, Any]", value).items()}}
+    if type(value) is dict:
+        return _dict_form(cast("dict[Any, Any]", value), depth)
+    held = held_by(value)
+    if held is None:
+        return _constant_form(value, holder)
+    kind = type(value)
+    return {"object": class_text(kind), "holds": {name: _form(part, depth + 1, kind) for name, part in held.items()}}
+
+
+def _constant_form(value: object, holder: type | None) -> dict[str, Any]:
+    if isinstance(value, slice):
+        limits = cast("slice[Any, Any, Any]", value)
+        return {"slice": [_form(each) for each in (limits.start, limits.stop, limits.step)]}
+    if isinstance(value, torch.dtype) and _dtype_name(value) in DTYPES:
+        return {"dtype": _dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"device": value.type}  # for people: the value is the device of the tensors that are drawn
+    if isinstance(value, type) and holder is not None and value.__module__ == holder.__module__:
+        return {"class": class_text(value)}
+    raise _NoForm
+
+
+def _dict_form(value: dict[Any, Any], depth: int) -> dict[str, Any]:
+    if all(type(key) is str for key in value):
+        return {"dict": {key: _form(item, depth + 1) for key, item in value.items()}}
+    if all(type(key) in (str, int, bool, type(None)) for key in value):
+        return {"pairs": [[_plain(key), _form(item, depth + 1)] for key, item in value.items()]}
     raise _NoForm
 
 
@@ -78,7 +109,7 @@ def _plain(value: str | float | None) -> str | float | None:
 
 
 def _tensor_form(tensor: Tensor) -> dict[str, Any]:
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = _dtype_name(tensor.dtype)
     if name not in DTYPES:
         raise _NoForm
     values = tensor.detach()
@@ -90,11 +121,15 @@ def _tensor_form(tensor: Tensor) -> dict[str, Any]:
     return {"tensor": name, "shape": list(tensor.shape), "low": low, "high": high, "ascending": ascending}
 
 
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class _Reader:
     """Make calls of their forms, checking each entry as it is read."""
 
-    def __init__(self, draw: bool) -> None:
-        self._draw = draw
+    def __init__(self, packages: Collection[str] | None, device: torch.device, draw: bool) -> None:
+        self._packages, self._device, self._draw = packages, device, draw
         self._left = _MOST_ELEMENTS
         self._random = torch.Generator().manual_seed(_SEED)
 
@@ -109,21 +144,53 @@ class _Reader:
         named = cast("dict[str, Any]", kwargs)
         return Generating(*args, **named) if generating else Inputs.of_part(module, *args, **named)
 
-    def _value(self, form: object, depth: int = 0) -> Any:
+    def _value(self, form: object, depth: int = 0, holder: type | None = None) -> Any:
         if depth > _DEEPEST:
             raise ValueError("the form of a call is too deep")
         if form is None or isinstance(form, (bool, int, float, str)):
             return form
         fields = _object(form)
-        if "tensor" in fields:
-            return self._tensor(fields)
-        kind, items = next(iter(fields.items()), ("", None))
-        if kind in ("tuple", "list") and isinstance(items, list):
-            values = [self._value(item, depth + 1) for item in cast("list[object]", items)]
+        match next(iter(fields.items()), ("", None)):
+            case "tensor", _:
+                return self._tensor(fields)
+            case "object", str(text):
+                return self._made(text, _object(fields.get("holds")), depth)
+            case "class", str(text) if holder is not None and text.partition(":")[0] == holder.__module__:
+                return class_of(text, self._packages)
+            case "dict", items:
+                return {key: self._value(item, depth + 1) for key, item in _object(items).items()}
+            case "dtype", str(name) if name in DTYPES:
+                return DTYPES[name]
+            case "device", str():
+                return self._device
+            case kind, items:
+                return self._container(kind, items, depth)
+
+    def _container(self, kind: str, given: object, depth: int) -> Any:
+        if not isinstance(given, list):
+            raise ValueError("the form of an argument is malformed")
+        items = cast("list[object]", given)
+        if kind == "pairs":
+            return dict(self._pair(item, depth) for item in items)
+        values = [self._value(item, depth + 1) for item in items]
+        if kind == "Size" and all(type(value) is int for value in values):
+            return torch.Size(values)
+        if kind == "slice" and len(values) == 3:
+            return slice(*values)
+        if kind in ("tuple", "list"):
             return tuple(values) if kind == "tuple" else values
-        if kind == "dict" and isinstance(items, dict):
-            return {key: self._value(item, depth + 1) for key, item in cast("dict[str, object]", items).items()}
         raise ValueError("the form of an argument is malformed")
+
+    def _pair(self, item: object, depth: int) -> tuple[Any, Any]:
+        match cast("list[object]", item) if isinstance(item, list) else []:
+            case [None | str() | int() as key, form]:
+                return key, self._value(form, depth + 1)
+            case _:
+                raise ValueError("the form of an argument is malformed")
+
+    def _made(self, text: str, held: Mapping[str, Any], depth: int) -> Any:
+        cls = class_of(text, self._packages)
+        return made_of(cls, {name: self._value(part, depth + 1, cls) for name, part in held.items()})
 
     def _tensor(self, fields: Mapping[str, Any]) -> Tensor:
         name = fields["tensor"]
@@ -137,7 +204,7 @@ class _Reader:
             raise ValueError("the form of a tensor is malformed")
         if not self._draw:
             return torch.empty(shape, dtype=dtype, device="meta")
-        return self._filled(shape, dtype, low, high, ascending=fields.get("ascending") is True)
+        return self._filled(shape, dtype, low, high, ascending=fields.get("ascending") is True).to(self._device)
 
     def _filled(self, shape: list[int], dtype: torch.dtype, low: float, high: float, *, ascending: bool) -> Tensor:
         count = math.prod(shape)

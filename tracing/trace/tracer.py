@@ -316,6 +316,8 @@ class ModuleTracer:
         value = proxy.fxopt_value
         if name in _REFUSED and (value is UNKNOWN or isinstance(value, Tensor)):
             self.fail("it turns a tensor into a numpy array" if name == "numpy" else f"it calls .{name} on a value")
+        if value is UNKNOWN and proxy.node.op == "placeholder" and not hasattr(Tensor, name):
+            self.fail(f"only example inputs can give what .{name} of an argument is")
         if isinstance(value, Mapping) and name in ("keys", "values", "items"):
             return lambda: self._mapping_part(proxy, name)
         owner: Any = Tensor if value is UNKNOWN else proxy.fxopt_value

@@ -51,7 +51,7 @@ class GraphPooling(Pass):
         source: what is replaced: `mean`, `add` and `max` readouts, `topk` and `sag` coarsening; by default all
             these. `asap` and `edge` are found, and refused with the reason.
         structure: of `RO3Pooling`: `adjacency`, `distance` or `codegree`.
-        triads: of `RO3TriadPooling`: `closed` or `all`.
+        triads: of `RO3TriadPooling`: `closed` (wedges in graphs without triangles) or `all`.
         seed: of the new parameters.
     """
 
@@ -159,7 +159,8 @@ class GraphPooling(Pass):
         near = next((p for p in beside.parameters() if p.is_floating_point()), None)
         module = module if near is None else module.to(near)
         for part in module.modules():
-            added = tuple(name for name, _ in part.named_parameters(recurse=False))
+            own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+            added = tuple(name for name, _ in own)
             if added:
                 part.__dict__[ADDED_TENSORS] = added
         module.register_load_state_dict_pre_hook(_keep_what_is_missing)

@@ -72,7 +72,8 @@ class Ranking:
         return [1 if g.kind in few else multiple for g, multiple in zip(self.groups, multiples, strict=True)]
 
     def _left_of_each(self, share: float) -> list[int]:
-        counts = [group.size - round(share * group.size) for group in self.groups]
+        shares = [share if self.wanted.ratios is None else self.wanted.share_of(group.name) for group in self.groups]
+        counts = [group.size - round(each * group.size) for group, each in zip(self.groups, shares, strict=True)]
         # A target may need more than a small layer can give.
         may_stop = self.wanted.target != "units"
         counts = [

@@ -14,11 +14,12 @@ from ...passes.sites import Refusal, Site
 from ...runtime.state import packed
 from ...tracing.program import Program
 from .amounts import Ranking, chosen_for_target
+from .batches import is_fed_plainly
 from .costs import Cost, DoesNotRun, cost_of, multiples_of, with_costs
 from .dependency_groups import Group, Refused, coupling
-from .masks import Target, chosen, kernel_for, order_of_inputs, scores_of, targets, weakest_of
-from .options import Options
-from .scores import NoScores, scores_of_units
+from .masks import Target, Values, chosen, kernel_for, order_of_inputs, scores_of, targets, weakest_of
+from .options import Options, check_names
+from .scores import CRITERIA, NoScores, scores_of_units
 from .sites import Chosen, sites_of
 
 __all__ = ["find"]
@@ -30,11 +31,12 @@ def find(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
 
 
 def _weights(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
-    found = [_as_fits(each, wanted) for each in targets(program, wanted.keep)]
+    found = [_as_fits(each, program, wanted) for each in targets(program, wanted.keep)]
     yield from (each for each in found if isinstance(each, Refusal))
     fitting = [each for each in found if isinstance(each, Target)]
+    check_names(wanted, [each.owner for each in fitting])
     orders: dict[str, list[int]] = {}
-    gone = _of_neighbours(fitting, wanted, orders) if wanted.method == "nm" else _of_all(fitting, wanted)
+    gone = _gone(program, fitting, wanted, orders)
     owners: dict[str, list[Target]] = defaultdict(list)
     for target in fitting:
         owners[target.owner].append(target)
@@ -45,38 +47,42 @@ def _weights(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
         if orders:
             data["order"] = {target.name: orders[target.path] for target in mine}
         detail = _detail(mine, list(flags.values()), wanted)
-        if wanted.method == "nm":
+        if wanted.method == "nm" and wanted.schedule == "one_shot":
             data["sparse"], said = kernel_for(program, mine[0], flags[mine[0].name], wanted)
             detail = f"{detail}, {said}"
         yield Site(program, owner, {}, detail=detail, data=data)
 
 
-def _as_fits(found: Target | Refusal, wanted: Options) -> Target | Refusal:
-    """Return a target, or why its inputs make no whole groups."""
-    if isinstance(found, Refusal) or wanted.method != "nm":
+def _as_fits(found: Target | Refusal, program: Program, wanted: Options) -> Target | Refusal:
+    """Return a target, or why its inputs make no whole groups, or are not seen."""
+    if isinstance(found, Refusal):
         return found
+    module = program.module(found.owner)
+    if wanted.criterion == "wanda" and not (wanted.scores or is_fed_plainly(module)):
+        return Refusal(f"criterion=wanda does not see what its {found.name} is multiplied with", found.owner)
     count, of = found.weight.shape[found.inputs], wanted.kept_of[1]
     reason = f"the {count} inputs of its {found.name} make no whole groups of {of}"
-    return Refusal(reason, found.owner) if count % of else found
+    return Refusal(reason, found.owner) if wanted.method == "nm" and count % of else found
 
 
-def _of_all(found: Sequence[Target], wanted: Options) -> dict[str, Tensor]:
-    """Return which elements of each weight are zero for good, by its qualified name; what was gone before stays so."""
-    gone = {target.path: target.gone for target in found}
-    if wanted.schedule != "one_shot":
-        return gone
-    return chosen({target.path: target.weight for target in found}, gone, wanted, wanted.amount)
+def _gone(
+    program: Program, found: Sequence[Target], wanted: Options, orders: dict[str, list[int]]
+) -> dict[str, Tensor]:
+    """Return which elements of each weight are zero for good, by its qualified name; what was gone before stays so.
 
-
-def _of_neighbours(found: Sequence[Target], wanted: Options, orders: dict[str, list[int]]) -> dict[str, Tensor]:
-    """Return the same where N of M stay; `orders` is told in which order the inputs of each weight are grouped."""
-    weights, gone = {t.path: t.weight for t in found}, {t.path: t.gone for t in found}
-    scores, (kept, of), masks = scores_of(weights, gone, wanted), wanted.kept_of, dict[str, Tensor]()
+    `orders` is told in which order the inputs of each weight are grouped, if not as they lie.
+    """
+    if wanted.schedule != "one_shot" or not found:
+        return {target.path: target.gone for target in found}
+    make = CRITERIA[wanted.criterion].weights
+    values: Values = (lambda _, weight: weight.abs()) if make is None else make(program, wanted)
+    if not (wanted.method == "nm" and wanted.permute):
+        return chosen(found, wanted, values)
+    scores, (kept, of), masks = scores_of(found, wanted, values), wanted.kept_of, dict[str, Tensor]()
     for target in found:
-        order = order_of_inputs(scores[target.path], target.inputs, kept, of) if wanted.permute else None
-        if order is not None:
-            orders[target.path] = order.tolist()
-        masks[target.path] = weakest_of(scores[target.path], target.inputs, kept, of, order) | gone[target.path]
+        order = order_of_inputs(scores[target.path], target.inputs, kept, of)
+        orders[target.path] = order.tolist()
+        masks[target.path] = weakest_of(scores[target.path], target.inputs, kept, of, order) | target.gone
     return masks
 
 
@@ -84,8 +90,10 @@ def _detail(targets: Sequence[Target], gone: Sequence[Tensor], wanted: Options) 
     """Say how much is gone, by which pattern, and what a schedule plans."""
     zeros, size = sum(int(flags.sum()) for flags in gone), sum(flags.numel() for flags in gone)
     said = f"{zeros} of {size} weights are zero"
+    pattern = ":".join(map(str, wanted.kept_of))
     if wanted.method == "nm":
-        return f"{said}, {':'.join(map(str, wanted.kept_of))}"
+        later = "" if wanted.schedule == "one_shot" else f"; a PruningSchedule brings that to it ({wanted.schedule})"
+        return f"{said}, {pattern}{later}"
     if wanted.schedule != "one_shot":
         share = "of all layers" if wanted.scope == "global" else "of each layer"
         return f"{said}; a PruningSchedule brings that to {wanted.amount:g} {share} ({wanted.schedule})"
@@ -98,6 +106,7 @@ def _units(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
     of_kind = [group for group in found.groups if group.kind in wanted.kinds]
     obstacles = [(group, _obstacle(program, group, wanted)) for group in of_kind]
     groups = [group for group, reason in obstacles if reason is None]
+    check_names(wanted, [group.name for group in groups])
     left_out = [Refused(group.name, reason) for group, reason in obstacles if reason is not None]
     yield from _refusals((*found.refused, *left_out))
     scores = scores_of_units(program, groups, wanted)
@@ -151,7 +160,7 @@ def _too_few(group: Group, wanted: Options) -> str | None:
     goes_to = f"each token goes to {group.least} of its {group.size} experts"
     if group.size <= group.least:
         return goes_to
-    left = group.size - round(wanted.amount * group.size)
+    left = group.size - round(wanted.share_of(group.name) * group.size)
     is_exact = wanted.scope == "layer" and wanted.target == "units"
     return f"{goes_to}, and amount={wanted.amount:g} would leave {left}" if is_exact and left < group.least else None
 

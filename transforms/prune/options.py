@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ...errors import UsageError, did_you_mean, expect
 from ...passes.contract import Pass, check_option_types, check_options_read, module_words
 
-__all__ = ["Kind", "Options", "check_score", "check_scores", "check_weights"]
+__all__ = ["Kind", "Options", "check_names", "check_score", "check_scores", "check_weights"]
 
 Kind = Literal["channels", "heads", "hidden", "experts"]
 """What a unit is: a channel of convolutions, an attention head, a hidden unit of linears, a whole expert."""
@@ -30,20 +31,23 @@ class Options(Pass):
 
     method: Literal["magnitude", "random", "nm", "structured"] = "magnitude"
     amount: float = 0.5
-    scope: Literal["global", "layer"] = "global"
+    scope: Literal["global", "layer", "row"] = "global"
     norm: Literal["l1", "l2"] = "l2"
     pattern: str | None = None
     permute: bool = False
     keep: tuple[str, ...] = ()
     schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
     seed: int = 0
-    criterion: Literal["magnitude", "batchnorm", "taylor", "routing", "random"] = "magnitude"
+    criterion: Literal[
+        "magnitude", "lamp", "fpgm", "batchnorm", "taylor", "hessian", "wanda", "routing", "random"
+    ] = "magnitude"  # fmt: skip
     kinds: tuple[Kind, ...] = KINDS
     target: Literal["units", "parameters", "flops", "latency"] = "units"
     round_to: int = 1
     scores: Scores | None = field(default=None, compare=False, repr=False)
     loss: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     data: Iterable[Any] | None = field(default=None, compare=False, repr=False)
+    ratios: Mapping[str, float] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", module_words(self.name, "keep", self.keep))
@@ -56,8 +60,15 @@ class Options(Pass):
             raise UsageError(
                 "pass 'prune': a schedule ranks by magnitude, later than now; leave scores or schedule out"
             )
+        if self.schedule != "one_shot" and self.permute:
+            raise UsageError("pass 'prune': a schedule groups inputs as they lie; leave permute or schedule out")
         check_options_read("prune", self, "method", _READ_BY)
-        _check_runs(self)
+        _check_shares(self)
+
+    def share_of(self, layer: str) -> float:
+        """Return the share that goes of a layer: that of the first name in `ratios` that fits, or `amount`."""
+        fitting = (share for name, share in (self.ratios or {}).items() if fnmatchcase(layer, name))
+        return next(fitting, self.amount)
 
     @property
     def kept_of(self) -> tuple[int, int]:
@@ -73,11 +84,13 @@ class Options(Pass):
 _READ_BY = {
     "amount": ("magnitude", "random", "structured"),
     "scope": ("magnitude", "random", "structured"),
-    "schedule": ("magnitude", "random"),
+    "schedule": ("magnitude", "random", "nm"),
     "seed": ("random", "structured"),
     "scores": ("magnitude", "nm", "structured"),
     **dict.fromkeys(("pattern", "permute"), ("nm",)),
-    **dict.fromkeys(("norm", "criterion", "kinds", "target", "round_to"), ("structured",)),
+    "ratios": ("magnitude", "random", "structured"),
+    "criterion": ("magnitude", "nm", "structured"),
+    **dict.fromkeys(("norm", "kinds", "target", "round_to"), ("structured",)),
 }
 """Option -> the methods that read it; all read the others, or none without `criterion`."""
 
@@ -98,17 +111,30 @@ def _check_numbers(options: Options) -> None:
         raise _wrong("seed", options.seed, "give a number from 0 to below 2**63")
 
 
-def _check_runs(options: Options) -> None:
-    """Make sure that a criterion that runs the model has what it needs, and others are not given it."""
-    loss, data = options.loss, options.data
-    if loss is not None and not callable(loss):
-        raise _wrong("loss", loss, "give a function")
-    if (loss is not None or data is not None) and options.criterion not in ("taylor", "routing"):
-        raise UsageError("pass 'prune': loss= and data= are for criterion=taylor and routing; leave them out")
-    if options.criterion == "routing" and loss is not None and data is None:
-        raise UsageError("pass 'prune': loss= of criterion=routing runs the model on batches; give these as data=")
-    if data is not None and loss is None:
-        raise UsageError("pass 'prune': data= needs loss=, a function of the model and a batch")
+def _check_shares(options: Options) -> None:
+    """Make sure that each layer's share is one, and that the scope asks for shares of layers."""
+    ratios: object = options.ratios
+    if options.scope == "row" and options.method == "structured":
+        raise UsageError("pass 'prune': scope=row is of single weights; units are in no row: give scope=layer")
+    if ratios is None:
+        return
+    expect(ratios, Mapping, "pass 'prune': ratios", "a dictionary: name of a layer, which may hold `*` -> share")
+    if options.scope == "global" or options.target != "units" or options.schedule != "one_shot":
+        raise UsageError(
+            "pass 'prune': ratios= are shares of single layers, removed at once; give scope=layer, no target and no "
+            "schedule"
+        )
+    for name, share in cast("Mapping[object, object]", ratios).items():
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise _wrong(f"ratios[{name!r}]", share, "give the share to remove, from 0 to below 1")
+
+
+def check_names(options: Options, layers: Sequence[str]) -> None:
+    """Raise UsageError where `ratios` names no layer that is pruned."""
+    for name in options.ratios or ():
+        if not any(fnmatchcase(layer, name) for layer in layers):
+            near = did_you_mean(name, layers)
+            raise UsageError(f"pass 'prune': ratios names {name!r}, which is no layer that is pruned{near}")
 
 
 def _wrong(name: str, value: object, advice: str) -> UsageError:

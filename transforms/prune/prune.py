@@ -17,6 +17,7 @@ from ...tracing.program import Program
 from .amounts import check_target
 from .find import find
 from .options import Options, check_scores, check_weights
+from .scores import check_criterion
 from .write import reference, rewrite
 
 __all__ = ["Prune"]
@@ -33,7 +34,10 @@ class Prune(Options):
         method: `magnitude` and `random` choose single weights; `nm` keeps N of M neighbours (`pattern`); `structured`
             removes channels, heads, hidden units and experts.
         amount: the share that goes, from 0 to below 1.
-        scope: `global` ranks the weights of all layers together, `layer` takes the share from each.
+        scope: `global` ranks the weights of all layers together, `layer` takes the share from each, `row` from what
+            each output is computed from.
+        ratios: shares of single layers, in the place of `amount`: names, which may hold `*`, of layers or of groups of
+            units, and shares; the first that fits counts.
         norm: by which structured pruning measures a unit; single weights come in the same order by both.
         pattern: of `nm`: how many of how many neighbours along a row stay; 2:4 by default.
         permute: of `nm`: group inputs in an order in which less is lost, not as they lie; the plan has the order.
@@ -42,23 +46,29 @@ class Prune(Options):
         seed: of `random`.
         scores: name of a weight -> how much each of its elements matters, in the place of its magnitude; of structured
             pruning also a function of a weight's name and values that gives that.
-        criterion: what structured pruning judges a unit by: the `magnitude` of its weights, the scale of its
-            `batchnorm`, how the loss changes without it (`taylor`, to first order), how often tokens go to an expert
-            (`routing`, of whole experts alone), or `random`.
+        criterion: what weights or units are judged by: `magnitude`; `lamp`, their share in all that are as large or
+            larger; `taylor` and `hessian`, how the loss changes without them to first and to second order; `wanda`,
+            magnitude times the norm of the inputs (single weights). Units also by `fpgm`, the distance to all others of
+            their group; the scale of their `batchnorm`; how often tokens go to an expert (`routing`, of whole experts
+            alone); and `random`.
         kinds: which units structured pruning removes: `channels`, `heads`, `hidden` units, whole `experts`; all by
             default.
         target: what `amount` is a share of, for structured pruning: the `units`, or the model's `parameters`, `flops`
             or measured `latency`. A share of the parameters or flops is met within 0.02, or `optimize` raises
             BudgetError and says what was reached.
         round_to: keep a multiple of so many channels or hidden units; heads and experts are few, and not rounded.
-        loss: of `taylor`: a function of the model's output or, with `data`, of the model and a batch; by default how
-            large the outputs are on the example inputs.
-        data: of `taylor` and `routing`: batches, any iterable; `loss` runs the model on each.
+        loss: of `taylor` and `hessian`: a function of the model's output or, with `data`, of the model and a batch; by
+            default how the outputs change on the example inputs.
+        data: of `taylor`, `hessian`, `wanda` and `routing`: batches, any iterable; `loss` runs the model on each.
     """
 
     numerics: ClassVar[Numerics] = Numerics.SEMANTIC
     goal: ClassVar[Goal] = Goal.SIZE
     own_forward: ClassVar[OwnForward | None] = OwnForward.RIGHT  # it reads what was put in the place of the weights
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_criterion(self)
 
     def check(self, model: nn.Module) -> None:
         check_named(self.name, "keep", self.keep, model)

@@ -1,8 +1,9 @@
-"""How much each unit of a group counts: by weights, norms, gradients, chance or the user's own word."""
+"""How much each weight, or each unit of a group, counts: the criteria, in one table."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -12,11 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from ...errors import UsageError
 from ...runtime.values import tensors_by_name
 from ...tracing.program import Program
+from .batches import each_batch, input_norms, summed_over_batches
 from .dependency_groups import Cut, Group, choices_of
-from .gradients import each_batch, summed_over_batches
+from .masks import layer_adaptive
 from .options import Options, check_score
 
-__all__ = ["NoScores", "scores_of_units"]
+__all__ = ["CRITERIA", "Criterion", "NoScores", "check_criterion", "scores_of_units"]
 
 
 class NoScores(Exception):  # a signal between two modules, turned into a refusal by one
@@ -24,26 +26,68 @@ class NoScores(Exception):  # a signal between two modules, turned into a refusa
 
 
 def scores_of_units(program: Program, groups: Sequence[Group], wanted: Options) -> list[Tensor | NoScores]:
-    """Return a score for each unit, of mean one in each group, float64 on the CPU; UsageError: they are not finite."""
-    make = _given if wanted.scores is not None else _SCORERS[wanted.criterion]
-    scorer = make(program, wanted)
+    """Return a score for each unit, of mean one in each group unless the criterion compares groups itself.
+
+    Scores are float64 on the CPU. UsageError: they are not finite.
+    """
+    criterion = CRITERIA[wanted.criterion] if wanted.scores is None else Criterion(_given)
+    scorer = cast("_Units", criterion.units)(program, wanted)
     found: list[Tensor | NoScores] = []
     for number, group in enumerate(groups):
         try:
-            found.append(_normalised(scorer(number, group), group))
+            found.append(_checked(scorer(number, group), group, normalised=not criterion.is_relative))
         except NoScores as reason:
             found.append(reason)
     return found
 
 
 _Scorer = Callable[[int, Group], Tensor]
+_Values = Callable[[str, Tensor], Tensor]
+_Units = Callable[[Program, Options], _Scorer]
 
 
-def _normalised(scores: Tensor, group: Group) -> Tensor:
+@dataclass(frozen=True)
+class Criterion:
+    """What units, or single weights, are judged by; None where they cannot be.
+
+    Attributes:
+        units: gives what scores the units of a group, by its number.
+        weights: gives what scores each element of a weight, by its name.
+        runs: it runs the model, on the user's batches or the example inputs.
+        is_relative: scores of different groups are compared as they are.
+    """
+
+    units: _Units | None
+    weights: Callable[[Program, Options], _Values] | None = None
+    runs: bool = False
+    is_relative: bool = False
+
+
+def check_criterion(wanted: Options) -> None:
+    """Raise UsageError where a criterion does not go with the method, or has not what it needs to run the model."""
+    criterion, name, loss, data = CRITERIA[wanted.criterion], wanted.criterion, wanted.loss, wanted.data
+    is_structured = wanted.method == "structured"
+    if (criterion.units if is_structured else criterion.weights) is None:
+        able = [n for n, each in CRITERIA.items() if (each.units if is_structured else each.weights) is not None]
+        raise UsageError(f"pass 'prune': method={wanted.method} has no criterion={name}; it has {', '.join(able)}")
+    if wanted.schedule != "one_shot" and criterion.runs:
+        raise UsageError(f"pass 'prune': criterion={name} runs the model now, a schedule ranks later; leave one out")
+    if loss is not None and not callable(loss):
+        raise UsageError(f"pass 'prune': loss={loss!r}; give a function")
+    if (loss is not None or data is not None) and not criterion.runs:
+        able = [n for n, each in CRITERIA.items() if each.runs]
+        raise UsageError(f"pass 'prune': loss= and data= are for criterion={', '.join(able)}; leave them out")
+    if name in ("routing", "wanda") and loss is not None and data is None:
+        raise UsageError(f"pass 'prune': loss= of criterion={name} runs the model on batches; give these as data=")
+    if data is not None and loss is None:
+        raise UsageError("pass 'prune': data= needs loss=, a function of the model and a batch")
+
+
+def _checked(scores: Tensor, group: Group, *, normalised: bool) -> Tensor:
     if not scores.isfinite().all():
         raise UsageError(f"the scores of '{group.name}' are not finite: NaN or infinity is in its weights or scores")
     mean = float(scores.mean())
-    return scores / mean if mean > 0 else scores
+    return scores / mean if mean > 0 and normalised else scores
 
 
 def _by_unit(values: Tensor, cut: Cut, size: int) -> Tensor:
@@ -70,6 +114,10 @@ def _sums(model: nn.Module, group: Group, of: Callable[[str, Tensor], Tensor]) -
     return torch.stack(parts).sum(0)
 
 
+def _sizes(_program: Program, _wanted: Options) -> _Values:
+    return lambda _, weight: weight.detach().abs()  # squares would rank them alike
+
+
 def _magnitude(program: Program, wanted: Options) -> _Scorer:
     power = 1 if wanted.norm == "l1" else 2
 
@@ -77,6 +125,44 @@ def _magnitude(program: Program, wanted: Options) -> _Scorer:
         return weight.detach().abs() ** power
 
     return lambda _, group: _sums(program.model, group, size) ** (1 / power)
+
+
+def _shares(_program: Program, _wanted: Options) -> _Values:
+    return lambda _, weight: layer_adaptive(weight)
+
+
+def _lamp(program: Program, wanted: Options) -> _Scorer:
+    magnitude = _magnitude(program, wanted)
+    return lambda number, group: layer_adaptive(magnitude(number, group))
+
+
+_ROWS = 256
+"""Distances of so many units are computed at once."""
+
+
+def _fpgm(program: Program, _wanted: Options) -> _Scorer:
+    """Sum the distances of a unit's weights to those of all others of its group: near the middle others stand for it.
+
+    He et al., Filter Pruning via Geometric Median, 2019, equation 6; here over all slices of a unit.
+    """
+
+    def score(_number: int, group: Group) -> Tensor:
+        parts = [_slices(tensor, cut, group.size) for cut, tensor in _weights(program.model, group)]
+        if not parts:
+            raise NoScores("none of its tensors is a weight that says how much a unit counts")
+        units = torch.cat(parts, 1)
+        return torch.cat([torch.cdist(some, units).sum(1) for some in torch.split(units, _ROWS)]).double()
+
+    return score
+
+
+def _slices(tensor: Tensor, cut: Cut, size: int) -> Tensor:
+    """Return all values of each unit in a tensor: [units, values]."""
+    units = torch.tensor(cut.units)
+    order = torch.argsort(units, stable=True)[(units < 0).sum() :]
+    if not bool((units[units >= 0].bincount(minlength=size) == len(order) // size).all()):
+        raise NoScores("its units have slices of different sizes, between which there is no distance")
+    return tensor.detach().float().cpu().movedim(cut.dim, 0).index_select(0, order).reshape(size, -1)
 
 
 def _batchnorm(program: Program, _wanted: Options) -> _Scorer:
@@ -102,14 +188,41 @@ def _random(_: Program, wanted: Options) -> _Scorer:
     return score
 
 
-def _taylor(program: Program, wanted: Options) -> _Scorer:
+def _taylor(program: Program, wanted: Options) -> _Values:
     """Sum, batch by batch, by how much the loss would change without each weight, to first order.
 
     Molchanov et al., Importance Estimation for Neural Network Pruning, 2019, equation 8, with magnitudes for squares.
     A sum with signs would cancel: over batches, and over the weights of a unit, where the loss is at its lowest.
     """
-    changes = summed_over_batches(program, wanted, lambda weight, gradient: (weight * gradient).abs())
-    return lambda _, group: _sums(program.model, group, _named(changes))
+    return _named(summed_over_batches(program, wanted, lambda weight, gradient: (weight * gradient).abs()))
+
+
+def _hessian(program: Program, wanted: Options) -> _Values:
+    """Give by how much the loss would rise without each weight, to second order: half its square times its curvature.
+
+    LeCun et al., Optimal Brain Damage, 1990, equation 5. The diagonal of the Hessian is taken from squared gradients of
+    batches: Theis et al., Faster gaze prediction with dense networks and Fisher pruning, 2018, equation 7.
+    """
+    return _named(summed_over_batches(program, wanted, lambda weight, gradient: (weight * gradient).square() / 2))
+
+
+def _wanda(program: Program, wanted: Options) -> _Values:
+    """Give the size of each weight times the norm of the inputs that it meets.
+
+    Sun et al., A Simple and Effective Pruning Approach for Large Language Models, 2023, equation 1.
+    """
+    norms = input_norms(program, wanted)
+    return lambda name, weight: weight.detach().abs() * norms[name] if name in norms else weight.detach().abs()
+
+
+def _summed(weights: Callable[[Program, Options], _Values]) -> _Units:
+    """Return what judges a unit by the sum over its weights."""
+
+    def make(program: Program, wanted: Options) -> _Scorer:
+        of = weights(program, wanted)
+        return lambda _, group: _sums(program.model, group, of)
+
+    return make
 
 
 def _named(values: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
@@ -162,7 +275,15 @@ def _asked(scores: Any, name: str, tensor: Tensor) -> Any:
         raise UsageError(f"pass 'prune': the function scores= raises for '{name}': {raised}") from error
 
 
-_SCORERS: dict[str, Callable[[Program, Options], _Scorer]] = {
-    "magnitude": _magnitude, "batchnorm": _batchnorm, "taylor": _taylor, "random": _random,
-    "routing": _routing,
-}  # fmt: skip
+CRITERIA: Mapping[str, Criterion] = {
+    "magnitude": Criterion(_magnitude, _sizes),
+    "lamp": Criterion(_lamp, _shares, is_relative=True),
+    "fpgm": Criterion(_fpgm),
+    "batchnorm": Criterion(_batchnorm),
+    "taylor": Criterion(_summed(_taylor), _taylor, runs=True),
+    "hessian": Criterion(_summed(_hessian), _hessian, runs=True),
+    "wanda": Criterion(None, _wanda, runs=True),
+    "routing": Criterion(_routing, runs=True),
+    "random": Criterion(_random),
+}
+"""Name -> what it judges, and how."""

@@ -100,3 +100,14 @@ def test_state_and_dtype_travel():
     x, edges, batch = calls(3, (6, 6))
     x = torch.cat([x, x[:, :1]], 1).double()
     assert torch.equal(other(x, edges, batch=batch), pool(x, edges, batch=batch))
+
+
+def test_an_optimized_network_in_training_keeps_the_statistics(model: Any):
+    network = Network(model, "adjacency").train()
+    fast = fxopt.optimize(network, "training", example_inputs=calls(0, (6, 5)), measure=False)
+    assert network.pool.norm.batches == 0 == fast.pool.norm.batches
+    for seed in range(3):
+        other = calls(seed, (7, 4, 9))
+        torch.testing.assert_close(fast(*other), network(*other))
+    torch.testing.assert_close(fast.pool.norm.mean, network.pool.norm.mean)
+    assert network.pool.norm.batches == 3 == fast.pool.norm.batches

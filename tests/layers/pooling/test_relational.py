@@ -282,3 +282,54 @@ def test_a_batch_vector_in_the_place_of_edge_attr_is_named():
     edges = torch.tensor([[0, 1, 2, 3, 4, 5], [1, 2, 0, 4, 5, 3]])
     with pytest.raises(fxopt.UsageError, match="name the graph of each as batch="):
         RO3Pooling(8)(torch.randn(6, 8), edges, torch.tensor([0, 0, 0, 1, 1, 1]))
+
+
+def sparse_graphs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return eight large sparse graphs, with none to seven triangles."""
+    edges = []
+    for count in range(8):
+        graph = nx.path_graph(60)
+        graph.add_edges_from((3 * place, 3 * place + 2) for place in range(count))
+        edges.append(edges_of(graph) + 60 * count)
+    return torch.ones(480, 3), torch.cat(edges, 1), torch.arange(8).repeat_interleave(60)
+
+
+def test_learned_pooling_standardizes_what_it_counts():
+    torch.manual_seed(0)
+    x, edges, batch = sparse_graphs()
+    pool, seen = RO3Pooling(8, in_channels=3), []
+    pool.after.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
+    for _ in range(40):
+        pool(x, edges, batch=batch)
+    pool.eval()(x, edges, batch=batch)
+    for found in (seen[0], seen[-1]):
+        triangles = found[:, 4 * 8 + 3]
+        assert abs(float(triangles.mean())) < 1e-3 and float(triangles[7] - triangles[0]) > 2.5
+
+
+def test_a_batch_with_one_graph_is_compared_with_those_before_it():
+    torch.manual_seed(0)
+    x, edges, batch = sparse_graphs()
+    together, alone = RO3Pooling(8, in_channels=3), RO3Pooling(8, in_channels=3)
+    for _ in range(60):
+        together(x, edges, batch=batch)
+        for graph in range(8):
+            inside = batch[edges[0]] == graph
+            result = alone(x[:60], edges[:, inside] - 60 * graph)
+    assert result.any()
+    torch.testing.assert_close(alone.norm.mean[-1], together.norm.mean[-1], rtol=0.3, atol=0.1)
+    torch.testing.assert_close(alone.norm.variance[-1], together.norm.variance[-1], rtol=0.5, atol=0.1)
+    before = together.norm.mean.clone()
+    together(x[:2], edges[:, :0], batch=batch[:2])
+    assert torch.equal(together.norm.mean, before)  # a graph without triples does not count
+
+
+def test_statistics_stay_wide_and_are_forgotten():
+    pool = RO3Pooling(8, in_channels=3).half()
+    assert pool.norm.variance.dtype == torch.float32 and pool.before.weight.dtype == torch.float16
+    assert pool.double().norm.mean.dtype == torch.float64
+    x, edges, batch = sparse_graphs()
+    pool(x.double(), edges, batch=batch)
+    assert pool.norm.batches == 1
+    pool.reset_parameters()
+    assert pool.norm.batches == 0 and not pool.norm.mean.any() and (pool.norm.variance == 1).all()

@@ -27,10 +27,12 @@ def pooling(triads="closed", ratio=0.0, **options):
 
 def all_triads(edge_index, nodes, kind):
     edges = {frozenset(pair) for pair in edge_index.t().tolist() if pair[0] != pair[1]}
-    for triad in itertools.combinations(range(nodes), 3):
-        count = sum(frozenset(pair) in edges for pair in itertools.combinations(triad, 2))
-        if count == 3 or (kind == "all" and count == 2):
-            yield triad
+    joined = {
+        triad: sum(frozenset(pair) in edges for pair in itertools.combinations(triad, 2))
+        for triad in itertools.combinations(range(nodes), 3)
+    }
+    is_closed = kind == "closed" and 3 in joined.values()
+    return [triad for triad, count in joined.items() if count == 3 or (count == 2 and not is_closed)]
 
 
 def clusters(pool, x, edge_index, batch=None):
@@ -254,3 +256,15 @@ def test_what_does_not_fit_is_refused_in_one_line():
     for call, message in calls:
         with pytest.raises(fxopt.UsageError, match=message):
             call()
+
+
+def test_graphs_without_triangles_are_pooled_by_wedges_each_by_itself():
+    path = torch.tensor([[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]])
+    triangle = torch.tensor([[0, 1, 2, 2, 3, 4], [1, 2, 0, 3, 4, 5]])
+    x, pool = torch.randn(6, 3, dtype=torch.double), pooling()
+    assert clusters(pool, x, path)
+    assert set(clusters(pool, x, triangle)) == {(0, 1, 2)}
+    batch = torch.arange(2).repeat_interleave(6)
+    both = clusters(pool, torch.cat([x, x]), torch.cat([path, triangle + 6], 1), batch)
+    assert {tuple(node - 6 for node in triad) for triad in both if triad[0] > 5} == {(0, 1, 2)}
+    assert {triad for triad in both if triad[0] < 6} == set(clusters(pool, x, path))

@@ -324,7 +324,10 @@ def test_refusals_of_one_reason_are_one(residual: Any):
     ("options", "message"),
     [
         ({"round_to": 0}, "round_to=0; give a number of units, 1 or more"),
-        ({"criterion": "size"}, "criterion='size'; give magnitude, batchnorm, taylor, routing or random"),
+        (
+            {"criterion": "size"},
+            "criterion='size'; give magnitude, lamp, fpgm, batchnorm, taylor, hessian, wanda, routing or",
+        ),
         ({"target": "bytes"}, "target='bytes'; give units, parameters, flops or latency"),
         ({"loss": len}, "loss= and data= are for criterion=taylor"),
         ({"data": [1], "criterion": "taylor"}, "data= needs loss="),

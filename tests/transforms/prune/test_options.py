@@ -49,7 +49,7 @@ def test_scores_are_no_text():
         ({"amount": "half"}, "amount='half'; give the share"),
         ({"amount": True}, "amount=True; give the share"),
         ({"method": "magic"}, "method='magic'; give magnitude, random, nm or structured"),
-        ({"scope": "all"}, "scope='all'; give global or layer"),
+        ({"scope": "all"}, "scope='all'; give global, layer or row"),
         ({"schedule": "slow"}, "schedule='slow'; give one_shot, linear or cubic"),
         ({"method": "nm", "pattern": "4:2"}, "pattern='4:2'; give N:M with N below M"),
         ({"method": "nm", "pattern": "two"}, "pattern='two'; give N:M"),

@@ -66,7 +66,7 @@ class IndexClasses:
 
     def undecided(self, block: Array) -> None:
         """Note a block of several dimensions, of which one will be cut: which is decided in the end."""
-        self._undecided.setdefault(block.tobytes() + bytes(block.shape), block)
+        self._undecided.setdefault(block.tobytes() + repr(block.shape).encode(), block)
 
     def solve(self) -> Solution:
         """Work out which atoms go together, and which stay."""

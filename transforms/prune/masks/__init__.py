@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from .kernels import kernel_for
-from .ranking import chosen, order_of_inputs, scores_of, weakest_of
+from .ranking import Values, chosen, layer_adaptive, order_of_inputs, scores_of, weakest_of
 from .schedule import PruningSchedule, masks, remove_masks, set_masks
 from .targets import Target, targets
 
 __all__ = [
-    "PruningSchedule", "Target", "chosen", "kernel_for", "masks", "order_of_inputs", "remove_masks", "scores_of",
-    "set_masks", "targets", "weakest_of",
+    "PruningSchedule", "Target", "Values", "chosen", "kernel_for", "layer_adaptive", "masks", "order_of_inputs",
+    "remove_masks", "scores_of", "set_masks", "targets", "weakest_of",
 ]  # fmt: skip

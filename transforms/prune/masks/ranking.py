@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -11,27 +11,53 @@ from torch import Tensor
 
 from ....errors import BudgetError
 from ..options import Options
+from .targets import Target
 
-__all__ = ["chosen", "order_of_inputs", "scores_of", "weakest", "weakest_of"]
-
-
-def chosen(
-    weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Options, amount: float
-) -> dict[str, Tensor]:
-    """Return which elements of each weight are zero for good, what is gone by now included; see `weakest`."""
-    found = scores_of(weights, gone, options)
-    return {name: flags | gone[name].to(flags.device) for name, flags in weakest(found, amount, options.scope).items()}
+__all__ = ["Values", "chosen", "layer_adaptive", "order_of_inputs", "scores_of", "weakest", "weakest_of"]
 
 
-def scores_of(weights: Mapping[str, Tensor], gone: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
+Values = Callable[[str, Tensor], Tensor]
+"""How much each element of a weight matters, by the weight's name."""
+
+
+def chosen(found: Sequence[Target], options: Options, values: Values, progress: float = 1.0) -> dict[str, Tensor]:
+    """Return which elements of each weight are zero for good, what is gone by now included.
+
+    `progress`: how much of the amount goes, from 0 to 1; of N:M, how far the number that stays falls from M to N.
+    """
+    scores = scores_of(found, options, values)
+    if options.method == "nm":
+        kept, of = options.kept_of
+        kept = of - round(progress * (of - kept))
+        flags = {t.path: weakest_of(scores[t.path], t.inputs, kept, of) for t in found}
+    else:
+        shares = {t.path: progress * options.share_of(t.owner) for t in found}
+        flags = weakest(scores, shares, options, {t.path: t.inputs for t in found})
+    return {t.path: flags[t.path] | t.gone.to(flags[t.path].device) for t in found}
+
+
+def scores_of(found: Sequence[Target], options: Options, values: Values) -> dict[str, Tensor]:
     """Return how much each element of each weight matters; what is gone matters least."""
-    scores = {name: weight.detach().abs() for name, weight in weights.items()}  # squares would rank them alike
+    weights, gone = {t.path: t.weight for t in found}, {t.path: t.gone for t in found}
     if options.method == "random":
         scores = _random_scores(weights, options.seed)
+    else:
+        scores = {name: values(name, weight.detach()) for name, weight in weights.items()}
     given = cast("Mapping[str, Tensor]", options.scores or {})  # a function is for structured pruning alone
     scores = {name: given.get(name, score).to(score.device, torch.float32) for name, score in scores.items()}
     lowest = torch.finfo(torch.float32).min  # below all that is there are those alone that are gone
     return {n: s.clamp(min=lowest).masked_fill(gone[n].to(s.device), -torch.inf) for n, s in scores.items()}
+
+
+def layer_adaptive(sizes: Tensor) -> Tensor:
+    """Return the square of each size over the sum of those that are as large or larger.
+
+    Lee et al., Layer-adaptive Sparsity for the Magnitude-based Pruning (LAMP), 2021, equation 2.
+    """
+    squares, order = sizes.detach().double().square().flatten().sort()
+    rest = squares.flip(0).cumsum(0).flip(0)
+    share = torch.where(rest > 0, squares / rest.clamp(min=torch.finfo(torch.float64).tiny), 0)
+    return torch.empty_like(share).index_copy_(0, order, share).reshape(sizes.shape)
 
 
 def _random_scores(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -43,19 +69,36 @@ def _random_scores(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor
     }
 
 
-def weakest(scores: Mapping[str, Tensor], amount: float, scope: str) -> dict[str, Tensor]:
-    """Return which elements go, of all together or of each; of equal ones the first. BudgetError: none would stay."""
-    if scope == "layer":
-        gone = {name: _lowest([score], amount)[0] for name, score in scores.items()}
+def weakest(
+    scores: Mapping[str, Tensor], shares: Mapping[str, float], options: Options, inputs: Mapping[str, int]
+) -> dict[str, Tensor]:
+    """Return which elements go, of all together, of each weight or of each of its rows; of equal ones the first.
+
+    `inputs`: the dimension of each weight along which its inputs lie. BudgetError: nothing of a layer would stay.
+    """
+    if options.scope == "row":
+        gone = {name: _lowest_of_rows(score, inputs[name], shares[name]) for name, score in scores.items()}
+    elif options.scope == "layer":
+        gone = {name: _lowest([score], shares[name])[0] for name, score in scores.items()}
     else:
-        gone = dict(zip(scores, _lowest(list(scores.values()), amount), strict=True))
+        gone = dict(zip(scores, _lowest(list(scores.values()), max(shares.values(), default=0.0)), strict=True))
     for name, flags in gone.items():
         if flags.numel() and bool(flags.all()):
             raise BudgetError(
-                f"pass 'prune': amount={amount} leaves nothing of '{name}'; give less, scope=layer, or list the layer "
-                "in keep"
+                f"pass 'prune': amount={shares[name]:g} leaves nothing of '{name}'; give less, scope=layer, or "
+                "list the layer in keep"
             )
     return gone
+
+
+def _lowest_of_rows(scores: Tensor, inputs: int, share: float) -> Tensor:
+    """Return which elements are among the lowest of what one output is computed from."""
+    outputs_first = scores.transpose(0, 1) if inputs == 0 else scores
+    rows = outputs_first.flatten(inputs or 1)
+    gone = torch.zeros_like(rows, dtype=torch.bool)
+    gone.scatter_(-1, rows.argsort(dim=-1, stable=True)[..., : round(share * rows.shape[-1])], True)
+    gone = gone.reshape(outputs_first.shape)
+    return (gone.transpose(0, 1) if inputs == 0 else gone).contiguous()
 
 
 def _lowest(scores: Sequence[Tensor], amount: float) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ....compat import modules_by_name, own_parameters
+from ....compat import modules_by_name
 from ....errors import StateError, UsageError, did_you_mean, expect
 from ....layers.masked import gone_of, set_gone, unmask
 from ....passes.driver import remember
@@ -18,7 +18,8 @@ from ....runtime.record import Decision, Record, record_of
 from ....runtime.state import Mask, StateStep, packed, unpacked
 from ....runtime.values import is_sharded, qualified
 from ..options import Options
-from .ranking import chosen
+from .ranking import Values, chosen, layer_adaptive
+from .targets import Target, masked_targets
 
 __all__ = ["PruningSchedule", "masks", "remove_masks", "set_masks"]
 
@@ -128,7 +129,8 @@ class PruningSchedule:
 
     After t of n steps the share is `amount * t / n` with `schedule=linear`, and `amount * (1 - (1 - t / n) ** 3)` with
     `schedule=cubic` (Zhu and Gupta, To prune, or not to prune, 2017, equation 1). The weakest weights go, by what they
-    are then; what is gone stays so.
+    are then; what is gone stays so. Of N:M patterns the number that stays falls from M to N along the same curve (Kao
+    et al., Training Recipe for N:M Structured Sparsity with Decaying Pruning Mask, 2022, section 3).
 
     Args:
         model: as `optimize` returned it, after `prune{schedule=linear}` or `cubic`.
@@ -153,8 +155,17 @@ class PruningSchedule:
     @property
     def amount(self) -> float:
         """Return the share of the weights that is to be gone by now."""
+        return self._whole * self._progress
+
+    @property
+    def _whole(self) -> float:
+        kept, of = self._options.kept_of
+        return 1 - kept / of if self._options.method == "nm" else self._options.amount
+
+    @property
+    def _progress(self) -> float:
         share = min(self.done / self.steps, 1.0)
-        return self._options.amount * (share if self._options.schedule == "linear" else 1 - (1 - share) ** 3)
+        return share if self._options.schedule == "linear" else 1 - (1 - share) ** 3
 
     def step(self) -> None:
         """Count one training step, and prune as far as the schedule says; call it behind `optimizer.step()`.
@@ -164,13 +175,12 @@ class PruningSchedule:
         _check_masks(self.model)
         self.done += 1
         if self.done == self.steps or (self.done < self.steps and self.done % self.every == 0):
-            weights = _masked_weights(self.model)
-            gone = {name: ~kept for name, kept in masks(self.model).items()}
-            set_masks(self.model, {n: ~flags for n, flags in chosen(weights, gone, self._options, self.amount).items()})
+            gone = chosen(_found(self.model), self._options, _values(self._options), self._progress)
+            set_masks(self.model, {name: ~flags for name, flags in gone.items()})
 
     def __repr__(self) -> str:
         options, now = self._options, f"{self.done} of {self.steps} steps done, {self.amount:g} gone"
-        return f"{type(self).__name__}({options.schedule} to {options.amount:g}, every {self.every}: {now})"
+        return f"{type(self).__name__}({options.schedule} to {self._whole:g}, every {self.every}: {now})"
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the schedule is, and the masks: plain values, for a checkpoint."""
@@ -188,7 +198,7 @@ class PruningSchedule:
 
     def _curve(self) -> dict[str, Any]:
         """Return what says how much is gone after which step."""
-        return {"steps": self.steps, "amount": self._options.amount, "schedule": self._options.schedule}
+        return {"steps": self.steps, "amount": self._whole, "schedule": self._options.schedule}
 
     def _checked(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the masks of a state that fits."""
@@ -221,13 +231,13 @@ def _options(model: nn.Module) -> Options:
     return found[-1]
 
 
-def _masked_weights(model: nn.Module) -> dict[str, Tensor]:
-    weights: dict[str, Tensor] = {}
-    for path, module in _masked(model).items():
-        for name in gone_of(module):
-            weight = own_parameters(module)[name]
-            if is_sharded(weight):
-                raise UsageError(f"'{qualified(path, name)}' is sharded, so no rank can rank it; prune before sharding")
-            if weight is not None:
-                weights[qualified(path, name)] = weight
-    return weights
+def _values(options: Options) -> Values:
+    return lambda _, weight: layer_adaptive(weight) if options.criterion == "lamp" else weight.abs()
+
+
+def _found(model: nn.Module) -> list[Target]:
+    found = list(masked_targets(model))
+    for target in found:
+        if is_sharded(target.weight):
+            raise UsageError(f"'{target.path}' is sharded, so no rank can rank it; prune before sharding")
+    return found

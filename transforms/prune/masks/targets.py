@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....compat import has_hooks, own_parameters
+from ....compat import has_hooks, modules_by_name, own_parameters
 from ....layers.masked import gone_of
 from ....layers.members import FusedMembers, stacked_weights
 from ....layers.moe import MixtureOfExperts
@@ -18,7 +18,7 @@ from ....passes.sites import Refusal
 from ....runtime.values import is_leaf, qualified, user_class
 from ....tracing.program import Program
 
-__all__ = ["Target", "targets"]
+__all__ = ["Target", "masked_targets", "targets"]
 
 _INPUTS: dict[type[nn.Module], int] = {
     **dict.fromkeys((nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention, nn.RNNBase), 1),
@@ -68,6 +68,15 @@ def targets(program: Program, keep: Sequence[str]) -> Iterator[Target | Refusal]
                 tied = next((other for other in names[weight] if other != target.path), None)
                 reason = f"is tied to '{tied}'" if tied is not None else "" if weight.numel() else "has no elements"
                 yield Refusal(f"its {name} {reason}", owner) if reason else target
+
+
+def masked_targets(model: nn.Module) -> Iterator[Target]:
+    """Yield the weights of a model that have masks."""
+    for path, module in modules_by_name(model).items():
+        for name, gone in gone_of(module).items():
+            weight, inputs = own_parameters(module)[name], _inputs(module)
+            if weight is not None and inputs is not None:
+                yield Target(path, name, weight.detach(), gone.to(weight.device), inputs)
 
 
 def _is_matrix(module: nn.Module, name: str, weight: Tensor) -> bool:

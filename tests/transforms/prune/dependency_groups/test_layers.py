@@ -182,6 +182,34 @@ _NETS: dict[str, Callable[[], tuple[Any, ...]]] = {
             ),
         ), _ROWS, {"0.weight[0:4]": ("hidden", 4), "0.weight[4:12]": ("hidden", 8)},
     ),
+    "a roll of rows and columns": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 1), Code(lambda _, x: x.roll((1, 2), (2, 3))), nn.Conv2d(8, 2, 1)), _IMAGE,
+        {"0": ("channels", 8)},
+    ),
+    "division by the norm of all channels": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU(), Code(lambda _, x: F.normalize(x)), nn.Conv2d(8, 2, 1)), _IMAGE,
+        {"0": ("channels", 8)},
+    ),
+    "windows as columns": lambda: (
+        nn.Sequential(
+            nn.Conv2d(3, 8, 1), Code(lambda _, x: F.unfold(x, 3, padding=1).transpose(1, 2)), nn.Linear(72, 2)
+        ), _IMAGE, {"0": ("channels", 8)},
+    ),
+    "windows in a dimension of their own": lambda: (
+        nn.Sequential(nn.Conv2d(3, 8, 1), Code(lambda _, x: x.unfold(2, 2, 1).amax(-1)), nn.Conv2d(8, 2, 1)), _IMAGE,
+        {"0": ("channels", 8)},
+    ),
+    "an image of columns": lambda: (
+        nn.Sequential(
+            nn.Conv2d(3, 16, 1), nn.Flatten(2), Code(lambda _, x: F.fold(x, (12, 12), 2, stride=2)), nn.Conv2d(4, 2, 1)
+        ), torch.randn(2, 3, 6, 6), {"0": ("channels", 4)},
+    ),
+    "the largest of two channels": lambda: (
+        nn.Sequential(
+            nn.Conv2d(3, 8, 1), Code(lambda _, x: x.view(x.shape[0], x.shape[1] // 2, 2, *x.shape[2:]).amax(2)),
+            nn.Conv2d(4, 2, 1),
+        ), _IMAGE, {"0": ("channels", 4)},
+    ),
     "tied embeddings": lambda: (_tied(), _TOKENS, {"0": ("hidden", 8)}),
     "products of plain parameters": lambda: (
         Code(
@@ -285,6 +313,9 @@ def test_graph_convolutions_are_followed(
         (Code(lambda _, x: x + x.clamp_max(-1).sum(-1, keepdim=True)), "sum"),
         (Code(lambda _, x: x + torch.arange(8.0)), "add"),
         (Code(lambda _, x: torch.fft.fft(x).real), "_fft_r2c"),
+        (Code(lambda _, x: x.roll(1, -1)), "roll"),
+        (Code(lambda _, x: x.roll(1)), "roll"),
+        (Code(lambda _, x: F.normalize(x + 1, dim=-1)), "normalize"),
         (Code(lambda _, x: x / x.shape[-1]), "div"),
         (Code(lambda _, x: x[..., torch.tensor([7, 6, 5, 4, 3, 2, 1, 0])]), "index"),
     ],

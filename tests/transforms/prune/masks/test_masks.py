@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import BudgetError, StateError, UsageError
-from fxopt.transforms.prune import Prune, masks, remove_masks, set_masks
+from fxopt.transforms.prune import Prune, PruningSchedule, masks, remove_masks, set_masks
 
 
 def network() -> nn.Sequential:
@@ -180,6 +180,28 @@ def test_they_stay_gone_whatever_is_written():
     assert torch.equal(fast[4].weight, 2 * kept)
     fast.load_state_dict(network().state_dict(), assign=True)
     assert not bool(fast[4].weight[~kept].any())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_behind_a_step_averages_and_logs_read_zeros(fused: bool, copied: bool):
+    """Moments of weights that were masked later bring these back, and nothing has read the module since."""
+    fast = fxopt.optimize(network(), Prune(amount=0.7, schedule="linear"), example_inputs=X)
+    fast = copy.deepcopy(fast) if copied else fast
+    schedule, stepping = PruningSchedule(fast, steps=4), torch.optim.Adam(fast.parameters(), 0.05, fused=fused)
+    for _ in range(4):
+        stepping.zero_grad()
+        fast(X).square().sum().backward()
+        stepping.step()
+        kept = masks(fast)
+        assert not any(bool(own_weight(fast, name)[~flags].any()) for name, flags in kept.items())
+        schedule.step()
+
+
+def own_weight(model: nn.Module, name: str) -> Tensor:
+    """Return a parameter past the module's attribute, as optimizers hold it."""
+    path, _, last = name.rpartition(".")
+    return vars(model.get_submodule(path))["_parameters"][last].detach()
 
 
 def test_weights_are_still_parameters():

@@ -183,3 +183,21 @@ def test_what_cannot_be_scheduled_is_refused():
         PruningSchedule(scheduled(), steps=4, every=5)
     with pytest.raises(UsageError, match="schedule ranks by magnitude"):
         Prune(schedule="cubic", scores={"0.weight": torch.ones(20, 8)})
+
+
+def test_of_n_to_m_fewer_and_fewer_stay():
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    x = torch.randn(4, 16)
+    fast = fxopt.optimize(model, "prune{method=nm,pattern=2:8,schedule=linear}", example_inputs=(x,))
+    assert all(flags.all() for flags in masks(fast).values())
+    schedule, stay = PruningSchedule(fast, steps=6), []
+    for _ in range(6):
+        schedule.step()
+        (number,) = {int(each) for flags in masks(fast).values() for each in flags.reshape(-1, 8).sum(1)}
+        stay.append(number)
+    assert stay == [7, 6, 5, 4, 3, 2] and schedule.amount == 0.75
+    state = schedule.state_dict()
+    with pytest.raises(StateError, match=r"a schedule with amount=0\.75, and this one has 0\.5"):
+        PruningSchedule(
+            fxopt.optimize(model, "prune{method=nm,schedule=linear}", example_inputs=(x,)), steps=6
+        ).load_state_dict(state)

@@ -51,8 +51,10 @@ def reduction(position: int = 0, *, additive: bool = False, observed: str = "", 
     return rule
 
 
-def along(position: int = 0, default: int = 0, because: str = "", *, zero: bool = False) -> Rule:
-    """Return the rule of what works along one dimension, and keeps the others: softmax, sort; `zero`: zeros, too."""
+def along(position: int = 0, default: int | None = 0, because: str = "", *, zero: bool = False) -> Rule:
+    """Return the rule of what works along one dimension, and keeps the others: softmax, sort; `zero`: zeros, too.
+    No `default` stands for all dimensions.
+    """
 
     def dims(tracker: DimensionTracker, rank: int, args: Sequence[Any]) -> list[int]:
         given = args[position] if len(args) > position else tracker.named.get("dim", default)

@@ -14,8 +14,8 @@ from ..labels import FIXED, Block, Labels
 from .elementwise import labelled
 
 __all__ = [
-    "as_strided", "cat", "expand", "flip", "glu", "pad", "permute", "repeat", "repeat_interleave", "select",
-    "slice_", "split", "split_with_sizes", "stack", "transpose", "unbind", "unsqueeze", "view",
+    "as_strided", "cat", "col2im", "expand", "flip", "glu", "im2col", "pad", "permute", "repeat", "repeat_interleave",
+    "select", "slice_", "split", "split_with_sizes", "stack", "transpose", "unbind", "unfold", "unsqueeze", "view",
 ]  # fmt: skip
 
 
@@ -213,3 +213,31 @@ def as_strided(tracker: DimensionTracker, out: Tensor, x: Tensor, *_: Any) -> La
         return labels
     tracker.keep_whole(labels)
     return labelled(out)
+
+
+def im2col(tracker: DimensionTracker, out: Tensor, x: Tensor, *_: Any) -> Labels:
+    """Put the places of a window beside each other in each channel; rows and columns stay whole."""
+    rank = len(x.shape)
+    labels = tracker.keep_whole(tracker.get(x), [rank - 2, rank - 1])
+    places = out.shape[-2] // x.shape[rank - 3]
+    indices = np.arange(x.shape[rank - 3], dtype=np.int64).repeat(places)
+    grown = (*x.shape[: rank - 3], out.shape[-2], *x.shape[rank - 2 :])
+    taken = labels.taken(grown, rank - 3, indices)
+    return taken.moved(out.shape, [*range(rank - 2), None, None])
+
+
+def col2im(tracker: DimensionTracker, out: Tensor, x: Tensor, *_: Any) -> Labels:
+    """Sum windows to an image; all places of a window in a channel go together."""
+    rank = len(x.shape)
+    labels = tracker.keep_whole(tracker.get(x), [rank - 1])
+    line = labels.line(rank - 2, tracker)
+    others = list(labels.without(rank - 2).blocks)
+    if line is not None:
+        joined = tracker.join_along(line.atoms.reshape(out.shape[rank - 2], -1), 1)
+        others.append(Block((rank - 2,), joined, line.zero))
+    return labelled(out, *others)
+
+
+def unfold(tracker: DimensionTracker, out: Tensor, x: Tensor, dim: int, *_: Any) -> Labels:
+    """Put windows along a dimension, which stays whole, into a new one behind all."""
+    return labelled(out, *tracker.keep_whole(tracker.get(x), [dim % len(x.shape)]).blocks)

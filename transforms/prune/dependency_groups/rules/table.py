@@ -85,6 +85,9 @@ _TABLE: Mapping[str, e.Rule] = {
     "upsample_nearest3d upsample_trilinear3d reflection_pad3d replication_pad3d _upsample_nearest_exact3d":
         r.in_last(3),
     "pixel_shuffle": p.pixel_shuffle,
+    "im2col": s.im2col,
+    "col2im": s.col2im,
+    "unfold": s.unfold,
     "pixel_unshuffle": p.pixel_unshuffle,
     "channel_shuffle native_channel_shuffle": p.channel_shuffle,
     # Reductions and norms.
@@ -95,6 +98,7 @@ _TABLE: Mapping[str, e.Rule] = {
     "logsumexp argmax argmin": r.reduction(zero=False),
     "softmax _softmax log_softmax _log_softmax _safe_softmax": r.along(because=_COUNTS),
     "cumsum cumprod logcumsumexp": r.along(zero=True),
+    "roll": r.along(1, default=None, zero=True),
     "sort argsort": r.along(default=-1, because=_NUMBERS),
     "topk": r.along(1, default=-1, because=_NUMBERS),
     "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit _batch_norm_with_update "

@@ -147,8 +147,22 @@ def _returned(
         tracker.replaced.append((tracker.module, atoms))
 
 
+def _normalize(tracker: DimensionTracker, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+    """Divide by a norm over some dimensions, to which zeros add nothing."""
+    given = dict(zip(("input", "p", "dim", "eps", "out"), args, strict=False)) | dict(kwargs)
+    labels = tracker.get(given["input"])
+    dims = [dim % len(labels.shape) for dim in results_of(given.get("dim", 1))]
+    is_additive = given.get("p", 2.0) > 0 and given.get("out") is None
+    for block in labels.blocks:
+        inside = [dim for dim in block.dims if dim in dims]
+        if inside and not (is_additive and block.zero and len(inside) == len(block.dims)):
+            labels = tracker.keep_whole(labels, inside)
+    tracker.set(out, labels)
+
+
 WHOLE: Mapping[str, Callable[[DimensionTracker, Sequence[Any], Mapping[str, Any], Any], None]] = {
     **dict.fromkeys(_GATES, _recurrent),
     "multi_head_attention_forward": _attention,
+    "normalize": _normalize,
 }
 """Name of a function -> what is said of it as a whole; what runs inside it is not followed."""

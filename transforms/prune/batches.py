@@ -1,21 +1,24 @@
-"""What gradients say of weights: a copy of the model runs on the user's batches, or on the example inputs."""
+"""What runs on the user's batches, or on the example inputs, say of weights: gradients, and norms of inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import UsageError
-from ...runtime.values import flatten, requires_grad, tensors_by_name
+from ...passes.rewriting import layer_of
+from ...runtime.values import flatten, qualified, requires_grad, tensors_by_name
 from ...tracing.examples import Inputs
-from ...tracing.isolation import copied_module
+from ...tracing.isolation import copied_module, in_phase, preserved
 from ...tracing.program import Program
+from ...tracing.recording import calls_intercepted, copy_inputs
 from .options import Options
 
-__all__ = ["each_batch", "summed_over_batches"]
+__all__ = ["each_batch", "input_norms", "is_fed_plainly", "summed_over_batches"]
 
 _DRAWS = 16
 """So often the results of an example call are summed with random signs, where no loss is given."""
@@ -89,3 +92,60 @@ def _scalar(loss: Any, wanted: Options, number: int) -> Tensor:
     if not bool(loss.detach().isfinite().all()):
         raise UsageError(f"{where}: the loss is {loss.item()}; look for NaN or infinity in the data")
     return loss
+
+
+def input_norms(program: Program, wanted: Options) -> dict[str, Tensor]:
+    """Return, by the name of a weight, the norm of what each of its elements meets; shaped to multiply the weight."""
+    squares: dict[nn.Module, Tensor] = {}
+
+    def watch(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args and isinstance(args[0], Tensor) and is_fed_plainly(module):
+            x = args[0].detach().float()
+            channels = 1 if isinstance(module, _Convolution) and x.dim() == len(module.kernel_size) + 2 else -1
+            found = x.movedim(channels, -1).reshape(-1, x.shape[channels]).square().sum(0)
+            squares[module] = squares[module] + found if module in squares else found
+        return original(module, *args, **kwargs)
+
+    with ExitStack() as stack:
+        for context in (preserved(program.model), in_phase(program.model, False), torch.no_grad()):
+            stack.enter_context(context)
+        stack.enter_context(calls_intercepted(watch))
+        _run(program, wanted)
+    found = {program.names.name(module): (module, each) for module, each in squares.items() if module in program.names}
+    return {qualified(name, "weight"): _as_weight(module, each.sqrt()) for name, (module, each) in found.items()}
+
+
+_Convolution = nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateUsage]
+
+
+def is_fed_plainly(module: nn.Module) -> bool:
+    """Say whether a layer multiplies its one weight with what it is called with."""
+    return isinstance(module, (nn.Linear, _Convolution)) or _inputs_first(module)
+
+
+def _inputs_first(module: nn.Module) -> bool:
+    layer = layer_of(module)
+    return layer is not None and layer.inputs_first
+
+
+def _as_weight(module: nn.Module, norms: Tensor) -> Tensor:
+    """Return the norm of each input where the weight has it; the places of a kernel meet the same in the mean."""
+    if not isinstance(module, _Convolution):
+        return norms[:, None] if _inputs_first(module) else norms
+    kernel = (1,) * len(module.kernel_size)
+    if module.transposed:
+        return norms.reshape(-1, 1, *kernel)
+    by_group = norms.reshape(module.groups, -1).repeat_interleave(module.out_channels // module.groups, 0)
+    return by_group.reshape(*by_group.shape, *kernel)
+
+
+def _run(program: Program, wanted: Options) -> None:
+    loss: Any = wanted.loss
+    if wanted.data is not None:
+        for _ in each_batch(wanted, lambda batch: loss(program.model, batch)):
+            pass
+        return
+    if not program.whole_calls:
+        raise UsageError(f"criterion={wanted.criterion} needs example_inputs, or data= with loss=")
+    for call in program.whole_calls:
+        copy_inputs(call).run(program.model)
