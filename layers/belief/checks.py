@@ -38,6 +38,6 @@ def check_values(v: Tensor, units: VisibleUnits, what: str) -> None:
     low, high = (float(bound) for bound in torch.aminmax(v))
     if not (math.isfinite(low) and math.isfinite(high)):
         raise InputError(f"{what} has values that are NaN or infinite; remove or replace them")
-    reason = units.refused(low, high)
+    reason = units.refused(v, low, high)
     if reason:
         raise InputError(f"{what} has {reason}")

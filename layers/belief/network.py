@@ -40,7 +40,9 @@ class DeepBeliefNetwork(nn.Module):
 
     Args:
         sizes: units of each layer, from the visible ones up: two at least.
-        kind: of the visible units of the lowest machine, `"bernoulli"` or `"gaussian"`; all others are binary.
+        kind: of the visible units of the lowest machine, `"bernoulli"`, `"gaussian"` or `"softmax"`; all others are
+            binary.
+        classes: of softmax units, as of `RBM`.
 
     Raises:
         UsageError: a size is no positive integer, there are fewer than two, or the kind is unknown.
@@ -54,14 +56,19 @@ class DeepBeliefNetwork(nn.Module):
         kind: str = "bernoulli",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        classes: int | None = None,
     ) -> None:
         super().__init__()
         expect(sizes, Sequence, "sizes", "a list such as [784, 500, 250]")
         if len(sizes) < 2:
             raise UsageError(f"sizes is {list(sizes)!r}; give the visible units and at least one layer of hidden ones")
         kinds = [kind] + ["bernoulli"] * (len(sizes) - 2)
-        pairs = zip(sizes, sizes[1:], kinds, strict=False)
-        self.machines = nn.ModuleList(RBM(low, high, each, device, dtype) for low, high, each in pairs)
+        each_classes = [classes] + [None] * (len(sizes) - 2)
+        parts = zip(sizes, sizes[1:], kinds, each_classes, strict=False)
+        self.machines = nn.ModuleList(
+            RBM(low, high, each, device, dtype, classes=own) for low, high, each, own in parts
+        )
 
     def reset_parameters(self) -> None:
         """Draw new weights for all machines."""

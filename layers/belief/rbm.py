@@ -12,8 +12,9 @@ from ...errors import UsageError, did_you_mean, positive_integer
 from ...progress_bar import progress_bar
 from .checks import check_values, rows_of_width
 from .data import Data, blocks_of
+from .partition import LogPartition, annealed
 from .training import ContrastiveDivergence, Options, trainable
-from .units import KINDS, drawn
+from .units import KINDS, Softmax, VisibleUnits, drawn
 
 __all__ = ["RBM"]
 
@@ -25,14 +26,17 @@ class RBM(nn.Module):
     """A restricted Boltzmann machine: `hidden` binary units over `visible` ones.
 
     Its energy is `-v b - h c - h W v` for binary visible units, and `|v - b|^2 / 2 - h c - h W v` for Gaussian ones,
-    whose variance is one: scale each column of the data to mean 0 and variance 1. The forward gives the probabilities
+    whose variance is one: scale each column of the data to mean 0 and variance 1. Softmax units have the energy of
+    binary ones, and of each group of `classes` one is on (Salakhutdinov, Mnih and Hinton, "Restricted Boltzmann
+    machines for collaborative filtering", 2007). The forward gives the probabilities
     of the hidden units, [..., visible] to [..., hidden], so that machines stack in `nn.Sequential`.
 
     Smolensky, "Information processing in dynamical systems" (1986); Hinton, "Training products of experts by minimizing
     contrastive divergence" (2002).
 
     Args:
-        kind: `"bernoulli"`, values in [0, 1], or `"gaussian"`, real values.
+        kind: `"bernoulli"`, values in [0, 1]; `"gaussian"`, real values; `"softmax"`, one of `classes` in each group.
+        classes: of softmax units, side by side; `visible` is a multiple of them.
 
     Attributes:
         weight: W, [hidden, visible].
@@ -40,7 +44,7 @@ class RBM(nn.Module):
         hidden_bias: c, [hidden].
 
     Raises:
-        UsageError: a size is no positive integer, or the kind is unknown.
+        UsageError: a size is no positive integer, the kind is unknown, or the classes do not fit.
     """
 
     def __init__(
@@ -50,10 +54,14 @@ class RBM(nn.Module):
         kind: str = "bernoulli",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        classes: int | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(kind, str) or kind not in KINDS:
-            raise UsageError(f"unknown kind {kind!r} of visible units{did_you_mean(str(kind), KINDS)}")
+        kinds = (*KINDS, "softmax")
+        if not isinstance(kind, str) or kind not in kinds:
+            raise UsageError(f"unknown kind {kind!r} of visible units{did_you_mean(str(kind), kinds)}")
+        self.classes = _checked_classes(classes, kind, positive_integer(visible, "visible"))
         self.visible, self.hidden = positive_integer(visible, "visible"), positive_integer(hidden, "hidden")
         self.kind = kind
         self.weight = nn.Parameter(torch.empty(hidden, visible, device=device, dtype=dtype))
@@ -68,7 +76,8 @@ class RBM(nn.Module):
         nn.init.zeros_(self.hidden_bias)
 
     def extra_repr(self) -> str:
-        return f"visible={self.visible}, hidden={self.hidden}, kind={self.kind!r}"
+        classes = "" if self.classes is None else f", classes={self.classes}"
+        return f"visible={self.visible}, hidden={self.hidden}, kind={self.kind!r}{classes}"
 
     def forward(self, v: Tensor) -> Tensor:
         """Return the probabilities of the hidden units, [..., hidden]."""
@@ -85,12 +94,12 @@ class RBM(nn.Module):
 
     def visible_means(self, h: Tensor) -> Tensor:
         """Return the expectations of p(v | h), [..., visible]: probabilities of binary units."""
-        return KINDS[self.kind].mean(self._visible_input(h))
+        return self._units().mean(self._visible_input(h))
 
     @torch.no_grad()
     def sample_visible(self, h: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return a draw of p(v | h), [..., visible]."""
-        return KINDS[self.kind].sample(self._visible_input(h), generator)
+        return self._units().sample(self._visible_input(h), generator)
 
     def gibbs_step(self, v: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Return visible units after hidden ones were drawn for them, and visible ones for those."""
@@ -110,7 +119,7 @@ class RBM(nn.Module):
         """Return F(v) = -log sum over h of exp(-E(v, h)), [...]: the lower, the more probable is v."""
         v = self._rows(v)
         logits = self._hidden_logits(v)
-        return KINDS[self.kind].energy(v, self.visible_bias) - F.softplus(logits).sum(-1)
+        return self._units().energy(v, self.visible_bias) - F.softplus(logits).sum(-1)
 
     def contrastive_loss(self, v: Tensor, samples: Tensor) -> Tensor:
         """Return the mean free energy of data over that of samples: its gradient is that of contrastive divergence.
@@ -119,8 +128,8 @@ class RBM(nn.Module):
         Raises an InputError where there are no rows, or values that visible units of this kind do not take.
         """
         v, samples = self._rows(v), self._rows(samples).detach()
-        check_values(v, KINDS[self.kind], "the batch")
-        check_values(samples, KINDS[self.kind], "the batch of samples")
+        check_values(v, self._units(), "the batch")
+        check_values(samples, self._units(), "the batch of samples")
         return self.free_energy(v).mean() - self.free_energy(samples).mean()
 
     @torch.no_grad()
@@ -135,10 +144,10 @@ class RBM(nn.Module):
             generator: of those draws.
 
         Raises:
-            UsageError: the visible units are Gaussian.
+            UsageError: the visible units are not binary.
         """
         if self.kind != "bernoulli":
-            raise UsageError("the pseudo-likelihood is for binary visible units; compare the errors of `reconstruct`")
+            raise UsageError("the pseudo-likelihood is for binary visible units; use `log_partition`")
         v = self._rows(v)
         logits, every = self._hidden_logits(v), torch.arange(self.visible, device=v.device)
         if flips is not None:
@@ -147,6 +156,42 @@ class RBM(nn.Module):
         now = F.softplus(logits).sum(-1)
         scores = [self._log_conditional(v, logits, now, unit.expand(v.shape[:-1])) for unit in every.unbind(-1)]
         return torch.stack(scores).mean(0) * self.visible
+
+    @torch.no_grad()
+    def log_partition(
+        self,
+        steps: int = 1000,
+        chains: int = 100,
+        *,
+        data: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> LogPartition:
+        """Estimate the logarithm of the normalizing constant Z; rows have the log-likelihood -F(v) - log Z.
+
+        Annealed importance sampling (Neal 2001), as Salakhutdinov and Murray, "On the quantitative analysis of deep
+        belief networks" (2008), do it: chains start from visible units alone, and the weights grow in even steps. Z is
+        estimated without bias, so that log Z is rather too low: more steps help where it rises with them.
+
+        Args:
+            steps: temperatures from the first machine to this one, each with a Gibbs step.
+            chains: how many are averaged.
+            data: rows [rows, visible], whose means visible units start from; from their biases by default.
+            generator: of all that is drawn.
+
+        Raises:
+            InputError: the data have no rows, or values that the visible units do not take.
+            UsageError: a number is out of its range, or the data are of another width.
+        """
+        tensors = (self.weight, self.visible_bias, self.hidden_bias)
+        weight, bias, hidden_bias = (each.to(torch.promote_types(each.dtype, torch.float32)) for each in tensors)
+        units, base = self._units(), bias
+        if data is not None:
+            rows = self._rows(data)
+            check_values(rows, units, "the data")
+            rows = rows.reshape(-1, self.visible).to(bias)
+            base = units.bias_of(rows.mean(0), len(rows))
+        steps, chains = positive_integer(steps, "steps"), positive_integer(chains, "chains")
+        return annealed((weight, bias, hidden_bias), units, base, steps, chains, generator)
 
     def fit(
         self,
@@ -193,7 +238,7 @@ class RBM(nn.Module):
         """
         parameters = trainable(self, ("weight", "visible_bias", "hidden_bias"))
         options = Options(learning_rate, k, persistent, momentum, weight_decay, sparsity_target, sparsity_cost)
-        epochs, units = positive_integer(epochs, "epochs"), KINDS[self.kind]
+        epochs, units = positive_integer(epochs, "epochs"), self._units()
         blocks = blocks_of(data, batch_size, self.weight, units)
         trainer = ContrastiveDivergence(parameters, units, options, generator)
         total = None if blocks.steps is None else epochs * blocks.steps
@@ -204,6 +249,9 @@ class RBM(nn.Module):
                     move(len(block))
                 trainer.write(epoch + 1)
         return self
+
+    def _units(self) -> VisibleUnits:
+        return KINDS[self.kind] if self.classes is None else Softmax(self.classes)
 
     def _rows(self, v: Any) -> Tensor:
         return rows_of_width(v, self.visible, self.weight.dtype)
@@ -220,6 +268,19 @@ class RBM(nn.Module):
         change = 1 - 2 * v.gather(-1, unit[..., None]).squeeze(-1)
         flipped = logits + change[..., None] * self.weight.t()[unit]
         return F.logsigmoid(now - F.softplus(flipped).sum(-1) - change * self.visible_bias[unit])
+
+
+def _checked_classes(classes: object, kind: str, visible: int) -> int | None:
+    """Return the classes of softmax units, None for other kinds, or raise a UsageError."""
+    if kind != "softmax":
+        if classes is not None:
+            raise UsageError(f"classes is for softmax units, and the kind is {kind!r}; leave it out")
+        return None
+    if classes is None:
+        raise UsageError("softmax units need classes=, how many are in a group")
+    if visible % (found := positive_integer(classes, "classes")):
+        raise UsageError(f"{visible} visible units are no groups of {found} classes; give a multiple")
+    return found
 
 
 def _linear(units: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

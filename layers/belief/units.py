@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-__all__ = ["KINDS", "VisibleUnits", "drawn"]
+__all__ = ["KINDS", "Softmax", "VisibleUnits", "drawn"]
 
 
 def drawn(logits: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -41,8 +44,16 @@ class VisibleUnits(Protocol):
         """Put a draw in the place of the total input; the last unit is always on: it stands for the bias."""
         ...
 
-    def refused(self, low: float, high: float) -> str | None:
-        """Say what is wrong with values between these two, if anything is."""
+    def refused(self, v: Tensor, low: float, high: float) -> str | None:
+        """Say what is wrong with values, which are between these two, if anything is."""
+        ...
+
+    def log_partition(self, bias: Tensor) -> Tensor:
+        """Return the log of the sum, or integral, of exp(-energy) over all visible units."""
+        ...
+
+    def bias_of(self, means: Tensor, rows: int) -> Tensor:
+        """Return the bias with which visible units alone have about the means of so many rows."""
         ...
 
 
@@ -64,7 +75,13 @@ class _Bernoulli:
     def draw_(self, total: Tensor, noise: Tensor) -> None:
         torch.lt(noise, total, out=total)
 
-    def refused(self, low: float, high: float) -> str | None:
+    def log_partition(self, bias: Tensor) -> Tensor:
+        return F.softplus(bias).sum()
+
+    def bias_of(self, means: Tensor, rows: int) -> Tensor:
+        return ((means * rows + 1) / (rows + 2)).logit()
+
+    def refused(self, v: Tensor, low: float, high: float) -> str | None:
         if low >= 0 and high <= 1:
             return None
         return (
@@ -92,9 +109,62 @@ class _Gaussian:
         total.add_(noise)
         total[:, -1] = 1
 
-    def refused(self, low: float, high: float) -> str | None:
+    def log_partition(self, bias: Tensor) -> Tensor:
+        return bias.new_tensor(len(bias) / 2 * math.log(2 * math.pi))
+
+    def bias_of(self, means: Tensor, rows: int) -> Tensor:
+        return means
+
+    def refused(self, v: Tensor, low: float, high: float) -> str | None:
         return None
 
 
+@dataclass(frozen=True)
+class Softmax:
+    """Units in groups of so many classes, of which one is on."""
+
+    classes: int
+
+    def mean(self, total: Tensor) -> Tensor:
+        return self._grouped(total).softmax(-1).flatten(-2)
+
+    def sample(self, total: Tensor, generator: torch.Generator | None) -> Tensor:
+        wide = total.to(torch.promote_types(total.dtype, torch.float32))
+        noise = self.noise_(torch.empty_like(wide), generator)
+        return self._largest(wide + noise).to(total.dtype)
+
+    def energy(self, v: Tensor, bias: Tensor) -> Tensor:
+        return -(v @ bias)
+
+    def noise_(self, noise: Tensor, generator: torch.Generator | None) -> Tensor:
+        return noise.exponential_(generator=generator).log_().neg_()  # the largest sum is a draw (Gumbel)
+
+    def draw_(self, total: Tensor, noise: Tensor) -> None:
+        total[:, :-1] = self._largest((total + noise)[:, :-1])
+        total[:, -1] = 1
+
+    def refused(self, v: Tensor, low: float, high: float) -> str | None:
+        sums = self._grouped(v).sum(-1)
+        if low >= 0 and float((sums - 1).abs().max()) <= _NEAR:
+            return None
+        return f"a group of {self.classes} softmax units that is no distribution; give each group one 1, and zeros"
+
+    def log_partition(self, bias: Tensor) -> Tensor:
+        return self._grouped(bias).logsumexp(-1).sum()
+
+    def bias_of(self, means: Tensor, rows: int) -> Tensor:
+        return ((means * rows + 1) / (rows + self.classes)).log()
+
+    def _grouped(self, units: Tensor) -> Tensor:
+        return units.reshape(*units.shape[:-1], -1, self.classes)
+
+    def _largest(self, total: Tensor) -> Tensor:
+        grouped = self._grouped(total)
+        return torch.zeros_like(grouped).scatter_(-1, grouped.argmax(-1, keepdim=True), 1).flatten(-2)
+
+
+_NEAR = 1e-2
+"""Probabilities of a group may sum to one but for so much: bfloat16 has two digits."""
+
 KINDS: Mapping[str, VisibleUnits] = {"bernoulli": _Bernoulli(), "gaussian": _Gaussian()}
-"""The visible units of each kind."""
+"""The visible units of each kind that takes no number of classes."""

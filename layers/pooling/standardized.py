@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ class Standardized(nn.Module):
     Graphs without triples do not count. A batch with one graph that counts is compared with the running statistics,
     which it changes. The statistics are kept in float32 at least: counts of triples are too large for float16.
     """
+
+    _fxopt_is_operation: ClassVar[bool] = True
 
     mean: Tensor
     variance: Tensor
