@@ -152,6 +152,9 @@ def _kept(
             reasons = signal.reasons
             failing += [Refused(name, reason) for name, reason in reasons.items()]
             scored = [(group, score) for group, score in scored if group.name not in reasons]
+    if wanted.target != "units" and wanted.amount:
+        nothing = f"amount={wanted.amount:g} of the {wanted.target} cannot be removed; no unit of the model can"
+        raise _with_reasons(BudgetError(nothing), (*refused, *failing))
     return [], cost, failing
 
 
