@@ -25,7 +25,7 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.transforms.prune import Prune, PruningSchedule
+from fxopt.transforms.prune import GroupSparsity, Prune, PruningSchedule, shares_in_steps
 from fxopt.transforms.qat import Qat
 from fxopt.transforms.quantize import Quantize
 
@@ -49,7 +49,10 @@ class Digits:
             right = model(self.test_images).argmax(1) == self.test_labels
         return 100 * float(right.float().mean())
 
-    def trained(self, model: nn.Module, epochs: int, after_step: Callable[[], None] | None = None) -> nn.Module:
+    def trained(
+        self, model: nn.Module, epochs: int, after_step: Callable[[], None] | None = None,
+        before_step: Callable[[], None] | None = None,
+    ) -> nn.Module:  # fmt: skip
         """Return the model, trained for so many epochs, at a rate that falls to zero along a cosine."""
         optimizer = torch.optim.Adam(model.train().parameters(), 1e-3)
         falling = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, self.steps(epochs)))
@@ -57,6 +60,8 @@ class Digits:
             for rows in torch.randperm(len(self.images)).split(BATCH):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(self.images[rows]), self.labels[rows]).backward()
+                if before_step is not None:
+                    before_step()
                 optimizer.step()
                 falling.step()
                 if after_step is not None:
@@ -131,6 +136,34 @@ def units(criterion: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits],
     return way
 
 
+def made_sparse(epochs: int, tuning: int) -> Callable[[nn.Module, Digits], nn.Module]:
+    """Return the way that shrinks half of the units in some epochs, removes them, and trains on."""
+
+    def way(model: nn.Module, data: Digits) -> nn.Module:
+        prune = Prune(method="structured", scope="layer")
+        sparse = GroupSparsity(model, prune, fxopt.capture(model, data.images[:8]), data.steps(epochs), SPARSE)
+        data.trained(model, epochs, before_step=sparse.step)
+        return data.trained(fxopt.optimize(model, prune, example_inputs=data.images[:8]), tuning)
+
+    return way
+
+
+SPARSE = 1.0
+"""The strength of the penalty in the end."""
+
+
+def in_steps(epochs: int, steps: int) -> Callable[[nn.Module, Digits], nn.Module]:
+    """Return the way that removes half of the units in several steps, and trains on after each."""
+
+    def way(model: nn.Module, data: Digits) -> nn.Module:
+        for share in shares_in_steps(0.5, steps):
+            prune = Prune(method="structured", scope="layer", amount=share)
+            model = data.trained(fxopt.optimize(model, prune, example_inputs=data.images[:8]), epochs // steps)
+        return model
+
+    return way
+
+
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -193,6 +226,10 @@ WAYS: Mapping[str, Way] = {
     "50% of units": Way(units("magnitude"), 1.0),
     **{f"50% of units, {name}": Way(units(name)) for name in CRITERIA},
     **{f"50% of units, {name}, not trained on": Way(units(name, 0)) for name in ("magnitude", *CRITERIA)},
+    "50% of units, four times as long": Way(units("magnitude", 4 * TUNING)),
+    "50% of units, in four steps": Way(in_steps(4 * TUNING, 4)),
+    "50% of units, made sparse before": Way(made_sparse(3 * TUNING, TUNING)),
+    "50% of units, made sparse before, not trained on": Way(made_sparse(3 * TUNING, 0)),
     "80% of weights": Way(pruned("prune{amount=0.8}")),
     "95% of weights": Way(pruned("prune{amount=0.95}")),
     "95% of weights, cubic": Way(gradually("prune{amount=0.95,schedule=cubic}", 3 * TUNING)),
@@ -215,7 +252,7 @@ def measure(name: str, way: Way, networks: list[str], seeds: int) -> list[dict[s
         row = {"way": name, "network": network, "before": before, "after": after, "lost": before - after}
         rows.append({**row, "lost_by_seed": lost, "target": way.target})
         met = "" if way.target is None else "met" if before - after <= way.target else "MISSED"
-        print(f"{network:5}{name:42}{before:8.2f}{after:8.2f}{before - after:8.2f}  {met}", flush=True)
+        print(f"{network:5}{name:50}{before:8.2f}{after:8.2f}{before - after:8.2f}  {met}", flush=True)
     return rows
 
 
@@ -239,7 +276,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    print(f"{'':5}{'':42}{'before':>8}{'after':>8}{'lost':>8}  (percent right, points)")
+    print(f"{'':5}{'':50}{'before':>8}{'after':>8}{'lost':>8}  (percent right, points)")
     rows = [
         row for name in arguments.only or WAYS for row in measure(name, WAYS[name], arguments.networks, arguments.seeds)
     ]

@@ -80,10 +80,11 @@ class Ranking:
             max(count, group.least) if may_stop or group.kind == "experts" else count
             for group, count in zip(self.groups, counts, strict=True)
         ]
-        empty = next((group for group, count in zip(self.groups, counts, strict=True) if not count), None)
+        left = zip(self.groups, counts, shares, strict=True)
+        empty, each = next(((group, each) for group, count, each in left if not count), (None, 0.0))
         if empty is not None:
             raise BudgetError(
-                f"amount={share:g} leaves nothing in '{empty.name}', which has {empty.size} {empty.kind}; "
+                f"amount={each:g} leaves nothing in '{empty.name}', which has {empty.size} {empty.kind}; "
                 f"give a smaller amount, or keep it: keep=[{empty.name}]"
             )
         return counts

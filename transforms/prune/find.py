@@ -22,7 +22,7 @@ from .options import Options, check_names
 from .scores import CRITERIA, NoScores, scores_of_units
 from .sites import Chosen, sites_of
 
-__all__ = ["find"]
+__all__ = ["find", "units_that_go"]
 
 
 def find(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
@@ -101,24 +101,32 @@ def _detail(targets: Sequence[Target], gone: Sequence[Tensor], wanted: Options) 
     return f"{said}, as before: nothing to do" if zeros and was_zero else said
 
 
+def units_that_go(program: Program, wanted: Options) -> list[Chosen]:
+    """Return which units stay, and so which go, of each group that can be pruned; BudgetError: a target is missed."""
+    scored, refused = _scored(program, wanted)
+    return _kept(program, scored, wanted, refused)[0]
+
+
 def _units(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
+    scored, refused = _scored(program, wanted)
+    kept, cost, failing = _kept(program, scored, wanted, refused)
+    yield from _refusals((*refused, *failing))
+    if kept:
+        yield from with_costs(program.model, kept, list(sites_of(program, kept)), wanted, cost)
+
+
+def _scored(program: Program, wanted: Options) -> tuple[list[tuple[Group, Tensor]], list[Refused]]:
+    """Return the groups that can be pruned, with the scores of their units, and what cannot."""
     found = coupling(program)
     of_kind = [group for group in found.groups if group.kind in wanted.kinds]
     obstacles = [(group, _obstacle(program, group, wanted)) for group in of_kind]
     groups = [group for group, reason in obstacles if reason is None]
     check_names(wanted, [group.name for group in groups])
     left_out = [Refused(group.name, reason) for group, reason in obstacles if reason is not None]
-    yield from _refusals((*found.refused, *left_out))
     scores = scores_of_units(program, groups, wanted)
     scored = [(group, score) for group, score in zip(groups, scores, strict=True) if isinstance(score, Tensor)]
     unscored = [Refused(g.name, str(s)) for g, s in zip(groups, scores, strict=True) if isinstance(s, NoScores)]
-    try:
-        kept, cost, failing = _kept(program, scored, wanted)
-    except BudgetError as error:
-        raise _with_reasons(error, (*found.refused, *left_out, *unscored)) from error
-    yield from _refusals((*unscored, *failing))
-    if kept:
-        yield from with_costs(program.model, kept, list(sites_of(program, kept)), wanted, cost)
+    return scored, [*found.refused, *left_out, *unscored]
 
 
 def _with_reasons(error: BudgetError, refused: Sequence[Refused]) -> BudgetError:
@@ -128,7 +136,7 @@ def _with_reasons(error: BudgetError, refused: Sequence[Refused]) -> BudgetError
 
 
 def _kept(
-    program: Program, scored: Sequence[tuple[Group, Tensor]], wanted: Options
+    program: Program, scored: Sequence[tuple[Group, Tensor]], wanted: Options, refused: Sequence[Refused]
 ) -> tuple[list[Chosen], Cost, list[Refused]]:
     """Return what is kept of each group, by which cost, and the groups without whose units the model does not run."""
     cost, failing = cost_of(program, wanted.target), list[Refused]()
@@ -138,10 +146,15 @@ def _kept(
             ranking = Ranking(groups, scores, wanted, multiples_of(program, groups, wanted.round_to))
             is_exact = wanted.target == "units"
             return ranking.choose(wanted.amount) if is_exact else chosen_for_target(ranking, cost), cost, failing
+        except BudgetError as error:
+            raise _with_reasons(error, (*refused, *failing)) from error
         except DoesNotRun as signal:
             reasons = signal.reasons
             failing += [Refused(name, reason) for name, reason in reasons.items()]
             scored = [(group, score) for group, score in scored if group.name not in reasons]
+    if wanted.target != "units" and wanted.amount:
+        nothing = f"amount={wanted.amount:g} of the {wanted.target} cannot be removed; no unit of the model can"
+        raise _with_reasons(BudgetError(nothing), (*refused, *failing))
     return [], cost, failing
 
 

@@ -209,7 +209,8 @@ def _hessian(program: Program, wanted: Options) -> _Values:
 def _wanda(program: Program, wanted: Options) -> _Values:
     """Give the size of each weight times the norm of the inputs that it meets.
 
-    Sun et al., A Simple and Effective Pruning Approach for Large Language Models, 2023, equation 1.
+    Sun et al., A Simple and Effective Pruning Approach for Large Language Models, 2023, equation 1. In layers that do
+    not run it is the size alone.
     """
     norms = input_norms(program, wanted)
     return lambda name, weight: weight.detach().abs() * norms[name] if name in norms else weight.detach().abs()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.errors import UsageError
+from fxopt.errors import BudgetError, UsageError
 from fxopt.transforms.prune import Prune, masks
 from fxopt.transforms.prune.options import Options
 from fxopt.transforms.prune.scores import CRITERIA
@@ -147,6 +147,21 @@ def test_layers_have_shares_of_their_own() -> None:
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Prune(**options)
+
+
+@pytest.mark.parametrize("given", [{}, {"data": [X * float("nan")], "loss": lambda net, batch: net(batch)}])
+def test_inputs_with_nan_are_refused(given: dict[str, Any]) -> None:
+    x = X if given else X * float("nan")
+    with pytest.raises(UsageError, match=r"the scores of '0\.weight' have NaN; look for NaN or infinity in the data"):
+        fxopt.optimize(mlp(), Prune(criterion="wanda", scope="row", **given), example_inputs=x)
+
+
+def test_what_cannot_be_done_says_which_layer_and_share() -> None:
+    with pytest.raises(BudgetError, match=r"amount=0\.99 leaves nothing in '0', which has 8 hidden"):
+        kept(mlp(), ratios={"0": 0.99})
+    one = nn.Sequential(nn.Linear(6, 1), nn.Softmax(-1), nn.Linear(1, 3))
+    with pytest.raises(BudgetError, match=r"amount=0\.5 of the parameters cannot be removed; no unit of the model can"):
+        fxopt.optimize(one, Prune(method="structured", target="parameters"), example_inputs=X)
 
 
 def test_ratios_that_name_nothing_are_refused() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....errors import BudgetError
+from ....errors import BudgetError, UsageError
 from ..options import Options
 from .targets import Target
 
@@ -42,7 +42,7 @@ def scores_of(found: Sequence[Target], options: Options, values: Values) -> dict
     if options.method == "random":
         scores = _random_scores(weights, options.seed)
     else:
-        scores = {name: values(name, weight.detach()) for name, weight in weights.items()}
+        scores = {name: _numbers(name, values(name, weight.detach())) for name, weight in weights.items()}
     given = cast("Mapping[str, Tensor]", options.scores or {})  # a function is for structured pruning alone
     scores = {name: given.get(name, score).to(score.device, torch.float32) for name, score in scores.items()}
     lowest = torch.finfo(torch.float32).min  # below all that is there are those alone that are gone
@@ -58,6 +58,12 @@ def layer_adaptive(sizes: Tensor) -> Tensor:
     rest = squares.flip(0).cumsum(0).flip(0)
     share = torch.where(rest > 0, squares / rest.clamp(min=torch.finfo(torch.float64).tiny), 0)
     return torch.empty_like(share).index_copy_(0, order, share).reshape(sizes.shape)
+
+
+def _numbers(name: str, scores: Tensor) -> Tensor:
+    if bool(scores.isnan().any()):
+        raise UsageError(f"pass 'prune': the scores of '{name}' have NaN; look for NaN or infinity in the data")
+    return scores
 
 
 def _random_scores(weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:

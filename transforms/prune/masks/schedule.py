@@ -21,7 +21,7 @@ from ..options import Options
 from .ranking import Values, chosen, layer_adaptive
 from .targets import Target, masked_targets
 
-__all__ = ["PruningSchedule", "masks", "remove_masks", "set_masks"]
+__all__ = ["PruningSchedule", "masks", "progress", "remove_masks", "set_masks"]
 
 
 def masks(model: nn.Module) -> dict[str, Tensor]:
@@ -124,6 +124,11 @@ def _decision_with(decision: Decision, left: dict[str, str]) -> Decision:
     return dataclasses.replace(decision, site={**site, "data": data})
 
 
+def progress(schedule: str, share: float) -> float:
+    """Return which share of the amount is gone after a share of the steps."""
+    return share if schedule == "linear" else 1 - (1 - share) ** 3
+
+
 class PruningSchedule:
     """Set more and more weights of a model to zero, up to the amount that its `prune` pass asks for.
 
@@ -164,8 +169,7 @@ class PruningSchedule:
 
     @property
     def _progress(self) -> float:
-        share = min(self.done / self.steps, 1.0)
-        return share if self._options.schedule == "linear" else 1 - (1 - share) ** 3
+        return progress(self._options.schedule, min(self.done / self.steps, 1.0))
 
     def step(self) -> None:
         """Count one training step, and prune as far as the schedule says; call it behind `optimizer.step()`.
