@@ -91,7 +91,7 @@ def _is_edge(node: fx.Node, made: Mapping[fx.Node, bool]) -> bool:
 
 
 def _is_worth(node: fx.Node, values: Mapping[fx.Node, Tensor], made: Mapping[fx.Node, bool]) -> bool:
-    """Say whether a node gives no more numbers than it is made of."""
+    """Say whether what a node gives takes no more bytes than what it is made of."""
     found: set[fx.Node] = set()
     waiting = [node]
     while waiting:
@@ -100,7 +100,7 @@ def _is_worth(node: fx.Node, values: Mapping[fx.Node, Tensor], made: Mapping[fx.
             waiting += each.all_input_nodes
         else:
             found.add(each)
-    return values[node].numel() <= sum(values[each].numel() for each in found)
+    return values[node].nbytes <= sum(values[each].nbytes for each in found)
 
 
 def _store(program: ExportedProgram, node: fx.Node, value: Tensor, name: str) -> None:

@@ -375,6 +375,14 @@ def test_what_is_made_of_parameters_alone_is_computed_once(tmp_path: Path) -> No
     torch.testing.assert_close(loaded(x), model(x))
 
 
+def test_weights_in_few_bits_stay_in_few_bits(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).eval(), torch.randn(4, 64)
+    fast = fxopt.optimize(model, "quantize", example_inputs=x, measure=False)
+    fxopt.export(fast, tmp_path / "m.pt2", x)
+    loaded = fxopt.load(tmp_path / "m.pt2")
+    assert [t.dtype for t in loaded.state_dict().values() if t.dim() == 2] == [torch.int8, torch.int8]
+
+
 def test_what_is_larger_or_random_or_changed_is_computed_at_each_call(tmp_path: Path) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
