@@ -28,6 +28,7 @@ from ..tracing.isolation import ModelState, in_phase, outside_inference_mode, pr
 from ..tracing.reads import raised_at
 from ..tracing.recording import copy_inputs
 from .exported import drop_checksum, load_exported, sha256_of, write_checksum
+from .folding import fold_parameters
 
 __all__ = ["export_model"]
 
@@ -78,7 +79,9 @@ def _exported(model: nn.Module, call: Inputs, sizes: _FreeSizes) -> torch.export
         with torch.enable_grad(), warnings.catch_warnings():  # without gradients, attention is one kernel of inference
             warnings.simplefilter("ignore")  # what torch is unsure of is compared
             program = torch.export.export(model, example.args, example.kwargs, dynamic_shapes=shapes, strict=False)
-            return program.run_decompositions({}) if batches_by_vmap(program.graph) else program
+            program = program.run_decompositions({}) if batches_by_vmap(program.graph) else program
+            fold_parameters(program)
+            return program
     except Exception as error:  # torch raises whatever it meets
         raise ArchiveError(f"torch cannot export this {type(model).__name__}: {_reason(error)}") from error
 

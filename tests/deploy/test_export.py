@@ -138,7 +138,7 @@ def test_the_file_gives_what_the_model_gives_at_any_batch_size(name: str, passes
     loaded = exported(model, tmp_path / "m.pt2", inputs)
     torch.testing.assert_close(run(loaded, inputs), run(model, inputs))
     names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
-    assert set(loaded.state_dict()) <= names
+    assert {name for name in loaded.state_dict() if not name.startswith("folded_")} <= names
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.pt2", "m.pt2.sha256"]
@@ -356,6 +356,52 @@ import torch, fxopt
 torch.testing.assert_close(fxopt.load(sys.argv[1])(*args), expected)
 assert not any(name.startswith(("test_export", "transformers")) for name in sys.modules), "imported the user's code"
 """
+
+
+def operators(path: Path) -> list[str]:
+    """Return the operators of the program in a file, in order."""
+    return [str(node.target) for node in torch.export.load(path).graph.nodes if node.op == "call_function"]
+
+
+def test_what_is_made_of_parameters_alone_is_computed_once(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    model[1].running_var.uniform_(0.5, 2)
+    x = torch.randn(2, 3, 6, 6)
+    fast = fxopt.optimize(model.eval(), "fold_batchnorm", example_inputs=x, measure=False)
+    fxopt.export(fast, tmp_path / "m.pt2", x)
+    assert operators(tmp_path / "m.pt2") == ["aten.conv2d.default", "aten.relu.default"]
+    loaded = fxopt.load(tmp_path / "m.pt2")
+    assert sorted(loaded.state_dict()) == ["folded_0", "folded_1"]  # nothing reads the others any more
+    torch.testing.assert_close(loaded(x), model(x))
+
+
+def test_weights_in_few_bits_stay_in_few_bits(tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).eval(), torch.randn(4, 64)
+    fast = fxopt.optimize(model, "quantize", example_inputs=x, measure=False)
+    fxopt.export(fast, tmp_path / "m.pt2", x)
+    loaded = fxopt.load(tmp_path / "m.pt2")
+    assert [t.dtype for t in loaded.state_dict().values() if t.dim() == 2] == [torch.int8, torch.int8]
+
+
+def test_what_is_larger_or_random_or_changed_is_computed_at_each_call(tmp_path: Path) -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.seen = nn.Parameter(torch.ones(3, 1)), nn.Buffer(torch.zeros(1))
+            self.table = nn.Parameter(torch.ones(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.add_(1)
+            wide = self.scale * self.scale.t()
+            return x @ wide * (self.seen * 2) + self.table.exp().sum(0) + self.table.t()[0].sum()
+
+    model, x = Counting().eval(), torch.randn(2, 3)
+    fxopt.export(model, tmp_path / "m.pt2", x)
+    found = operators(tmp_path / "m.pt2")
+    assert "aten.exp.default" not in found and found.count("aten.mul.Tensor") == 3
+    loaded = fxopt.load(tmp_path / "m.pt2")
+    for _ in range(2):
+        torch.testing.assert_close(loaded(x), model(x))
 
 
 def test_the_file_needs_no_code_of_the_users(tmp_path: Path):
