@@ -13,11 +13,13 @@ from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
 from ...compat.packed import Geometry
 from ...compat.quantized import (
     Int8Result,
+    exports_pattern,
     int8_convolution,
     int8_convolution_packed,
     int8_product_static,
     int8_static_packed,
     runs_simulation,
+    weight_by_pattern,
 )
 from ...errors import UsageError
 from .activations import Range, from_numbers, to_numbers
@@ -100,13 +102,18 @@ class StaticLayer(HoldsWeight):
         """Compute what the kernel stands for in floating point."""
         is_float = input.dtype is not torch.uint8
         x = self.range.rounded(input) if is_float else from_numbers(input, self.range, self.dtype)
-        values = self.held[0].to(x.dtype)
-        weight = values * scales.to(x.dtype).reshape(-1, *[1] * (values.ndim - 1))
+        weight = self._wide(scales, x)
         result = self.in_floats(x, weight, None if bias is None else bias.to(x.dtype))
         result = F.relu(result) if epilogue.activation == "relu" else result
         return (
             result if epilogue.output is None else to_numbers(result, epilogue.output.scale, epilogue.output.zero_point)
         )
+
+    def _wide(self, scales: Tensor, like: Tensor) -> Tensor:
+        values = self.held[0]
+        if exports_pattern(like):
+            return weight_by_pattern(values, scales)
+        return values.to(like.dtype) * scales.to(like.dtype).reshape(-1, *[1] * (values.ndim - 1))
 
     def extra_repr(self) -> str:
         """Return what `repr` shows."""
