@@ -19,4 +19,8 @@ def load_exported_program(file: BinaryIO) -> Any:
     """Return the `ExportedProgram` in a `.pt2` file; `torch.export.load` would try an older format where this fails."""
     from torch.export.pt2_archive._package import load_pt2
 
+    from .quantized import load_pattern
+
+    load_pattern()
+
     return load_pt2(file).exported_programs["model"]

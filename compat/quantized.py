@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from ..errors import UsageError
 
 __all__ = [
-    "INT8_STEPS", "OBSERVERS", "Int8Result", "Observer", "empty_tensor", "float8_product", "has_float8", "int4_packed",
-    "int4_product", "int8_cells", "int8_convolution", "int8_convolution_packed", "int8_lstm", "int8_numbers",
-    "int8_packed", "int8_product_by_rows", "int8_product_of_weights", "int8_product_static", "int8_rows_packed",
-    "int8_static_packed", "int8_weight_packed", "is_simulating", "needs_reduced_range", "rounded_with_learned_scale",
-    "runs_simulation", "simulating", "why_no_int8", "why_no_static_int8", "without_torch_function",
+    "INT8_STEPS", "OBSERVERS", "Int8Result", "Observer", "dequantized_by_pattern", "empty_tensor", "exports_pattern",
+    "float8_product", "has_float8", "int4_packed", "int4_product", "int8_cells", "int8_convolution",
+    "int8_convolution_packed", "int8_lstm", "int8_numbers", "int8_packed", "int8_product_by_rows",
+    "int8_product_of_weights", "int8_product_static", "int8_rows_packed", "int8_static_packed", "int8_weight_packed",
+    "is_simulating", "load_pattern", "needs_reduced_range", "quantized_by_pattern", "rounded_with_learned_scale",
+    "runs_simulation", "simulating", "weight_by_pattern", "why_no_int8", "why_no_static_int8", "without_torch_function",
     "writes_fake_quantization",
 ]  # fmt: skip
 
@@ -76,6 +77,39 @@ def runs_simulation() -> bool:
 def writes_fake_quantization() -> bool:
     """Say whether torch traces for others: their compilers know torch's fake quantization, and compute in 8 bits."""
     return cast("Any", torch.jit).is_tracing()
+
+
+def exports_pattern(x: Tensor) -> bool:
+    """Say whether an activation is rounded by the operators that runtimes know as quantized: exporters get these."""
+    return x.dtype in (torch.float32, torch.uint8) and (torch.compiler.is_exporting() or _simulating.on)
+
+
+def quantized_by_pattern(x: Tensor, scale: float, zero_point: int) -> Tensor:
+    """Return activations as uint8, by the operator of PT2E, which ONNX calls QuantizeLinear."""
+    return _pattern().quantize_per_tensor.default(x.detach(), scale, zero_point, 0, 255, torch.uint8)
+
+
+def dequantized_by_pattern(numbers: Tensor, scale: float, zero_point: int) -> Tensor:
+    """Return what numbers of uint8 stand for, in float32."""
+    return _pattern().dequantize_per_tensor.default(numbers, scale, zero_point, 0, 255, torch.uint8)
+
+
+def weight_by_pattern(values: Tensor, scales: Tensor) -> Tensor:
+    """Return the float32 weight that int8 numbers, [outputs, ...], and one scale for each output stand for."""
+    wide = scales.detach().float().reshape(-1).expand(len(values))
+    zeros = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+    return _pattern().dequantize_per_channel.default(values, wide, zeros, 0, -128, 127, torch.int8)
+
+
+@cache
+def _pattern() -> Any:
+    load_pattern()
+    return _TORCH.ops.quantized_decomposed
+
+
+def load_pattern() -> None:
+    """Let torch know the operators of the pattern; it registers them with this module only."""
+    importlib.import_module("torch.ao.quantization.fx._decomposed")
 
 
 def empty_tensor(cls: type[Any], shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:

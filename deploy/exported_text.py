@@ -20,6 +20,7 @@ _TARGET = re.compile(
     r"torch\.ops\.aten\.(?!(from_file|save|load|set_\w*|_?resize\w*|sparse_resize\w*|\w+_unsafe|_unsafe_masked\w*|_print|warn|"
     r"data|record_stream|_?pin_memory|requires_grad_|retain_grad|_cufft\w*)\b)\w+(\.\w+)?|"
     r"_operator\.(?!(attrgetter|itemgetter|methodcaller|call)\b)\w+|math\.\w+|torch\.sym_\w+|"
+    r"torch\.ops\.quantized_decomposed\.(de)?quantize_per_(tensor|channel)\.default|"
     r"torch\.ops\.higher_order\.(wrap_with_set_grad_enabled|wrap_with_autocast|cond)"
 )
 """Operators of others: of aten, none that reads files, writes or takes memory as it is."""

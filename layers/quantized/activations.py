@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import is_plainly_eager
-from ...compat.quantized import INT8_STEPS, int8_numbers, runs_simulation, writes_fake_quantization
+from ...compat.quantized import (
+    INT8_STEPS,
+    dequantized_by_pattern,
+    exports_pattern,
+    int8_numbers,
+    quantized_by_pattern,
+    runs_simulation,
+    writes_fake_quantization,
+)
 from ...errors import StateError
 from ...runtime.values import Factors
 
@@ -48,6 +56,8 @@ class Range(Factors):
         """Return an activation rounded to what its numbers stand for.
         The slope is 1 within the range and up to half a step outside of it, as far as rounding goes; else 0.
         """
+        if exports_pattern(x):
+            return from_numbers(to_numbers(x, self.scale, self.zero_point), self, x.dtype)
         half = 0.5 * self.scale * (1 + _SLACK)
         low, high = -self.zero_point * self.scale - half, (_LARGEST - self.zero_point) * self.scale + half
         inside = x.clamp(low, high)
@@ -79,7 +89,11 @@ def to_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:
     """Return the numbers, uint8, that stand for an activation; itself where its gradient is wanted, or others trace:
     then the layer behind rounds it.
     """
-    if (torch.is_grad_enabled() and x.requires_grad) or writes_fake_quantization():
+    if writes_fake_quantization():
+        return x
+    if exports_pattern(x):
+        return quantized_by_pattern(x, scale, zero_point)
+    if torch.is_grad_enabled() and x.requires_grad:
         return x
     return _numbers_of(x, scale, zero_point)
 
@@ -99,4 +113,6 @@ def _has_kernel(x: Tensor) -> bool:
 def from_numbers(numbers: Tensor, of: Range, dtype: torch.dtype) -> Tensor:
     """Return what numbers stand for."""
     wide = torch.promote_types(dtype, torch.float32)
+    if numbers.dtype is torch.uint8 and wide is torch.float32 and exports_pattern(numbers):
+        return dequantized_by_pattern(numbers, of.scale, of.zero_point).to(dtype)
     return ((numbers.to(wide) - of.zero_point) * of.scale).to(dtype)

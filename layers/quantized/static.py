@@ -13,11 +13,13 @@ from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
 from ...compat.packed import Geometry
 from ...compat.quantized import (
     Int8Result,
+    exports_pattern,
     int8_convolution,
     int8_convolution_packed,
     int8_product_static,
     int8_static_packed,
     runs_simulation,
+    weight_by_pattern,
     writes_fake_quantization,
 )
 from ...errors import UsageError
@@ -100,11 +102,7 @@ class StaticComputation(BySettings):
         """Compute what the kernel stands for in floating point."""
         is_float, output = x.dtype is not torch.uint8, epilogue.output
         x = self._rounded(x) if is_float else from_numbers(x, self.range, self.dtype)
-        of_outputs = scales.to(x.dtype).reshape(-1, *[1] * (values.ndim - 1))
-        weight = values.to(x.dtype) * of_outputs
-        if writes_fake_quantization():
-            weight = _fake_quantized(weight, scales)
-        result = self.in_floats(x, weight, None if bias is None else bias.to(x.dtype))
+        result = self.in_floats(x, _wide(values, scales, x), None if bias is None else bias.to(x.dtype))
         result = F.relu(result) if epilogue.activation == "relu" else result
         return result if output is None else to_numbers(result, output.scale, output.zero_point)
 
@@ -128,6 +126,14 @@ def _has_kernel(x: Tensor) -> bool:
     if runs_simulation() or not is_plainly_eager() or not x.is_cpu or not x.numel():
         return False
     return x.dtype in _OF_KERNELS and type(x) in (Tensor, nn.Parameter)
+
+
+def _wide(values: Tensor, scales: Tensor, like: Tensor) -> Tensor:
+    """Return the weight in floats that numbers and scales stand for, in the operators that those know who trace."""
+    if exports_pattern(like) and not writes_fake_quantization():
+        return weight_by_pattern(values, scales)
+    weight = values.to(like.dtype) * scales.to(like.dtype).reshape(-1, *[1] * (values.ndim - 1))
+    return _fake_quantized(weight, scales) if writes_fake_quantization() else weight
 
 
 def _fake_quantized(weight: Tensor, scales: Tensor) -> Tensor:

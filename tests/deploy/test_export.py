@@ -375,6 +375,23 @@ def test_what_is_made_of_parameters_alone_is_computed_once(tmp_path: Path) -> No
     torch.testing.assert_close(loaded(x), model(x))
 
 
+def test_static_int8_is_exported_as_runtimes_know_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 8)).eval()
+    x = torch.randn(2, 3, 6, 6)
+    fast = fxopt.optimize(model, "quantize{scheme=int8_static}", example_inputs=x, measure=False, verify=False)
+    fxopt.export(fast, tmp_path / "m.pt2", x)
+    found = [
+        name.partition(".")[2] for name in operators(tmp_path / "m.pt2") if name.startswith("quantized_decomposed")
+    ]
+    rounded = ["quantize_per_tensor.default", "dequantize_per_tensor.default"]
+    assert sorted(found) == sorted([*rounded, "dequantize_per_channel.default"] * 3)
+    loaded = fxopt.load(tmp_path / "m.pt2")
+    error = (loaded(x) - model(x)).abs().max() / model(x).abs().max()
+    assert 0 < error < 0.1
+    weights = [tensor for tensor in loaded.state_dict().values() if tensor.dim() > 1]
+    assert {tensor.dtype for tensor in weights} == {torch.int8}
+
+
 def test_weights_in_few_bits_stay_in_few_bits(tmp_path: Path) -> None:
     model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).eval(), torch.randn(4, 64)
     fast = fxopt.optimize(model, "quantize", example_inputs=x, measure=False)
