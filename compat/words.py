@@ -221,7 +221,7 @@ def _found() -> Layout:
         sizes=_place([(sizes, own)]),
         strides=_place([(strides, own)]),
         number=_place([((each.numel(),), _read(_address(each), _IN_TENSOR)) for each in made]),
-        offset=_place([((each.storage_offset(),), _read(_address(each), _IN_TENSOR)) for each in made]),
+        offset=_place([((int(each.storage_offset()),), _read(_address(each), _IN_TENSOR)) for each in made]),
         writes=_changing(lambda: _read(own[counter], _IN_COUNTER), lambda: given.add_(1)),
         data=_place([((given.untyped_storage().data_ptr(),), _read(storage_id(given), _IN_STORAGE))]),
         length=_length(),
@@ -251,7 +251,8 @@ def _only(places: Iterable[int]) -> int:
 
 def _place(seen: Iterable[tuple[Sequence[int], Sequence[int]]]) -> int:
     """Return the one place where what is wanted stands in the words of each object."""
-    return _only(set.intersection(*(_places(tuple(wanted), words) for wanted, words in seen)))
+    places = [_places(tuple(wanted), words) for wanted, words in seen]
+    return _only(places[0].intersection(*places[1:]))
 
 
 def _places(wanted: tuple[int, ...], words: Sequence[int]) -> set[int]:

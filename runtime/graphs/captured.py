@@ -71,6 +71,10 @@ class Captured(_Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training" and value:
             _refuse_training(self)
+        if _sets_buffer(self, name, value, super().__setattr__):
+            # As torch does, which would ask for the signature of what is not its own: some forwards do it at each call.
+            self.register_buffer(name, value, name not in self._non_persistent_buffers_set)
+            return
         before = _child(self, name)
         super().__setattr__(name, value)
         if not same_kind(before, value):
@@ -185,6 +189,15 @@ def _refuse_training(module: _Module) -> None:
             f"this {type(module).__name__} was rewritten for evaluation by {', '.join(passes)}; to train it, "
             "optimize with phase='train' or leave that pass out"
         )
+
+
+def _sets_buffer(module: _Module, name: str, value: Any, setter: Any) -> bool:
+    """Say whether torch's own way of setting an attribute puts a tensor where a buffer is."""
+    if type(value) is not torch.Tensor or name not in module.__dict__.get("_buffers", ()):
+        return False
+    registered: Any = module.register_buffer
+    is_torchs = getattr(setter, "__func__", None) is nn.Module.__setattr__
+    return is_torchs and getattr(registered, "__func__", None) is Captured.register_buffer
 
 
 def _child(module: _Module, name: str) -> nn.Module | None:

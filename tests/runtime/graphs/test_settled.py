@@ -245,3 +245,32 @@ def test_what_was_replaced_goes_with_the_next_call() -> None:
     fast(X)
     gc.collect()
     assert gone() is None
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.kept.sum() + self.passing.sum()
+
+
+class Noticing(Counting):
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value + 1 if name == "kept" else value)
+
+
+@pytest.mark.parametrize("kind", [Counting, Noticing])
+def test_buffers_are_set_as_torch_does(kind: type[nn.Module]) -> None:
+    model: Any = kind().eval()
+    fast: Any = fxopt.optimize(model, "fold_batchnorm", example_inputs=X, measure=False)
+    program: Any = fxopt.capture(model, X)
+    for each in (model, fast, program.model):
+        each.kept, each.passing = torch.ones(2), torch.ones(2)
+        each.passing = torch.full((2,), 3.0)
+        assert set(each.state_dict()) == {"linear.weight", "linear.bias", "kept"}
+    same(fast, model)
+    same(program.model, model)
