@@ -39,6 +39,9 @@ NOTED = "_fxopt_noted"
 _MOST_CALLS = 64
 """So many calls are made, at most, before modules that change again and again are noted once more."""
 
+_WELL_USED = 1000
+"""A note that served more calls was worth its time, so the next change is noted at once; it may take 20 ms."""
+
 _FIXED = (int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device)
 _PURE = (len, str, type)
 
@@ -154,7 +157,7 @@ class _Wait:
         if self.left:
             self.left -= 1
             return False
-        self.next = 1 if self.served > self.next else self.next
+        self.next = 1 if self.served > _WELL_USED else self.next
         self.left, self.next, self.served = self.next, min(2 * self.next, _MOST_CALLS), 0
         return True
 

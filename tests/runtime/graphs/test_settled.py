@@ -223,7 +223,7 @@ def test_a_copy_that_was_given_all_attributes_asks_for_itself() -> None:
 
 def test_models_are_noted_in_a_few_calls_after_each_change() -> None:
     fast = flat(stack())
-    for number in range(9):
+    for number in range(3):
         fast.layers[1].config.scale = 2.0 + number % 2
         fast.layers[1].config.scale = 2.0
         for _ in range(12):
