@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from operator import eq, getitem
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,29 +22,61 @@ from torch import Tensor
 
 from .tensors import dispatch_modes_off, storage_id, torch_functions_off
 
-__all__ = ["Layout", "Words", "identities", "layout"]
+__all__ = ["Layout", "TensorWords", "Words", "identities", "layout"]
 
 _WORD = 8
 _FIRST, _END = 1 << 12, 1 << 56
 """Addresses of memory that processes have."""
 
-_BEFORE, _IN_PYTHON, _IN_TENSOR, _IN_STORAGE, _IN_COUNTER, _IN_DICTIONARY = 4, 8, 23, 8, 3, 6
-"""So many words of an object are looked at; before one is what Python manages it by."""
+_IN_TENSOR, _IN_STORAGE, _IN_COUNTER, _IN_DICTIONARY = 23, 8, 3, 6
+"""So many words of an object are looked at."""
+
+_AT_ONCE = 400
+"""Of more than 500 words numpy lets other threads in while it gathers."""
 
 
 class Words:
-    """Notes what memory holds at addresses; who compares sees to it that the memory is still there."""
+    """Notes what memory holds at addresses; who compares sees to it that the memory is still there.
 
-    __slots__ = ("_held", "_memory", "_places")
+    No other thread of Python comes in while words are compared, and what `then` adds is read only if all before is the
+    same: so an address may lie in what an object of Python owns if the words before say that it still owns that.
+    """
 
-    def __init__(self, addresses: Iterable[int], width: int = _WORD) -> None:
-        self._memory = _memory(width)
-        self._places = (np.unique(np.fromiter(addresses, np.int64)) - _FIRST) // width  # neighbours one after the other
-        self._held: bytes = self._memory.take(self._places).tobytes()
+    __slots__ = ("_held", "_memories", "_places")
+
+    def __init__(self, words: Iterable[int] | Mapping[int, int], width: int = _WORD) -> None:
+        """Note what is at addresses, or, where there is a mapping, what ought to be there."""
+        addresses, first = np.unique(np.fromiter(words, np.int64), return_index=True)  # neighbours one after the other
+        places, memory = _in_parts((addresses - _FIRST) // width), _memory(width)
+        self._memories, self._places = [memory] * len(places), places
+        if isinstance(words, Mapping):
+            parts = _in_parts(np.fromiter(cast("Mapping[int, int]", words).values(), np.uint64)[first])
+        else:
+            parts = [memory[part] for part in places]
+        self._held: list[bytes] = [part.tobytes() for part in parts]
+
+    def then(self, other: Words) -> Words:
+        """Return these words and others, which are read only where these are what they were."""
+        both = object.__new__(Words)
+        both._memories, both._places = self._memories + other._memories, self._places + other._places
+        both._held = self._held + other._held
+        return both
 
     def same(self) -> bool:
         """Say whether all words are what they were."""
-        return self._memory.take(self._places).tobytes() == self._held
+        # Each step is in C, and makes nothing that could start a collection: so no other thread runs in between.
+        return all(map(eq, map(_bytes_of, map(getitem, self._memories, self._places)), self._held))
+
+    def equal(self, other: Words) -> bool:
+        """Say whether others were noted at the same addresses, and hold the same."""
+        return self._held == other._held and all(map(np.array_equal, self._places, other._places))
+
+
+_bytes_of = np.ndarray[Any, Any].tobytes
+
+
+def _in_parts(values: Any) -> list[Any]:
+    return [values[start : start + _AT_ONCE] for start in range(0, len(values), _AT_ONCE)]
 
 
 @cache
@@ -57,6 +90,14 @@ def _memory(width: int) -> Any:
 def identities(values: tuple[object, ...]) -> bytes:
     """Return the identities of objects, none of which is looked at."""
     return ctypes.string_at(id(values) + tuple.__basicsize__, len(values) * _WORD)
+
+
+@dataclass(frozen=True)
+class TensorWords:
+    """The address of a tensor in C++, and by their addresses the words that tell of changes inside of it."""
+
+    tensor: int
+    inside: Mapping[int, int]
 
 
 @dataclass(frozen=True)
@@ -93,19 +134,22 @@ class Layout:
         """Return the address of what tells which tensor of C++ a Python object stands for."""
         return id(tensor) + self.tensor * _WORD
 
-    def words_of(self, tensor: Tensor) -> list[int] | None:
-        """Return the addresses of what tells that a tensor was written to, or has other memory, sizes or strides.
+    def words_of(self, tensor: Tensor, alias: Tensor) -> TensorWords | None:
+        """Return the words that tell that a tensor was written to, or has other memory, sizes or strides.
 
-        They are there as long as the tensor in C++ and its storage are. None for tensors of many dimensions.
+        What they hold is read from an alias made by `detach`, which no other thread can change. Memory is there as
+        long as the tensor in C++ and its storage are. None for tensors of many dimensions.
         """
-        if tensor.dim() > self.dimensions:
+        if alias.dim() > self.dimensions:
             return None
-        own, dimensions = _address(tensor), range(tensor.dim())
+        dimensions = range(alias.dim())
         inside = [self.storage, self.counter, self.number, self.offset]
         inside += [first + each for first in (self.sizes, self.strides) for each in dimensions]
-        counter = _read(own, self.counter + 1)[self.counter]
-        data = storage_id(tensor) + self.data * _WORD
-        return [*(own + each * _WORD for each in inside), counter + self.writes * _WORD, data]
+        own, held = _address(tensor), _read(_address(alias), _IN_TENSOR)
+        writes = held[self.counter] + self.writes * _WORD
+        held_inside = {own + each * _WORD: held[each] for each in inside}
+        data = held[self.storage] + self.data * _WORD
+        return TensorWords(own, {**held_inside, writes: _read(writes, 1)[0], data: alias.untyped_storage().data_ptr()})
 
     def change_of(self, dictionary: dict[Any, Any]) -> int:
         """Return the address of the number of changes of a dictionary, where there is one."""
@@ -117,18 +161,27 @@ class Layout:
 
     def type_of(self, value: object) -> int:
         """Return the address of what tells the class of an object."""
-        return id(value) + _WORD
+        return id(value) + _TYPE
 
     def attributes_of(self, value: object) -> int | None:
         """Return the address of what tells which dictionary has an object's attributes; None where it is not found."""
-        start = id(value) - _BEFORE * _WORD
-        found = _read(start, _BEFORE + _IN_PYTHON)
-        wanted = id(vars(value))
-        return start + found.index(wanted) * _WORD if wanted in found else None
+        found = _dictionary_pointer()(value)
+        return found if found and _read(found, 1)[0] == id(vars(value)) else None
+
+
+_TYPE = object.__basicsize__ - _WORD
 
 
 def _address(tensor: Tensor) -> int:
+    """Return the address of the tensor in C++ that an object stands for now."""
     return tensor._cdata
+
+
+@cache
+def _dictionary_pointer() -> Callable[[object], int | None]:
+    """Return what tells where an object has the address of its attributes."""
+    kind = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)
+    return kind(("_PyObject_GetDictPtr", ctypes.pythonapi))
 
 
 def _read(address: int, count: int) -> tuple[int, ...]:
@@ -138,35 +191,55 @@ def _read(address: int, count: int) -> tuple[int, ...]:
 @cache
 def layout() -> Layout | None:
     """Return where words lie in this version of torch and Python; None where that cannot be told."""
-    if sys.maxsize < _END or sys.implementation.name != "cpython":
+    if sys.maxsize < _END or sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", _yes)():
         return None
     with torch.inference_mode(False), torch.no_grad(), torch_functions_off(), dispatch_modes_off():
         try:
             return _found()
-        except LookupError:
+        except (AttributeError, LookupError):
             return None
+
+
+def _yes() -> bool:
+    return True
 
 
 def _found() -> Layout:
     """Return the layout of objects made for that; raise a LookupError where a place is none or several."""
-    memory = torch.frombuffer(bytearray(4 * 4096), dtype=torch.float32)
+    holder = _Holder()
+    if _read(id(holder) + _TYPE, 1) != (id(_Holder),) or not _dictionary_pointer()(holder):
+        raise LookupError
+    memory = [torch.frombuffer(bytearray(4 * 4096), dtype=torch.float32) for _ in range(_TRIES)]
     sizes, strides, start = (3, 11, 7), (1501, 23, 2), 13
-    given = memory.as_strided(sizes, strides, start)
-    own, shared, apart = (_read(_address(each), _IN_TENSOR) for each in (given, given.detach(), given.data))
-    counter = _only(i for i in range(2, _IN_TENSOR) if own[i] == shared[i] != apart[i])
+    made = [each.as_strided(sizes, strides, start + number) for number, each in enumerate(memory)]
+    given, counter = made[0], _counter(made)
+    own = _read(_address(given), _IN_TENSOR)
     return Layout(
-        tensor=_place((_address(given),), _read(id(given), _IN_PYTHON)),
-        storage=_place((storage_id(given),), own),
+        tensor=_place([((_address(each),), _read(id(each), Tensor.__basicsize__ // _WORD)) for each in made]),
+        storage=_place([((storage_id(each),), _read(_address(each), _IN_TENSOR)) for each in made]),
         counter=counter,
-        sizes=_place(sizes, own),
-        strides=_place(strides, own),
-        number=_place((given.numel(),), own),
-        offset=_place((start,), own),
+        sizes=_place([(sizes, own)]),
+        strides=_place([(strides, own)]),
+        number=_place([((each.numel(),), _read(_address(each), _IN_TENSOR)) for each in made]),
+        offset=_place([((int(each.storage_offset()),), _read(_address(each), _IN_TENSOR)) for each in made]),
         writes=_changing(lambda: _read(own[counter], _IN_COUNTER), lambda: given.add_(1)),
-        data=_place((given.untyped_storage().data_ptr(),), _read(storage_id(given), _IN_STORAGE)),
+        data=_place([((given.untyped_storage().data_ptr(),), _read(storage_id(given), _IN_STORAGE))]),
         length=_length(),
         changes=_changes(),
     )
+
+
+_TRIES = 6
+"""Of so many tensors a place must be the same: in each there are words that nobody has set, equal by chance."""
+
+
+def _counter(tensors: Sequence[Tensor]) -> int:
+    """Return the place of the word that an alias shares, and neither other tensors nor what counts its own writes."""
+    places = set(range(2, _IN_TENSOR))
+    groups = [[_read(_address(each), _IN_TENSOR) for each in (x, x.detach(), x.data)] for x in tensors]
+    for own, shared, apart in groups:
+        places &= {i for i in places if own[i] == shared[i] != apart[i]}
+    return _only(i for i in places if len({own[i] for own, *_ in groups}) == len(tensors))
 
 
 def _only(places: Iterable[int]) -> int:
@@ -176,9 +249,14 @@ def _only(places: Iterable[int]) -> int:
     return found[0]
 
 
-def _place(wanted: Sequence[int], words: Sequence[int]) -> int:
-    count = len(wanted)
-    return _only(i for i in range(len(words)) if tuple(words[i : i + count]) == tuple(wanted))
+def _place(seen: Iterable[tuple[Sequence[int], Sequence[int]]]) -> int:
+    """Return the one place where what is wanted stands in the words of each object."""
+    places = [_places(tuple(wanted), words) for wanted, words in seen]
+    return _only(places[0].intersection(*places[1:]))
+
+
+def _places(wanted: tuple[int, ...], words: Sequence[int]) -> set[int]:
+    return {i for i in range(len(words)) if tuple(words[i : i + len(wanted)]) == wanted}
 
 
 def _changing(read: Callable[[], Sequence[int]], change: Callable[[], object]) -> int:
@@ -194,7 +272,7 @@ def _changing(read: Callable[[], Sequence[int]], change: Callable[[], object]) -
 
 def _length() -> int:
     values = dict.fromkeys(range(1237))
-    return _place((len(values),), _read(id(values), _IN_DICTIONARY))
+    return _place([((len(values),), _read(id(values), _IN_DICTIONARY))])
 
 
 class _Holder:

@@ -33,9 +33,12 @@ class Unchanged:
 
     def __init__(self, tensors: Sequence[Tensor | None], *, whole: bool = False) -> None:
         given = [each for each in tensors if each is not None]
-        self._memory = [_held(tensor) for tensor in given]
+        aliases = {id(tensor): tensor.detach() for tensor in given}  # as they are now, whatever other threads set
+        self._memory = [_held(aliases[id(tensor)]) for tensor in given]
         self.holds_floats = any(tensor.is_floating_point() for tensor in given)
-        self.same: Callable[..., bool] = _check_of_words(tensors, self._memory) or _written_check(tensors, whole)
+        self.same: Callable[..., bool] = _check_of_words(tensors, aliases, self._memory) or _written_check(
+            tensors, aliases, whole
+        )
 
     @property
     def first_is_gone(self) -> bool:
@@ -48,8 +51,8 @@ class _Memory:
 
     __slots__ = ("__weakref__", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
+    def __init__(self, alias: Tensor) -> None:
+        self.tensor = alias
 
     @property
     def is_gone(self) -> bool:
@@ -61,8 +64,8 @@ _MEMORIES = WeakValueDictionary[int, _Memory]()
 """By what tells memory from others'. Where two threads add the same at once, it is held longer."""
 
 
-def _held(tensor: Tensor) -> _Memory:
-    memory = _Memory(tensor)
+def _held(alias: Tensor) -> _Memory:
+    memory = _Memory(alias)
     return _MEMORIES.setdefault(storage_id(memory.tensor), memory)
 
 
@@ -76,12 +79,12 @@ def why_unseen(tensor: Tensor) -> str:
 _NOTED = ("name", "version", "place", "number", "strides", "view", "sample", "copy")
 
 
-def _noted(tensor: Tensor, whole: bool) -> tuple[Any, ...]:
+def _noted(tensor: Tensor, alias: Tensor, whole: bool) -> tuple[Any, ...]:
     """Return what is compared at each call, in the order of `_NOTED`."""
-    version = None if tensor.is_inference() else version_of(tensor)
-    sample = sample_of(tensor) if type(tensor) in (Tensor, nn.Parameter) else (None, None)
+    version = None if tensor.is_inference() else version_of(alias)
+    sample = sample_of(alias) if type(tensor) in (Tensor, nn.Parameter) else (None, None)
     copy = tensor.clone() if whole and tensor.is_inference() else None
-    return id(tensor), version, tensor.data_ptr(), tensor.numel(), tensor.stride(), *sample, copy
+    return id(tensor), version, alias.data_ptr(), alias.numel(), alias.stride(), *sample, copy
 
 
 def _kind(tensor: Tensor, whole: bool) -> str:
@@ -98,10 +101,11 @@ _CHECKS = {
 }
 
 
-def _written_check(tensors: Sequence[Tensor | None], whole: bool) -> Callable[..., bool]:
+def _written_check(tensors: Sequence[Tensor | None], aliases: Mapping[int, Tensor], whole: bool) -> Callable[..., bool]:
     """Return the check of tensors of any kind."""
     kinds = tuple("none" if each is None else _kind(each, whole) for each in tensors)
-    return _check_of(kinds)(*(value for each in tensors if each is not None for value in _noted(each, whole)))
+    noted = [_noted(each, aliases[id(each)], whole) for each in tensors if each is not None]
+    return _check_of(kinds)(*(value for values in noted for value in values))
 
 
 @cache
@@ -128,42 +132,48 @@ _MANY = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CheckOfWords:
-    """Say whether many plain tensors on a CPU are unchanged. What each step reads is there if the one before holds."""
+    """Say whether many plain tensors on a CPU are unchanged."""
 
-    memory: Sequence[_Memory]  # held while it is read
     names: bytes  # the identities of the tensors
-    objects: Words  # which tensors of C++ they stand for
-    inside: Words  # counts of writes, places, sizes, strides
-    samples: Sequence[Words]
+    words: Words
+    memory: Sequence[_Memory]  # held while it is read
 
     def __call__(self, *tensors: Tensor | None) -> bool:
-        return (
-            identities(tensors) == self.names and self.objects.same() and self.inside.same()
-            and all(each.same() for each in self.samples)
-        )  # fmt: skip
+        return identities(tensors) == self.names and self.words.same()
 
 
-def _check_of_words(tensors: Sequence[Tensor | None], memory: Sequence[_Memory]) -> _CheckOfWords | None:
+def _check_of_words(
+    tensors: Sequence[Tensor | None], aliases: Mapping[int, Tensor], memory: Sequence[_Memory]
+) -> _CheckOfWords | None:
     """Return the check of many plain tensors on a CPU; None for others."""
     found = layout() if len(tensors) >= _MANY else None
-    given = list({id(each): each for each in tensors if each is not None}.values())
-    if found is None or not all(each.is_cpu and not why_unseen(each) for each in given):
+    given = {id(each): each for each in tensors if each is not None}
+    if found is None or not all(each.is_cpu and not why_unseen(each) for each in given.values()):
         return None
-    words = [found.words_of(each) for each in given]
-    places: dict[int, list[int]] = {}
-    for each in given:
-        if (width := _width_of_sample(each)) is not None:
-            count, step = _walk(each)
-            places.setdefault(width, []).extend(each.data_ptr() + width * step * number for number in range(count))
-    if None in words or any(place % width for width, held in places.items() for place in held):
+    objects, inside = dict[int, int](), dict[int, int]()
+    samples: dict[int, list[int]] = {}
+    for name, each in given.items():
+        words = found.words_of(each, aliases[name])
+        if words is None:
+            return None
+        objects[found.identity_of(each)] = words.tensor
+        inside |= words.inside
+        _add_sample(aliases[name], samples)
+    if any(place % width for width, places in samples.items() for place in places):
         return None
-    return _CheckOfWords(
-        memory,
-        identities(tuple(tensors)),
-        Words(map(found.identity_of, given)),
-        Words(address for each in words if each is not None for address in each),
-        [Words(held, width) for width, held in places.items()],
-    )
+    # The first say that each tensor still owns its own in C++, the second that each storage still has that memory.
+    checked = Words(objects).then(Words(inside))
+    for width, places in samples.items():
+        checked = checked.then(Words(places, width))
+    return _CheckOfWords(identities(tuple(tensors)), checked, memory)
+
+
+def _add_sample(alias: Tensor, samples: dict[int, list[int]]) -> None:
+    """Add the addresses of a few elements to those of elements as wide."""
+    width = _width_of_sample(alias)
+    if width is not None:
+        count, step = _walk(alias)
+        samples.setdefault(width, []).extend(alias.data_ptr() + width * step * number for number in range(count))
 
 
 _COUNT = 16

@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import getitem
+from operator import getitem, is_
 from typing import Any, cast
 
 import torch
@@ -107,6 +107,7 @@ class UnchangedGuard:
                     and [*map(type, held)] == types
                     and [*map(len, registries)] == sizes
                     and [*map(type, modules)] == kinds
+                    and all(map(is_, map(vars, modules), registries))  # attributes come first there
                 ):
                     return is_right
             except NOT_HELD:
@@ -118,12 +119,13 @@ class UnchangedGuard:
         known = self._known.get(id(module))
         if known is None:
             return None
-        hooks, places, _, values, _, registries, _, modules, *_ = known
+        hooks, places, names, values, _, registries, _, modules, *_ = known
         held = {id(each): each for each in (*places, *registries)}
-        pairs = [(place[name], value) for place, name, value in zip(places, known[2], values, strict=True)]
+        pairs = [(place[name], value) for place, name, value in zip(places, names, values, strict=True)]
         mutable = [pair for pair in pairs if type(pair[0]) in _MUTABLE]
         now, then = [value for value, _ in mutable], [value for _, value in mutable]
-        return Grounds(list(held.values()), list(hooks), list(modules), now, then)
+        attributes = list(zip(modules, registries, strict=False))  # attributes come first there
+        return Grounds(list(held.values()), list(hooks), [], attributes, now, then)
 
     def _look(self, module: nn.Module) -> bool:
         """Look at each module, and note what it is like."""

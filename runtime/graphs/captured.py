@@ -31,6 +31,7 @@ from .regions import (
     replicate_regions,
 )
 from .selection import explain_miss, select
+from .settled import NOTED
 from .source import generate
 
 __all__ = [
@@ -70,6 +71,10 @@ class Captured(_Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "training" and value:
             _refuse_training(self)
+        if _sets_buffer(self, name, value, super().__setattr__):
+            # As torch does, which would ask for the signature of what is not its own: some forwards do it at each call.
+            self.register_buffer(name, value, name not in self._non_persistent_buffers_set)
+            return
         before = _child(self, name)
         super().__setattr__(name, value)
         if not same_kind(before, value):
@@ -112,7 +117,10 @@ class Captured(_Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         check_picklable(_under(type(self)))
-        return _rebuild_module, class_recipe(_under(type(self))), self.__getstate__()
+        state: Any = self.__getstate__()
+        if isinstance(state, dict):
+            state = {name: value for name, value in cast("dict[str, Any]", state).items() if name != NOTED}
+        return _rebuild_module, class_recipe(_under(type(self))), state
 
     def train(self, mode: bool = True) -> Any:
         """Set training mode, unless rewrites are valid in evaluation only; what was derived of tensors is made anew."""
@@ -183,6 +191,15 @@ def _refuse_training(module: _Module) -> None:
         )
 
 
+def _sets_buffer(module: _Module, name: str, value: Any, setter: Any) -> bool:
+    """Say whether torch's own way of setting an attribute puts a tensor where a buffer is."""
+    if type(value) is not torch.Tensor or name not in module.__dict__.get("_buffers", ()):
+        return False
+    registered: Any = module.register_buffer
+    is_torchs = getattr(setter, "__func__", None) is nn.Module.__setattr__
+    return is_torchs and getattr(registered, "__func__", None) is Captured.register_buffer
+
+
 def _child(module: _Module, name: str) -> nn.Module | None:
     """Return a child; a module that is being made may have no registry yet."""
     return cast("dict[str, nn.Module | None]", module.__dict__.get("_modules", {})).get(name)
@@ -210,6 +227,7 @@ def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = 
     if capture.base is not base:
         capture = capture.rebased(base)
     module.__dict__["_fxopt_capture"] = capture
+    module.__dict__.pop(NOTED, None)
     module.__dict__.pop(FOUND, None)
     plain = capture.inactive and user_class(base) is base and not {EVAL_ONLY, EXTRA} & module.__dict__.keys()
     cls = base if plain else class_for(capture)
@@ -234,6 +252,7 @@ def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
     if "_fxopt_capture" in module.__dict__:
         object.__setattr__(module, "__class__", own_class(module))
         del module.__dict__["_fxopt_capture"]
+        module.__dict__.pop(NOTED, None)
         module.__dict__.pop(FOUND, None)
         if not keep_regions:
             for name in context_regions(vars(module)):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import enum
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -16,13 +14,33 @@ from torch import Tensor, nn
 
 from ...compat import is_plainly_eager
 from ...compat.words import Layout, Words, layout
-from ..guards import SELF, Attribute, Call, Constant, Dictionary, Guard, Is, IsNot, Item, Known, Source
+from ..guards import (
+    NOT_HELD,
+    SELF,
+    Attribute,
+    Call,
+    Constant,
+    Dictionary,
+    Guard,
+    Is,
+    IsNot,
+    Item,
+    Known,
+    Source,
+    reader,
+)
 from ..values import counts_items, is_plain_structure
 
-__all__ = ["Grounded", "Grounds", "Settled", "can_settle"]
+__all__ = ["NOTED", "Grounded", "Grounds", "Settled", "can_settle"]
+
+NOTED = "_fxopt_noted"
+"""In the `__dict__` of a module that runs from graphs: what was noted of it, which goes with it, and is in no copy."""
 
 _MOST_CALLS = 64
 """So many calls are made, at most, before modules that change again and again are noted once more."""
+
+_WELL_USED = 1000
+"""A note that served more calls was worth its time, so the next change is noted at once; it may take 20 ms."""
 
 _FIXED = (int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device)
 _PURE = (len, str, type)
@@ -34,7 +52,9 @@ class Grounds:
 
     dictionaries: list[dict[Any, Any]] = field(default_factory=list[dict[Any, Any]])
     empty: list[dict[Any, Any]] = field(default_factory=list[dict[Any, Any]])  # those of which only this counts
-    objects: list[object] = field(default_factory=list[object])
+    objects: list[object] = field(default_factory=list[object])  # whose class counts
+    attributes: list[tuple[object, dict[str, Any]]] = field(default_factory=list[tuple[object, dict[str, Any]]])
+    """Objects, and the dictionaries that have their attributes; what these hold counts."""
     values: list[Any] = field(default_factory=list[Any])  # may change in themselves
     copies: list[Any] = field(default_factory=list[Any])  # of these values, as they were
 
@@ -49,12 +69,26 @@ class Grounds:
 
     def words(self, found: Layout) -> Words | None:
         """Return the words that tell whether all is as it was; None where some are not found."""
-        objects = list({id(each): each for each in self.objects}.values())
-        attributes = [found.attributes_of(each) for each in objects if type(getattr(each, "__dict__", None)) is dict]
-        if None in attributes:
-            return None
-        changes, lengths = map(found.change_of, self.dictionaries), map(found.length_of, self.empty)
-        return Words([*changes, *lengths, *map(found.type_of, objects), *cast("list[int]", attributes)])
+        words = dict.fromkeys(map(found.length_of, self.empty), 0)
+        for each, attributes in {id(each): (each, attributes) for each, attributes in self.attributes}.values():
+            place = found.attributes_of(each)
+            if place is None:
+                return None
+            words[place] = id(attributes)
+        objects = (*self.objects, *(each for each, _ in self.attributes))
+        words |= {found.type_of(each): id(type(each)) for each in objects}
+        dictionaries = (*self.dictionaries, *(attributes for _, attributes in self.attributes))
+        return Words(map(found.change_of, dictionaries)).then(Words(words))
+
+    def is_as(self, other: Grounds) -> bool:
+        """Say whether values that may change in themselves were the same in another look."""
+        return self.copies == other.copies and repr(self.copies) == repr(other.copies)
+
+    def without(self, module: nn.Module) -> list[object]:
+        """Return all that words tell of, for as long as they are read, but for a module itself and its attributes."""
+        own, objects = vars(module), [*self.objects, *(each for each, _ in self.attributes)]
+        held = (*self.dictionaries, *self.empty, *(each for _, each in self.attributes), *objects, *map(type, objects))
+        return [each for each in {id(each): each for each in held}.values() if each is not module and each is not own]
 
 
 @runtime_checkable
@@ -83,6 +117,51 @@ def _is_inside(source: Source) -> bool:
             return source == SELF or isinstance(source, (Attribute, Constant, Dictionary, Item, Known))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """What a graph reads from a module, as long as words are the same."""
+
+    words: Words
+    held: Sequence[object]  # what the words lie in, but for the module and its attributes: it is freed with its user
+    values: Grounds | None  # those that may change in themselves
+    tensors: tuple[Tensor, ...]
+
+    def holds(self) -> bool:
+        return self.words.same() and (self.values is None or self.values.hold_the_same())
+
+
+class _Notes:
+    """What graphs noted of the module in whose attributes this is, and of no other one that has got it from there."""
+
+    __slots__ = ("known", "of", "waits")
+
+    def __init__(self, of: tuple[int, int] = (0, 0)) -> None:
+        self.of = of
+        self.known: dict[Settled, _Known] = {}
+        self.waits: dict[Settled, _Wait] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Notes, ()
+
+
+@dataclass(slots=True)
+class _Wait:
+    """How many calls are made before a module is noted, how many next time, and how many the last note served."""
+
+    left: int = 0
+    next: int = 1
+    served: int = 0
+
+    def is_over(self) -> bool:
+        """Count one more call; say whether it is time to note."""
+        if self.left:
+            self.left -= 1
+            return False
+        self.next = 1 if self.served > _WELL_USED else self.next
+        self.left, self.next, self.served = self.next, min(2 * self.next, _MOST_CALLS), 0
+        return True
+
+
 class Settled:
     """Give the tensors that a graph reads from a module where guards held and nothing that they stand on has changed.
 
@@ -93,53 +172,55 @@ class Settled:
 
     def __init__(self, guards: Sequence[Guard], targets: Sequence[str]) -> None:
         self.guards, self.targets = tuple(guards), tuple(targets)
-        self._known: dict[int, tuple[Words, Grounds, tuple[Tensor, ...]]] = {}
-        """By the identity of the module, for copies of a model may share a graph."""
-        self._waits: dict[int, tuple[int, int, object]] = {}
-        """How many calls of a module are made before it is noted, and next time; and what tells that it is gone."""
 
     def __call__(self, module: nn.Module) -> tuple[Tensor, ...] | None:
         """Return the tensors; None where guards are to be asked."""
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_compiling():
             return None
-        known = self._known.get(id(module))
-        if known is None:
+        own = module.__dict__  # held, and the notes with it, until the words are read
+        notes: _Notes | None = own.get(NOTED)
+        known = None if notes is None else notes.known.get(self)
+        if notes is None or known is None or notes.of != (id(module), id(own)):
             return None
-        words, grounds, tensors = known
-        if words.same() and (not grounds.values or grounds.hold_the_same()):
-            return tensors
-        self._known.pop(id(module), None)
+        if known.holds():
+            notes.waits[self].served += 1
+            return known.tensors
+        notes.known.pop(self, None)
         return None
 
     def note(self, module: nn.Module) -> bool:
         """Note, where all guards hold, what they stand on; return True."""
         if torch.compiler.is_dynamo_compiling() or torch.compiler.is_compiling():
             return True
-        key, found = id(module), layout()
+        found, own = layout(), module.__dict__
         if found is None or found.changes is None or not is_plainly_eager():
             return True
-        left, longest, gone = self._waits.get(key) or (
-            0,
-            1,
-            weakref.ref(module, partial(_forget, weakref.ref(self), key)),
-        )
-        if left:
-            self._waits[key] = left - 1, longest, gone
-            return True
-        self._waits[key] = longest, min(2 * longest, _MOST_CALLS), gone
-        try:
-            grounds, tensors = self._grounds(module)
-        except (_Unsettled, AttributeError, KeyError):
-            return True
-        words = grounds.words(found)
-        if words is not None:
-            self._known[key] = words, grounds, tensors
+        notes: _Notes | None = own.get(NOTED)
+        if notes is None or notes.of != (id(module), id(own)):
+            notes = own[NOTED] = _Notes((id(module), id(own)))
+        if notes.waits.setdefault(self, _Wait()).is_over():
+            try:
+                known = self._known(module, found)
+            except (_Unsettled, *NOT_HELD):
+                return True
+            if known is not None:
+                notes.known[self] = known
         return True
 
-    def forget(self, key: int) -> None:
-        """Let go of what was noted of a module that is gone."""
-        self._known.pop(key, None)
-        self._waits.pop(key, None)
+    def _known(self, module: nn.Module, found: Layout) -> _Known | None:
+        """Return what is known if guards hold; they are asked between two looks that see the same.
+
+        What another thread changes behind the first look, and before the words are read anew, counts as no answer.
+        """
+        first, _ = self._grounds(module)
+        before, read = first.words(found), reader({"self": module})
+        if before is None or not all(guard.holds_as_read(read) for guard in self.guards):
+            return None
+        grounds, tensors = self._grounds(module)
+        words = grounds.words(found)
+        if words is None or not words.equal(before) or not grounds.is_as(first):
+            return None
+        return _Known(words, grounds.without(module), grounds if grounds.values else None, tensors)
 
     def _grounds(self, module: nn.Module) -> tuple[Grounds, tuple[Tensor, ...]]:
         look = _Look(module)
@@ -151,11 +232,6 @@ class Settled:
                     look.watch(value)
         tensors = tuple(look.tensor(target) for target in self.targets)
         return look.grounds, tensors
-
-
-def _forget(settled: weakref.ref[Settled], key: int, _: object) -> None:
-    if (found := settled()) is not None:
-        found.forget(key)
 
 
 class _Look:
@@ -192,7 +268,7 @@ class _Look:
         """Note what a value holds that may change in itself."""
         if type(value) is list and is_plain_structure(cast("object", value)):
             self.grounds.values.append(value)
-            self.grounds.copies.append(copy.deepcopy(value))
+            self.grounds.copies.append(copy.deepcopy(cast("object", value)))
         elif not _is_fixed(value):
             raise _Unsettled
 
@@ -200,8 +276,7 @@ class _Look:
         attributes: Any = object.__getattribute__(owner, "__dict__")
         if type(attributes) is not dict:
             raise _Unsettled
-        self.grounds.objects.append(owner)
-        self.grounds.dictionaries.append(cast("dict[str, Any]", attributes))
+        self.grounds.attributes.append((owner, cast("dict[str, Any]", attributes)))
         return cast("dict[str, Any]", attributes)
 
     def _attribute(self, owner: Any, name: str) -> Any:

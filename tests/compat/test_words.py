@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -43,12 +46,16 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+def _words(places: Layout, x: Tensor) -> Words:
+    found = places.words_of(x, x.detach())
+    assert found is not None
+    return Words({places.identity_of(x): found.tensor}).then(Words(found.inside))
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_a_tensor(places: Layout, change: str) -> None:
     x = nn.Parameter(torch.randn(4, 5), requires_grad=False)
-    inside = places.words_of(x)
-    assert inside is not None
-    words = Words([places.identity_of(x), *inside])
+    words = _words(places, x)
     assert words.same()
     CHANGES[change](x)
     assert not words.same()
@@ -56,9 +63,7 @@ def test_changes_of_a_tensor(places: Layout, change: str) -> None:
 
 def test_what_only_reads_changes_nothing(places: Layout) -> None:
     x = nn.Parameter(torch.randn(4, 5))
-    inside = places.words_of(x)
-    assert inside is not None
-    words = Words([places.identity_of(x), *inside])
+    words = _words(places, x)
     (x.sum() * x.detach().t().sum()).backward()
     x.requires_grad_(False)
     x.tag = 1  # type: ignore[attr-defined]
@@ -66,7 +71,8 @@ def test_what_only_reads_changes_nothing(places: Layout) -> None:
 
 
 def test_tensors_of_many_dimensions_are_left_out(places: Layout) -> None:
-    assert places.words_of(torch.randn([1] * 6)) is None
+    x = torch.randn([1] * 6)
+    assert places.words_of(x, x.detach()) is None
 
 
 def _module() -> Any:
@@ -118,6 +124,55 @@ def test_numbers_of_each_width() -> None:
         assert words.same()
         x[5] = 9
         assert not words.same()
+
+
+def test_what_comes_behind_a_change_is_not_read() -> None:
+    x = torch.arange(4)
+    words = Words([x.data_ptr()]).then(Words({1 << 13: 0}))  # where no process has memory
+    x[0] = 9
+    assert not words.same()
+
+
+def test_words_are_equal_where_they_hold_the_same_at_the_same_addresses() -> None:
+    x = torch.arange(1000)
+    addresses = range(x.data_ptr(), x.data_ptr() + 8000, 8)
+    words = Words(addresses)
+    assert words.equal(Words(addresses)) and not words.equal(Words(addresses[1:]))
+    assert not Words(addresses[:1]).equal(Words({addresses[1]: 0}))
+    x[999] = 0
+    assert not words.equal(Words(addresses)) and not words.same()
+
+
+def test_no_other_thread_comes_in_while_words_are_compared() -> None:
+    x, rounds, is_over, before = torch.arange(3000), [0], [False], sys.getswitchinterval()
+    words = Words(range(x.data_ptr(), x.data_ptr() + 24000, 8))
+
+    def run() -> None:
+        while not is_over[0]:
+            rounds[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        sys.setswitchinterval(1000)  # now a thread runs only where another one lets it
+        start = rounds[0]
+        for _ in range(2000):
+            words.same()
+        assert rounds[0] <= start + 1
+    finally:
+        sys.setswitchinterval(before)
+        is_over[0] = True
+        thread.join()
+
+
+def test_places_do_not_hang_on_what_lies_beside(places: Layout) -> None:
+    made: list[Any] = []
+    for number in range(300):  # memory is used again, with what it held before
+        made.append([torch.randn(number % 40 + 1), torch.randn(2, 3).detach(), _module(), [object()] * (number % 30)])
+        del made[: number % 3]
+        layout.cache_clear()
+        assert layout() == places
 
 
 def test_identities_are_in_their_order() -> None:

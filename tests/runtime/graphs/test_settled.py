@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.runtime.graphs import NOTED, settled
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -63,6 +65,17 @@ def flat(model: nn.Module) -> Any:
     fast = fxopt.optimize(model, "flatten_calls", example_inputs=X, measure=False)
     assert "_settled(self)" in inspect.getsource(type(fast).forward)
     return fast
+
+
+def noted(fast: nn.Module) -> bool:
+    notes = vars(fast).get(NOTED)
+    return notes is not None and bool(notes.known)
+
+
+def can_note() -> bool:
+    """Say whether places of words are known in this version of torch and Python."""
+    found = settled.layout()
+    return found is not None and found.changes is not None
 
 
 def same(one: nn.Module, other: nn.Module) -> None:
@@ -170,6 +183,66 @@ def test_a_model_goes_with_what_was_noted_of_it() -> None:
     assert gone() is None
 
 
+def test_a_copy_goes_while_the_first_stays() -> None:
+    fast = flat(stack())
+    for _ in range(3):
+        fast(X)
+    other = copy.deepcopy(fast)
+    for _ in range(3):
+        other(X)
+    gone = [weakref.ref(other), weakref.ref(other.layers[0].body[0].weight)]
+    del other
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda fast: pickle.loads(pickle.dumps(fast))])
+def test_copies_have_no_notes(copied: Callable[[Any], Any]) -> None:
+    model = stack()
+    fast = flat(model)
+    for _ in range(3):
+        same(fast, model)
+    assert noted(fast) == can_note()
+    other = copied(fast)
+    assert not noted(other) and NOTED not in str(other.state_dict().keys())
+    same(other, model)
+
+
+def test_a_copy_that_was_given_all_attributes_asks_for_itself() -> None:
+    model = stack()
+    fast = flat(model)
+    for _ in range(3):
+        same(fast, model)
+    other = nn.Module.__new__(type(fast))
+    vars(other).update(vars(fast), _modules={"layers": nn.ModuleList([*fast.layers[:5], nn.Identity()])})
+    for _ in range(3):
+        with torch.no_grad():
+            assert not torch.equal(other(X), fast(X))
+        same(fast, model)
+
+
+def test_models_are_noted_in_a_few_calls_after_each_change() -> None:
+    fast = flat(stack())
+    for number in range(3):
+        fast.layers[1].config.scale = 2.0 + number % 2
+        fast.layers[1].config.scale = 2.0
+        for _ in range(12):
+            fast(X)
+        assert noted(fast) == can_note()
+
+
+def test_without_places_guards_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settled, "layout", lambda: None)
+    model = stack()
+    fast = flat(model)
+    for _ in range(3):
+        same(fast, model)
+    assert not noted(fast)
+    for each in (fast, model):
+        each.layers[1].config.scale = 3.0
+    same(fast, model)
+
+
 def test_what_was_replaced_goes_with_the_next_call() -> None:
     fast = flat(stack())
     fast(X)
@@ -178,3 +251,32 @@ def test_what_was_replaced_goes_with_the_next_call() -> None:
     fast(X)
     gc.collect()
     assert gone() is None
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("kept", torch.zeros(2))
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.kept.sum() + self.passing.sum()
+
+
+class Noticing(Counting):
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value + 1 if name == "kept" else value)
+
+
+@pytest.mark.parametrize("kind", [Counting, Noticing])
+def test_buffers_are_set_as_torch_does(kind: type[nn.Module]) -> None:
+    model: Any = kind().eval()
+    fast: Any = fxopt.optimize(model, "fold_batchnorm", example_inputs=X, measure=False)
+    program: Any = fxopt.capture(model, X)
+    for each in (model, fast, program.model):
+        each.kept, each.passing = torch.ones(2), torch.ones(2)
+        each.passing = torch.full((2,), 3.0)
+        assert set(each.state_dict()) == {"linear.weight", "linear.bias", "kept"}
+    same(fast, model)
+    same(program.model, model)
