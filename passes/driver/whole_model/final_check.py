@@ -175,9 +175,8 @@ class FinalCheck:
         return [rewrite for rewrite in self._may_go if rewrite.is_unchecked and rewrite.pass_.skippable]
 
     def _undo_unchecked(self, gone: Sequence[Rewrite]) -> None:
-        self._stand([rewrite for rewrite in self._context.history.rewrites if rewrite not in gone])
-        for rewrite in gone:
-            self._context.history.undo(rewrite, Reason(Cause.NOT_CHECKED, self._context.budget.values))
+        standing = self._context.history.rewrites
+        self._take_away(gone, standing, Reason(Cause.NOT_CHECKED, self._context.budget.values))
 
     def _compared(self) -> str:
         rewrites, program = self._context.history.rewrites, self._context.program
@@ -281,12 +280,14 @@ class FinalCheck:
         if not self._has_time:
             gone = self._unproven(order, right, reason)
             found = Reason(found.cause, {**found.values, **self._context.budget.values})
-        self._stand([rewrite for rewrite in order if rewrite not in gone])
-        for rewrite in gone:
-            self._context.history.undo(rewrite, found)
+        self._take_away(gone, standing, found)
+
+    def _take_away(self, gone: Sequence[Rewrite], standing: Sequence[Rewrite], reason: Reason) -> None:
+        """Let the others of what stood stand, and note what went: also what cannot be written without these."""
+        self._stand([rewrite for rewrite in standing if rewrite not in gone])
         for rewrite in standing:
-            if rewrite not in gone and rewrite not in self._context.history.rewrites:
-                self._context.history.undo(rewrite, Reason(Cause.DEPENDENT))
+            if rewrite not in self._context.history.rewrites:
+                self._context.history.undo(rewrite, reason if rewrite in gone else Reason(Cause.DEPENDENT))
 
     def _unproven(self, order: Sequence[Rewrite], right: int, reason: str) -> Sequence[Rewrite]:
         """Return what goes where no time is left to find the wrong one; raise BudgetError if that is not for speed."""
