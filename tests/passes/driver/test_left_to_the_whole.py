@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt.passes.contract import Pass
+from fxopt.passes.driver.whole_model import final_check
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Numerics, Site
 from fxopt.passes.timing import TimeBudget
@@ -57,6 +58,24 @@ def decided(subject: Subject, function: Callable[..., Any]) -> list[tuple[str, A
 
 @pytest.mark.parametrize("wrong", CHOSEN, ids=" ".join)
 def test_a_wrong_rewrite_does_not_stand_where_time_is_over(wrong: tuple[str, str]) -> None:
+    subject, function = WRONG[wrong]
+    assert "undone" in {status for status, _ in decided(subject, function)}
+    assert set(decided(subject, subject.honest)) == {("applied", "with the whole model")}
+
+
+SLOW = [
+    ("modes", "folded in evaluation without the shift"),
+    ("gradients", "a gradient for the weight only"),
+    ("second derivative", "detached operands"),
+    ("caches", "a result found by the argument's address"),
+]
+
+
+@pytest.mark.parametrize("wrong", SLOW, ids=" ".join)
+def test_of_a_slow_model_each_mode_and_its_gradients_are_checked_where_they_fit(
+    wrong: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(final_check, "_IN_FULL", 1e9)  # any model is slow then
     subject, function = WRONG[wrong]
     assert "undone" in {status for status, _ in decided(subject, function)}
     assert set(decided(subject, subject.honest)) == {("applied", "with the whole model")}
