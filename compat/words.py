@@ -67,7 +67,7 @@ class Layout:
         tensor: in the Python object of a tensor: the address of the tensor in C++.
         storage: in a tensor: the address of its storage.
         counter: in a tensor: the address of what counts writes.
-        sizes, strides: in a tensor: the first of those, of as many as `dimensions`.
+        sizes, strides: in a tensor: the first of those, of as many as `dimensions`; before sizes is how many there are.
         number, offset: in a tensor: how many elements it has, and where in its storage they begin.
         writes: in a counter: how many writes there were.
         data: in a storage: the address of its memory.
@@ -101,7 +101,7 @@ class Layout:
         if tensor.dim() > self.dimensions:
             return None
         own, dimensions = _address(tensor), range(tensor.dim())
-        inside = [self.storage, self.counter, self.number, self.offset]
+        inside = [self.storage, self.counter, self.number, self.offset, self.sizes - 1]
         inside += [first + each for first in (self.sizes, self.strides) for each in dimensions]
         counter = _read(own, self.counter + 1)[self.counter]
         data = storage_id(tensor) + self.data * _WORD
@@ -158,7 +158,7 @@ def _found() -> Layout:
         tensor=_place((_address(given),), _read(id(given), _IN_PYTHON)),
         storage=_place((storage_id(given),), own),
         counter=counter,
-        sizes=_place(sizes, own),
+        sizes=_place((len(sizes), *sizes), own) + 1,
         strides=_place(strides, own),
         number=_place((given.numel(),), own),
         offset=_place((start,), own),

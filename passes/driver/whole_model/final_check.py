@@ -36,6 +36,10 @@ _NO_TIME = "no time was left to compare the model"
 _UNCHECKED = "no time was left to check what was left to the whole model"
 
 
+_Full = tuple[tuple[bool | None, ...], bool, Sizes]
+"""Modes, whether gradients count, and the sizes of calls, of a part of a check in full."""
+
+
 class _Way(enum.Enum):
     """How models are compared, from the most thorough on; a value is what the report says of it."""
 
@@ -57,8 +61,8 @@ class FinalCheck:
     _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
     _twins: dict[int, nn.Module] = field(init=False)
     _originals: dict[tuple[int, bool | None, bool, _Way], Original | None] = field(init=False)
-    _full: dict[Phase, Sequence[tuple[Sequence[bool | None], bool]]] = field(init=False)
-    _runs_in_full: dict[tuple[Phase, tuple[bool | None, ...], bool], References] = field(init=False)
+    _full: dict[Phase, Sequence[_Full]] = field(init=False)
+    _runs_in_full: dict[_Full, References] = field(init=False)
     _way: _Way = field(default=_Way.USUAL, init=False)
     _end: float = field(default=math.inf, init=False)
     _is_wrong: bool = field(default=False, init=False)  # what is wrong is looked for
@@ -144,18 +148,18 @@ class FinalCheck:
         """Yield the runs of the original that a check in full takes: all of them or, where these take too long, smaller
         ones in the given mode without gradients, which have to fit, and what else fits: each mode with gradients.
         """
-        modes, budget = modes_to_check(self.model, phase, self.model.training), self._context.budget
+        budget, covers = self._context.budget, phase.covers_training
         if phase not in self._full:
+            modes = tuple(modes_to_check(self.model, phase, self.model.training))
             is_short = budget.spent + _IN_FULL * budget.forward > budget.end_of_check
-            some = [([None], False), *(([mode], phase.covers_training) for mode in modes)]
-            self._full[phase] = some if is_short else [(modes, phase.covers_training)]
-        asked = self._full[phase]
-        for modes, gradients in asked:
-            key = phase, tuple(modes), gradients
+            some = [((None,), False, Sizes.SMALLER), *(((mode,), covers, Sizes.SMALLER) for mode in modes)]
+            self._full[phase] = list(dict.fromkeys(some)) if is_short else [(modes, covers, Sizes.RECORDED)]
+        for key in self._full[phase]:
             if key not in self._runs_in_full:
+                modes, gradients, sizes = key
                 self._runs_in_full[key] = References.taken(
                     shallow_clone(self.model), self._chosen_calls, modes, steady=True, gradients=gradients,
-                    seed=self._context.request.seed, sizes=Sizes.SMALLER if len(asked) > 1 else Sizes.RECORDED,
+                    seed=self._context.request.seed, sizes=sizes,
                     in_time=budget.ending(lambda: self._until if self._is_wrong else budget.end_of_check),
                 )  # fmt: skip
             yield self._runs_in_full[key]
