@@ -151,7 +151,7 @@ def main() -> None:
     torch.set_num_threads(1)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(FXOPT_REPRODUCER_DIR=folder, FXOPT_PASS_TIMEOUT="20")
+        os.environ.update(FXOPT_REPRODUCER_DIR=folder, FXOPT_PASS_TIMEOUT="20", FXOPT_CACHE="0")
         verdicts, unreached = run(options.count, options.seed, options.jobs, options.models, options.every)
     result = summary(verdicts, unreached, options.seed, time.perf_counter() - start)
     print(json.dumps({key: value for key, value in result.items() if key != "harmless"}, indent=1))

@@ -108,7 +108,7 @@ class Layout:
         tensor: in the Python object of a tensor: the address of the tensor in C++.
         storage: in a tensor: the address of its storage.
         counter: in a tensor: the address of what counts writes.
-        sizes, strides: in a tensor: the first of those, of as many as `dimensions`.
+        sizes, strides: in a tensor: the first of those, of as many as `dimensions`; before sizes is how many there are.
         number, offset: in a tensor: how many elements it has, and where in its storage they begin.
         writes: in a counter: how many writes there were.
         data: in a storage: the address of its memory.
@@ -143,7 +143,7 @@ class Layout:
         if alias.dim() > self.dimensions:
             return None
         dimensions = range(alias.dim())
-        inside = [self.storage, self.counter, self.number, self.offset]
+        inside = [self.storage, self.counter, self.number, self.offset, self.sizes - 1]
         inside += [first + each for first in (self.sizes, self.strides) for each in dimensions]
         own, held = _address(tensor), _read(_address(alias), _IN_TENSOR)
         writes = held[self.counter] + self.writes * _WORD
@@ -218,7 +218,7 @@ def _found() -> Layout:
         tensor=_place([((_address(each),), _read(id(each), Tensor.__basicsize__ // _WORD)) for each in made]),
         storage=_place([((storage_id(each),), _read(_address(each), _IN_TENSOR)) for each in made]),
         counter=counter,
-        sizes=_place([(sizes, own)]),
+        sizes=_place([((len(sizes), *sizes), own)]) + 1,
         strides=_place([(strides, own)]),
         number=_place([((each.numel(),), _read(_address(each), _IN_TENSOR)) for each in made]),
         offset=_place([((int(each.storage_offset()),), _read(_address(each), _IN_TENSOR)) for each in made]),

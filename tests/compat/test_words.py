@@ -38,6 +38,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
     "cut": lambda x: setattr(x, "data", x.data[:2]),
     "shifted": lambda x: setattr(x, "data", x.data[1:]),
     "flat": lambda x: setattr(x, "data", x.data.view(-1)),
+    "deeper": lambda x: setattr(x, "data", x.data.unsqueeze(-1)),
     "freed": lambda x: x.untyped_storage().resize_(0),
     "shared": lambda x: x.share_memory_(),
     "resized": lambda x: x.resize_(2, 3),

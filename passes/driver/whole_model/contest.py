@@ -67,8 +67,9 @@ class Contest:
 
     @property
     def _contested(self) -> list[Rewrite]:
-        rewrites = self._history.rewrites
-        return [each for each in rewrites if each.pass_.contested and not each.group.required]
+        """Return what a contest would undo: nothing where somebody asked for some of it by name."""
+        found = [each for each in self._history.rewrites if each.pass_.contested]
+        return [] if any(each.group.required for each in found) else found
 
     def _behind(self, step: int) -> list[int]:
         """Return the places of the passes that would rewrite in another way what the one at `step` took."""

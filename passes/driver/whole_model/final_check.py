@@ -36,6 +36,10 @@ _NO_TIME = "no time was left to compare the model"
 _UNCHECKED = "no time was left to check what was left to the whole model"
 
 
+_Full = tuple[tuple[bool | None, ...], bool, Sizes]
+"""Modes, whether gradients count, and the sizes of calls, of a part of a check in full."""
+
+
 class _Way(enum.Enum):
     """How models are compared, from the most thorough on; a value is what the report says of it."""
 
@@ -57,14 +61,15 @@ class FinalCheck:
     _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
     _twins: dict[int, nn.Module] = field(init=False)
     _originals: dict[tuple[int, bool | None, bool, _Way], Original | None] = field(init=False)
-    _full: dict[Phase, References] = field(init=False)
+    _full: dict[Phase, Sequence[_Full]] = field(init=False)
+    _runs_in_full: dict[_Full, References] = field(init=False)
     _way: _Way = field(default=_Way.USUAL, init=False)
     _end: float = field(default=math.inf, init=False)
     _is_wrong: bool = field(default=False, init=False)  # what is wrong is looked for
 
     def __post_init__(self) -> None:
         self._all = list(self._context.history.rewrites)
-        self._models, self._twins, self._originals, self._full = {}, {}, {}, {}
+        self._models, self._twins, self._originals, self._full, self._runs_in_full = {}, {}, {}, {}, {}
 
     @property
     def _context(self) -> RunContext:
@@ -120,35 +125,44 @@ class FinalCheck:
         return _NO_TIME
 
     def _objection_in_full(self) -> str:
-        """Return what is wrong with the model where it is checked as single rewrites are, or ""; in training without
-        their gradients where these take too long: they are compared besides.
-        """
+        """Return what is wrong with the model where it is checked as single rewrites are, or ""."""
         rewrites = self._context.history.rewrites
         if not all(rewrite.pass_.numerics.keeps_function for rewrite in rewrites):
             return _UNCHECKED
         exact = all(rewrite.pass_.numerics is Numerics.EXACT for rewrite in rewrites)
+        is_checked = False
         try:
-            found = self._in_full(_phase(rewrites)).verdicts(
-                self._context.program.model, map_state=self._context.history.state_map().forward,
-                numerics=Numerics.EXACT if exact else Numerics.REASSOCIATED,
-            )  # fmt: skip
+            for references in self._in_full(_phase(rewrites)):
+                found = references.verdicts(
+                    self._context.program.model, map_state=self._context.history.state_map().forward,
+                    numerics=Numerics.EXACT if exact else Numerics.REASSOCIATED,
+                )  # fmt: skip
+                if wrong := next((verdict.reason for verdict in found if not verdict.ok), ""):
+                    return wrong
+                is_checked = True
         except OutOfTimeError:
-            return _UNCHECKED
-        return next((verdict.reason for verdict in found if not verdict.ok), "")
+            return "" if is_checked else _UNCHECKED
+        return ""
 
-    def _in_full(self, phase: Phase) -> References:
-        """Return the runs of the original that a check in full takes."""
+    def _in_full(self, phase: Phase) -> Iterator[References]:
+        """Yield the runs of the original that a check in full takes: all of them or, where these take too long, smaller
+        ones in the given mode without gradients, which have to fit, and what else fits: each mode with gradients.
+        """
+        budget, covers = self._context.budget, phase.covers_training
         if phase not in self._full:
-            budget = self._context.budget
+            modes = tuple(modes_to_check(self.model, phase, self.model.training))
             is_short = budget.spent + _IN_FULL * budget.forward > budget.end_of_check
-            modes = modes_to_check(self.model, phase, self.model.training)
-            self._full[phase] = References.taken(
-                shallow_clone(self.model), self._chosen_calls, [None] if is_short else modes, steady=True,
-                gradients=phase.covers_training and not is_short, seed=self._context.request.seed,
-                sizes=Sizes.SMALLER if is_short else Sizes.RECORDED,
-                in_time=budget.ending(lambda: self._until if self._is_wrong else budget.end_of_check),
-            )  # fmt: skip
-        return self._full[phase]
+            some = [((None,), False, Sizes.SMALLER), *(((mode,), covers, Sizes.SMALLER) for mode in modes)]
+            self._full[phase] = list(dict.fromkeys(some)) if is_short else [(modes, covers, Sizes.RECORDED)]
+        for key in self._full[phase]:
+            if key not in self._runs_in_full:
+                modes, gradients, sizes = key
+                self._runs_in_full[key] = References.taken(
+                    shallow_clone(self.model), self._chosen_calls, modes, steady=True, gradients=gradients,
+                    seed=self._context.request.seed, sizes=sizes,
+                    in_time=budget.ending(lambda: self._until if self._is_wrong else budget.end_of_check),
+                )  # fmt: skip
+            yield self._runs_in_full[key]
 
     def _fits_as_usual(self) -> bool:
         """Say whether a comparison in its own types, as it is usually made, takes no more time than there is."""
@@ -175,9 +189,8 @@ class FinalCheck:
         return [rewrite for rewrite in self._may_go if rewrite.is_unchecked and rewrite.pass_.skippable]
 
     def _undo_unchecked(self, gone: Sequence[Rewrite]) -> None:
-        self._stand([rewrite for rewrite in self._context.history.rewrites if rewrite not in gone])
-        for rewrite in gone:
-            self._context.history.undo(rewrite, Reason(Cause.NOT_CHECKED, self._context.budget.values))
+        standing = self._context.history.rewrites
+        self._take_away(gone, standing, Reason(Cause.NOT_CHECKED, self._context.budget.values))
 
     def _compared(self) -> str:
         rewrites, program = self._context.history.rewrites, self._context.program
@@ -281,12 +294,14 @@ class FinalCheck:
         if not self._has_time:
             gone = self._unproven(order, right, reason)
             found = Reason(found.cause, {**found.values, **self._context.budget.values})
-        self._stand([rewrite for rewrite in order if rewrite not in gone])
-        for rewrite in gone:
-            self._context.history.undo(rewrite, found)
+        self._take_away(gone, standing, found)
+
+    def _take_away(self, gone: Sequence[Rewrite], standing: Sequence[Rewrite], reason: Reason) -> None:
+        """Let the others of what stood stand, and note what went: also what cannot be written without these."""
+        self._stand([rewrite for rewrite in standing if rewrite not in gone])
         for rewrite in standing:
-            if rewrite not in gone and rewrite not in self._context.history.rewrites:
-                self._context.history.undo(rewrite, Reason(Cause.DEPENDENT))
+            if rewrite not in self._context.history.rewrites:
+                self._context.history.undo(rewrite, reason if rewrite in gone else Reason(Cause.DEPENDENT))
 
     def _unproven(self, order: Sequence[Rewrite], right: int, reason: str) -> Sequence[Rewrite]:
         """Return what goes where no time is left to find the wrong one; raise BudgetError if that is not for speed."""

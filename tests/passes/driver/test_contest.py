@@ -64,6 +64,8 @@ class Take(Write):
 
 BEFORE = Write(torch.multiply, "mul")
 """A pass that runs before the others, and finds products."""
+TAKE_BY_NAME = Take(torch.multiply, "mul", required=True)
+"""A pass of the same kind that somebody named, and that finds products."""
 
 
 def written_in(model: nn.Module) -> Counter[str]:
@@ -126,13 +128,15 @@ def test_what_is_as_fast_without_it_goes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     "passes",
-    [(Take(required=True), Write()), (Take(),), (Take(), Take())],
-    ids=["asked for by name", "nothing behind it", "itself behind it"],
+    [(Take(required=True), Write()), (Take(), TAKE_BY_NAME, Write()), (Take(),), (Take(), Take())],
+    ids=["asked for by name", "another one asked for by name", "nothing behind it", "itself behind it"],
 )
 def test_there_is_no_contest_without_a_choice(monkeypatch: pytest.MonkeyPatch, passes: tuple[Pass, ...]) -> None:
-    manager, races = run(monkeypatch, {"taken": -5, "own": -10}, *passes)
-    assert written_in(manager.program.model) == {"taken": 2}
+    manager, races = run(monkeypatch, {"taken": -5, "own": -10, "before": -1}, *passes)
+    by_name = {"before": 2} if TAKE_BY_NAME in passes else {}
+    assert written_in(manager.program.model) == {"taken": 2, **by_name}
     assert races() <= 1
+    assert all(each.status == "applied" for each in manager.decisions)
 
 
 def test_without_time_for_it_what_stands_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt.passes.contract import Pass
+from fxopt.passes.driver.whole_model import final_check
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Numerics, Site
 from fxopt.passes.timing import TimeBudget
@@ -56,6 +58,24 @@ def decided(subject: Subject, function: Callable[..., Any]) -> list[tuple[str, A
 
 @pytest.mark.parametrize("wrong", CHOSEN, ids=" ".join)
 def test_a_wrong_rewrite_does_not_stand_where_time_is_over(wrong: tuple[str, str]) -> None:
+    subject, function = WRONG[wrong]
+    assert "undone" in {status for status, _ in decided(subject, function)}
+    assert set(decided(subject, subject.honest)) == {("applied", "with the whole model")}
+
+
+SLOW = [
+    ("modes", "folded in evaluation without the shift"),
+    ("gradients", "a gradient for the weight only"),
+    ("second derivative", "detached operands"),
+    ("caches", "a result found by the argument's address"),
+]
+
+
+@pytest.mark.parametrize("wrong", SLOW, ids=" ".join)
+def test_of_a_slow_model_each_mode_and_its_gradients_are_checked_where_they_fit(
+    wrong: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(final_check, "_IN_FULL", 1e9)  # any model is slow then
     subject, function = WRONG[wrong]
     assert "undone" in {status for status, _ in decided(subject, function)}
     assert set(decided(subject, subject.honest)) == {("applied", "with the whole model")}
@@ -129,3 +149,33 @@ def test_what_was_found_wrong_is_not_left_to_the_whole_model() -> None:
     assert manager.decisions[0].status == "undone"
     assert "verify.differs" in manager.decisions[0].cause
     torch.testing.assert_close(program.model(-X), net()(-X))
+
+
+@dataclasses.dataclass(frozen=True)
+class Round(Pass):
+    """Write a product by 0.5 as one by a number near it: a lossy pass, which is owed, on what `Halve` wrote."""
+
+    goal: ClassVar[Goal] = Goal.MEMORY
+    numerics: ClassVar[Numerics] = Numerics.APPROXIMATE
+
+    def find(self, program: Program) -> Any:
+        for match in program.matches(operation("mul", name="mul")):
+            yield match.site()
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        node = edit.graph_node("mul")
+        edit.replace(node, edit.call(torch.mul, node.args[0], 0.501, before=node))
+
+
+def test_what_was_written_on_what_goes_unchecked_is_noted_as_gone() -> None:
+    """Beside a lossy rewrite nothing is checked with the whole model."""
+    model, passes = net(), [Halve(), Round()]
+    fast = fxopt.optimize(model, passes, example_inputs=(X,), measure=False, time_budget=SHORT)
+    plan = fxopt.plan(fast)
+    assert Counter((each.pass_name, each.status) for each in plan.decisions) == {
+        ("halve", "undone"): 5,
+        ("round", "undone"): 5,
+    }
+    assert torch.equal(fast(X), model(X))
+    again = fxopt.optimize(model, passes, example_inputs=(X,), plan=plan)
+    assert torch.equal(again(X), model(X))
