@@ -22,7 +22,13 @@ from ..folded import CHECKS
 from .constants import with_derived
 from .engine import Engine, Session
 
-__all__ = ["Converted", "OtherType", "Refused", "converted", "is_forked", "key_of", "sum_of"]
+__all__ = ["MOST_SHAPES", "Converted", "OtherType", "Refused", "converted", "is_forked", "key_of", "sum_of"]
+
+MOST_SHAPES = 1000
+"""So many combinations of shapes are remembered; with others, the region's own operations run."""
+
+_MOST_ONCE = 8
+"""Where so many were compared and did not come again, another one is compared at its second call only."""
 
 _LONG, _READY = 0.1, 3.0
 """Seconds of a call: of a longer one a second session would take too long to be made and timed. A first call may take
@@ -74,6 +80,8 @@ class Converted:
     by_threads: dict[int, Session] = field(default_factory=dict[int, Session])
     fixed: dict[Any, Session] = field(default_factory=dict[Any, Session])  # for the shapes of the example alone
     by_shapes: dict[Any, Session | None] = field(default_factory=dict[Any, "Session | None"])  # None: other results
+    once: set[Any] = field(default_factory=set[Any])  # the shapes that did not come again since they were compared
+    passing: set[Any] = field(default_factory=set[Any])  # those that came once, and were not compared
     doubted: bool = False  # writes that torch does not count may have gone unseen
 
     @property
@@ -83,6 +91,14 @@ class Converted:
     def takes(self, inputs: Sequence[Tensor]) -> bool:
         """Say whether inputs are of the types that it was made for."""
         return all(x.dtype is old.dtype for x, old in zip(inputs, self.example, strict=True))
+
+    def is_worth_comparing(self, key: Any) -> bool:
+        """Say whether inputs of such shapes are computed twice, to compare: not where mostly others come each time."""
+        if len(self.once) < _MOST_ONCE or key in self.passing:
+            return True
+        if len(self.passing) < MOST_SHAPES:
+            self.passing.add(key)
+        return False
 
     def session(self, key: Any) -> Session:
         """Return what computes with so many threads, and inputs of such shapes; see `key_of`."""

@@ -20,14 +20,11 @@ from ...compat import dispatch_modes_off, runs_kernels, wants_gradients
 from ...errors import EngineWarning, one_line
 from ...operators import Keeping, Unchanged
 from ...runtime.graphs import PortableGraph, copy_graph
-from .conversion import Converted, OtherType, Refused, converted, is_forked, key_of, sum_of
+from .conversion import MOST_SHAPES, Converted, OtherType, Refused, converted, is_forked, key_of, sum_of
 from .engine import OtherSizes
 from .engines import engine_named
 
 __all__ = ["DelegatedRegion", "judged_outside"]
-
-_MOST_SHAPES = 1000
-"""So many combinations of shapes are remembered; with others, the region's own operations run."""
 
 _MOST_KEPT = 2
 """For so many copies of a model the engine holds the numbers at a time."""
@@ -74,6 +71,7 @@ class DelegatedRegion(Keeping):
     a tuple. The region's own operations run where a gradient could be asked for, under autocast, in compiled, exported
     and transformed code, on other types than float32, for NaN and infinities, and where the engine fails. With shapes
     that it has not seen they run beside the engine once: what they check is checked, and the results are compared.
+    Where shapes do not come again, they run alone.
 
     What the engine holds is made of the model's tensors. Where these were changed, the region's own operations run
     until they have taken as long as a conversion does; then the engine takes the new numbers.
@@ -107,12 +105,13 @@ class DelegatedRegion(Keeping):
             return self._by_itself(operands, tensors)
         key = key_of(inputs)
         if key not in held.by_shapes:
-            if not held.takes(inputs):
+            if not held.takes(inputs) or not (_is_judged.get() or held.is_worth_comparing(key)):
                 return self._own(*operands)
             return (self._judged_outside if _is_judged.get() else self._first)(held, key, operands)
         session = held.by_shapes[key]
         if session is None:
             return self._own(*operands)
+        held.once.discard(key)
         try:
             found = session([x.detach().contiguous() for x in inputs])
             is_finite = all(map(_is_finite, found))
@@ -251,14 +250,15 @@ class DelegatedRegion(Keeping):
             if not any(held.by_shapes.values()) and _are_in_memory_of(found, [*session(inputs), *inputs]):
                 raise RuntimeError("its results lie in memory that it uses again")
         except OtherSizes:
-            if len(held.by_shapes) < _MOST_SHAPES:
+            if len(held.by_shapes) < MOST_SHAPES:
                 held.by_shapes[key] = None
             return own
         except Exception as error:
             self._give_up(error)
             return own
-        if agree is not None and len(held.by_shapes) < _MOST_SHAPES:
+        if agree is not None and len(held.by_shapes) < MOST_SHAPES:
             held.by_shapes[key] = session if agree else None
+            held.once.add(key)
         if agree is False:
             shapes = ", ".join(str(tuple(x.shape)) for x in operands[: self.inputs])
             _warn(f"{self.engine} gives something else for inputs of shape {shapes}; the model's own operations run")
@@ -270,7 +270,7 @@ class DelegatedRegion(Keeping):
         found = session([x.detach().contiguous() for x in operands[: self.inputs]])
         if not all(map(_is_finite, found)):
             return self._own(*operands)
-        if len(held.by_shapes) < _MOST_SHAPES:
+        if len(held.by_shapes) < MOST_SHAPES:
             held.by_shapes[key] = session
         return found
 

@@ -15,7 +15,7 @@ from ...passes.rewriting import bound
 from ...passes.sites import Cause, Phase, Refusal, Site
 from ...runtime.graphs import required_capture
 from ...runtime.guards import reader
-from ...runtime.values import Meta, meta_of, qualified
+from ...runtime.values import Meta, copied, meta_of, qualified
 from ...tracing.isolation import preserved
 from ...tracing.program import GraphRunner, Program, is_called, outermost
 from ..flatten_calls import Flat, flattened
@@ -156,7 +156,7 @@ class _Runner(GraphRunner):
         """Run the graph; keep what it gives at the nodes that are wanted."""
         self._values = dict.fromkeys(wanted)
         with preserved(self.module), torch.no_grad():
-            self.run(*(each.clone() if isinstance(each, Tensor) else each for each in self._call.values()))
+            self.run(*copied(list(self._call.values())))  # a cache, too, is as it was for those that use the call next
 
     def values_of(self, nodes: Sequence[fx.Node]) -> list[Any]:
         """Return what nodes give in the call, each value in memory that nothing else writes into."""

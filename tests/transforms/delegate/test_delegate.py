@@ -407,6 +407,40 @@ def test_a_cache_that_notes_what_it_was_given_stays_right() -> None:
     assert found.past_key_values.is_updated == expected.past_key_values.is_updated
 
 
+@one_engine
+def test_a_cache_of_fixed_length_is_not_filled_while_regions_are_looked_for(engine: str) -> None:
+    """Each run of a graph with such a cache takes a place in it; those that use the call next need the places, too."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=32, pad_token_id=0)
+    model, x, static = transformers.GPT2LMHeadModel(config).eval(), ids(1, 6) + 1, {"cache_implementation": "static"}
+    made = fxopt.Inputs.generating(x, max_new_tokens=4, **static)
+    fast = fxopt.optimize(model, f"delegate{{engine={engine}}}", example_inputs=made, measure=False)
+    assert "applied" in {each.status for each in fxopt.plan(fast).decisions}
+    kwargs = {"max_new_tokens": 8, "do_sample": False, **static}
+    assert torch.equal(fast.generate(x, **kwargs), model.generate(x, **kwargs))
+
+
+@one_engine
+def test_sizes_that_do_not_come_again_are_not_computed_twice(engine: str) -> None:
+    """As graphs of other numbers of nodes: each would be compared, and the engine would gain nothing for it."""
+    model = linears()
+    fast = delegated(model, engine)
+    (held,) = regions(fast)[0]._converted.values()
+    with torch.no_grad():
+        for length in range(10, 40):
+            same(fast, model, torch.randn(length, 8))
+        compared = len(held.by_shapes)
+        assert compared < 15
+        for _ in range(2):  # the second call of a size is compared, and the third finds the session
+            same(fast, model, torch.randn(39, 8))
+        assert len(held.by_shapes) == compared + 1
+        for length in range(10, 15):
+            same(fast, model, torch.randn(length, 8))  # these do come again, so new ones are compared at once
+        same(fast, model, torch.randn(60, 8))
+    assert len(held.by_shapes) == compared + 2
+
+
 def test_examples_with_padding_and_without() -> None:
     """The graph for a call without padding asks for its numbers, and is none for a padded one."""
     model, x = bert(), ids(2, 8)

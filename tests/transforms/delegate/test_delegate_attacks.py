@@ -312,6 +312,7 @@ def test_many_lengths_and_copies_are_not_remembered() -> None:
     with torch.no_grad():
         for length in range(1, 1100):
             fast(random(length, 8))
+            fast(random(length, 8))
         assert max(len(held.by_shapes) for held in regions_of(fast)[0]._converted.values()) <= 1000
         for _ in range(20):
             fast.first.weight = nn.Parameter(fast.first.weight + 0.1)
