@@ -72,7 +72,7 @@ _WORDS: Mapping[Cause, str | Callable[[_Values], str]] = {
     Cause.MODEL_DIFFERS: _model_differs,
     Cause.MODEL_SLOWER: _model_slower,
     Cause.FASTER_WITHOUT: lambda values: (
-        f"the passes behind it make the whole model no slower without it ({values['speedup']:.3g}x)"
+        f"the whole model was no slower without it ({values['speedup']:.3g}x): passes behind it rewrite this place"
     ),
     Cause.DEPENDENT: lambda values: ": ".join(["it depended on a rewrite that was undone", *values.values()]),
 }

@@ -34,7 +34,7 @@ WORDS = (
     ),
     (
         Reason(Cause.FASTER_WITHOUT, {"speedup": 1.2, "low": 1.1, "high": 1.3}),
-        "the passes behind it make the whole model no slower without it (1.2x)",
+        "the whole model was no slower without it (1.2x): passes behind it rewrite this place",
     ),
     (Reason(Cause.NOT_CHECKED, SPENT), "not checked: the time budget of 2 s was spent; allow more by time_budget"),
     (

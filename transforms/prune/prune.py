@@ -51,8 +51,8 @@ class Prune(Options):
             or measured `latency`. A share of the parameters or flops is met within 0.02, or `optimize` raises
             BudgetError and says what was reached.
         round_to: keep a multiple of so many channels or hidden units; heads and experts are few, and not rounded.
-        loss: of `taylor`: a function of the model's output or, with `data`, of the model and a batch; by default how
-            large the outputs are on the example inputs.
+        loss: of `taylor`: a function of the model's output or, with `data`, of the model and a batch; by default sums
+            of the outputs on the example inputs, with random signs.
         data: of `taylor` and `routing`: batches, any iterable; `loss` runs the model on each.
     """
 
