@@ -41,6 +41,12 @@ CHOSEN = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def time_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave time enough for what is left to the whole model, however slow the machine is."""
+    monkeypatch.setattr("fxopt.passes.timing.budget._LEAST_FOR_LEAVING", 100.0)
+
+
 class Fast(Replace):
     """The same for speed: it may be left where time is over."""
 
