@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -44,7 +45,7 @@ CHOSEN = [
 @pytest.fixture(autouse=True)
 def time_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave time enough for what is left to the whole model, however slow the machine is."""
-    monkeypatch.setattr("fxopt.passes.timing.budget._LEAST_FOR_LEAVING", 100.0)
+    monkeypatch.setattr(sys.modules[TimeBudget.__module__], "_LEAST_FOR_LEAVING", 100.0)
 
 
 class Fast(Replace):
