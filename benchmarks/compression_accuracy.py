@@ -3,8 +3,8 @@
     python benchmarks/compression_accuracy.py [--only WAY ...] [--networks cnn mlp vit] [--seeds 3] [--json FILE]
 
 A CNN, an MLP and a vision transformer are trained to 94 to 99%, compressed in each way, and trained on for a few epochs
-where the way says so.
-A way is a function in WAYS: it is given a trained network and the data, and returns the compressed one.
+where the way says so. A way is a function in WAYS: it is given a trained network and the data, and returns the
+compressed one.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def units(criterion: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits],
 
     def way(model: nn.Module, data: Digits) -> nn.Module:
         given: dict[str, Any] = {}
-        if criterion in ("taylor", "hessian"):
+        if criterion == "taylor":
             given = {"data": list(zip(data.images.split(BATCH), data.labels.split(BATCH), strict=True)), "loss": loss}
         prune = Prune(method="structured", scope="layer", criterion=criterion, **given)
         return data.trained(fxopt.optimize(model, prune, example_inputs=data.images[:8]), epochs)

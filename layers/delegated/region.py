@@ -62,6 +62,7 @@ class _Waiting:
 
     unchanged: Unchanged
     seconds: float = 0.0
+    is_refused: bool = False  # no engine takes them as they are
 
 
 class DelegatedRegion(Keeping):
@@ -154,7 +155,7 @@ class DelegatedRegion(Keeping):
         with self._lock:
             for held in self._converted.values():
                 held.doubted = True
-            self._waiting = {key: waiting for key, waiting in self._waiting.items() if waiting.seconds >= 0}
+            self._waiting = {key: waiting for key, waiting in self._waiting.items() if not waiting.is_refused}
             self.left = ""
 
     def forget_gone(self) -> None:
@@ -194,7 +195,7 @@ class DelegatedRegion(Keeping):
                 try:
                     return self._convert(inputs, tensors)
                 except Refused as refusal:
-                    self._waiting[key].seconds = -math.inf  # as long as they stay the same
+                    self._waiting[key].is_refused = True
                     if not isinstance(refusal, OtherType):  # a model in another type computes in that
                         _warn(f"the model's own operations run: {refusal}")
                 except Exception as error:
@@ -211,7 +212,7 @@ class DelegatedRegion(Keeping):
             while len(self._waiting) > _MOST_WAITING:
                 del self._waiting[next(iter(self._waiting))]
             return held is None
-        return waiting.seconds >= (0.0 if held is None else held.seconds)
+        return not waiting.is_refused and waiting.seconds >= (0.0 if held is None else held.seconds)
 
     def _convert(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Converted:
         with self._lock:
@@ -274,16 +275,15 @@ class DelegatedRegion(Keeping):
             held.by_shapes[key] = session
         return found
 
-    def leave(self, error: Exception) -> bool:
-        """Do without the engine, until `refresh`, `eval()` or another process, and say whether this is to be told."""
-        if isinstance(error, Refused):
-            return False  # tensors may come that it takes
-        before, self._told = self._told, one_line(error)
-        self.left = self._told
-        return before != self._told
+    def leave(self, error: Exception) -> None:
+        """Do without the engine, until `refresh`, `eval()` or another process; the caller tells the user."""
+        if not isinstance(error, Refused):  # of a refusal: it may take other tensors
+            self.left = self._told = one_line(error)
 
     def _give_up(self, error: Exception) -> None:
-        if self.leave(error):
+        told = self._told
+        self.leave(error)
+        if self._told != told:
             _warn(f"{self.engine} cannot compute a region, and the model's own operations do: {self.left}")
 
     # -- copies, pickles -----------------------------------------------------------------------------------------

@@ -122,7 +122,12 @@ class Pass:
 
         What a user names for anything else (memory, size, processes) is done all the same, and checked briefly.
         """
-        return self.clean_up or (self.goal is Goal.SPEED and self.numerics in (Numerics.EXACT, Numerics.REASSOCIATED))
+        return self.clean_up or self.only_speeds_up
+
+    @property
+    def only_speeds_up(self) -> bool:
+        """Say whether the pass is for speed and keeps the function."""
+        return self.goal is Goal.SPEED and self.numerics.keeps_function
 
     @property
     def finishes(self) -> bool:

@@ -97,8 +97,7 @@ class RunContext:
 
     def leaves_to_the_whole(self, pass_: Pass) -> bool:
         """Say whether comparing and timing the whole model tells enough of what a pass writes where time is over."""
-        is_for_speed = pass_.goal is Goal.SPEED and pass_.numerics.keeps_function
-        return is_for_speed and self.checks and bool(self.program.whole_calls)
+        return pass_.only_speeds_up and self.checks and bool(self.program.whole_calls)
 
     def has_time(self, pass_: Pass) -> bool:
         """Say whether there is time to check what a pass writes as it should be."""

@@ -14,7 +14,7 @@ from ...tracing.program import Program
 from .. import timing, verification
 from ..contract import Pass
 from ..rewriting import Edit
-from ..sites import Cause, Goal, Phase, Reason, Refusal, Site
+from ..sites import Cause, Phase, Reason, Refusal, Site
 
 __all__ = [
     "WITH_THE_WHOLE", "Candidate", "Group", "Race", "changes", "grouped", "grouped_in_order", "identity", "is_like",
@@ -50,8 +50,7 @@ class Group:
 
     def may_be_left(self, pass_: Pass) -> bool:
         """Say whether a pass rewrites it for speed alone, and nobody asked for it by name, or may be skipped."""
-        is_for_speed = pass_.goal is Goal.SPEED and pass_.numerics.keeps_function
-        return pass_.skippable or (is_for_speed and not self.required)
+        return pass_.skippable or (pass_.only_speeds_up and not self.required)
 
     @property
     def is_single(self) -> bool:

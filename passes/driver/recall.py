@@ -22,11 +22,9 @@ from ..timing import TimeBudget
 from .context import Request
 from .manager import Manager
 
-__all__ = ["Kept", "recalled"]
+__all__ = ["KeptDecisions", "recalled"]
 
 _LOG = logging.getLogger("fxopt")
-
-
 _LONGEST = 1e9
 """Seconds: more time than that is as much."""
 _BY_NUMBERS = {Cause.JUDGED_WRONG, Cause.NO_MATCH, Cause.DIFFERS, Cause.MODEL_DIFFERS}
@@ -34,7 +32,7 @@ _BY_NUMBERS = {Cause.JUDGED_WRONG, Cause.NO_MATCH, Cause.DIFFERS, Cause.MODEL_DI
 
 
 @dataclass
-class Kept:
+class KeptDecisions:
     """Where the decisions on a model are kept."""
 
     cache: Cache
@@ -42,7 +40,7 @@ class Kept:
     _exact_key: str | None = None  # that of decisions which hang on the numbers in weights
 
     @classmethod
-    def of(cls, program: Program, request: Request) -> Kept | None:
+    def of(cls, program: Program, request: Request) -> KeptDecisions | None:
         """Return where the decisions on a captured model are kept; None where a later run cannot repeat them.
 
         Nothing is kept of a model that was optimized before, nor where nothing would be compared or timed.
@@ -77,14 +75,13 @@ class Kept:
 
     def write(self, manager: Manager, request: Request) -> None:
         """Keep what was decided now, unless rewrites were lost for want of time to compare the whole model."""
-        lost = any(each.status == "undone" and each.cause == Cause.NOT_CHECKED for each in manager.decisions)
+        if any(each.status == "undone" and each.cause == Cause.NOT_CHECKED for each in manager.decisions):
+            return
         forward = manager.context.budget.forward
-        entry = Entry(
+        self._write(Entry(
             manager.plan(request.passes), manager.timings, manager.memory, rounding=manager.rounding,
             granted=_granted(request, forward), forward=forward, is_compared=not manager.context.budget.concessions,
-        )  # fmt: skip
-        if not lost:
-            self._write(entry)
+        ))  # fmt: skip
 
     def note_comparison(self, manager: Manager, entry: Entry) -> None:
         """Note how a model was compared, where that says more than the entry: as usual, or closely for its rounding."""

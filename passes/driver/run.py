@@ -37,7 +37,7 @@ from ..timing import TimeBudget, budget_clock, forward_seconds
 from .context import Request, RunContext
 from .history import Rewrite
 from .manager import Manager
-from .recall import Kept, recalled
+from .recall import KeptDecisions, recalled
 from .root import forbid_lost_forwards, make_root
 from .whole_model import finished, measured_memory, memory_figures
 
@@ -149,7 +149,7 @@ def _optimized_once(model: nn.Module, names: ModelNames, request: Request, *, re
     with plain_registries(fast):
         with collection_paused():
             start = _captured(model, fast, names, request)
-            kept = Kept.of(start.program, request)
+            kept = KeptDecisions.of(start.program, request)
             entry = kept.entry(start.program, request) if kept is not None and recalls else None
         if entry is None:
             manager = _decided(model, start, request)

@@ -22,11 +22,11 @@ from .module_harness import ModuleHarness, random_state_kept
 from .outcome import Outcome, differentiable, is_expanded, shared_memory
 from .tape import Tape
 
-__all__ = ["Conditions", "Execution", "Kept", "leaves_tensors", "own_tensors", "written_parameter"]
+__all__ = ["Conditions", "Execution", "StandIns", "leaves_tensors", "own_tensors", "written_parameter"]
 
 
-Kept = dict[tuple[int, torch.dtype], tuple[Tensor, int]]
-"""Stand-ins, and how often each was written to, by the id of a module's tensor and the type."""
+StandIns = dict[tuple[int, torch.dtype], tuple[Tensor, int]]
+"""Tensors in the place of a module's own, by the id of the own one and the type, and how often each was written to."""
 
 _AWAY = 0x5EED
 """Random draws begin at no seed that code is likely to set."""
@@ -72,7 +72,7 @@ class Execution:
     called: set[str] = field(default_factory=set[str])  # the names of those inner modules that ran
     # stand-ins of the module's own tensors that earlier runs left unchanged: what code derives from tensors, and
     # keeps while these are the same, is then made once
-    kept: Kept = field(default_factory=Kept)
+    kept: StandIns = field(default_factory=StandIns)
 
     def run(self, arguments: Arguments, state: Mapping[str, Tensor], like: Arguments | None = None) -> Outcome:
         """Run once; `state` gives every parameter and buffer by name, and stays unchanged. The graph to
@@ -298,7 +298,7 @@ def _taken(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def leaves_tensors(harness: ModuleHarness, kept: Kept, after: Iterable[Mapping[str, Tensor]]) -> bool:
+def leaves_tensors(harness: ModuleHarness, kept: StandIns, after: Iterable[Mapping[str, Tensor]]) -> bool:
     """Say whether runs of a model on stand-ins left its parameters and buffers as they were; unknown of sparse ones."""
     if any(version_of(made) != version for made, version in kept.values() if isinstance(made, nn.Parameter)):
         return False
@@ -309,7 +309,7 @@ def leaves_tensors(harness: ModuleHarness, kept: Kept, after: Iterable[Mapping[s
 
 
 @contextmanager
-def own_tensors(harness: ModuleHarness) -> Generator[Kept]:
+def own_tensors(harness: ModuleHarness) -> Generator[StandIns]:
     """Yield a model's own tensors as stand-ins, for runs without gradients that write to none; buffers are put back."""
     tensors = {id(tensor): tensor for tensor in harness.state.values() if not tensor.is_inference()}
     kept = {(number, tensor.dtype): (tensor, version_of(tensor)) for number, tensor in tensors.items()}
@@ -324,7 +324,7 @@ def own_tensors(harness: ModuleHarness) -> Generator[Kept]:
                     buffer.copy_(copy)
 
 
-def written_parameter(harness: ModuleHarness, kept: Kept) -> str:
+def written_parameter(harness: ModuleHarness, kept: StandIns) -> str:
     """Return the name of a parameter that runs on a model's own tensors wrote to, or ""."""
     for name, tensor in harness.parameters.items():
         known = kept.get((id(tensor), tensor.dtype))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.values import Arguments, flatten
-from .execution import Conditions, Execution, Kept
+from .execution import Conditions, Execution, StandIns
 from .float64 import Float64Mode
 from .inputs import jittered
 from .module_harness import ModuleHarness
@@ -52,7 +52,7 @@ class Runs:
     conditions: Conditions  # what it is run under
     called: set[str] = field(default_factory=set[str])  # those inner modules that ran
     census: Float64Mode | None = None  # what the first exact run was made of
-    kept: Kept = field(default_factory=Kept)  # stand-ins; see `Execution`
+    kept: StandIns = field(default_factory=StandIns)  # see `Execution`
 
     @property
     def wide(self) -> torch.dtype | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 import warnings
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,7 +39,8 @@ def write(site: Site, edit: Edit, way: Way) -> None:
     written = [(each, _written(each, edit, way)) for each in found if each.cut.regions]
     if not written:
         raise MatchFailure("no region is left for an engine")
-    if left := next(iter(_reasons_of(written)), ""):
+    targets = (node.target for _, graph in written for node in graph.nodes)
+    if left := next((each.left for each in targets if isinstance(each, DelegatedRegion) and each.left), ""):
         warnings.warn(
             f"the model's own operations run in the place of {way.engine}: {left}", EngineWarning, stacklevel=2
         )
@@ -69,9 +69,3 @@ def _written(found: Found, edit: Edit, way: Way) -> fx.Graph:
         return delegated
 
     return found.cut.written(call)
-
-
-def _reasons_of(written: Iterable[tuple[Found, fx.Graph]]) -> Iterator[str]:
-    """Yield why regions do without their engine."""
-    targets = (node.target for _, graph in written for node in graph.nodes)
-    yield from (each.left for each in targets if isinstance(each, DelegatedRegion) and each.left)

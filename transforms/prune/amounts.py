@@ -23,12 +23,8 @@ _MET = 0.02
 _CLOSE = 0.005
 """Within this share there is no need to look for a nearer one."""
 
-_STEPS = {"latency": 6}
-"""So often a share is halved on the way to a target: for what is measured, to one in 64."""
-
-_EXACT_STEPS = 12
-"""For what is counted, to one in four thousand."""
-
+_STEPS, _MEASURED_STEPS = 12, 6
+"""So often a share is halved on the way to a target: to one in four thousand, or in 64 where the cost is measured."""
 
 _REFINED = 4
 """So many groups with large steps are left behind on the way to a target."""
@@ -136,19 +132,19 @@ def chosen_for_target(ranking: Ranking, cost: Callable[[Sequence[Chosen]], float
     Shares of the units are halved first; between the two nearest ones, groups give one more unit one after another.
     """
     amount, what = ranking.wanted.amount, ranking.wanted.target
+    is_measured = what == "latency"
     tried = _Tried(ranking, cost, amount)
     low, high = 0.0, 1.0
-    for _ in range(_STEPS.get(what, _EXACT_STEPS)):
+    for _ in range(_MEASURED_STEPS if is_measured else _STEPS):
         share = (low + high) / 2
         less = tried.gone(ranking.counts(share)) < amount
         if tried.is_met(_CLOSE):
             return ranking.kept(tried.nearest)
         low, high = (share, high) if less else (low, share)
-    if what != "latency" and tried.most >= amount:
+    if not is_measured and tried.most >= amount:
         tried.refine(ranking.counts(low), ranking.counts(high))
-    if what == "latency" and tried.most >= amount - _MET:
-        return ranking.kept(tried.nearest)  # it is measured, and never the same twice
-    if not tried.is_met(_MET):
+    is_met = tried.most >= amount - _MET if is_measured else tried.is_met(_MET)  # no two measurements are the same
+    if not is_met:
         raise BudgetError(tried.explained(what))
     return ranking.kept(tried.nearest)
 
@@ -220,7 +216,7 @@ def check_target(wanted: Options, decisions: Sequence[Decision]) -> None:
     reached = None if None in saved else float(1 - (after + sum(saved)) / before)
     if reached is not None and abs(reached - wanted.amount) <= _MET:
         return
-    share = "less" if reached is None else f"{reached:.3g}"
+    share = "fewer" if reached is None else f"{reached:.3g}"
     why = "; ".join(f"{decision.label}: {decision.reason}" for decision, _ in lost[:3])
     names = ", ".join(decision.label for decision, _ in lost)
     raise BudgetError(

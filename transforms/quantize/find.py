@@ -129,10 +129,7 @@ class _Trial:
         figures, reason = figures_of(before, after, cold=measuring.is_cold), None
         if self.options.baseline is torch.bfloat16 and Judgement(figures=figures).reason_against() is None:
             packed = [_in_bfloat16(module, call) for (module, _), call in zip(some, given, strict=True)]
-            beside = figures_of([call for call in packed if call], after, cold=measuring.is_cold) if all(packed) else {}
-            reason = Judgement(figures=beside).reason_against()
-        if reason is not None:
-            reason = dataclasses.replace(reason, values={**reason.values, "than": "in bfloat16"})
+            reason = _why_not_faster(packed, after, cold=measuring.is_cold)
         for module, (new, known) in found.items():
             found[module] = new, dataclasses.replace(known, figures=figures, reason=known.reason or reason)
         return found
@@ -142,6 +139,17 @@ class _Trial:
         chosen = [calls[number] for number in {0, (len(calls) - 1) // 2, len(calls) - 1}]  # first, middle, last
         error = max(error_of(call.output, instead(*call.args, **call.kwargs)) for call in chosen)
         return Judgement(error, reason=over_budget(error, self.options.error_budget))
+
+
+def _why_not_faster(
+    packed: Sequence[Callable[[], Tensor] | None], after: Sequence[Callable[[], object]], *, cold: bool
+) -> Reason | None:
+    """Return why small numbers do not gain over calls in bfloat16, or None; where one is missing, nothing is timed."""
+    before = [call for call in packed if call is not None]
+    if len(before) < len(packed):
+        return None
+    reason = Judgement(figures=figures_of(before, after, cold=cold)).reason_against()
+    return None if reason is None else dataclasses.replace(reason, values={**reason.values, "than": "in bfloat16"})
 
 
 def _in_bfloat16(module: nn.Module, call: Call) -> Callable[[], Tensor] | None:

@@ -45,7 +45,7 @@ class Contest:
     def decide(self) -> bool:
         """Let the faster model stand; return whether that is the one without what contested passes did."""
         budget = self.tuner.context.budget
-        if not self.is_due or budget.for_the_whole < _CALLS * budget.forward:
+        if not self.is_due or not self._has_time:
             return False
         history, contested = self._history, self._contested
         step, place = contested[0].decision.step, history.rewrites.index(contested[0])
@@ -66,6 +66,11 @@ class Contest:
         return True
 
     @property
+    def _has_time(self) -> bool:
+        budget = self.tuner.context.budget
+        return budget.for_the_whole >= _CALLS * budget.forward
+
+    @property
     def _contested(self) -> list[Rewrite]:
         """Return what a contest would undo: nothing where somebody asked for some of it by name."""
         found = [each for each in self._history.rewrites if each.pass_.contested]
@@ -79,8 +84,7 @@ class Contest:
 
     def _speed_beside(self, other: nn.Module) -> dict[str, float] | None:
         """Return how many times as fast as another model the present one is; None where there is no time to race."""
-        budget = self.tuner.context.budget
-        if budget.for_the_whole < _CALLS * budget.forward:
+        if not self._has_time:
             return None
         speed = WholeModel(self.tuner, other).raced().speed
         return {"speedup": speed.mid, "low": speed.low, "high": speed.high}

@@ -169,7 +169,7 @@ class FinalCheck:
         calls = len(self._chosen_calls)
         share = calls / max(1, len(self._context.program.whole_calls))
         seconds = 2 * (calls + _CALLS_BESIDES) / calls * share * self._context.budget.forward
-        backward = any(gradients for mode, gradients in self._ways(self._context.history.rewrites) if mode is None)
+        backward = any(gradients for mode, gradients in self._modes(self._context.history.rewrites) if mode is None)
         seconds *= _WITH_BACKWARD if backward and not self._context.program.training else 1.0
         return self._context.budget.spent + seconds <= self._end
 
@@ -217,7 +217,7 @@ class FinalCheck:
         return self._models[key]
 
     def _runs_of_original(self, model: nn.Module, rewrites: Sequence[Rewrite]) -> Iterator[Original]:
-        for training, gradients in self._ways(rewrites):
+        for training, gradients in self._modes(rewrites):
             key = id(model), training, gradients, self._way
             if key not in self._originals:
                 self._originals[key] = self._run_original(model, training, gradients)
@@ -252,7 +252,7 @@ class FinalCheck:
         inputs = self._context.program.whole_calls
         return [inputs[number] for number in dict.fromkeys((0, (len(inputs) - 1) // 2, len(inputs) - 1))]
 
-    def _ways(self, rewrites: Sequence[Rewrite]) -> list[tuple[bool | None, bool]]:
+    def _modes(self, rewrites: Sequence[Rewrite]) -> list[tuple[bool | None, bool]]:
         """Return the modes to compare in, those that the user gave first, each with whether gradients count."""
         model = self.model
         modes = modes_to_check(self._context.program.model, _phase(rewrites), model.training)

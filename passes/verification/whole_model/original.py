@@ -31,7 +31,7 @@ from ..demands import (
     largest_gap,
     results_in,
 )
-from ..execution import Conditions, Kept, leaves_tensors, own_tensors, written_parameter
+from ..execution import Conditions, StandIns, leaves_tensors, own_tensors, written_parameter
 from ..inputs import few_rows, jittered, many_rows, named_tensors, smaller
 from ..module_harness import ModuleHarness
 from ..outcome import Outcome, Quantities
@@ -88,9 +88,8 @@ class Original:
     _is_random: bool = field(default=True, init=False)
     _is_sure: bool = field(default=True, init=False)
     _has_drawn: bool = field(default=False, init=False)
-    seen: float = field(
-        default=0.0, init=False
-    )  # how far results on the example calls were that a closer look found right
+    # how far, of the scale, results on the example calls were that a closer look found right
+    seen: float = field(default=0.0, init=False)
     _samples: list[_Sample] = field(init=False)
     _exact: dict[tuple[int, bool], Reference] = field(default_factory=dict[tuple[int, bool], Reference], init=False)
 
@@ -175,7 +174,7 @@ class Original:
         (None). Where it changes by design, the model `only_runs`, and its results keep their form, unless told not to.
         """
         harness = ModuleHarness(model)
-        with own_tensors(harness) if self._only_computes else nullcontext(Kept()) as kept:
+        with own_tensors(harness) if self._only_computes else nullcontext(StandIns()) as kept:
             after = Runs(harness, self._stage.conditions, kept=kept)
             verdict = self._verdict(after, map_state, budget, only_runs=only_runs, keeps_form=keeps_form)
         name = written_parameter(harness, kept)

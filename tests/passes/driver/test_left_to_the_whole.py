@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -41,6 +42,12 @@ CHOSEN = [
     ("types", "a product in float32"),
     ("counters", "always the first place"),
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def time_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave time enough for what is left to the whole model, however slow the machine is."""
+    monkeypatch.setattr(sys.modules[TimeBudget.__module__], "_LEAST_FOR_LEAVING", 100.0)
 
 
 class Fast(Replace):
