@@ -266,8 +266,9 @@ def _said(record: Record, name: str, texts: Sequence[str]) -> str:
 def _why(decisions: Sequence[Decision]) -> str:
     if not decisions:
         return _NO_PLACE
-    first, others = decisions[0], len(decisions) - 1
-    return f"{first.reason} (at {first.label or '(root)'}{f', the first of {others + 1} places' if others else ''})"
+    told = next((each for each in decisions if Cause(each.cause).is_measured), decisions[0])  # it was tried
+    of = f", one of {len(decisions)} places" if len(decisions) > 1 else ""
+    return f"{told.reason} (at {told.label or '(root)'}{of})"
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class Options(Pass):
     observer: Literal["histogram", "minmax", "moving_average"] = "histogram"
     batches: int = 32
     calibration: Any = field(default=None, compare=False, repr=False)
-    drop: float | None = None
+    drop: float | None = field(default=None, compare=False, repr=False)  # of the metric, which no plan holds
     metric: Callable[[nn.Module], float] | None = field(default=None, compare=False, repr=False)
 
     numerics: ClassVar[Numerics] = Numerics.APPROXIMATE

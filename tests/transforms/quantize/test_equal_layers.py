@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,6 +205,17 @@ def test_a_metric_decides_in_the_place_of_the_budget(scheme: str) -> None:
     left = [decision.reason for decision in fxopt.plan(fast(0.01)).decisions if decision.status == "refused"]
     assert 0 < len(left) < 6 and all("the metric would fall from 1 to 0." in reason for reason in left)
     assert all("the allowed drop is 0.01" in reason for reason in left)
+
+
+def test_what_a_metric_decided_is_loaded_and_repeated_without_it(tmp_path: Path) -> None:
+    model, x = net(64), torch.randn(64, 32)
+    options = Quantize(metric=_agreement(model, x), drop=0.02)
+    fast = fxopt.optimize(model, options, example_inputs=(x,), measure=False)
+    fxopt.save(fast, tmp_path / "model.fxopt")
+    repeated = fxopt.optimize(model, plan=fxopt.plan(fast), example_inputs=(x,))
+    with torch.no_grad():
+        for other in (fxopt.load(tmp_path / "model.fxopt", model=model), repeated):
+            assert torch.equal(other(x), fast(x))
 
 
 @pytest.mark.parametrize(
