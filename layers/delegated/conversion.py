@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import signal
+import threading
 import time
 import warnings
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -53,6 +57,35 @@ class OtherType(Refused):
     """They are of another type than float32."""
 
 
+@contextmanager
+def _interruptible() -> Generator[None]:
+    """Raise what the handler of Ctrl-C raised, though native code has made an error of its own of it."""
+    own = signal.getsignal(signal.SIGINT)
+    if not callable(own) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    raised: list[BaseException] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        try:
+            own(number, frame)
+        except BaseException as error:
+            raised.append(error)
+            raise
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    except Exception as error:
+        if raised:
+            raise raised[0] from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, own)
+    if raised:
+        raise raised[0]
+
+
 @dataclass
 class _Compile:
     """Compile a computation for a number of threads."""
@@ -63,7 +96,7 @@ class _Compile:
     dtype: torch.dtype
 
     def __call__(self, threads: int) -> Session:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), _interruptible():
             warnings.simplefilter("ignore")  # torch.jit is deprecated, and tracing tells of each size it reads
             return self.engine.compile(self.computation, self.example, self.dtype, threads)
 

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import os
 import pickle
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -344,6 +345,24 @@ def test_the_number_of_threads_is_that_of_torch_at_each_call(engine: str) -> Non
     finally:
         torch.set_num_threads(before)
     assert any({1, 2} <= set(held.by_threads) for held in regions_of(fast)[0]._converted.values())
+
+
+def test_ctrl_c_is_heard_though_an_engine_makes_an_error_of_its_own_of_it() -> None:
+    model, x = two(Two.forward), random(4, 8)
+    engine = wayward(lambda results, calls: results)
+    handler = signal.getsignal(signal.SIGINT)
+
+    def deaf(*args: Any) -> Any:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException as error:
+            raise RuntimeError(f"conversion failed: {error}") from None
+
+    with table_with(engine):
+        engine.compile = deaf  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            fxopt.optimize(model, "delegate{engine=wayward}", example_inputs=x, measure=False)
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_an_interrupted_conversion_leaves_everything_as_it_was() -> None:
