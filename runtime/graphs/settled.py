@@ -36,11 +36,14 @@ __all__ = ["NOTED", "Grounded", "Grounds", "Settled", "can_settle"]
 NOTED = "_fxopt_noted"
 """In the `__dict__` of a module that runs from graphs: what was noted of it, which goes with it, and is in no copy."""
 
-_MOST_CALLS = 64
+_FEWEST_CALLS = 16
+"""So many calls are made before a module that has changed is noted once more. A note takes as long as some ten calls of
+a short model, so it is not to fall within the few calls of a race."""
+_MOST_CALLS = 256
 """So many calls are made, at most, before modules that change again and again are noted once more."""
 
 _WELL_USED = 1000
-"""A note that served more calls was worth its time, so the next change is noted at once; it may take 20 ms."""
+"""A note that served more calls was worth its time, which may be 20 ms: after the next change few calls are made."""
 
 _FIXED = (int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device)
 _PURE = (len, str, type)
@@ -149,7 +152,7 @@ class _Wait:
     """How many calls are made before a module is noted, how many next time, and how many the last note served."""
 
     left: int = 0
-    next: int = 1
+    next: int = _FEWEST_CALLS
     served: int = 0
 
     def is_over(self) -> bool:
@@ -157,7 +160,7 @@ class _Wait:
         if self.left:
             self.left -= 1
             return False
-        self.next = 1 if self.served > _WELL_USED else self.next
+        self.next = _FEWEST_CALLS if self.served > _WELL_USED else self.next
         self.left, self.next, self.served = self.next, min(2 * self.next, _MOST_CALLS), 0
         return True
 

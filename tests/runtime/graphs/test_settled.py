@@ -226,7 +226,7 @@ def test_models_are_noted_in_a_few_calls_after_each_change() -> None:
     for number in range(3):
         fast.layers[1].config.scale = 2.0 + number % 2
         fast.layers[1].config.scale = 2.0
-        for _ in range(12):
+        for _ in range(40):
             fast(X)
         assert noted(fast) == can_note()
 
