@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .tensors import dispatch_modes_off, storage_id, torch_functions_off
 
-__all__ = ["Layout", "TensorWords", "Words", "identities", "layout"]
+__all__ = ["Layout", "TensorWords", "Words", "found_layout", "identities", "layout"]
 
 _WORD = 8
 _FIRST, _END = 1 << 12, 1 << 56
@@ -188,8 +188,17 @@ def _read(address: int, count: int) -> tuple[int, ...]:
     return tuple((ctypes.c_uint64 * count).from_address(address))
 
 
-@cache
+_ENABLED = False
+"""A process crashed, once in two runs, in which a thread swapped, set and freed tensors while another compared them."""
+
+
 def layout() -> Layout | None:
+    """Return where words lie; None where they are not to be read, or that cannot be told."""
+    return found_layout() if _ENABLED else None
+
+
+@cache
+def found_layout() -> Layout | None:
     """Return where words lie in this version of torch and Python; None where that cannot be told."""
     if sys.maxsize < _END or sys.implementation.name != "cpython" or not getattr(sys, "_is_gil_enabled", _yes)():
         return None

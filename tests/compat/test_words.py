@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxopt.compat.words import Layout, Words, identities, layout
+from fxopt.compat.words import Layout, Words, found_layout, identities
 
 
 @pytest.fixture
 def places() -> Layout:
-    found = layout()
+    found = found_layout()
     if found is None:
         pytest.skip("this version of torch or Python keeps words elsewhere")
     return found
@@ -172,8 +172,8 @@ def test_places_do_not_hang_on_what_lies_beside(places: Layout) -> None:
     for number in range(300):  # memory is used again, with what it held before
         made.append([torch.randn(number % 40 + 1), torch.randn(2, 3).detach(), _module(), [object()] * (number % 30)])
         del made[: number % 3]
-        layout.cache_clear()
-        assert layout() == places
+        found_layout.cache_clear()
+        assert found_layout() == places
 
 
 def test_identities_are_in_their_order() -> None:
