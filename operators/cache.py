@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
 from weakref import WeakValueDictionary
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from ..compat import storage_id, version_of
 from ..compat.tensors import SAME_MEMORY, SAME_VERSION, holders_of
-from ..compat.words import Words, identities, layout
 
 __all__ = ["Cache", "Unchanged", "is_dense", "sample_of", "why_unseen"]
 
@@ -36,9 +34,9 @@ class Unchanged:
         aliases = {id(tensor): tensor.detach() for tensor in given}  # as they are now, whatever other threads set
         self._memory = [_held(aliases[id(tensor)]) for tensor in given]
         self.holds_floats = any(tensor.is_floating_point() for tensor in given)
-        self.same: Callable[..., bool] = _check_of_words(tensors, aliases, self._memory) or _written_check(
-            tensors, aliases, whole
-        )
+        kinds = tuple("none" if each is None else _kind(each, whole) for each in tensors)
+        noted = [value for tensor in given for value in _noted(tensor, aliases[id(tensor)], whole)]
+        self.same: Callable[..., bool] = _check_of(kinds)(*noted)
 
     @property
     def first_is_gone(self) -> bool:
@@ -101,13 +99,6 @@ _CHECKS = {
 }
 
 
-def _written_check(tensors: Sequence[Tensor | None], aliases: Mapping[int, Tensor], whole: bool) -> Callable[..., bool]:
-    """Return the check of tensors of any kind."""
-    kinds = tuple("none" if each is None else _kind(each, whole) for each in tensors)
-    noted = [_noted(each, aliases[id(each)], whole) for each in tensors if each is not None]
-    return _check_of(kinds)(*(value for values in noted for value in values))
-
-
 @cache
 def _check_of(kinds: tuple[str, ...]) -> Callable[..., Callable[..., bool]]:
     """Return what makes a check of so many tensors, as straight-line code: loops take three times as long."""
@@ -126,56 +117,6 @@ def check_of({", ".join(noted)}):
     return names["check_of"]
 
 
-_MANY = 16
-"""Of so many tensors the check reads words of memory, all in a few calls."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _CheckOfWords:
-    """Say whether many plain tensors on a CPU are unchanged."""
-
-    names: bytes  # the identities of the tensors
-    words: Words
-    memory: Sequence[_Memory]  # held while it is read
-
-    def __call__(self, *tensors: Tensor | None) -> bool:
-        return identities(tensors) == self.names and self.words.same()
-
-
-def _check_of_words(
-    tensors: Sequence[Tensor | None], aliases: Mapping[int, Tensor], memory: Sequence[_Memory]
-) -> _CheckOfWords | None:
-    """Return the check of many plain tensors on a CPU; None for others."""
-    found = layout() if len(tensors) >= _MANY else None
-    given = {id(each): each for each in tensors if each is not None}
-    if found is None or not all(each.is_cpu and not why_unseen(each) for each in given.values()):
-        return None
-    objects, inside = dict[int, int](), dict[int, int]()
-    samples: dict[int, list[int]] = {}
-    for name, each in given.items():
-        words = found.words_of(each, aliases[name])
-        if words is None:
-            return None
-        objects[found.identity_of(each)] = words.tensor
-        inside |= words.inside
-        _add_sample(aliases[name], samples)
-    if any(place % width for width, places in samples.items() for place in places):
-        return None
-    # The first say that each tensor still owns its own in C++, the second that each storage still has that memory.
-    checked = Words(objects).then(Words(inside))
-    for width, places in samples.items():
-        checked = checked.then(Words(places, width))
-    return _CheckOfWords(identities(tuple(tensors)), checked, memory)
-
-
-def _add_sample(alias: Tensor, samples: dict[int, list[int]]) -> None:
-    """Add the addresses of a few elements to those of elements as wide."""
-    width = _width_of_sample(alias)
-    if width is not None:
-        count, step = _walk(alias)
-        samples.setdefault(width, []).extend(alias.data_ptr() + width * step * number for number in range(count))
-
-
 _COUNT = 16
 _INTEGERS: Mapping[int, Literal["b", "h", "i", "q"]] = {1: "b", 2: "h", 4: "i", 8: "q"}
 """Formats of `memoryview`, by the width of an element: NaN equals itself there."""
@@ -186,21 +127,14 @@ def sample_of(tensor: Tensor) -> tuple[memoryview | None, memoryview | None]:
     The view holds with this memory, size and strides; it goes by the address, since torch cannot resize memory that
     numpy was given, as FSDP does.
     """
-    width, place = _width_of_sample(tensor), tensor.data_ptr()
-    if width is None:
+    width = tensor.dtype.itemsize
+    letter, place = _INTEGERS.get(width), tensor.data_ptr()
+    if not tensor.is_cpu or not tensor.numel() or not place or letter is None or tensor.is_conj() or tensor.is_neg():
         return None, None
-    letter = _INTEGERS[width]
     count, step = _walk(tensor)
     memory = (ctypes.c_byte * (width * ((count - 1) * step + 1))).from_address(place)
     elements = memoryview(memory).cast("B").cast(letter)[:: max(step, 1)]
     return elements, memoryview(elements.tobytes()).cast(letter)
-
-
-def _width_of_sample(tensor: Tensor) -> int | None:
-    """Return how wide the elements are that can be read; None where none can."""
-    is_there = tensor.is_cpu and tensor.numel() and tensor.data_ptr()
-    is_plain = not (tensor.is_conj() or tensor.is_neg()) and tensor.dtype.itemsize in _INTEGERS
-    return tensor.dtype.itemsize if is_there and is_plain else None
 
 
 def _walk(tensor: Tensor) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...compat import REGISTERS, has_hooks, hook_registries, own_children
-from ...runtime.graphs import Grounds, capture_of
+from ...runtime.graphs import capture_of
 from ...runtime.guards import NOT_HELD
 from ...runtime.values import Absent, is_plain_structure, user_class
 
@@ -114,19 +114,6 @@ class UnchangedGuard:
                 pass
         return self._look(module)
 
-    def grounds(self, module: nn.Module) -> Grounds | None:
-        """Return what the answer stands on that it gave last; None where it gave none."""
-        known = self._known.get(id(module))
-        if known is None:
-            return None
-        hooks, places, names, values, _, registries, _, modules, *_ = known
-        held = {id(each): each for each in (*places, *registries)}
-        pairs = [(place[name], value) for place, name, value in zip(places, names, values, strict=True)]
-        mutable = [pair for pair in pairs if type(pair[0]) in _MUTABLE]
-        now, then = [value for value, _ in mutable], [value for _, value in mutable]
-        attributes = list(zip(modules, registries, strict=False))  # attributes come first there
-        return Grounds(list(held.values()), list(hooks), [], attributes, now, then)
-
     def _look(self, module: nn.Module) -> bool:
         """Look at each module, and note what it is like."""
         try:
@@ -210,9 +197,6 @@ def _is_same(now: Any, then: Any) -> bool:
     return now is then or (type(now) is type(then) and now == then and repr(now) == repr(then))
 
 
-_MUTABLE = (list, dict, set)
-
-
 def _kept(value: Any) -> Any:
     """Return a value to compare with later: of what may be changed in place a copy."""
-    return copy.deepcopy(value) if type(value) in _MUTABLE else value
+    return copy.deepcopy(value) if type(value) in (list, dict, set) else value

@@ -42,15 +42,14 @@ from .regions import (
     share_children,
 )
 from .selection import fitting, select
-from .settled import NOTED, Grounds
 from .source import generate
 
 __all__ = [
-    "CACHES", "EVAL_ONLY", "FOUND", "NOTED", "Capture", "Captured", "Context", "ContextRegion", "Grounds", "Miss",
-    "Opening", "PortableGraph", "Region", "RegionPlan", "Specialization", "Surrounding", "WrappedRegion",
-    "add_region", "attach", "capture_of", "context_regions", "copy_graph", "deactivate_again", "detach",
-    "drop_specializations", "fallback_of", "fitting", "generate", "install", "is_rank_local", "is_trial_step",
-    "misses_in", "note_added", "note_removed", "own", "own_class", "rank_local", "recompile", "regions_of",
-    "remove_region", "required_capture", "select", "share_children", "specializations_of", "this_call",
-    "trial_step", "uninstall", "usual", "with_graph", "with_specializations",
+    "CACHES", "EVAL_ONLY", "FOUND", "Capture", "Captured", "Context", "ContextRegion", "Miss", "Opening",
+    "PortableGraph", "Region", "RegionPlan", "Specialization", "Surrounding", "WrappedRegion", "add_region", "attach",
+    "capture_of", "context_regions", "copy_graph", "deactivate_again", "detach", "drop_specializations", "fallback_of",
+    "fitting", "generate", "install", "is_rank_local", "is_trial_step", "misses_in", "note_added", "note_removed",
+    "own", "own_class", "rank_local", "recompile", "regions_of", "remove_region", "required_capture", "select",
+    "share_children", "specializations_of", "this_call", "trial_step", "uninstall", "usual", "with_graph",
+    "with_specializations",
 ]  # fmt: skip

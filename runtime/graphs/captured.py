@@ -31,7 +31,6 @@ from .regions import (
     replicate_regions,
 )
 from .selection import explain_miss, select
-from .settled import NOTED
 from .source import generate
 
 __all__ = [
@@ -117,10 +116,7 @@ class Captured(_Module):
 
     def __reduce__(self) -> tuple[Any, ...]:
         check_picklable(_under(type(self)))
-        state: Any = self.__getstate__()
-        if isinstance(state, dict):
-            state = {name: value for name, value in cast("dict[str, Any]", state).items() if name != NOTED}
-        return _rebuild_module, class_recipe(_under(type(self))), state
+        return _rebuild_module, class_recipe(_under(type(self))), self.__getstate__()
 
     def train(self, mode: bool = True) -> Any:
         """Set training mode, unless rewrites are valid in evaluation only; what was derived of tensors is made anew."""
@@ -227,7 +223,6 @@ def install(module: nn.Module, capture: Capture, base: type[nn.Module] | None = 
     if capture.base is not base:
         capture = capture.rebased(base)
     module.__dict__["_fxopt_capture"] = capture
-    module.__dict__.pop(NOTED, None)
     module.__dict__.pop(FOUND, None)
     plain = capture.inactive and user_class(base) is base and not {EVAL_ONLY, EXTRA} & module.__dict__.keys()
     cls = base if plain else class_for(capture)
@@ -252,7 +247,6 @@ def uninstall(module: nn.Module, *, keep_regions: bool = False) -> None:
     if "_fxopt_capture" in module.__dict__:
         object.__setattr__(module, "__class__", own_class(module))
         del module.__dict__["_fxopt_capture"]
-        module.__dict__.pop(NOTED, None)
         module.__dict__.pop(FOUND, None)
         if not keep_regions:
             for name in context_regions(vars(module)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cmath
-import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 from torch import fx
 
 from ...compat import in_place_format, operator_format
-from ..guards import Call, Guard, GuardMiss, Source, attribute_text, fits, require
+from ..guards import GuardMiss, Source, attribute_text, fits, require
 from ..values import (
     ANNOUNCES,
     Absent,
@@ -29,7 +28,6 @@ from ..values import (
     take_back,
 )
 from .capture import Specialization
-from .settled import Grounded, Settled, can_settle
 
 __all__ = ["Code", "generate"]
 
@@ -42,8 +40,6 @@ _PLAIN_NAMES: Mapping[str, Any] = {
     **{function.__name__: function for function in (getattr, hasattr, isinstance, len)},
 }
 """What code calls by its own name, unless an argument has it."""
-_MANY = 24
-"""So many conditions on a module, and reads of tensors, take as long as to see that nothing changed there."""
 _REGISTRIES = {"parameter": "_parameters", "buffer": "_buffers"}
 """Where a module keeps what a node is known to read."""
 
@@ -73,10 +69,10 @@ def generate(
         miss.insert(0, f"if {missed} is not None: {restart}")
     for specialization in specializations:
         is_last = specialization is specializations[-1]
-        asked, condition, known = _asked(specialization, names)
-        body = _Body(specialization, names, known).lines()
+        body = _Body(specialization, names).lines()
         if restarts and _checks_something(specialization):
             body = _restarting(specialization, names, body, missed, restart if is_last else "")
+        asked, condition = fits(specialization.guards, names.fresh, names.name)
         lines += asked
         if not is_last:
             lines += [f"if {condition or True}:", *_indented(body)]
@@ -84,34 +80,6 @@ def generate(
             lines += [*([f"if not ({condition}):", *_indented(miss)] if condition else []), *body]
     text = "\n".join([f"def forward({signature.header}):", *_indented(lines if specializations else miss)])
     return Code(f"{text}\n", names.objects)
-
-
-def _asked(specialization: Specialization, names: _Names) -> tuple[list[str], str, str]:
-    """Return lines that ask the guards, what says whether all hold, and what has the tensors then; see `Settled`."""
-    guards = specialization.guards
-    inside = [guard for guard in guards if can_settle(guard)]
-    targets = [str(node.target) for node in specialization.graph.nodes if _registry(node)]
-    if len(inside) + len(targets) < _MANY or not any(map(_is_grounded, inside)):
-        return *fits(guards, names.fresh, names.name), ""
-    settled, known, answer = names.name(Settled(inside, targets)), names.fresh("known"), names.fresh("holds")
-    asked, condition = fits([guard for guard in guards if guard not in inside], names.fresh, names.name)
-    asked_inside, condition_inside = fits(inside, names.fresh, names.name)
-    anew = [*asked_inside, f"{answer} = {condition_inside} and {settled}.note(self)"]
-    return (
-        [
-            *asked,
-            f"{answer} = {condition or True}",
-            f"{known} = {settled}(self) if {answer} else None",
-            f"if {answer} and {known} is None:",
-            *_indented(anew),
-        ],
-        answer,
-        known,
-    )
-
-
-def _is_grounded(guard: Guard) -> bool:
-    return any(isinstance(source, Call) and isinstance(source.function, Grounded) for source in guard.sources())
 
 
 def _indented(lines: Iterable[str]) -> list[str]:
@@ -204,16 +172,14 @@ def _takes_back(check: fx.Node) -> bool:
 
 
 class _Body:
-    """Write the statements of one graph; `known` has the tensors of modules inside, or None, where there is a name."""
+    """Write the statements of one graph."""
 
-    def __init__(self, specialization: Specialization, names: _Names, known: str = "") -> None:
+    def __init__(self, specialization: Specialization, names: _Names) -> None:
         self._specialization = specialization
-        self._known = known
         self._nodes = list(specialization.graph.nodes)
         self._names = names
         self._containers = self._hoisted()
         self._registries = self._hoisted_registries()
-        self._places = {node: place for place, node in enumerate(filter(_registry, self._nodes))}
         self._last_uses = _last_uses(self._nodes)
         # A child may be called `self`, and a tensor as an argument that the graph does not take: after a check that
         # fails, the forward passes all its arguments on.
@@ -221,11 +187,8 @@ class _Body:
 
     def lines(self) -> list[str]:
         lines = [f"{local} = {expression}" for expression, local in self._containers.items()]
-        first = self._first_reads() if self._known else []
-        lines += self._reads(first)
+        lines += [f"{local} = {expression}" for expression, local in self._registries.items()]
         for node in self._nodes:
-            if node in first:
-                continue
             line = self._statement(node)
             if line is None:
                 continue
@@ -235,20 +198,6 @@ class _Body:
             # What follows a condition on its line would belong to it.
             lines += [line, freed] if freed and _is_check(node) else [f"{line};  {freed}" if freed else line]
         return lines
-
-    def _first_reads(self) -> list[fx.Node]:
-        """Return the reads of tensors of modules inside before anything is computed."""
-        start = itertools.takewhile(lambda node: node.op in ("placeholder", "get_attr"), self._nodes)
-        return [node for node in start if _registry(node)]
-
-    def _reads(self, first: Sequence[fx.Node]) -> list[str]:
-        """Write the reads of registries, and the first ones of tensors."""
-        lines = [f"{local} = {expression}" for expression, local in self._registries.items()]
-        lines += [f"{self._local(node)} = {self._read(node)}" for node in first]
-        if not self._known:
-            return lines
-        taken = f"{', '.join(map(self._local, first))}, = {self._known}[:{len(first)}]" if first else "pass"
-        return [f"if {self._known} is not None:", f"    {taken}", "else:", *_indented(lines or ["pass"])]
 
     def _hoisted(self) -> dict[str, str]:
         """Name the containers that several children are called from."""
@@ -312,8 +261,6 @@ class _Body:
         return self._renamed.get(node, node.name)
 
     def _expression(self, node: fx.Node) -> str:
-        if node.op == "get_attr" and self._known and _registry(node):
-            return f"{self._known}[{self._places[node]}] if {self._known} is not None else ({self._read(node)})"
         if node.op == "get_attr":
             return self._read(node)
         if node.op == "call_module":

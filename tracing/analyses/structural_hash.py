@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...compat import REGIONS, children_of, modules_by_name, own_buffers, own_parameters
 from ...operators import Cache
-from ...runtime.graphs import FOUND, NOTED, capture_of
+from ...runtime.graphs import FOUND, capture_of
 from ...runtime.values import PLAIN_TYPES, Factors, qualified, user_class
 from ..examples import Inputs
 
@@ -21,7 +21,7 @@ __all__ = ["Described", "HashLevel", "StructuralHash"]
 _PLAIN = frozenset((*PLAIN_TYPES, torch.Size))
 _HOOKS = tuple(name for name in nn.Module().__dict__ if "_hooks" in name)
 _SKIPPED = frozenset(("_parameters", "_buffers", "_modules", *_HOOKS))
-_GRAPHS = frozenset(("_fxopt_capture", "_fxopt_fallback", FOUND, NOTED))
+_GRAPHS = frozenset(("_fxopt_capture", "_fxopt_fallback", FOUND))
 
 
 class HashLevel(enum.Enum):
