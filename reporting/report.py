@@ -6,15 +6,19 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from ..errors import StateError
 from ..storage import as_path, write_atomically
 from .diff import diff_graphs
 from .html import report_html, report_page
+from .picture import Profile, picture_of
 from .table import ReportTable
 from .wording import headline, summary
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
+
+    from torch import nn
 
     from ..runtime.graphs import Miss
     from ..runtime.record import Record
@@ -32,12 +36,23 @@ class Report:
         record: what the model remembers; see `fxopt.report`.
         missed: the guards that turned calls away from its graphs since it was handed over.
         notes: what else its user should know, a line each.
+        model: the optimized model, whose graphs the page shows; it is kept as long as the report is.
+        profiles: what the nodes of the model's graphs cost before and after.
     """
 
-    def __init__(self, record: Record, missed: Sequence[Miss] = (), notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        record: Record,
+        missed: Sequence[Miss] = (),
+        notes: Sequence[str] = (),
+        model: nn.Module | None = None,
+        profiles: tuple[Profile, Profile] | None = None,
+    ) -> None:
         self.record = record
         self.missed = tuple(missed)
         self.notes = tuple(notes)
+        self.model = model
+        self.profiles = profiles
 
     def table(self) -> ReportTable:
         """Return sites, lowerings, errors, speed, then what was refused or undone and why; in pipes it is ASCII."""
@@ -45,7 +60,8 @@ class Report:
 
     def diff(self) -> str:
         """Return the graphs before and after as a unified diff, module by module; empty if nothing changed."""
-        return diff_graphs(self.record.graphs_before, self.record.graphs_after)
+        before, after = self.record.graphs_before, self.record.graphs_after
+        return diff_graphs(*({name: str(graph) for name, graph in graphs.items()} for graphs in (before, after)))
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the graphs as plain JSON values (docs/file-formats.md); infinite figures are None."""
@@ -69,12 +85,21 @@ class Report:
             "missed": [dataclasses.asdict(miss) for miss in self.missed],
         }
 
+    def picture(self) -> dict[str, Any]:
+        """Return the graphs before, between and after the passes, with all decisions and costs, as plain JSON values.
+
+        Raises `StateError` if the report was made without its model.
+        """
+        if self.model is None:
+            raise StateError("the report has no model, whose graphs a picture shows; use fxopt.report(model)")
+        return picture_of(self.record, self.model, self.profiles, self.notes)
+
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write table and diff as a page that needs nothing else; a file there is replaced whole, or stays.
+        """Write picture, table and diff as a page that needs nothing else; a file there is replaced whole, or stays.
 
         Raises `UsageError` if `path` is none, `OSError` if it cannot be written.
         """
-        write_atomically(as_path(path), report_page(self.table(), self.diff()))
+        write_atomically(as_path(path), report_page(self.table(), self.diff(), self.picture() if self.model else None))
 
     def __str__(self) -> str:
         return str(self.table())

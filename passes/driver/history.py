@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
-from ...runtime.record import Decision, Record
+from ...runtime.record import Decision, GraphView, Record, view_of
 from ...runtime.state import StateMap
 from ..contract import Pass
 from ..rewriting import Edit
@@ -139,13 +139,18 @@ class History:
 
     # -- what came of it -------------------------------------------------------------------------------------------
 
-    def changed_graphs(self, now: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the text of each rewritten graph, before the first rewrite that stands and `now`."""
-        before: dict[str, str] = {}
+    def graph_versions(self, first: int) -> dict[str, list[tuple[int, GraphView]]]:
+        """Return what each rewritten graph was before each pass that changed it, with the position of the pass in the
+        plan, in which the first pass of this run has the position `first`.
+        """
+        versions: dict[str, list[tuple[int, GraphView]]] = {}
         for rewrite in self.rewrites:
-            for name, text in rewrite.edit.graphs_before().items():
-                before.setdefault(name, text)
-        return before, {name: str(now[name]) for name in before if name in now}
+            step = first + rewrite.decision.step
+            for name, graph in rewrite.edit.graphs_before().items():
+                known = versions.setdefault(name, [])
+                if not known or known[-1][0] != step:
+                    known.append((step, view_of(graph)))
+        return versions
 
     def state_map(self) -> StateMap:
         """Return the effect of all rewrites on names and tensors, from the root's point of view."""

@@ -15,7 +15,7 @@ from ...collection import collection_of_the_new, collection_paused
 from ...compat import all_modules
 from ...errors import InputError, UsageError
 from ...runtime.graphs import EVAL_ONLY, attach, capture_of, deactivate_again, detach, rank_local
-from ...runtime.record import Plan, Record, record_of
+from ...runtime.record import Plan, Record, record_of, view_of
 from ...runtime.state import RECORD_KEY, InParts, StateMap
 from ...runtime.values import ModelNames, RandomState, all_tensors, is_scripted, is_sharded
 from ...settings import Measure
@@ -319,7 +319,7 @@ def _first_record(model: nn.Module, fast: nn.Module, names: ModelNames, count: i
     return Record(
         plan=Plan((), "eval", ()),
         state_map=StateMap().ordered(state, [(name, same) for name, same in tied if name != same]),
-        graphs_before={},
+        graph_versions={},
         graphs_after={},
         coverage="",
         parameters_before=count,
@@ -347,16 +347,19 @@ def _memory(earlier: Mapping[str, int] | None, now: Mapping[str, int] | None) ->
 
 def _record(manager: Manager, request: Request, start: _Start, cached: str) -> Record:
     program, earlier = start.program, start.earlier
-    before, after = manager.history.changed_graphs(program.graphs)
+    graphs, first = program.graphs, len(earlier.plan.pipeline)
+    versions = {name: list(known) for name, known in earlier.graph_versions.items()}
+    for name, later in manager.history.graph_versions(first).items():
+        versions.setdefault(name, []).extend(later)
     of_phase = (rewrite for rewrite in manager.rewrites if rewrite.phase is Phase.EVAL)
     applied = {decision.step for decision in manager.decisions if decision.status == "applied"}
     limited = [rewrite.pass_.name for rewrite in of_phase if not rewrite.edit.trainable]
     return Record(
         plan=earlier.plan.extended(manager.plan(request.passes)),
-        earlier_passes=len(earlier.plan.pipeline),
+        earlier_passes=first,
         state_map=earlier.state_map.compose(manager.history.state_map()),
-        graphs_before={**before, **earlier.graphs_before},
-        graphs_after={**earlier.graphs_after, **after},
+        graph_versions=versions,
+        graphs_after={name: view_of(graphs[name]) for name in versions if name in graphs},
         coverage=str(program.coverage()),
         parameters_before=earlier.parameters_before,
         parameters_after=len(program.names.parameters()),

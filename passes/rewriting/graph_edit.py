@@ -157,10 +157,10 @@ class GraphEdit:
         finally:
             self.site = whole
 
-    def graphs_before(self) -> dict[str, str]:
-        """Return the text of the graphs that the changed ones were made from, by their names in `Program.graphs`."""
+    def graphs_before(self) -> dict[str, fx.Graph]:
+        """Return the graphs that the changed ones were made from, by their names in `Program.graphs`."""
         return {
-            f"{owner}#{number}" if number else owner: str(graph)
+            f"{owner}#{number}" if number else owner: graph
             for owner, graphs in self._graphs.items()
             for number, graph in enumerate(graphs.sources())
         }

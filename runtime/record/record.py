@@ -13,6 +13,7 @@ from ...compat import modules_by_name, storage_id
 from ...errors import StateError
 from ..state import RECORD_KEY, StateMap
 from .plan import Plan
+from .views import GraphView
 
 __all__ = ["PassTrace", "Record", "record_of", "state_map_of"]
 
@@ -72,8 +73,10 @@ class Record:
 
     plan: Plan  # every decision, in the order taken
     state_map: StateMap  # from the original names and tensors to today's
-    graphs_before: Mapping[str, str]  # the text of each graph by its module's qualified name ("" is the root)
-    graphs_after: Mapping[str, str]
+    # of each changed graph, by its module's qualified name ("" is the root), what it was before each pass that changed
+    # it, with the position of the pass in the plan; and what it is now
+    graph_versions: Mapping[str, Sequence[tuple[int, GraphView]]]
+    graphs_after: Mapping[str, GraphView]
     coverage: str  # in words, how much of the model was captured
     parameters_before: int  # numbers of parameter tensors, tied ones counted once
     parameters_after: int
@@ -108,6 +111,11 @@ class Record:
     # the forms of the example calls, without data; empty where JSON has no form for them
     calls: Sequence[Mapping[str, Any]] = ()
     _originals: list[_Original] = field(default_factory=list["_Original"], init=False, repr=False)
+
+    @property
+    def graphs_before(self) -> dict[str, GraphView]:
+        """Return each changed graph as it was at first."""
+        return {name: versions[0][1] for name, versions in self.graph_versions.items()}
 
     def remember(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         """Note the model's parameters by name, for optimizers over them; neither is kept alive."""

@@ -8,13 +8,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from fxopt.runtime.record import Record, record_of
+from fxopt.runtime.record import GraphView, Record, record_of
 from fxopt.runtime.state import RECORD_KEY
 
 
 def a_record(**more: Any) -> Record:
     nothing = cast(Any, None)
-    return Record(nothing, nothing, {"": "x"}, {"": "y"}, "all captured", 4, 2, **more)
+    return Record(nothing, nothing, {"": [(0, GraphView(()))]}, {"": GraphView(())}, "all captured", 4, 2, **more)
 
 
 def remembering(model: nn.Module) -> Record:
@@ -73,7 +73,7 @@ def test_survives_copies_and_pickling():
     loaded = pickle.loads(pickle.dumps(model))
     record = record_of(loaded)
     assert record is not None
-    assert record.graphs_before == {"": "x"}
+    assert record.graphs_before == {"": GraphView(())}
     assert record.original_names(loaded.parameters()) == {}
 
 
