@@ -19,7 +19,7 @@ from ..contract import Pass
 from ..rewriting import Snapshot
 from ..sites import Cause, Goal, Reason, Refusal, Site
 from ..timing import Stage
-from .context import Progress, RunContext
+from .context import Check, Progress, RunContext
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Candidate, Group, grouped, narrowed, rewriting, sharing
 from .history import History, Rewrite
@@ -185,7 +185,7 @@ class Manager:
 
     def _run_pass(self, pass_: Pass) -> None:
         """Decide what a pass finds; where what landed overlaps with other sites, look again."""
-        if self._is_over_for(pass_):
+        if self.context.check_of(pass_) is Check.NEVER:
             self.history.skip(pass_, Reason(Cause.NOT_CHECKED, self.context.budget.values))
             return
         known: set[str] = set()
@@ -199,16 +199,10 @@ class Manager:
                 break
             overtaken += self._stale
             self._stale.clear()
-            if self._is_over_for(pass_):
+            if self.context.check_of(pass_) is Check.NEVER:
                 break
         for site in overtaken:
             self.history.refuse(pass_, Refusal(Reason.of(Cause.OVERTAKEN), site.label or site.owner or "(root)"))
-
-    def _is_over_for(self, pass_: Pass) -> bool:
-        """Say whether no time is left for anything that a pass would find, which may be left."""
-        if not pass_.skippable or self.context.has_time(pass_):
-            return False
-        return not (self.context.leaves_to_the_whole(pass_) and self.context.budget.allows_writing())
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = narrowed(self.program, pass_, grouped(pass_, items), self.context.budget)
@@ -231,9 +225,8 @@ class Manager:
         group = Group(tuple(site for site in group.sites if site not in overtaken)) if overtaken else group
         if not group.sites:
             return
-        unchecked = self._tuner.unchecked(pass_, group)
-        if unchecked is not None:
-            self.history.leave(pass_, unchecked)
+        if self.context.check_of(pass_, group) is Check.NEVER:
+            self.history.leave(pass_, self._tuner.out_of_time(group))
             return
         block = self._block(pass_, group)
         if block is not None and self._follow(pass_, group, block):
