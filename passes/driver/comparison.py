@@ -57,7 +57,8 @@ class Comparison:
         self._under = context.calls.under(group.owner) if asked else None
         self.pass_, self.group, self.timed, self._limit = pass_, group, timed > 0, timed
         self._phase = group.phase or pass_.phase
-        self._hurried, self._by_the_whole = check.is_hurried, check is Check.WITH_THE_WHOLE
+        self._by_the_whole = check is Check.WITH_THE_WHOLE
+        self._hurried = self._by_the_whole or check is Check.BRIEFLY
         # What is owed is checked however long that takes.
         may_end = group.may_be_left(pass_) and not self._hurried
         self._in_time = self._budget.ending(self._budget.for_checks if may_end else lambda: math.inf)
@@ -194,8 +195,8 @@ class Comparison:
             **timing.timing_figures(timings, best),
             "lowerings": {name: timing.microseconds(timings, name) for name in names},
         }
-        lowering = "" if best == UNNAMED else best
-        return figures, None if self.group.required else timing.no_gain(speed, lowering=lowering)
+        named: dict[str, Any] = {} if best == UNNAMED else {"lowering": best}
+        return figures, None if self.group.required else timing.no_gain(speed, **named)
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

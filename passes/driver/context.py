@@ -72,11 +72,6 @@ class Check(enum.Enum):
     NEVER = enum.auto()
     """The place is left as it was."""
 
-    @property
-    def is_hurried(self) -> bool:
-        """Say whether less is asked of the rewrite by itself than with time."""
-        return self in (Check.BRIEFLY, Check.WITH_THE_WHOLE)
-
 
 @dataclass(frozen=True)
 class RunContext:

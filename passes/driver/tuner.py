@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -25,6 +25,7 @@ from .history import Rewrite
 
 __all__ = ["Tuner"]
 
+T = TypeVar("T")
 _MOST_VARIATIONS = 12  # so many changes to the best common lowering are timed beside it
 
 
@@ -51,10 +52,14 @@ class Tuner:
             simulated=self._simulated(pass_, group) if asked and self.context.request.verify else None,
         )  # fmt: skip
 
-    def _hurried(self, pass_: Pass, group: Group) -> Comparison | None:
-        """Return how a group is compared whose check ran out of time; None where it is left then."""
-        ended = self.context.check_of(pass_, group, ended=True)
-        return None if ended is Check.NEVER else self._comparison(pass_, group, time=False, ended=True)
+    def _in_time(self, comparison: Comparison, group: Group, check: Callable[[Comparison], T]) -> T:
+        """Check a group; where time ends in the middle, briefly or not here. OutOfTimeError where it is left then."""
+        try:
+            return check(comparison)
+        except OutOfTimeError:  # what stood has been undone
+            if self.context.check_of(comparison.pass_, group, ended=True) is Check.NEVER:
+                raise
+            return check(self._comparison(comparison.pass_, group, time=False, ended=True))
 
     def out_of_time(self, group: Group) -> Candidate:
         """Return a group left as it is for want of time."""
@@ -140,14 +145,8 @@ class Tuner:
             return self.out_of_time(group)
 
     def _whole(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None = None) -> Candidate:
-        """Write and verify all sites of a group; where time ends in the middle, briefly, or not at all."""
-        try:
-            return self._checked(comparison, group, is_right)
-        except OutOfTimeError:
-            hurried = self._hurried(comparison.pass_, group)
-            if hurried is None:
-                raise
-            return self._checked(hurried, group, is_right)
+        """Write and verify all sites of a group."""
+        return self._in_time(comparison, group, lambda each: self._checked(each, group, is_right))
 
     def _checked(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None) -> Candidate:
         comparison.take_references()
@@ -191,15 +190,11 @@ class Tuner:
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def tune(self, pass_: Pass, group: Group) -> tuple[Candidate | None, Sequence[Group]]:
-        """Keep the best candidate for a group, or none; return it (None: all is open) and groups to decide later.
-
-        Where time ends in the middle, it is begun anew, and checked briefly or with the whole model, or it is skipped.
-        """
+        """Keep the best candidate for a group, or none; return it (None: all is open) and groups to decide later."""
         try:
-            return self._tuned(self._comparison(pass_, group))
-        except OutOfTimeError:  # what stood has been undone
-            hurried = self._hurried(pass_, group)
-            return (self.out_of_time(group), ()) if hurried is None else self._tuned(hurried)
+            return self._in_time(self._comparison(pass_, group), group, self._tuned)
+        except OutOfTimeError:
+            return self.out_of_time(group), ()
 
     def _tuned(self, comparison: Comparison) -> tuple[Candidate | None, Sequence[Group]]:
         pass_, group = comparison.pass_, comparison.group
