@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from ..sites import Numerics, Reason
 from ..timing import Stage
 from ..verification import modes_to_check
 from .context import Check, RunContext
-from .groups import WITH_THE_WHOLE, Group
+from .groups import WITH_THE_WHOLE, Group, Race
 
 __all__ = ["UNNAMED", "Comparison"]
 
@@ -188,15 +188,16 @@ class Comparison:
                 worth=0.0 if self.group.required else _LEAST,
             )
 
-    def judged(self, timings: timing.Timings, best: str, names: Iterable[str]) -> tuple[dict[str, Any], Reason | None]:
-        """Return the figures of the best candidate of some, and why it does not pay, if so."""
-        speed = timings.ratio("before", best)
+    def judged(self, race: Race, wrong: Sequence[str]) -> tuple[dict[str, Any], Reason | None]:
+        """Return the figures of the best candidate of a race, and why it does not pay, if so; others were `wrong`."""
+        timings, best = race.timings, race.best
         figures = {
             **timing.timing_figures(timings, best),
-            "lowerings": {name: timing.microseconds(timings, name) for name in names},
+            "lowerings": {name: timing.microseconds(timings, name) for name in race.candidates},
         }
-        named: dict[str, Any] = {} if best == UNNAMED else {"lowering": best}
-        return figures, None if self.group.required else timing.no_gain(speed, **named)
+        known: dict[str, Any] = {"lowering": best if best != UNNAMED else "", "wrong": list(wrong)}
+        values = {name: value for name, value in known.items() if value}
+        return figures, None if self.group.required else timing.no_gain(timings.ratio("before", best), **values)
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

@@ -219,10 +219,9 @@ class Tuner:
     ) -> tuple[Candidate | None, Sequence[Group]]:
         """Keep what won a race, where it pays and is right; of a lone site the next best, if others were `wrong`."""
         group = comparison.group
-        figures, reason = comparison.judged(race.timings, race.best, race.candidates)
+        figures, reason = comparison.judged(race, wrong)
         if reason is not None:
-            values = {**reason.values, **({"wrong": list(wrong)} if wrong else {})}
-            return Candidate(group, Reason(reason.cause, values), figures=figures), ()
+            return Candidate(group, reason, figures=figures), ()
         kept = self._whole(comparison, race.candidates[race.best].group)
         if kept.failure is None:
             return dataclasses.replace(kept, figures={**figures, **kept.figures}), group.rest(kept.group)

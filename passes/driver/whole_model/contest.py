@@ -101,8 +101,7 @@ class Contest:
         history = self._history
         lost = self.tuner.stand_again(history.rewrites[place:], with_it)
         history.decisions[:] = decisions
-        for rewrite, why in lost.items():
-            history.undo(rewrite, Reason.of(Cause.DEPENDENT, problem=why))
+        history.lose(lost)
 
 
 def _gain(rewrites: Sequence[Rewrite]) -> float:

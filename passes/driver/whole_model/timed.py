@@ -223,8 +223,7 @@ class WholeModel:
         lost = self._tuner.stand_again(unwound, again, verified=self._context.budget.left > 0)
         for rewrite in unwanted:
             self._context.history.undo(rewrite, reason)
-        for rewrite, why in lost.items():
-            self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, problem=why))
+        self._context.history.lose(lost)
 
 
 def _is_optional(rewrite: Rewrite) -> bool:
