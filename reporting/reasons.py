@@ -16,6 +16,8 @@ def in_words(reason: Reason) -> str:
     """Return what plans and reports say of a reason; of one that has a text, that."""
     if reason.text:
         return reason.text
+    if reason.cause.is_speed:
+        return _no_faster(reason.cause, reason.values)
     words = _WORDS.get(reason.cause, "")
     return words if isinstance(words, str) else words(reason.values)
 
@@ -27,12 +29,21 @@ def _errs(values: _Values) -> str:
     return f"{values['lowering']}, it is off by {values['error']:.1e} of the scale, {own}"
 
 
-def _no_gain(values: _Values, by_itself: str = "") -> str:
-    """Say what was timed at a place; before that, which faster ways of computing it were wrong."""
+def _no_faster(cause: Cause, values: _Values) -> str:
+    """Say how fast the whole model or a place is that was timed; before that, which faster ways were wrong there."""
+    speed = f"{values['speedup']:.3g}x"
+    if cause is Cause.FASTER_WITHOUT:
+        return f"without it, the passes behind it make the whole model {speed} as fast"
+    if cause is Cause.MODEL_SLOWER:
+        what = f"the {values['calls']} of the model" if values["calls"] else "the whole model"
+        if "budget" in values:  # and so not only what was most doubtful was taken back
+            return f"{what} was slower ({speed}), and {_time(values)} was spent"
+        return f"{what} was slower with it ({speed})"
     gain = "no faster" if values["speedup"] <= 1.0 else "not clearly faster"
+    by_itself = " by itself" if cause is Cause.JUDGED_SLOWER else ""
+    than = f" than in {values['baseline']}" if "baseline" in values else ""
     lowering = f" as {values['lowering']}" if "lowering" in values else ""
-    than = f" than {values['than']}" if "than" in values else ""
-    timed = f"{gain}{by_itself}{than}: {values['speedup']:.3g}x ({values['low']:.3g} to {values['high']:.3g}){lowering}"
+    timed = f"{gain}{by_itself}{than}: {speed} ({values['low']:.3g} to {values['high']:.3g}){lowering}"
     return "; ".join((*values.get("wrong", ()), timed))
 
 
@@ -44,21 +55,12 @@ def _model_differs(values: _Values) -> str:
     return f"{wrong}; {unknown}; give a larger time_budget"
 
 
-def _model_slower(values: _Values) -> str:
-    what = f"the {values['calls']} of the model" if values["calls"] else "the whole model"
-    speed = f"({values['speedup']:.3g}x)"
-    if "budget" in values:  # and so not only what was most doubtful was taken back
-        return f"{what} was slower {speed}, and {_time(values)} was spent"
-    return f"{what} was slower with it {speed}"
-
-
 def _time(values: _Values) -> str:
     return f"{'its part of ' if values['in_part'] else ''}the time budget of {values['budget']:.3g} s"
 
 
 _WORDS: Mapping[Cause, str | Callable[[_Values], str]] = {
     Cause.JUDGED_WRONG: _errs,
-    Cause.JUDGED_SLOWER: lambda values: _no_gain(values, " by itself"),
     Cause.IN_TRAINING: "it is for evaluation, and the model is in training; call model.eval() first",
     Cause.OVERTAKEN: "a site of this pass that overlaps with it was rewritten first",
     Cause.TOO_COSTLY: "to verify it would take most of the time that is left; allow more by time_budget",
@@ -67,12 +69,10 @@ _WORDS: Mapping[Cause, str | Callable[[_Values], str]] = {
         f"not timed: its share of the time budget of {values['budget']:.3g} s is too short to tell; "
         "give a larger time_budget"
     ),
-    Cause.NO_FASTER: _no_gain,
-    Cause.NOT_CLEARLY_FASTER: _no_gain,
     Cause.MODEL_DIFFERS: _model_differs,
-    Cause.MODEL_SLOWER: _model_slower,
-    Cause.FASTER_WITHOUT: lambda values: (
-        f"without it, the passes behind it make the whole model {values['speedup']:.3g}x as fast"
+    Cause.RAISED_WITHOUT: lambda values: (
+        f"run again without what {values['without']} took, it raised: {values['problem']}; "
+        f"what {values['without']} took stays"
     ),
     Cause.DEPENDENT: lambda values: ": ".join(["it depended on a rewrite that was undone", *values.values()]),
 }

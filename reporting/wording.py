@@ -26,6 +26,8 @@ _PHASES = {"eval": "inference", "train": "training"}
 _SPECIALIZATION = re.compile(r"#\d+(?=:|$)")
 _NUMBER = re.compile(r"\d+")
 _MOST_NAMED = 3  # so many stages are named where a time budget was exceeded
+_VISIBLE_SHARE, _VISIBLE_SECONDS = 0.05, 0.05
+"""A pass that took less of the time of all passes, or less by itself, is not named: so of a plan that is repeated."""
 _LOSES = 0.98
 """What is less than so many times as fast is slower: less is noise."""
 
@@ -104,19 +106,21 @@ def summary(record: Record) -> dict[str, str]:
         lines["time spent"] = _spent(record.spent)
         if record.spent.get("otherwise"):
             lines["for want of time"] = "; ".join(record.spent["otherwise"])
-    if record.traces:
-        lines["passes took"] = _took(record)
+    if took := _took(record):
+        lines["passes took"] = took
     return lines
 
 
 def _took(record: Record) -> str:
-    """Say how long each pass ran, those that ran more than once with all of their runs."""
+    """Say how long each pass ran that took a visible part of the time, those that ran more than once with all runs."""
     runs: dict[str, list[float]] = {}
     for trace in record.traces:
         runs.setdefault(trace.name, []).append(trace.seconds)
+    least = max(_VISIBLE_SECONDS, _VISIBLE_SHARE * sum(trace.seconds for trace in record.traces))
     return ", ".join(
         f"{name} {duration(sum(took))}" + (f" in {len(took)} runs" if len(took) > 1 else "")
         for name, took in runs.items()
+        if sum(took) >= least
     )
 
 

@@ -48,7 +48,9 @@ _is_judged = ContextVar("_is_judged", default=False)
 
 @contextmanager
 def judged_outside() -> Generator[None]:
-    """Let no region compute by its own operations to compare: who runs the model compares what comes of it."""
+    """Let no region compare what its engine gives with its own operations, as it is prepared or called: who runs the
+    model compares what comes of it.
+    """
     token = _is_judged.set(True)
     try:
         yield
@@ -131,16 +133,12 @@ class DelegatedRegion(Keeping):
         sessions = {id(session): each for each in held for session in (*each.by_threads.values(), *each.fixed.values())}
         return sum(tensor.nbytes for each in sessions.values() for tensor, *_ in each.noted)
 
-    def prepare(
-        self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], allowed: float = math.inf, *, judged: bool = False
-    ) -> None:
+    def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], allowed: float = math.inf) -> None:
         """Let the engine take the tensors as they are, for inputs such as these; raise what it raises, or RuntimeError
         where results are off by more than `allowed` of their scale, or so much that the region would do without it.
-
-        `judged`: what it gives was right on an equal region; the first call of each shape tells whether it is here.
         """
         held = self._convert(inputs, tensors)
-        if judged or not all(map(_is_taken, inputs)):
+        if _is_judged.get() or not all(map(_is_taken, inputs)):
             return
         with dispatch_modes_off(), torch.no_grad():
             found = held.session(key_of(inputs))([x.detach().contiguous() for x in inputs])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -25,8 +25,8 @@ from ..rewriting import Edit
 from ..sites import Numerics, Reason
 from ..timing import Stage
 from ..verification import modes_to_check
-from .context import RunContext
-from .groups import WITH_THE_WHOLE, Group
+from .context import Check, RunContext
+from .groups import WITH_THE_WHOLE, Group, Race
 
 __all__ = ["UNNAMED", "Comparison"]
 
@@ -42,13 +42,13 @@ _COARSE = 1e-3
 
 class Comparison:
     """Verify candidates against, and time them beside, the module around a group as it was. `timed`: seconds for
-    timing. `brief`: on recorded inputs only, as an equal group was verified with noise. `hurried`: no time is left, so
-    one call, one mode, float32. `simulated`: see `Pass.reference`.
+    timing. `brief`: on recorded inputs only, as an equal group was verified with noise. `check`: where time is left in
+    full, else on one call, in one mode, in float32, or not here. `simulated`: see `Pass.reference`.
     """
 
     def __init__(
         self, context: RunContext, pass_: Pass, group: Group, *, timed: float, brief: bool = False,
-        hurried: bool = False, simulated: nn.Module | None = None,
+        check: Check = Check.NOW, simulated: nn.Module | None = None,
     ) -> None:  # fmt: skip
         self._program, self._budget = context.program, context.budget
         self._check, self._seed = context.request.verify, context.request.seed
@@ -57,13 +57,12 @@ class Comparison:
         self._under = context.calls.under(group.owner) if asked else None
         self.pass_, self.group, self.timed, self._limit = pass_, group, timed > 0, timed
         self._phase = group.phase or pass_.phase
-        self._hurried = hurried and self._check
-        may_be_left = group.may_be_left(pass_)
+        self._by_the_whole = check is Check.WITH_THE_WHOLE
+        self._hurried = self._by_the_whole or check is Check.BRIEFLY
         # What is owed is checked however long that takes.
-        self._in_time = self._budget.ending(self._budget.for_checks) if may_be_left and not hurried else lambda: None
-        # The last comparison asks of the whole model what a brief one would ask here.
-        self._by_the_whole = self._hurried and may_be_left and context.leaves_to_the_whole(pass_)
-        self._brief, self._simulated = brief or hurried, simulated
+        may_end = group.may_be_left(pass_) and not self._hurried
+        self._in_time = self._budget.ending(self._budget.for_checks if may_end else lambda: math.inf)
+        self._brief, self._simulated = brief or self._hurried, simulated
         self._references: verification.References | None = None
         self._simulation: verification.References | None = None
         self.before = self.runner()
@@ -189,15 +188,16 @@ class Comparison:
                 worth=0.0 if self.group.required else _LEAST,
             )
 
-    def judged(self, timings: timing.Timings, best: str, names: Iterable[str]) -> tuple[dict[str, Any], Reason | None]:
-        """Return the figures of the best candidate of some, and why it does not pay, if so."""
-        speed = timings.ratio("before", best)
+    def judged(self, race: Race, wrong: Sequence[str]) -> tuple[dict[str, Any], Reason | None]:
+        """Return the figures of the best candidate of a race, and why it does not pay, if so; others were `wrong`."""
+        timings, best = race.timings, race.best
         figures = {
             **timing.timing_figures(timings, best),
-            "lowerings": {name: timing.microseconds(timings, name) for name in names},
+            "lowerings": {name: timing.microseconds(timings, name) for name in race.candidates},
         }
-        lowering = "" if best == UNNAMED else best
-        return figures, None if self.group.required else timing.no_gain(speed, lowering=lowering)
+        known: dict[str, Any] = {"lowering": best if best != UNNAMED else "", "wrong": list(wrong)}
+        values = {name: value for name, value in known.items() if value}
+        return figures, None if self.group.required else timing.no_gain(timings.ratio("before", best), **values)
 
     def figures(self, verdict: verification.Verdict | None) -> dict[str, Any]:
         """Return what reports and plans say of how a rewrite was checked."""

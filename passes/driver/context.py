@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ from .groups import Group
 from .history import History
 from .site_calls import SiteCalls
 
-__all__ = ["Progress", "Request", "RunContext"]
+__all__ = ["Check", "Progress", "Request", "RunContext"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,19 @@ class Request:
         return self.plan is None and (self.verify or bool(self.measure))
 
 
+class Check(enum.Enum):
+    """How what a pass makes of a place is checked in the time that is left."""
+
+    NOW = enum.auto()
+    """In full."""
+    BRIEFLY = enum.auto()
+    """On one recorded call: no time is left, but the rewrite is owed."""
+    WITH_THE_WHOLE = enum.auto()
+    """Not by itself: comparing and timing the whole model tells enough of it."""
+    NEVER = enum.auto()
+    """The place is left as it was."""
+
+
 @dataclass(frozen=True)
 class RunContext:
     """What every part of one run knows; its program is rewritten in place."""
@@ -70,6 +84,7 @@ class RunContext:
     calls: SiteCalls
     history: History
     snapshot: Snapshot = field(default_factory=Snapshot)
+    objected: set[str] = field(default_factory=set[str])  # the keys of sites that a check found to be wrong
 
     @classmethod
     def of(
@@ -99,9 +114,19 @@ class RunContext:
         """Say whether comparing and timing the whole model tells enough of what a pass writes where time is over."""
         return pass_.only_speeds_up and self.checks and bool(self.program.whole_calls)
 
-    def has_time(self, pass_: Pass) -> bool:
-        """Say whether there is time to check what a pass writes as it should be."""
-        return not self.request.verify or self.budget.allows_check(clean_up=pass_.clean_up)
+    def check_of(self, pass_: Pass, group: Group | None = None, *, ended: bool = False) -> Check:
+        """Return how a group, or what else a pass may find, is checked as much time as is left; `ended`: time has just
+        ended in the middle of a check. What a check objected to is left neither to the whole model nor to a brief one.
+        """
+        if not ended and (not self.request.verify or self.budget.allows_check(clean_up=pass_.clean_up)):
+            return Check.NOW
+        if group is not None and not self.objected.isdisjoint(site.key for site in group.sites):
+            return Check.NEVER if ended or pass_.skippable else Check.NOW
+        may_be_left = pass_.skippable if group is None else group.may_be_left(pass_)
+        if may_be_left and self.leaves_to_the_whole(pass_):
+            is_written = ended or not pass_.skippable or self.budget.allows_writing()
+            return Check.WITH_THE_WHOLE if is_written else Check.NEVER
+        return Check.NEVER if pass_.skippable else Check.BRIEFLY
 
     def note_change(self, pass_: Pass) -> None:
         """Note that a rewrite of a pass stands: within a budget, calls stay good inputs to compare on."""

@@ -13,7 +13,7 @@ from ...runtime.record import Decision, GraphView, Record, view_of
 from ...runtime.state import StateMap
 from ..contract import Pass
 from ..rewriting import Edit
-from ..sites import Phase, Reason, Refusal, Site, StaleSite
+from ..sites import Cause, Phase, Reason, Refusal, Site, StaleSite
 from .groups import WITH_THE_WHOLE, Candidate, Group
 
 __all__ = ["History", "Rewrite", "composed"]
@@ -136,6 +136,11 @@ class History:
         for old in rewrite.recorded:
             place = next(number for number, decision in enumerate(self.decisions) if decision is old)
             self.decisions[place] = dataclasses.replace(old, status="undone", **self._told(reason))
+
+    def lose(self, lost: Mapping[Rewrite, str]) -> None:
+        """Note rewrites that cannot stand any more without others, each with the reason."""
+        for rewrite, why in lost.items():
+            self.undo(rewrite, Reason.of(Cause.DEPENDENT, problem=why))
 
     # -- what came of it -------------------------------------------------------------------------------------------
 

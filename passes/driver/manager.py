@@ -19,7 +19,7 @@ from ..contract import Pass
 from ..rewriting import Snapshot
 from ..sites import Cause, Goal, Reason, Refusal, Site
 from ..timing import Stage
-from .context import Progress, RunContext
+from .context import Check, Progress, RunContext
 from .equal_blocks import Block, EqualBlocks, Precedent, kinds_to_time
 from .groups import Candidate, Group, grouped, narrowed, rewriting, sharing
 from .history import History, Rewrite
@@ -77,27 +77,30 @@ class Manager:
     def run(self, passes: Sequence[Pass]) -> None:
         """Run `passes` in order, but those that act on the finished model; at a PassError its site is undone."""
         self._baseline = self._original = shallow_clone(self.program.model) if self._times_anything(passes) else None
-        acting = rewriting(passes)
-        contest = Contest(self._tuner, acting, self._run_again)
-        for pass_, among in zip(acting, sharing(acting), strict=True):
-            costs_time = pass_.goal is Goal.MEMORY and self.program.training
-            if costs_time:  # what it costs is not to speak against what others gain
-                self._time_whole()
-            self.context.budget.begin_pass(among + contest.is_due)
-            self._observe(pass_, partial(self._run_pass, pass_))
-            if costs_time and self._baseline is not None:
-                self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
+        contest = Contest(self._tuner, rewriting(passes))
+        self._run_all(contest, range(len(contest.passes)))
         self.context.snapshot.put_back()  # what the last pass did beside its sites; of others it has gone back before
         traces = list(self.traces)
-        if self._baseline is not None and not contest.decide():
+        if self._baseline is not None and not contest.decide(partial(self._run_all, contest)):
             self.traces = traces
         self.context.snapshot.put_back()
         self._time_whole()
         with self.context.budget.spending(Stage.WHOLE):
             self.timings = with_other_sizes(self.context, self._original, self.timings)
 
-    def _run_again(self, step: int, pass_: Pass) -> None:
-        self._observe(pass_, partial(self._run_pass, pass_), step)
+    def _run_all(self, contest: Contest, steps: Sequence[int]) -> None:
+        """Run the passes of these numbers, each within its share of the time."""
+        among = sharing(contest.passes)
+        for step in steps:
+            pass_ = contest.passes[step]
+            costs_time = pass_.goal is Goal.MEMORY and self.program.training
+            if costs_time:  # what it costs is not to speak against what others gain
+                self._time_whole()
+            self.context.budget.begin_pass(among[step] + contest.is_due)
+            self._observe(step, pass_, partial(self._run_pass, pass_))
+            if costs_time and self._baseline is not None:
+                self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)
+        self.context.budget.begin_pass()  # what follows is of no pass
 
     def _time_whole(self) -> bool:
         """Time the model as it stands, where passes for speed have run; return whether rewrites were taken back."""
@@ -116,7 +119,7 @@ class Manager:
         for number, pass_ in enumerate(rewriting(passes)):
             decisions = [decision for decision in plan.decisions if decision.step == number]
             replay = Replay(self._tuner, pass_, decisions)
-            self._observe(pass_, replay.verified if verified else replay.unverified)
+            self._observe(number, pass_, replay.verified if verified else replay.unverified)
 
     def compare(self, original: nn.Module) -> None:
         """Compare the model, as it stands and in the modes that it has, with the original; undo what is wrong there."""
@@ -145,7 +148,7 @@ class Manager:
         """Note where the last passes will act on the finished model: as a plan says, or where they find it now."""
         for number, pass_ in enumerate(passes):
             if pass_.finishes:
-                self._observe(pass_, lambda number=number, pass_=pass_: self._note_units(number, pass_, plan))
+                self._observe(number, pass_, partial(self._note_units, number, pass_, plan))
 
     def _note_units(self, step: int, pass_: Pass, plan: Plan | None) -> None:
         if plan is not None:
@@ -157,21 +160,22 @@ class Manager:
             else:
                 self.history.intend(pass_, item)
 
-    def _observe(self, pass_: Pass, run: Callable[[], None], again: int | None = None) -> None:
-        """Run a pass, the next one or one that runs `again`, and note what it took and did."""
+    def _observe(self, step: int, pass_: Pass, run: Callable[[], None]) -> None:
+        """Run a pass, perhaps once more, and note what it took and did."""
         clock = self.context.budget.clock  # reports lay what passes took beside the time that was spent
         start, applied, decided = clock(), self.history.applied, len(self.decisions)
-        self.history.step = len(self.traces) if again is None else again
+        self.history.step = step
         try:
             run()
         except PassError as error:
-            if self.context.request.on_failure is not None:
+            ends_all = step == len(self.traces)  # where it runs once more, the first model stays
+            if ends_all and self.context.request.on_failure is not None:
                 error.reproducer = self.context.request.on_failure(error)
             raise
         seconds = clock() - start
         counts = len(self.decisions) - decided, self.history.applied - applied
-        earlier = self.traces[again].seconds if again is not None else 0.0
-        self.traces[self.history.step : self.history.step + 1] = [PassTrace(str(pass_), earlier + seconds, *counts)]
+        earlier = sum(trace.seconds for trace in self.traces[step : step + 1])
+        self.traces[step : step + 1] = [PassTrace(str(pass_), earlier + seconds, *counts)]
         _LOG.info("%s: %d decided, %d applied, %.2f s", pass_, *counts, seconds)
         for each in self.decisions[decided:]:
             _LOG.debug("%s at %s: %s %s", each.pass_name, each.label, each.status, each.choice or each.reason)
@@ -185,7 +189,7 @@ class Manager:
 
     def _run_pass(self, pass_: Pass) -> None:
         """Decide what a pass finds; where what landed overlaps with other sites, look again."""
-        if self._is_over_for(pass_):
+        if self.context.check_of(pass_) is Check.NEVER:
             self.history.skip(pass_, Reason(Cause.NOT_CHECKED, self.context.budget.values))
             return
         known: set[str] = set()
@@ -199,16 +203,10 @@ class Manager:
                 break
             overtaken += self._stale
             self._stale.clear()
-            if self._is_over_for(pass_):
+            if self.context.check_of(pass_) is Check.NEVER:
                 break
         for site in overtaken:
             self.history.refuse(pass_, Refusal(Reason.of(Cause.OVERTAKEN), site.label or site.owner or "(root)"))
-
-    def _is_over_for(self, pass_: Pass) -> bool:
-        """Say whether no time is left for anything that a pass would find, which may be left."""
-        if not pass_.skippable or self.context.has_time(pass_):
-            return False
-        return not (self.context.leaves_to_the_whole(pass_) and self.context.budget.allows_writing())
 
     def _decide_all(self, pass_: Pass, items: Sequence[Site | Refusal]) -> None:
         groups = narrowed(self.program, pass_, grouped(pass_, items), self.context.budget)
@@ -231,9 +229,8 @@ class Manager:
         group = Group(tuple(site for site in group.sites if site not in overtaken)) if overtaken else group
         if not group.sites:
             return
-        unchecked = self._tuner.unchecked(pass_, group)
-        if unchecked is not None:
-            self.history.leave(pass_, unchecked)
+        if self.context.check_of(pass_, group) is Check.NEVER:
+            self.history.leave(pass_, self._tuner.out_of_time(group))
             return
         block = self._block(pass_, group)
         if block is not None and self._follow(pass_, group, block):

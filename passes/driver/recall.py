@@ -111,8 +111,7 @@ def recalled(manager: Manager, request: Request, original: nn.Module, entry: Ent
     try:
         with collection_paused(), warnings.catch_warnings():
             warnings.simplefilter("error", EngineWarning)  # the engine that was there is gone
-            program.recalling = True
-            with in_phase(program.model, program.training):
+            with judged_outside(), in_phase(program.model, program.training):
                 manager.repeat(request.passes, plan, verified=False)
             brief = entry.is_compared and not any("hurried" in decision.figures for decision in plan.decisions)
             with judged_outside() if brief else nullcontext():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -18,13 +18,14 @@ from ..rewriting import Edit
 from ..sites import Cause, Phase, Reason, Site
 from ..timing import OutOfTimeError
 from .comparison import UNNAMED, Comparison
-from .context import RunContext
+from .context import Check, RunContext
 from .groups import Candidate, Group, Race, changes, identity, is_like
 from .halving import in_halves
 from .history import Rewrite
 
 __all__ = ["Tuner"]
 
+T = TypeVar("T")
 _MOST_VARIATIONS = 12  # so many changes to the best common lowering are timed beside it
 
 
@@ -33,7 +34,6 @@ class Tuner:
 
     def __init__(self, context: RunContext) -> None:
         self.context, self.sharing = context, 1
-        self._in_full: set[str] = set()
 
     def seconds_to_time(self, pass_: Pass, group: Group) -> float:
         """Return in how many seconds a group is to be timed; 0 where it is not."""
@@ -43,33 +43,26 @@ class Tuner:
         return self.context.budget.for_a_race(whole=not group.owner, among=self.sharing, has_choice=has_choice)
 
     def _comparison(
-        self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False, hurried: bool = False
+        self, pass_: Pass, group: Group, *, time: bool = True, brief: bool = False, ended: bool = False
     ) -> Comparison:
         asked = self.context.asks(pass_, group)
         return Comparison(
             self.context, pass_, group, timed=self.seconds_to_time(pass_, group) if asked and time else 0.0,
-            brief=brief, hurried=hurried or self._is_hurried(pass_, group),
+            brief=brief, check=self.context.check_of(pass_, group, ended=ended),
             simulated=self._simulated(pass_, group) if asked and self.context.request.verify else None,
         )  # fmt: skip
 
-    def _is_hurried(self, pass_: Pass, group: Group) -> bool:
-        """Say whether a group is compared briefly, or with the whole model: there is no time to do it here."""
-        return not self.context.has_time(pass_) and self._may_hurry(pass_, group)
+    def _in_time(self, comparison: Comparison, group: Group, check: Callable[[Comparison], T]) -> T:
+        """Check a group; where time ends in the middle, briefly or not here. OutOfTimeError where it is left then."""
+        try:
+            return check(comparison)
+        except OutOfTimeError:  # what stood has been undone
+            if self.context.check_of(comparison.pass_, group, ended=True) is Check.NEVER:
+                raise
+            return check(self._comparison(comparison.pass_, group, time=False, ended=True))
 
-    def _may_hurry(self, pass_: Pass, group: Group) -> bool:
-        """Say whether a group that is not checked in full is written all the same; none that was objected to is."""
-        if pass_.skippable and not self.context.leaves_to_the_whole(pass_):
-            return False
-        return self._in_full.isdisjoint(site.key for site in group.sites)
-
-    def unchecked(self, pass_: Pass, group: Group) -> Candidate | None:
-        """Return a group left as it is, where no time is left for what a pass makes of it, and it may be left."""
-        if not pass_.skippable or self.context.has_time(pass_):
-            return None
-        is_written = self._may_hurry(pass_, group) and self.context.budget.allows_writing()
-        return None if is_written else self._out_of_time(group)
-
-    def _out_of_time(self, group: Group) -> Candidate:
+    def out_of_time(self, group: Group) -> Candidate:
+        """Return a group left as it is for want of time."""
         return Candidate(group, Reason(Cause.NOT_CHECKED, self.context.budget.values))
 
     def _simulated(self, pass_: Pass, group: Group) -> nn.Module | None:
@@ -149,16 +142,11 @@ class Tuner:
         try:
             return self._whole(self._comparison(pass_, group, time=False, brief=brief), group, is_right)
         except OutOfTimeError:
-            return self._out_of_time(group)
+            return self.out_of_time(group)
 
     def _whole(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None = None) -> Candidate:
-        """Write and verify all sites of a group; where time ends in the middle, briefly, or not at all."""
-        try:
-            return self._checked(comparison, group, is_right)
-        except OutOfTimeError:
-            if not self._may_hurry(comparison.pass_, group):
-                raise
-            return self._checked(self._comparison(comparison.pass_, group, time=False, hurried=True), group, is_right)
+        """Write and verify all sites of a group."""
+        return self._in_time(comparison, group, lambda each: self._checked(each, group, is_right))
 
     def _checked(self, comparison: Comparison, group: Group, is_right: Callable[[Edit], bool] | None) -> Candidate:
         comparison.take_references()
@@ -186,7 +174,7 @@ class Tuner:
         lost = dict[Rewrite, str]()
         for rewrite in wanted:
             try:
-                is_checked = verified and self.context.has_time(rewrite.pass_)
+                is_checked = verified and self.context.check_of(rewrite.pass_) is Check.NOW
                 candidate = self.repeat(rewrite.pass_, rewrite.group) if is_checked else None
                 if candidate is None or candidate.status == "skipped":
                     candidate = Candidate(rewrite.group, edit=self.apply(rewrite.pass_, rewrite.group))
@@ -202,16 +190,11 @@ class Tuner:
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def tune(self, pass_: Pass, group: Group) -> tuple[Candidate | None, Sequence[Group]]:
-        """Keep the best candidate for a group, or none; return it (None: all is open) and groups to decide later.
-
-        Where time ends in the middle, it is begun anew, and checked briefly or with the whole model, or it is skipped.
-        """
+        """Keep the best candidate for a group, or none; return it (None: all is open) and groups to decide later."""
         try:
-            return self._tuned(self._comparison(pass_, group))
-        except OutOfTimeError:  # what stood has been undone
-            if not self._may_hurry(pass_, group):
-                return self._out_of_time(group), ()
-            return self._tuned(self._comparison(pass_, group, time=False, hurried=True))
+            return self._in_time(self._comparison(pass_, group), group, self._tuned)
+        except OutOfTimeError:
+            return self.out_of_time(group), ()
 
     def _tuned(self, comparison: Comparison) -> tuple[Candidate | None, Sequence[Group]]:
         pass_, group = comparison.pass_, comparison.group
@@ -236,10 +219,9 @@ class Tuner:
     ) -> tuple[Candidate | None, Sequence[Group]]:
         """Keep what won a race, where it pays and is right; of a lone site the next best, if others were `wrong`."""
         group = comparison.group
-        figures, reason = comparison.judged(race.timings, race.best, race.candidates)
+        figures, reason = comparison.judged(race, wrong)
         if reason is not None:
-            values = {**reason.values, **({"wrong": list(wrong)} if wrong else {})}
-            return Candidate(group, Reason(reason.cause, values), figures=figures), ()
+            return Candidate(group, reason, figures=figures), ()
         kept = self._whole(comparison, race.candidates[race.best].group)
         if kept.failure is None:
             return dataclasses.replace(kept, figures={**figures, **kept.figures}), group.rest(kept.group)
@@ -273,7 +255,7 @@ class Tuner:
     def _allows_another(self, comparison: Comparison, written: Mapping[str, Candidate], begun: float) -> bool:
         """Say whether one lowering more fits, if it takes as long to write as those before it: engines take seconds."""
         budget, is_needed = self.context.budget, all(candidate.failure for candidate in written.values())
-        if is_needed and (not comparison.pass_.skippable or budget.allows_writing()):
+        if is_needed and self.context.check_of(comparison.pass_, comparison.group) is not Check.NEVER:
             return True
         return budget.spent + (budget.spent - begun) / len(written) <= budget.for_sites
 
@@ -359,7 +341,7 @@ class Tuner:
 
     def _guilty(self, comparison: Comparison, sites: Sequence[Site]) -> list[Site]:
         """Return those of several sites that are wrong by themselves; all, where they are wrong only together."""
-        self._in_full.update(site.key for site in sites)  # what is wrong is not left to the whole model
+        self.context.objected.update(site.key for site in sites)  # what is wrong is not left to the whole model
 
         def judge(some: Sequence[Site]) -> tuple[Sequence[Site], Sequence[Site]]:
             candidate = self._whole(comparison, Group(tuple(some)))
@@ -373,7 +355,7 @@ class Tuner:
 
     def _apart(self, comparison: Comparison, guilty: Sequence[Site]) -> tuple[None, Sequence[Group]]:
         """Decide anew without some sites, and each of these by itself: what was objected to is not checked briefly."""
-        self._in_full.update(site.key for site in comparison.group.sites)
+        self.context.objected.update(site.key for site in comparison.group.sites)
         rest = comparison.group.without(guilty)
         alone = comparison.group.without(rest)
         return None, [*([Group(rest)] if rest else []), *(Group((site,)) for site in alone)]

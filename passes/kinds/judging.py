@@ -36,14 +36,14 @@ class Judgement:
         """Return the error and what is known of the time as plans have it."""
         return {**Measured(precision_error=self.error).figures(), **self.figures}
 
-    def reason_against(self, least: float = LEAST_GAIN, *, surely: bool = False) -> Reason | None:
+    def reason_against(self, least: float = LEAST_GAIN, *, surely: bool = False, **values: Any) -> Reason | None:
         """Return why layers of the kind stay as they are: the new way is wrong, or gains no more than `least`.
 
-        `surely`: the whole interval must show the gain.
+        `surely`: the whole interval must show the gain. `values`: what else led to it.
         """
         if self.reason is not None or not self.figures:
             return self.reason
-        return no_gain(Interval.of(self.figures), least, surely=surely, cause=Cause.JUDGED_SLOWER)
+        return no_gain(Interval.of(self.figures), least, surely=surely, cause=Cause.JUDGED_SLOWER, **values)
 
     def refusal(self, at: Any, least: float = LEAST_GAIN, *, surely: bool = False) -> Refusal | None:
         """Return the reason as the refusal of a place; None where nothing objects."""

@@ -47,6 +47,8 @@ class Cause(StrEnum):
     """The finished model is slower with it, or may be."""
     FASTER_WITHOUT = "whole_model.faster_without"
     """Without it, passes behind it make the finished model faster, or as fast."""
+    RAISED_WITHOUT = "whole_model.raised_without"
+    """Run again without what a pass before it took, it raised: that model was not compared with the finished one."""
     DEPENDENT = "whole_model.dependent"
     """It stood on a rewrite that was undone."""
     PLAN = "plan.absent"

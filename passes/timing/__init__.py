@@ -6,12 +6,12 @@ from .budget import DEFAULT_BUDGET, BudgetRequest, OutOfTimeError, Stage, TimeBu
 from .conditions import last_level_bytes, race_clock
 from .live_bytes import LiveBytes, MemoryUse, memory_use
 from .measure import CALLS_OF_EACH, CALLS_OF_TWO, Interval, Timings, time_candidates
-from .pairs import microseconds, no_gain, time_kind, time_pair, timing_figures
+from .pairs import microseconds, no_faster, no_gain, time_kind, time_pair, timing_figures
 from .runner import Runner, forward_seconds
 
 __all__ = [
     "CALLS_OF_EACH", "CALLS_OF_TWO", "DEFAULT_BUDGET", "BudgetRequest", "Interval", "LiveBytes", "MemoryUse",
     "OutOfTimeError", "Runner", "Stage", "TimeBudget", "Timings", "budget_clock", "forward_seconds",
-    "last_level_bytes", "memory_use", "microseconds", "no_gain", "race_clock", "time_candidates", "time_kind",
-    "time_pair", "timing_figures",
+    "last_level_bytes", "memory_use", "microseconds", "no_faster", "no_gain", "race_clock", "time_candidates",
+    "time_kind", "time_pair", "timing_figures",
 ]  # fmt: skip

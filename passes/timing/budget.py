@@ -173,10 +173,11 @@ class TimeBudget:
         return self._in_all - self._kept_for_the_whole - self._kept_for_comparing / 2 - self.writing
 
     def ending(self, at: Callable[[], float]) -> Callable[[], None]:
-        """Return what raises `OutOfTimeError` once so many seconds are spent."""
+        """Return what raises `OutOfTimeError` once so many seconds are spent; never where that is infinity."""
 
         def ask() -> None:
-            if self.spent >= at():
+            end = at()
+            if math.isfinite(end) and self.spent >= end:
                 raise OutOfTimeError
 
         return ask

@@ -9,7 +9,7 @@ from ..sites import Cause, Reason
 from .intervals import FEWEST_ROUNDS, SURE_ROUNDS, Interval, Timings
 from .measure import time_candidates
 
-__all__ = ["microseconds", "no_gain", "time_kind", "time_pair", "timing_figures"]
+__all__ = ["microseconds", "no_faster", "no_gain", "time_kind", "time_pair", "timing_figures"]
 
 _SECONDS = 0.05
 """How long a kind of layer is timed by itself at first: calls of up to 3 ms settle in three rounds."""
@@ -52,17 +52,18 @@ def time_kind(before: Callable[[], object], after: Callable[[], object], *, leas
 
 
 def no_gain(
-    speed: Interval, least: float = 1.0, *, surely: bool = True, cause: Cause | None = None, lowering: str = ""
+    speed: Interval, least: float = 1.0, *, surely: bool = True, cause: Cause | None = None, **values: Any
 ) -> Reason | None:
-    """Return why what is so many times as fast does not pay; None where it gains more than `least`, see `Interval`.
+    """Return why what is so many times as fast does not pay; None where it gains more than `least`, see `Interval`."""
+    return None if speed.gains(least, surely=surely) else no_faster(speed, cause, **values)
 
-    Without a cause the interval says if it is no faster, or not clearly.
+
+def no_faster(speed: Interval, cause: Cause | None = None, **values: Any) -> Reason:
+    """Return the reason of what was timed and does not pay: for a cause, or as the interval says, and what else led
+    to it. Whoever takes something back for its speed makes the reason here; `reporting/` makes the words.
     """
-    if speed.gains(least, surely=surely):
-        return None
     cause = cause or (Cause.NO_FASTER if speed.mid <= 1.0 else Cause.NOT_CLEARLY_FASTER)
-    named = {"lowering": lowering} if lowering else {}
-    return Reason.of(cause, speedup=speed.mid, low=speed.low, high=speed.high, **named)
+    return Reason.of(cause, speedup=speed.mid, low=speed.low, high=speed.high, **values)
 
 
 def timing_figures(timings: Timings, after: str = "after", count: int = 1) -> dict[str, Any]:

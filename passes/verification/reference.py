@@ -88,18 +88,25 @@ class References:
     is_steady: bool = False  # whether each random draw was served the same number, and is again
 
     @classmethod
+    def of(
+        cls, module: nn.Module, calls: Sequence[Inputs], modes: Sequence[bool | None], *, is_steady: bool = False,
+        **how: Any,
+    ) -> References:  # fmt: skip
+        """Run a module, which is left as it was, in each mode; for `how` see `reference`."""
+        with SteadyDraws() if is_steady else nullcontext():
+            return cls([reference(module, calls, training=mode, **how) for mode in modes], is_steady)
+
+    @classmethod
     def taken(
         cls, module: nn.Module, calls: Sequence[Inputs], modes: Sequence[bool | None], *, steady: bool = False,
         **how: Any,
     ) -> References:  # fmt: skip
-        """Run a module, which is left as it was, in each mode; for `how` see `reference`. `steady`: sizes inside the
-        rewritten module may differ, so that no random draws fit both: each is then served the same number.
+        """Do the same. `steady`: sizes inside the rewritten module may differ, so that no random draws fit both: each
+        is then served the same number.
         """
-        found = cls([reference(module, calls, training=mode, **how) for mode in modes])
-        if not (steady and found.are_random):
-            return found
-        with SteadyDraws():
-            return cls([reference(module, calls, training=mode, whole=True, **how) for mode in modes], True)
+        found = cls.of(module, calls, modes, **how)
+        is_steady = steady and found.are_random
+        return cls.of(module, calls, modes, is_steady=True, whole=True, **how) if is_steady else found
 
     @property
     def are_random(self) -> bool:

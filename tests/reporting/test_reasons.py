@@ -25,6 +25,10 @@ WORDS = (
         "packed, it is off by 1.0e-03 of the scale, where the layer itself is off by 1.0e-06",
     ),
     (Reason(Cause.JUDGED_SLOWER, SLOW), "no faster by itself: 0.5x (0.4 to 0.6)"),
+    (
+        Reason(Cause.JUDGED_SLOWER, {**SLOW, "baseline": "bfloat16"}),
+        "no faster by itself than in bfloat16: 0.5x (0.4 to 0.6)",
+    ),
     (Reason(Cause.NO_FASTER, {**SLOW, "lowering": "bmm"}), "no faster: 0.5x (0.4 to 0.6) as bmm"),
     (Reason(Cause.NO_FASTER, {**SLOW, "wrong": ["output differs"]}), "output differs; no faster: 0.5x (0.4 to 0.6)"),
     (Reason(Cause.MODEL_SLOWER, {**SLOW, "calls": ""}), "the whole model was slower with it (0.5x)"),
@@ -35,6 +39,10 @@ WORDS = (
     (
         Reason(Cause.FASTER_WITHOUT, {"speedup": 1.2, "low": 1.1, "high": 1.3}),
         "without it, the passes behind it make the whole model 1.2x as fast",
+    ),
+    (
+        Reason.of(Cause.RAISED_WITHOUT, without="delegate", problem="pass 'pack' raised KeyError"),
+        "run again without what delegate took, it raised: pass 'pack' raised KeyError; what delegate took stays",
     ),
     (Reason(Cause.NOT_CHECKED, SPENT), "not checked: the time budget of 2 s was spent; allow more by time_budget"),
     (

@@ -74,7 +74,6 @@ class Program:
         measuring: whether, and how, passes for speed are timed.
         held: bytes of activations that the model, as it was given, holds after a forward in training, where measured.
         replaying: whether a plan says what is rewritten: then no site is refused for want of example inputs.
-        recalling: whether that was decided on an equal model, where all parts were compared.
         forward_seconds: of processor time that the whole calls took, once captured; 0 where they were not made.
         opaque: name -> why that module runs its original forward.
         exact_types: the modules whose exact class may be asked for, with where: no pass may give them another.
@@ -94,7 +93,7 @@ class Program:
     ) -> None:
         self.model = model
         self.inputs = inputs
-        self.measuring, self.replaying, self.recalling = Measure.YES, False, False
+        self.measuring, self.replaying = Measure.YES, False
         self.held: int | None = None
         self.forward_seconds = 0.0
         self.opaque = dict(opaque or {})

@@ -60,7 +60,7 @@ def _written(found: Found, edit: Edit, way: Way) -> fx.Graph:
         delegated = DelegatedRegion(way.engine, region.graph(), len(region.inputs), way.dtype)
         tensors = [operator.attrgetter(str(node.target))(edit.owner) for node in region.tensors]
         try:
-            delegated.prepare(found.given(region), tensors, way.budget, judged=edit.program.recalling)
+            delegated.prepare(found.given(region), tensors, way.budget)
         except Exception as error:  # engines raise anything
             if not edit.program.replaying:
                 raise MatchFailure(f"{way.engine} does not take it: {one_line(error)}") from error

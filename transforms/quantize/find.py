@@ -148,8 +148,7 @@ def _why_not_faster(
     before = [call for call in packed if call is not None]
     if len(before) < len(packed):
         return None
-    reason = Judgement(figures=figures_of(before, after, cold=cold)).reason_against()
-    return None if reason is None else dataclasses.replace(reason, values={**reason.values, "than": "in bfloat16"})
+    return Judgement(figures=figures_of(before, after, cold=cold)).reason_against(baseline="bfloat16")
 
 
 def _in_bfloat16(module: nn.Module, call: Call) -> Callable[[], Tensor] | None:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ....errors import PassError, UsageError, one_line
 from ....runtime.record import Decision
 from ....tracing.isolation import shallow_clone
 from ...contract import Pass
 from ...sites import Cause, Goal, Reason
+from ...timing import Interval, no_faster
 from ..history import History, Rewrite
 from ..tuner import Tuner
 from .timed import WholeModel
@@ -30,7 +32,6 @@ class Contest:
 
     tuner: Tuner
     passes: Sequence[Pass]
-    run: Callable[[int, Pass], None]  # one of them, with its place, on the program as it is
 
     @property
     def _history(self) -> History:
@@ -42,9 +43,11 @@ class Contest:
         contested = self._contested
         return bool(contested and self._behind(contested[0].decision.step)) and _gain(contested) < _CLEAR
 
-    def decide(self) -> bool:
-        """Let the faster model stand; return whether that is the one without what contested passes did."""
-        budget = self.tuner.context.budget
+    def decide(self, run: Callable[[Sequence[int]], None]) -> bool:
+        """Let the faster model stand; return whether that is the one without what contested passes did.
+
+        `run` runs passes, given by their numbers, on the program as it is; where one raises, the other model stays.
+        """
         if not self.is_due or not self._has_time:
             return False
         history, contested = self._history, self._contested
@@ -52,17 +55,23 @@ class Contest:
         behind, with_it, decisions = self._behind(step), tuple(history.rewrites[place:]), tuple(history.decisions)
         model = shallow_clone(self.tuner.context.program.model)
         self.tuner.stand_again(with_it, ())
-        budget.begin_pass()
         history.decisions[:] = [each for each in decisions if each.step not in behind]
         for number in behind:
             history.landed_at.pop(number, None)
-            self.run(number, self.passes[number])
+        try:
+            run(behind)
+        except (PassError, UsageError) as error:
+            self.tuner.context.snapshot.put_back()
+            self._put_back(place, with_it, decisions)
+            values = {"without": contested[0].pass_.name, "problem": one_line(error)}
+            history.skip(self.passes[history.step], Reason(Cause.RAISED_WITHOUT, values))
+            return False
         speed = self._speed_beside(model) if len(history.rewrites) > place else None
-        if speed is None or speed["speedup"] < 1 / _EQUAL:
+        if speed is None or speed.mid < 1 / _EQUAL:
             self._put_back(place, with_it, decisions)
             return False
         for rewrite in contested:
-            history.undo(rewrite, Reason(Cause.FASTER_WITHOUT, speed))
+            history.undo(rewrite, no_faster(speed, Cause.FASTER_WITHOUT))
         return True
 
     @property
@@ -79,22 +88,20 @@ class Contest:
     def _behind(self, step: int) -> list[int]:
         """Return the places of the passes that would rewrite in another way what the one at `step` took."""
         behind = [number for number in range(step + 1, len(self.passes)) if not self.passes[number].contested]
-        keeps_function = all(self.passes[number].numerics.keeps_function for number in behind)
-        return behind if keeps_function and any(self.passes[number].goal is Goal.SPEED for number in behind) else []
+        passes, training = [self.passes[number] for number in behind], self.tuner.context.program.training
+        # What saves memory in training costs time: a race would speak against it.
+        is_for_speed = all(p.numerics.keeps_function and not (training and p.goal is Goal.MEMORY) for p in passes)
+        return behind if is_for_speed and any(p.goal is Goal.SPEED for p in passes) else []
 
-    def _speed_beside(self, other: nn.Module) -> dict[str, float] | None:
+    def _speed_beside(self, other: nn.Module) -> Interval | None:
         """Return how many times as fast as another model the present one is; None where there is no time to race."""
-        if not self._has_time:
-            return None
-        speed = WholeModel(self.tuner, other).raced().speed
-        return {"speedup": speed.mid, "low": speed.low, "high": speed.high}
+        return WholeModel(self.tuner, other).raced().speed if self._has_time else None
 
     def _put_back(self, place: int, with_it: Sequence[Rewrite], decisions: Sequence[Decision]) -> None:
         history = self._history
         lost = self.tuner.stand_again(history.rewrites[place:], with_it)
         history.decisions[:] = decisions
-        for rewrite, why in lost.items():
-            history.undo(rewrite, Reason.of(Cause.DEPENDENT, problem=why))
+        history.lose(lost)
 
 
 def _gain(rewrites: Sequence[Rewrite]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,11 +18,12 @@ from ....tracing.program import deactivate
 from ...contract import Pass
 from ...sites import Cause, Numerics, Phase, Reason
 from ...timing import OutOfTimeError
-from ...verification import Original, References, Sizes, modes_to_check
+from ...verification import Original, modes_to_check
 from ..context import RunContext
 from ..halving import longest_right
 from ..history import Rewrite
 from ..tuner import Tuner
+from .full_check import FullCheck, phase_of
 from .reference_check import with_references
 
 __all__ = ["FinalCheck"]
@@ -30,14 +31,14 @@ __all__ = ["FinalCheck"]
 _LEAST_SECONDS = 2.0  # so long what is wrong is looked for, however short the time budget is
 _CALLS_BESIDES = 3.0  # a comparison makes two calls of each example, and as many as of so many more: with more rows
 _WITH_BACKWARD = 3.0  # a call with its backward takes as long as so many without
-_IN_FULL = 250.0  # a check in full, with gradients, takes about as long as so many forwards of a small model
 _OF_BUDGET = 0.25  # so long a part of the time budget the next way may take where nothing is left of it
-_NO_TIME = "no time was left to compare the model"
-_UNCHECKED = "no time was left to check what was left to the whole model"
 
 
-_Full = tuple[tuple[bool | None, ...], bool, Sizes]
-"""Modes, whether gradients count, and the sizes of calls, of a part of a check in full."""
+class _NoTime(enum.StrEnum):
+    """What no time was left for: it is no objection to the model."""
+
+    TO_COMPARE = "no time was left to compare the model"
+    TO_CHECK = "no time was left to check what was left to the whole model"
 
 
 class _Way(enum.Enum):
@@ -58,18 +59,19 @@ class FinalCheck:
     rounding: float = 0.0  # see `Original`
     _all: list[Rewrite] = field(init=False)
     _until: float = field(default=math.inf, init=False)
+    _twin: nn.Module = field(init=False)
     _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
-    _twins: dict[int, nn.Module] = field(init=False)
     _originals: dict[tuple[int, bool | None, bool, _Way], Original | None] = field(init=False)
-    _full: dict[Phase, Sequence[_Full]] = field(init=False)
-    _runs_in_full: dict[_Full, References] = field(init=False)
+    _in_full: FullCheck = field(init=False)
     _way: _Way = field(default=_Way.USUAL, init=False)
     _end: float = field(default=math.inf, init=False)
     _is_wrong: bool = field(default=False, init=False)  # what is wrong is looked for
 
     def __post_init__(self) -> None:
         self._all = list(self._context.history.rewrites)
-        self._models, self._twins, self._originals, self._full, self._runs_in_full = {}, {}, {}, {}, {}
+        self._twin, self._models, self._originals = shallow_clone(self.model), {}, {}
+        end = self._context.budget.ending(lambda: self._until if self._is_wrong else self._context.budget.end_of_check)
+        self._in_full = FullCheck(self._context, self.model, self._chosen_calls, end)
 
     @property
     def _context(self) -> RunContext:
@@ -80,8 +82,8 @@ class FinalCheck:
         count, budget = len(self._all), self._context.budget
         self._until, once = budget.spent + max(budget.seconds, _LEAST_SECONDS), True
         while self._context.history.rewrites and (reason := self._objection()):
-            if reason in (_NO_TIME, _UNCHECKED):
-                self._undo_unchecked(self._may_go if reason is _NO_TIME else self._unchecked)
+            if isinstance(reason, _NoTime):
+                self._undo_unchecked(self._may_go if reason is _NoTime.TO_COMPARE else self._unchecked)
                 continue
             self._is_wrong = True
             if self._put_weights_back() and once:
@@ -107,12 +109,15 @@ class FinalCheck:
     def _objection(self) -> str:
         """Return what is wrong with the model as it stands, or "": in the first way that there is time for."""
         budget, ways = self._context.budget, list(_Way)
-        if not self.brief and self._unchecked and (found := self._objection_in_full()):
-            return found
+        if not self.brief and self._unchecked:
+            found = self._in_full.objection(self._context.history.rewrites)
+            if found != "":
+                return _NoTime.TO_CHECK if found is None else found
         is_open = self._is_wrong or math.isinf(self._until)
-        self._end = self._until if is_open else budget.spent + budget.for_comparing
-        if not self._fits_as_usual():
+        end = self._until if is_open else budget.spent + budget.for_comparing
+        if not self._fits_as_usual(end):
             self._way = max(self._way, _Way.SMALLER, key=ways.index)
+        self._end = end if self._may_go else math.inf  # what cannot be left is compared however long it takes
         for way in ways[ways.index(self._way) :]:
             self._way = way
             try:
@@ -122,60 +127,16 @@ class FinalCheck:
                 continue
             budget.concessions.update({way.value: None} if way.value else {})
             return found
-        return _NO_TIME
+        return _NoTime.TO_COMPARE
 
-    def _objection_in_full(self) -> str:
-        """Return what is wrong with the model where it is checked as single rewrites are, or ""."""
-        rewrites = self._context.history.rewrites
-        if not all(rewrite.pass_.numerics.keeps_function for rewrite in rewrites):
-            return _UNCHECKED
-        exact = all(rewrite.pass_.numerics is Numerics.EXACT for rewrite in rewrites)
-        is_checked = False
-        try:
-            for references in self._in_full(_phase(rewrites)):
-                found = references.verdicts(
-                    self._context.program.model, map_state=self._context.history.state_map().forward,
-                    numerics=Numerics.EXACT if exact else Numerics.REASSOCIATED,
-                )  # fmt: skip
-                if wrong := next((verdict.reason for verdict in found if not verdict.ok), ""):
-                    return wrong
-                is_checked = True
-        except OutOfTimeError:
-            return "" if is_checked else _UNCHECKED
-        return ""
-
-    def _in_full(self, phase: Phase) -> Iterator[References]:
-        """Yield the runs of the original that a check in full takes: all of them or, where these take too long, smaller
-        ones in the given mode without gradients, which have to fit, and what else fits: each mode with gradients.
-        """
-        budget, covers = self._context.budget, phase.covers_training
-        if phase not in self._full:
-            modes = tuple(modes_to_check(self.model, phase, self.model.training))
-            is_short = budget.spent + _IN_FULL * budget.forward > budget.end_of_check
-            some = [((None,), False, Sizes.SMALLER), *(((mode,), covers, Sizes.SMALLER) for mode in modes)]
-            self._full[phase] = list(dict.fromkeys(some)) if is_short else [(modes, covers, Sizes.RECORDED)]
-        for key in self._full[phase]:
-            if key not in self._runs_in_full:
-                modes, gradients, sizes = key
-                self._runs_in_full[key] = References.taken(
-                    shallow_clone(self.model), self._chosen_calls, modes, steady=True, gradients=gradients,
-                    seed=self._context.request.seed, sizes=sizes,
-                    in_time=budget.ending(lambda: self._until if self._is_wrong else budget.end_of_check),
-                )  # fmt: skip
-            yield self._runs_in_full[key]
-
-    def _fits_as_usual(self) -> bool:
-        """Say whether a comparison in its own types, as it is usually made, takes no more time than there is."""
+    def _fits_as_usual(self, end: float) -> bool:
+        """Say whether a comparison in its own types, as it is usually made, fits before the `end`."""
         calls = len(self._chosen_calls)
         share = calls / max(1, len(self._context.program.whole_calls))
         seconds = 2 * (calls + _CALLS_BESIDES) / calls * share * self._context.budget.forward
         backward = any(gradients for mode, gradients in self._modes(self._context.history.rewrites) if mode is None)
         seconds *= _WITH_BACKWARD if backward and not self._context.program.training else 1.0
-        return self._context.budget.spent + seconds <= self._end
-
-    def _in_time(self) -> Callable[[], None]:
-        """Return what ends a comparison where time is over; what cannot be left is compared however long it takes."""
-        return self._context.budget.ending(lambda: self._end) if self._may_go else lambda: None
+        return self._context.budget.spent + seconds <= end
 
     @property
     def _may_go(self) -> list[Rewrite]:
@@ -197,7 +158,7 @@ class FinalCheck:
         deactivate(program.names.distinct)
         map_state, budget = self._context.history.state_map().forward, _budget(rewrites)
         model, keeps_form = self._to_be_equal_to(rewrites), all(rewrite.pass_.keeps_form for rewrite in rewrites)
-        for original in self._runs_of_original(model or self.model, rewrites):
+        for original in self._runs_of_original(model or self._twin, rewrites):
             verdict = original.verdict(
                 program.model, map_state=map_state, budget=budget, only_runs=model is None, keeps_form=keeps_form
             )
@@ -213,7 +174,7 @@ class FinalCheck:
         key = tuple(map(id, changing))
         if key not in self._models:
             sites = [(rewrite.pass_, rewrite.group.sites[0]) for rewrite in changing]
-            self._models[key] = with_references(copied_module(self.model), sites) if sites else self.model
+            self._models[key] = with_references(copied_module(self.model), sites) if sites else self._twin
         return self._models[key]
 
     def _runs_of_original(self, model: nn.Module, rewrites: Sequence[Rewrite]) -> Iterator[Original]:
@@ -229,20 +190,12 @@ class FinalCheck:
         """Run the original, or return None where it does not run in a mode that the user did not give it in."""
         calls, usual = self._chosen_calls, self._way is _Way.USUAL
         try:
-            if id(model) not in self._twins:
-                self._twins[id(model)] = shallow_clone(model)
             return Original(
-                self._twins[id(model)],
-                calls if usual else calls[:1],
-                training=training,
-                gradients=gradients,
-                seed=self._context.request.seed,
-                is_usual=usual and training is None,
+                model, calls if usual else calls[:1], training=training, gradients=gradients,
+                seed=self._context.request.seed, is_usual=usual and training is None,
                 widest=torch.float32 if self._way is _Way.OWN_TYPES else torch.float64,
-                in_time=self._in_time(),
-                brief=self.brief,
-                rounding=self.rounding,
-            )
+                in_time=self._context.budget.ending(lambda: self._end), brief=self.brief, rounding=self.rounding,
+            )  # fmt: skip
         except Exception:  # whatever the user's code raises; in the mode that was recorded it has run before
             return None
 
@@ -255,9 +208,9 @@ class FinalCheck:
     def _modes(self, rewrites: Sequence[Rewrite]) -> list[tuple[bool | None, bool]]:
         """Return the modes to compare in, those that the user gave first, each with whether gradients count."""
         model = self.model
-        modes = modes_to_check(self._context.program.model, _phase(rewrites), model.training)
-        trains = any(parameter.requires_grad for parameter in model.parameters())
-        covers = _phase(rewrites) is not Phase.EVAL
+        phase = phase_of(rewrites)
+        modes = modes_to_check(self._context.program.model, phase, model.training)
+        trains, covers = any(parameter.requires_grad for parameter in model.parameters()), phase is not Phase.EVAL
         wanted = {
             mode: trains and ((model.training if mode is None else mode) or (covers and len(modes) == 1))
             for mode in modes
@@ -333,14 +286,6 @@ class FinalCheck:
         self.tuner.stand_again([r for r in later if r in standing], (r for r in later if r in wanted))
         self._context.forget()
         self._put_weights_back()
-
-
-def _phase(rewrites: Sequence[Rewrite]) -> Phase:
-    """Return when all rewrites together hold."""
-    limited = any(rewrite.phase is Phase.EVAL and not rewrite.edit.trainable for rewrite in rewrites)
-    if limited or not any(rewrite.phase.covers_training for rewrite in rewrites):
-        return Phase.EVAL
-    return Phase.BOTH if any(rewrite.phase.covers_evaluation for rewrite in rewrites) else Phase.TRAIN
 
 
 def _is_lossy(pass_: Pass) -> bool:

@@ -20,7 +20,7 @@ from ...pipeline import switches_kept
 from ...sites import Goal, Numerics, Refusal, Site
 from ...timing import Stage
 from ..batch import Batch
-from ..context import RunContext
+from ..context import Check, RunContext
 from ..groups import Candidate, Group
 from ..halving import in_halves
 from ..history import composed
@@ -64,7 +64,7 @@ class ReferenceCheck:
 
     def _judged(self, groups: Sequence[Group]) -> tuple[Sequence[Group], Sequence[Group]]:
         """Compare, briefly if no time is left, then the right ones in full; raise BudgetError if that takes longer."""
-        if self._context.has_time(self._pass):
+        if self._context.check_of(self._pass) is Check.NOW:
             return self._compared(groups)
         settled, doubtful = self._objections(groups)
         wrong = self._left([*settled, *in_halves(doubtful, self._objections)])

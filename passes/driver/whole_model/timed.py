@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -81,16 +82,17 @@ class WholeModel:
             unwanted = self._unwanted(races, doubtful)
             if not unwanted:
                 return together(races).figures()
-            slower, is_surely = _slower(races), unwanted is doubtful
+            is_surely, label = unwanted is doubtful, all_slower(races) or ""  # which calls; "" for all
+            slower = partial(timing.no_faster, together(races).speed_of(label), Cause.MODEL_SLOWER, calls=label)
             better = self._better_variant(unwanted, is_surely=is_surely)
-            self._take_back(unwanted if better is None else better.left_out, Reason(Cause.MODEL_SLOWER, slower))
+            self._take_back(unwanted if better is None else better.left_out, slower())
             if self._context.budget.left:
                 continue
             if better is not None and (timings := self._no_slower(better)) is not None:
                 return timings
             left = self._doubtful() if is_surely else self._unproven()
             while left:  # there is no time to learn what makes the model slower
-                self._take_back(left, Reason(Cause.MODEL_SLOWER, slower | self._context.budget.values))
+                self._take_back(left, slower(**self._context.budget.values))
                 left = self._doubtful() if is_surely else self._unproven()
         return None
 
@@ -221,15 +223,7 @@ class WholeModel:
         lost = self._tuner.stand_again(unwound, again, verified=self._context.budget.left > 0)
         for rewrite in unwanted:
             self._context.history.undo(rewrite, reason)
-        for rewrite, why in lost.items():
-            self._context.history.undo(rewrite, Reason.of(Cause.DEPENDENT, problem=why))
-
-
-def _slower(races: Sequence[Race]) -> dict[str, Any]:
-    """Return which calls were slower, "" for all, and how fast they are now."""
-    label = all_slower(races) or ""
-    speed = together(races).speed_of(label)
-    return {"calls": label, "speedup": speed.mid, "low": speed.low, "high": speed.high}
+        self._context.history.lose(lost)
 
 
 def _is_optional(rewrite: Rewrite) -> bool:

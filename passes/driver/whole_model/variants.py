@@ -9,7 +9,6 @@ from torch import nn
 from ....compat import all_modules
 from ....tracing.isolation import shallow_clone
 from ....tracing.program import deactivate
-from ...sites import Cause, Reason
 from ..history import Rewrite
 from ..tuner import Tuner
 
@@ -36,8 +35,7 @@ class Variants:
 
     def put_back(self) -> None:
         """Let all rewrites stand again."""
-        for rewrite, why in self._stand_without(()).items():
-            self._history.undo(rewrite, Reason.of(Cause.DEPENDENT, problem=why))
+        self._history.lose(self._stand_without(()))
 
     def _stand_without(self, left_out: Collection[Rewrite]) -> dict[Rewrite, str]:
         changed = around(self._all, {*left_out, *self._missing})

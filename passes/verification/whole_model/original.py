@@ -6,7 +6,7 @@ The demands and tolerances are those of `verify`, which looks closely where a fi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -35,13 +35,12 @@ from ..execution import Conditions, StandIns, leaves_tensors, own_tensors, writt
 from ..inputs import few_rows, jittered, many_rows, named_tensors, smaller
 from ..module_harness import ModuleHarness
 from ..outcome import Outcome, Quantities
-from ..reference import reference
+from ..reference import References
 from ..runs import Runs
 from ..samples import Reference
 from ..tape import SteadyDraws
 from ..tolerances import CLOSE, ECHOES, FEW_ROWS, JUMP_UNITS, NATIVE_FACTOR, Tolerance
 from ..translation import MapState, Objection, Translation
-from ..verify import verify
 
 __all__ = ["Original"]
 
@@ -91,7 +90,7 @@ class Original:
     # how far, of the scale, results on the example calls were that a closer look found right
     seen: float = field(default=0.0, init=False)
     _samples: list[_Sample] = field(init=False)
-    _exact: dict[tuple[int, bool], Reference] = field(default_factory=dict[tuple[int, bool], Reference], init=False)
+    _exact: dict[tuple[int, bool], References] = field(default_factory=dict[tuple[int, bool], References], init=False)
 
     def __post_init__(self) -> None:
         conditions = Conditions(
@@ -147,7 +146,7 @@ class Original:
     def _run(
         self, runs: Runs, arguments: Arguments, state: Mapping[str, Tensor] | None = None, *, gradients: bool = True
     ) -> Outcome:
-        with self._drawing() as steady:
+        with SteadyDraws() if self._is_random else nullcontext() as steady:
             run = runs.native(arguments, state or runs.harness.state, gradients=gradients)
         self._is_sure = self._is_sure and getattr(steady, "is_sure", True)
         self._has_drawn = self._has_drawn or getattr(steady, "has_drawn", False)
@@ -316,33 +315,31 @@ class Original:
             return error if reason is None else None
         return None
 
-    def _learned(self, jumps: Jumps, known: Reference, few: Arguments, translation: Translation) -> Iterator[None]:
+    def _learned(self, jumps: Jumps, known: References, few: Arguments, translation: Translation) -> Iterator[None]:
         """Note how far the original moves on a few rows, run by run; the first one has been made."""
-        state, (sample,) = self._stage.harness.state, known.samples
+        state, (of_mode,) = self._stage.harness.state, known.runs
+        (sample,) = of_mode.samples
         exact = translation.quantities(sample.exact, state)
         if sample.native is not None:
             yield jumps.learn(exact, translation.quantities(sample.native, state), 1.0)
-        for near in self._around(few, JUMP_UNITS * known.native_epsilon, translation):
+        for near in self._around(few, JUMP_UNITS * of_mode.native_epsilon, translation):
             yield jumps.learn(exact, near, JUMP_UNITS)
 
-    def _exactly(self, sample: _Sample, few: Arguments | None = None) -> Reference:
+    def _exactly(self, sample: _Sample, few: Arguments | None = None) -> References:
         """Return the original's exact run on a call, or on a few rows of it."""
         key, (args, kwargs) = (id(sample), few is not None), few or sample.arguments
         if key not in self._exact:
-            with self._drawing():
-                self._exact[key] = reference(
-                    self.model, [Inputs(*args, **kwargs)], training=self.training,
-                    gradients=self.gradients and sample.gradients, seed=self.seed, brief=True, whole=True, lasting=True,
-                    widest=self.widest, in_time=self.in_time,
-                )  # fmt: skip
+            self._exact[key] = References.of(
+                self.model, [Inputs(*args, **kwargs)], [self.training], is_steady=self._is_random,
+                gradients=self.gradients and sample.gradients, seed=self.seed, brief=True, whole=True, lasting=True,
+                widest=self.widest, in_time=self.in_time,
+            )  # fmt: skip
         return self._exact[key]
 
-    def _verified(self, known: Reference, after: _Rewritten, least: Mapping[str, Tolerance] | None = None) -> Verdict:
-        with self._drawing():
-            return verify(known, after.runs.harness.module, map_state=after.translation.map_state, least=least)
-
-    def _drawing(self) -> AbstractContextManager[object]:
-        return SteadyDraws() if self._is_random else nullcontext()
+    def _verified(self, known: References, after: _Rewritten, least: Mapping[str, Tolerance] | None = None) -> Verdict:
+        model, map_state = after.runs.harness.module, after.translation.map_state
+        (verdict,) = known.verdicts(model, map_state=map_state, least=least)
+        return verdict
 
     def _looked_at_closely(self, sample: _Sample, after: _Rewritten, close: Mapping[str, Tolerance]) -> float | None:
         """Compare in float64, and in the own types what is not `close`; None where a derived call drowns in rounding,
@@ -356,14 +353,16 @@ class Original:
         return None if drowns else verdict.precision_error
 
 
-def _drowns(known: Reference) -> bool:
+def _drowns(known: References) -> bool:
     """Say whether gradients of the original, in its own types, are mostly rounding."""
-    pairs = [(sample.exact, sample.native) for sample in known.samples if sample.native is not None]
+    samples = (sample for each in known.runs for sample in each.samples)
+    pairs = [(sample.exact, sample.native) for sample in samples if sample.native is not None]
     return any(is_drowned(exact.quantities(), native.quantities()) for exact, native in pairs)
 
 
-def _in_float64_alone(known: Reference) -> Reference:
-    return replace(known, samples=tuple(replace(sample, native=None) for sample in known.samples))
+def _in_float64_alone(known: References) -> References:
+    runs = [replace(run, samples=tuple(replace(each, native=None) for each in run.samples)) for run in known.runs]
+    return replace(known, runs=runs)
 
 
 def _close(values: Quantities) -> dict[str, Tolerance]:

@@ -139,6 +139,53 @@ def test_there_is_no_contest_without_a_choice(monkeypatch: pytest.MonkeyPatch, p
     assert all(each.status == "applied" for each in manager.decisions)
 
 
+@dataclasses.dataclass(frozen=True)
+class Breaks(Write):
+    """Raise where it finds what was taken the first time, as it looks or as it writes the second place."""
+
+    where: str = "find"
+
+    def find(self, program: Program) -> Iterator[Site]:
+        for site in super().find(program):
+            if self.where == "find":
+                program.module(site.owner).odd = True  # in `find` nothing may be changed
+            yield site
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        super().rewrite(site, edit)
+        if site.owner == "1":
+            raise KeyError(site.owner)
+
+
+@pytest.mark.parametrize(
+    ("where", "said"), [("find", "find must change nothing"), ("rewrite", "(site 1:sub) raised KeyError: '1'")]
+)
+def test_where_a_pass_raises_without_it_the_first_model_stays(
+    monkeypatch: pytest.MonkeyPatch, where: str, said: str
+) -> None:
+    manager, races = run(monkeypatch, {"taken": -5, "own": -10, "before": -1}, BEFORE, Take(), Breaks(where=where))
+    assert written_in(manager.program.model) == {"taken": 2, "before": 2}
+    assert races() == 1  # of the model as it stands
+    assert not any(hasattr(module, "odd") for module in manager.program.model.modules())
+    assert by_status(manager) == {("write", "applied"): 2, ("take", "applied"): 2, ("breaks", "skipped"): 1}
+    note = manager.decisions[-1]
+    assert (note.step, note.cause, note.values["without"]) == (2, "whole_model.raised_without", "take")
+    assert "run again without what take took, it raised" in note.reason and said in note.reason
+    assert len(manager.traces) == 3
+
+
+def test_the_report_says_that_a_pass_raised_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        timing,
+        "time_candidates",
+        lambda candidates, **_: Timings([{name: 1.2 if name == "before" else 1.0 for name in candidates}] * 9),
+    )
+    model = nn.Sequential(Block(), Block()).eval()
+    fast = fxopt.optimize(model, [Take(), Breaks()], example_inputs=(X,), time_budget=100.0)
+    assert torch.equal(fast(X), model(X))
+    assert "breaks at (root): run again without what take took, it raised" in str(fxopt.report(fast))
+
+
 def test_without_time_for_it_what_stands_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = TimeBudget(1.0, forward=0.05, timing=0.9)
     manager, _ = run(monkeypatch, {"taken": -5, "own": -10}, Take(), Write(), budget=budget)

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt.passes.contract import Pass
-from fxopt.passes.driver.whole_model import final_check
+from fxopt.passes.driver.whole_model import full_check
 from fxopt.passes.rewriting import Edit, operation
 from fxopt.passes.sites import Goal, Numerics, Site
 from fxopt.passes.timing import TimeBudget
@@ -82,7 +82,7 @@ SLOW = [
 def test_of_a_slow_model_each_mode_and_its_gradients_are_checked_where_they_fit(
     wrong: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(final_check, "_IN_FULL", 1e9)  # any model is slow then
+    monkeypatch.setattr(full_check, "_IN_FULL", 1e9)  # any model is slow then
     subject, function = WRONG[wrong]
     assert "undone" in {status for status, _ in decided(subject, function)}
     assert set(decided(subject, subject.honest)) == {("applied", "with the whole model")}
