@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from torch.fx.node import map_arg
 
-from ..operators import has_random_effects
+from ..operators import has_random_effects, reached
 
 __all__ = ["fold_parameters"]
 
@@ -92,15 +92,8 @@ def _is_edge(node: fx.Node, made: Mapping[fx.Node, bool]) -> bool:
 
 def _is_worth(node: fx.Node, values: Mapping[fx.Node, Tensor], made: Mapping[fx.Node, bool]) -> bool:
     """Say whether what a node gives takes no more bytes than what it is made of."""
-    found: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        each = waiting.pop()
-        if each in made:
-            waiting += each.all_input_nodes
-        else:
-            found.add(each)
-    return values[node].nbytes <= sum(values[each].nbytes for each in found)
+    sources = reached([node], lambda each: each.all_input_nodes if each in made else ())
+    return values[node].nbytes <= sum(values[each].nbytes for each in sources if each not in made)
 
 
 def _store(program: ExportedProgram, node: fx.Node, value: Tensor, name: str) -> None:

@@ -47,7 +47,7 @@ class Replica:
         self._reduces = self._waits = self._tries = False
         self._reducer: DistributedDataParallel | None = None
         # torch's collector does not look into such hooks: one that held the replica would keep its parameters for good.
-        on_gradient = partial(_told, WeakMethod(self._on_gradient))
+        on_gradient = partial(_notify, WeakMethod(self._on_gradient))
         self._handles = {p: p.register_post_accumulate_grad_hook(on_gradient) for p in self._names}
 
     def __deepcopy__(self, memo: Any) -> Replica:
@@ -139,10 +139,10 @@ def replicate(model: nn.Module, replica: Replica) -> None:
 
 def is_replicated(parameter: Tensor) -> bool:
     """Say whether a replica averages the gradient of a parameter over all processes."""
-    return any(getattr(hook, "func", None) is _told for _, hook in tensor_hooks(parameter))
+    return any(getattr(hook, "func", None) is _notify for _, hook in tensor_hooks(parameter))
 
 
-def _told(listener: WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
+def _notify(listener: WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
     """Tell a replica, while there is one, that a gradient has come."""
     on_gradient = listener()
     if on_gradient is not None:

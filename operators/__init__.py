@@ -12,7 +12,9 @@ from .calls import (
     info_of,
     is_known_function,
     mutates,
+    reached,
     resolve,
+    upwards,
 )
 from .derived import Derived, Keeping, derived
 from .flops import counted_flops, flops_of
@@ -24,6 +26,6 @@ __all__ = [
     "CHANNELS_LAST", "Cache", "CallArguments", "Chance", "Derived", "Keeping", "OpInfo", "Registration", "Unchanged",
     "canonical_name", "counted_flops", "derived", "flops_of", "function_of", "function_path", "has_random_effects",
     "hidden_scores", "hides_later", "in_place_signature", "info_of", "is_dense", "is_known_function", "laid_last",
-    "mutates", "normalized_arguments", "operator_info", "operator_of_module", "register_operator", "resolve",
-    "sample_of", "scaled_dot_product_attention", "why_unseen",
+    "mutates", "normalized_arguments", "operator_info", "operator_of_module", "reached", "register_operator", "resolve",
+    "sample_of", "scaled_dot_product_attention", "upwards", "why_unseen",
 ]  # fmt: skip

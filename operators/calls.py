@@ -6,9 +6,9 @@ import builtins
 import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +21,10 @@ from .registry import NAMESPACES, function_name, method_name, operator_info
 
 __all__ = [
     "canonical_name", "function_of", "function_path", "has_random_effects", "in_place_signature", "info_of",
-    "is_known_function", "mutates", "resolve",
+    "is_known_function", "mutates", "reached", "resolve", "upwards",
 ]  # fmt: skip
+
+_T = TypeVar("_T")
 
 _IN_PLACE_NAMES = "iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor".split()
 _IN_PLACE_PYTHON = frozenset(getattr(operator, name) for name in _IN_PLACE_NAMES)
@@ -173,3 +175,19 @@ def _is_zero(node: fx.Node, chance: Chance) -> bool:
     name, position, default = chance
     given: Any = node.kwargs.get(name, node.args[position] if len(node.args) > position else default)
     return type(given) in (bool, int, float) and bool(given == 0)
+
+
+def reached(starts: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> Iterator[_T]:
+    """Yield nodes, or other things, and what is reached from them, each once, the nearest first."""
+    found = dict.fromkeys(starts)
+    pending = list(found)
+    for one in pending:
+        yield one
+        fresh = [other for other in dict.fromkeys(following(one)) if other not in found]
+        found.update(dict.fromkeys(fresh))
+        pending += fresh
+
+
+def upwards(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield a node and what it is computed from, the nearest first."""
+    return reached([node], lambda one: one.all_input_nodes)

@@ -53,7 +53,7 @@ def _shape(lines: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Repeated:
     """`repeats` blocks of `period` lines each, equal but for their numbers, from line `start` on."""
 
     start: int
@@ -100,17 +100,17 @@ def collapse(lines: Sequence[str]) -> list[str]:
     return shown
 
 
-def _longest_run(shapes: Sequence[str], start: int) -> _Run | None:
+def _longest_run(shapes: Sequence[str], start: int) -> _Repeated | None:
     runs = [_run_of(shapes, start, period) for period in range(1, LONGEST_PERIOD + 1)]
     long = [run for run in runs if run.repeats >= LEAST_REPEATS and not shapes[start].startswith("@@")]
     return max(long, key=lambda run: (run.lines, -run.period), default=None)
 
 
-def _run_of(shapes: Sequence[str], start: int, period: int) -> _Run:
+def _run_of(shapes: Sequence[str], start: int, period: int) -> _Repeated:
     block, repeats = shapes[start : start + period], 1
     while shapes[start + repeats * period : start + (repeats + 1) * period] == block:
         repeats += 1
-    return _Run(start, period, repeats)
+    return _Repeated(start, period, repeats)
 
 
 def _shorten_items(match: re.Match[str]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import UsageError
+from ..operators import upwards
 from ..passes.contract import Pass, check_option_types
 from ..passes.rewriting import Edit, handed_out, has_effects, written_values
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
@@ -56,7 +57,7 @@ class FoldConstants(Pass):
             sizes: dict[fx.Node, int] = {}
             for node in ends:
                 size = evaluate(node).numel()
-                reason = _ON_META if on_meta else self._obstacle(node in handed, size, program.module(owner))
+                reason = _ON_META if on_meta else self._reason_against(node in handed, size, program.module(owner))
                 if reason is None:
                     sizes[node] = size
                 else:
@@ -64,7 +65,7 @@ class FoldConstants(Pass):
             if sizes:
                 yield _site(sizes, program, owner, specialization)
 
-    def _obstacle(self, is_handed_out: bool, size: int, owner: nn.Module) -> str | None:
+    def _reason_against(self, is_handed_out: bool, size: int, owner: nn.Module) -> str | None:
         if isinstance(owner, ContextRegion) and owner.context.kind == "autocast":
             return f"it is computed under {owner.context}"
         if is_handed_out:
@@ -120,19 +121,8 @@ def evaluate(node: fx.Node) -> Any:
     """Return the value of a node that depends on literals alone."""
     values: dict[fx.Node, Any] = {}
     with torch.no_grad():
-        for step in _ancestry(node):
+        for step in sorted(upwards(node)):
             args = fx.map_arg(step.args, values.__getitem__)
             kwargs = fx.map_arg(step.kwargs, values.__getitem__)
             values[step] = function_of_node(step, nn.Module())(*args, **kwargs)  # it reads nothing of a module
     return values[node]
-
-
-def _ancestry(node: fx.Node) -> list[fx.Node]:
-    """Return what a node is computed from and the node itself, in execution order."""
-    wanted = {node}
-    pending = [node]
-    while pending:
-        new = [source for source in pending.pop().all_input_nodes if source not in wanted]
-        wanted.update(new)
-        pending.extend(new)
-    return sorted(wanted)

@@ -36,7 +36,7 @@ class SyncBatchnorm(Pass):
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         for module in program.names.distinct:
             if isinstance(module, tuple(SYNCHRONIZED)) and not isinstance(module, SyncBatchNorm):
-                name, reason = program.names.name(module), _obstacle(module, program)
+                name, reason = program.names.name(module), _reason_against(module, program)
                 yield Site(program, name, {}) if reason is None else Refusal(reason, name or "(root)")
 
     def rewrite(self, site: Site, edit: Edit) -> None:
@@ -44,7 +44,7 @@ class SyncBatchnorm(Pass):
         edit.replace_module("", in_class(old, SYNCHRONIZED[_kind(old)]))
 
 
-def _obstacle(module: nn.Module, program: Program) -> str | None:
+def _reason_against(module: nn.Module, program: Program) -> str | None:
     missing = missing_process_group("sync_batchnorm")
     if missing:
         return missing  # not an error: in one process the model is right as it is

@@ -27,7 +27,7 @@ class Activation:
     kind: str = ""
 
     @property
-    def behind(self) -> tuple[str, list[float], str]:
+    def post_op(self) -> tuple[str, list[float], str]:
         """Return what the kernel of a product computes of it, as `compat.packed` takes it."""
         return (self.kernel, list(self.numbers), self.kind) if self.kernel else ("none", [], "")
 

@@ -100,7 +100,7 @@ class PackedConvolution(Packed):
 
     @cached_property
     def _fused(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-        return convolution_of(self.geometry.even, self.behind)
+        return convolution_of(self.geometry.even, self.post_op)
 
     @cached_property
     def _alone(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:

@@ -63,8 +63,8 @@ class PackedLinear(Packed):
         packed = self.weights(weight)
         if not is_packed(packed):
             return self.plainly(x, weight, bias, other)
-        behind = self.behind if other is None else NOTHING
-        result = linear_product(x if x.dtype is self.dtype else x.to(self.dtype), packed, bias, behind)
+        post_op = self.post_op if other is None else NOTHING
+        result = linear_product(x if x.dtype is self.dtype else x.to(self.dtype), packed, bias, post_op)
         if other is not None and self.joins == "mul":
             return self._multiplied(result, other)
         return self.finished(result, self._gives, other)

@@ -14,7 +14,7 @@ from .activations import NO_ACTIVATION, Activation
 
 __all__ = ["NOTHING", "BySettings", "Packed", "can_be_packed", "why_not_packed"]
 
-NOTHING = NO_ACTIVATION.behind
+NOTHING = NO_ACTIVATION.post_op
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -69,7 +69,7 @@ class Packed(BySettings):
     operator = "packed"
 
     def __init__(self, settings: tuple[Any, ...], pack: Callable[..., Any], activation: Activation) -> None:
-        self.settings, self.activation, self.behind = settings, activation, activation.behind
+        self.settings, self.activation, self.post_op = settings, activation, activation.post_op
         self.weights = derived(pack, 1)
         self._activates = bool(activation.operator) and not activation.kernel
         self.activate_in_place = activation.in_place

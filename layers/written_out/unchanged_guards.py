@@ -83,7 +83,7 @@ class UnchangedGuard:
     code.
     """
 
-    __name__ = "calls_as_found"
+    __name__ = "calls_unchanged"
 
     def __init__(self, opened: Sequence[Opened], children: int | None, *, compiled: bool = False) -> None:
         self.opened, self.children, self.compiled = tuple(opened), children, compiled

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .judging import LEAST_GAIN, Judgement, allowed_error, error_of, figures_of, over_budget
+from .judging import LEAST_GAIN, Judgement, allowed_error, beyond_rounding, error_of, figures_of, over_budget
 
-__all__ = ["LEAST_GAIN", "Judgement", "allowed_error", "error_of", "figures_of", "over_budget"]
+__all__ = ["LEAST_GAIN", "Judgement", "allowed_error", "beyond_rounding", "error_of", "figures_of", "over_budget"]

@@ -16,7 +16,7 @@ from ..sites import Cause, Reason, Refusal
 from ..timing import Interval, no_gain, time_kind, timing_figures
 from ..verification import NATIVE_FACTOR, Tolerance, distance, rounding, scale_of
 
-__all__ = ["LEAST_GAIN", "Judgement", "allowed_error", "error_of", "figures_of", "over_budget"]
+__all__ = ["LEAST_GAIN", "Judgement", "allowed_error", "beyond_rounding", "error_of", "figures_of", "over_budget"]
 
 LEAST_GAIN = 1.01
 """What gains less by itself stays as it is; of the rest the whole model tells."""
@@ -58,6 +58,15 @@ def allowed_error(error: float, own: Tensor, exact: Tensor, terms: int = 1) -> f
     """
     summed = math.sqrt(terms) * torch.finfo(own.dtype).eps * scale_of(exact) if terms else 0.0
     return NATIVE_FACTOR * error + rounding(own).absolute + summed
+
+
+def beyond_rounding(own: Tensor, found: Tensor, exact: Tensor, terms: int = 1) -> tuple[float, float] | None:
+    """Return the errors of the new way and of the layer itself, relative to the scale; None where rounding explains
+    them, see `allowed_error`.
+    """
+    error = float((own.double() - exact).abs().max())
+    seen = distance(exact, found.double(), Tolerance(0.0, allowed_error(error, own, exact, terms)))
+    return (seen.error, error / max(scale_of(exact), torch.finfo(exact.dtype).tiny)) if seen.reason else None
 
 
 def error_of(expected: Any, found: Any) -> float:

@@ -10,7 +10,7 @@ from torch import nn
 from ...layers.members import seal, settings_of, written_out
 from ...layers.written_out import Opened, UnchangedGuard
 from ...runtime.graphs import required_capture
-from ...runtime.guards import SELF, Call, Guard, Is, key_of
+from ...runtime.guards import SELF, Applied, Guard, Is, key_of
 from .edit import Edit
 
 __all__ = ["asks_unchanged", "hold_written_out", "opened_by", "paths_to"]
@@ -37,7 +37,7 @@ def _ask(edit: Edit, paths: Sequence[str], free: Callable[[nn.Module], Collectio
     """Add modules to those that the graph's one guard of this kind asks for."""
     owner, known = edit.owner, dict[str, Opened]()
     guards = required_capture(owner).specializations[edit.site.specialization].guards
-    before = [guard for guard in guards if asks_unchanged(guard) and cast("Call", guard.source).args[0] == SELF]
+    before = [guard for guard in guards if asks_unchanged(guard) and cast("Applied", guard.source).args[0] == SELF]
     for guard in before:
         known |= {each.path: each for each in opened_by(guard)}
     for path in paths:
@@ -53,14 +53,14 @@ def _ask(edit: Edit, paths: Sequence[str], free: Callable[[nn.Module], Collectio
 def unchanged_guard(opened: Iterable[Opened]) -> Guard:
     """Return the condition that modules are what they were."""
     ordered = sorted(opened, key=lambda each: each.path.count("."))
-    return Guard(Call(UnchangedGuard(ordered, None, compiled=True), (SELF,)), Is(key_of(True)), _REASON)
+    return Guard(Applied(UnchangedGuard(ordered, None, compiled=True), (SELF,)), Is(key_of(True)), _REASON)
 
 
 def asks_unchanged(guard: Guard, *, compiled: bool = True) -> bool:
     """Say whether a condition, of the kind for compilers or the other, is that written out modules are unchanged."""
     source = guard.source
     return (
-        isinstance(source, Call)
+        isinstance(source, Applied)
         and isinstance(source.function, UnchangedGuard)
         and source.function.compiled is compiled
     )
@@ -68,7 +68,7 @@ def asks_unchanged(guard: Guard, *, compiled: bool = True) -> bool:
 
 def opened_by(guard: Guard) -> Sequence[Opened]:
     """Return the modules that such a condition asks for."""
-    return cast("UnchangedGuard", cast("Call", guard.source).function).opened
+    return cast("UnchangedGuard", cast("Applied", guard.source).function).opened
 
 
 def paths_to(path: str) -> list[str]:

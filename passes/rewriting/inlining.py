@@ -16,9 +16,9 @@ from ...compat import all_modules, has_hooks
 from ...runtime.graphs import Capture, Specialization, WrappedRegion, capture_of
 from ...runtime.guards import (
     SELF,
+    Applied,
     Argument,
     Attribute,
-    Call,
     Condition,
     Constant,
     Equals,
@@ -250,13 +250,13 @@ def _asked(source: Source, given: Mapping[str, Any]) -> fx.Node | _Calculation |
             function, rest = getattr, ("shape",)
         case Item(owner, Constant(value=int() as place)):
             function, rest = operator.getitem, (place,)
-        case Call(function, (owner,)) if function is len:
+        case Applied(function, (owner,)) if function is len:
             rest = ()
         case Method(owner, "dim" | "is_floating_point" as function, ()):
             rest = ()
-        case Call(function, (owner, Constant(value=int() as other))) if function in (operator.eq, operator.ne):
+        case Applied(function, (owner, Constant(value=int() as other))) if function in (operator.eq, operator.ne):
             rest = (other,)
-        case Call(function, (owner, Known(value=type() as kind))) if function is isinstance:
+        case Applied(function, (owner, Known(value=type() as kind))) if function is isinstance:
             rest = (kind,)
         case _:
             return None

@@ -21,7 +21,8 @@ from ...tracing.program import Program
 from .inlining import reason_against_inlining
 
 __all__ = [
-    "LAYERS", "Layer", "LayerCall", "call_of_layer", "layer_of", "reason_against_module", "shape_of", "tensor_read",
+    "LAYERS", "Layer", "LayerCall", "call_of_layer", "holds_inputs_first", "layer_of", "reason_against_module",
+    "shape_of", "tensor_read",
 ]  # fmt: skip
 
 _OPERATORS: Mapping[type[nn.Module], str] = {
@@ -180,6 +181,12 @@ def layer_of(module: nn.Module) -> Layer | None:
     settings = {name: getattr(module, name) for name in names if hasattr(module, name)}
     weight = own_parameters(module).get("weight")
     return Layer(operator, settings, () if weight is None else tuple(weight.shape), module, base or kind, inputs_first)
+
+
+def holds_inputs_first(module: nn.Module) -> bool:
+    """Say whether a module is a linear layer whose weight is [inputs, outputs], as that of GPT-2 in transformers."""
+    layer = layer_of(module)
+    return layer is not None and layer.inputs_first
 
 
 def call_of_layer(program: Program, owner: str, node: fx.Node | None) -> LayerCall | None:

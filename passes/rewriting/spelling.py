@@ -10,14 +10,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...compat import has_hooks
-from ...operators import (
-    CallArguments,
-    canonical_name,
-    mutates,
-    normalized_arguments,
-    operator_info,
-    operator_of_module,
-)
+from ...operators import CallArguments, canonical_name, mutates, normalized_arguments, operator_info, operator_of_module
 from ...runtime.guards import Argument
 from ...runtime.values import user_class
 from ...tracing.program import Program

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from ...compat import tensor_at
 from ...layers.members import FusedMembers, attach_member
 from ...runtime.state import Stack, merge
+from ...tracing.program import Program, TensorOwners
 from .edit import Edit
 
-__all__ = ["leave_views", "stack_members", "tensor_of"]
+__all__ = ["leave_views", "reason_against_stacking", "stack_members", "tensor_of"]
 
 Places = Mapping[str, Sequence[str]]
 """Name of a stacked tensor -> the names of the tensors in it, one for each member."""
@@ -24,6 +25,20 @@ def tensor_of(owner: nn.Module, name: str) -> Tensor:
     if value is None:
         raise LookupError(f"'{name}' is not a tensor")
     return value
+
+
+def reason_against_stacking(
+    names: Iterable[str], program: Program, owner: nn.Module, qualify: Callable[[str], str]
+) -> str | None:
+    """Return why tensors of `owner` cannot become slices of one: one is tied, or of a class of its own."""
+    for name in names:
+        aliases = program.analyses[TensorOwners].names(qualify(name))
+        if len(aliases) > 1:
+            return f"the parameter '{aliases[0]}' is tied to '{aliases[1]}'"
+        kind = type(tensor_at(owner, name))
+        if kind not in (Tensor, nn.Parameter):
+            return f"'{name}' is of type {kind.__name__}, which is not stacked"
+    return None
 
 
 def stack_members(

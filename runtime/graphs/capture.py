@@ -16,7 +16,7 @@ from ...operators import Keeping
 from ..guards import SELF, Argument, Guard, Source, is_training, reader
 from ..values import Signature, class_recipe, signature_of
 from .contexts import Context
-from .inactive import is_as_found
+from .inactive import is_unchanged
 from .portable import PortableGraph, copy_graph
 
 __all__ = [
@@ -204,7 +204,7 @@ def _rebuild_capture(
 def capture_of(module: nn.Module) -> Capture | None:
     """Return the graphs that `module` runs from, or None; while it is inactive, those it would run from."""
     capture: Capture | None = module.__dict__.get("_fxopt_capture")
-    return capture if capture is None or is_as_found(module, capture.base) else None
+    return capture if capture is None or is_unchanged(module, capture.base) else None
 
 
 def forget_derived(module: Any) -> None:

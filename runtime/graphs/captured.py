@@ -21,15 +21,7 @@ from .compiled_class import dynamic_class
 from .inactive import FOUND, note_found
 from .items import EXTRA, item_methods
 from .misses import handler_of, keeping
-from .regions import (
-    ContextRegion,
-    Region,
-    add_region,
-    context_regions,
-    regions_of,
-    remove_region,
-    replicate_regions,
-)
+from .regions import ContextRegion, Region, add_region, context_regions, regions_of, remove_region, replicate_regions
 from .selection import explain_miss, select
 from .source import generate
 

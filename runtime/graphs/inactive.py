@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..values import PLAIN_TYPES, Absent, user_class
 
-__all__ = ["FOUND", "is_as_found", "note_found"]
+__all__ = ["FOUND", "is_unchanged", "note_found"]
 
 FOUND = "_fxopt_found"
 """In the `__dict__` of an inactive module: the attributes that its graphs were made for, as they were then."""
@@ -23,7 +23,7 @@ def note_found(module: nn.Module, reads: Iterable[str]) -> None:
     module.__dict__[FOUND] = {name: _value(module, name) for name in sorted(reads)}
 
 
-def is_as_found(module: nn.Module, base: type[nn.Module]) -> bool:
+def is_unchanged(module: nn.Module, base: type[nn.Module]) -> bool:
     """Say whether the graphs of a module, of the class `base`, are those it would run from; an active one does."""
     found: dict[str, Any] | None = module.__dict__.get(FOUND)
     if found is None:

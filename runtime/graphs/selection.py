@@ -45,10 +45,10 @@ def explain_miss(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, An
         next((g for g in specialization.guards if not g.holds(names)), None)
         for specialization in capture.specializations
     )
-    return ", or ".join(dict.fromkeys(_told(guard) for guard in failed if guard is not None))
+    return ", or ".join(dict.fromkeys(_text_of(guard) for guard in failed if guard is not None))
 
 
-def _told(guard: Guard) -> str:
+def _text_of(guard: Guard) -> str:
     """Return the condition, and what was assumed where that says more."""
     if "__qualname__" in str(guard):  # of a class: the reason names it in words
         return guard.reason

@@ -28,9 +28,9 @@ from .guards import (
 from .outside import LIBRARIES, cells_of, own_cells
 from .sources import (
     SELF,
+    Applied,
     Argument,
     Attribute,
-    Call,
     Constant,
     Dictionary,
     Globals,
@@ -58,9 +58,9 @@ __all__ = [
     "NOT_HELD",
     "SELF",
     "SWITCHES",
+    "Applied",
     "Argument",
     "Attribute",
-    "Call",
     "Check",
     "Condition",
     "Constant",

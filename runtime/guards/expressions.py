@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ...compat import operator_format
-from .sources import SELF, Attribute, Call, Item, Method, Source, attribute_at, constant
+from .sources import SELF, Applied, Attribute, Item, Method, Source, attribute_at, constant
 
 __all__ = ["DESCRIPTIONS", "SWITCHES", "is_switch", "question", "source_of_node"]
 
@@ -74,20 +74,20 @@ def _function(node: fx.Node, arguments: Mapping[str, Source]) -> Source | None:
     if function is operator.getitem:
         return Item(*parts)
     if function in (hasattr, type, len) or operator_format(function) is not None:
-        return Call(function, tuple(parts))
+        return Applied(function, tuple(parts))
     return None
 
 
 def question(function: Any, args: tuple[Any, ...]) -> Source | None:
     """Return the question about a mode of torch, about that of a device (`args`) where it takes one."""
     parts = _parts(args, {})
-    return None if parts is None else Call(function, tuple(parts))
+    return None if parts is None else Applied(function, tuple(parts))
 
 
 def is_switch(source: Source) -> bool:
     """Tell whether a source is a mode that may differ from call to call: of torch, or of a module."""
     match source:
-        case Call(function):
+        case Applied(function):
             return function in SWITCHES
         case Attribute(owner, "training"):
             return SELF in owner.all()
@@ -105,5 +105,5 @@ def _part(argument: Any, arguments: Mapping[str, Source]) -> Source | None:
         return _source(argument, arguments)
     if isinstance(argument, slice):
         limits = _parts(cast("tuple[Any, ...]", (argument.start, argument.stop, argument.step)), arguments)
-        return None if limits is None else Call(slice, tuple(limits))
+        return None if limits is None else Applied(slice, tuple(limits))
     return constant(argument)

@@ -16,9 +16,9 @@ from ...errors import GuardError
 from ..values import Kept, qualified
 from .sources import (
     TOLD,
+    Applied,
     Argument,
     Attribute,
-    Call,
     Constant,
     Known,
     Read,
@@ -197,7 +197,7 @@ def exactly(source: Source, value: Any, reason: str = "") -> list[Guard]:
     if same is None and type(value) is not float:
         return []
     because = reason or f"{source} is {value}"
-    by_text = Guard(Call(str, (source,)), Equals(key_of(str(value))), because)
+    by_text = Guard(Applied(str, (source,)), Equals(key_of(str(value))), because)
     if same is None:
         return [by_text]  # not a number, which equals nothing
     if isinstance(same.check, Is):
@@ -228,7 +228,7 @@ def of_class(source: Source, cls: type[Any], reason: str) -> Guard:
 
 def is_tensor(source: Source, expected: bool, reason: str) -> Guard:
     """Return a guard on whether a value is a tensor."""
-    return Guard(Call(_ISINSTANCE, (source, Known(Tensor))), Truth(expected), reason)
+    return Guard(Applied(_ISINSTANCE, (source, Known(Tensor))), Truth(expected), reason)
 
 
 def in_evaluation(module: str, reason: str) -> Guard:

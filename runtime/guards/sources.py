@@ -15,9 +15,32 @@ from .outside import cells_of, globals_of
 from .spelling import attribute_text, told_name, written
 
 __all__ = [
-    "SELF", "TOLD", "Argument", "Attribute", "Call", "Constant", "Dictionary", "Globals", "Item", "Known", "Method",
-    "Read", "Source", "Term", "Writer", "attribute_at", "children_of", "constant", "is_outside", "is_training",
-    "item_of", "key_of", "length_of", "module_at", "reader", "type_of",
+    "SELF",
+    "TOLD",
+    "Applied",
+    "Argument",
+    "Attribute",
+    "Constant",
+    "Dictionary",
+    "Globals",
+    "Item",
+    "Known",
+    "Method",
+    "Read",
+    "Source",
+    "Term",
+    "Writer",
+    "attribute_at",
+    "children_of",
+    "constant",
+    "is_outside",
+    "is_training",
+    "item_of",
+    "key_of",
+    "length_of",
+    "module_at",
+    "reader",
+    "type_of",
 ]  # fmt: skip
 
 Read = Callable[["Source"], Any]
@@ -212,7 +235,7 @@ class Item(Source):
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Source):
+class Applied(Source):
     """What a function gives: `len`, `type`, a question about a mode of torch, an operator."""
 
     function: Callable[..., Any]
@@ -263,12 +286,12 @@ def reader(names: Mapping[str, Any]) -> Read:
 
 def length_of(source: Source) -> Source:
     """Return the number of items of something."""
-    return Call(len, (source,))
+    return Applied(len, (source,))
 
 
 def type_of(source: Source) -> Source:
     """Return the class of something."""
-    return Call(type, (source,))
+    return Applied(type, (source,))
 
 
 def item_of(source: Source, key: Any) -> Source:
@@ -286,9 +309,9 @@ def is_outside(source: Source) -> bool:
     match source:
         case Globals():
             return True
-        case Call(function):
+        case Applied(function):
             return function is cells_of
-        case Attribute(Call(function), name):
+        case Attribute(Applied(function), name):
             return function is type and not name.startswith("__")
         case _:
             return False

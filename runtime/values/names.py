@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...compat import all_modules, children_of, has_state_hooks, own_buffers, own_parameters, transient_buffers
+from ...compat import all_modules, has_state_hooks, modules_by_name, own_buffers, own_parameters, transient_buffers
 from .dynamic import cached_by_class
 
 __all__ = [
@@ -78,18 +78,10 @@ class ModelNames:
     """Look up modules by qualified name, and names by module."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.modules: dict[str, nn.Module] = {}
+        self.modules = modules_by_name(model, every_name=True)
         self._names: dict[nn.Module, list[str]] = {}
-        pending = [("", model)]
-        while pending:
-            name, module = pending.pop()
-            self.modules[name] = module
+        for name, module in self.modules.items():
             self._names.setdefault(module, []).append(name)
-            children = children_of(module)
-            if children:
-                prefix = f"{name}." if name else ""
-                named = [(prefix + key, child) for key, child in children.items() if child is not None]
-                pending.extend(reversed(named))
 
     def all_of_each(self) -> Iterable[tuple[nn.Module, Sequence[str]]]:
         """Return every module once, with all its names."""

@@ -13,22 +13,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.command_line import HEADS, folder_of_modules
 
 from fxopt.errors import PipelineError
 from fxopt.known_passes import check_names
 
-SOURCE = """
-import torch
-from torch import nn
-
-class Heads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(6))
-
-    def forward(self, x):
-        return torch.cat([head(x) for head in self.heads], dim=1)
-
+SOURCE = (
+    HEADS
+    + """
 class Halving(Heads):
     def forward(self, x):
         while x.abs().max() > 1e-4:
@@ -49,6 +41,7 @@ def halving():
 def training_heads():
     return heads().train()
 """
+)
 
 FAST = ("--no-measure",)
 """Decide by the documented rule, so that the tests do not depend on the machine."""
@@ -60,14 +53,14 @@ Fxopt = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Work in a folder with a module `zoo`, whose factories the command line imports from there."""
-    (tmp_path / "zoo.py").write_text(SOURCE)
-    (tmp_path / "bare.py").write_text("from zoo import heads")
-    (tmp_path / "grumpy.py").write_text("from zoo import heads\ndef example_inputs():\n    raise OSError('no data')")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    for name in ("zoo", "bare", "grumpy"):
-        sys.modules.pop(name, None)
+    with folder_of_modules(
+        tmp_path,
+        monkeypatch,
+        zoo=SOURCE,
+        bare="from zoo import heads",
+        grumpy="from zoo import heads\ndef example_inputs():\n    raise OSError('no data')",
+    ) as folder:
+        yield folder
 
 
 def in_new_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

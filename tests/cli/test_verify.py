@@ -8,19 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.command_line import HEADS, folder_of_modules
 
-SOURCE = """
-import torch
-from torch import nn
-
-class Heads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(6))
-
-    def forward(self, x):
-        return torch.cat([head(x) for head in self.heads], dim=1)
-
+SOURCE = (
+    HEADS
+    + """
 class Scaled(Heads):
     def forward(self, x):
         return super().forward(x) * 1.001
@@ -63,6 +55,7 @@ def others():
     torch.manual_seed(7)
     return Heads()
 """
+)
 
 
 Fxopt = Callable[..., Any]
@@ -71,13 +64,8 @@ Fxopt = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Work in a folder with a module `zoo`, whose factories the command line imports from there."""
-    (tmp_path / "zoo.py").write_text(SOURCE)
-    (tmp_path / "bare.py").write_text("from zoo import heads")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    for name in ("zoo", "bare"):
-        sys.modules.pop(name, None)
+    with folder_of_modules(tmp_path, monkeypatch, zoo=SOURCE, bare="from zoo import heads") as folder:
+        yield folder
 
 
 def save(fxopt: Fxopt, out: str, *options: str, model: str = "zoo:heads", passes: str = "fuse_ensembles") -> None:

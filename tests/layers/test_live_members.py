@@ -9,22 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_models import Ensemble
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import fxopt
 from fxopt.errors import FusedMemberError
-
-
-class Ensemble(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(4, 4)
-        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.trunk(x)
-        return torch.stack([head(x) for head in self.heads])
 
 
 def inputs() -> Tensor:

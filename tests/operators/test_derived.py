@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
+from support.concurrency import run_in_threads
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -339,11 +339,7 @@ def test_threads(weight: nn.Parameter, by: Tensor) -> None:
                 if not torch.equal(target(own, by)[0], own * by.square()[:, None] * 2):
                     wrong.append("own")
 
-    threads = [threading.Thread(target=work, args=(torch.zeros(3, 4),)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, [torch.zeros(3, 4) for _ in range(4)])
     assert not wrong
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from support.all_uses import USES
 from support.catalog import sample
+from support.concurrency import group_of_one_process
 from support.outcomes import WHOLE, Difference, Judge, Outcome, Raised
 from support.samples import NotForThis, Sample, Subject, quiet
 from support.using import Use
-from torch import distributed
 
 import fxopt
 
@@ -108,14 +108,6 @@ def _used(chosen: Use, subject: Subject) -> Outcome:
         return {WHOLE: Raised(error)}
 
 
-@contextlib.contextmanager
-def group_of_one(made: Sample) -> Iterator[None]:
+def group_of_one(made: Sample) -> contextlib.AbstractContextManager[None]:
     """Open a group of one process for passes that need one."""
-    if made.last != "sync_batchnorm":
-        yield
-        return
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
+    return group_of_one_process() if made.last == "sync_batchnorm" else contextlib.nullcontext()

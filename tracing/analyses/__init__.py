@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from .random_effects import (
-    function_uses_host_random,
-    has_random_effects,
-    module_has_random_effects,
-    tree_uses_host_random,
-)
+from .random_effects import function_uses_host_random, may_draw, module_may_draw, tree_uses_host_random
 from .structural_hash import Described, HashLevel, StructuralHash
 
 __all__ = [
-    "Described", "HashLevel", "StructuralHash", "function_uses_host_random", "has_random_effects",
-    "module_has_random_effects", "tree_uses_host_random",
+    "Described", "HashLevel", "StructuralHash", "function_uses_host_random", "may_draw", "module_may_draw",
+    "tree_uses_host_random",
 ]  # fmt: skip

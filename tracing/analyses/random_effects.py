@@ -13,12 +13,11 @@ import torch
 from torch import fx, nn
 
 from ...compat import all_modules, own_children
-from ...operators import has_random_effects as has_random_effects_by_table
-from ...operators import info_of, is_known_function, operator_info, operator_of_module
+from ...operators import has_random_effects, info_of, is_known_function, operator_info, operator_of_module
 from ...runtime.guards import require
 from ...runtime.values import cached_by_class, is_container, is_leaf, is_library, keep, runs_as_sequential
 
-__all__ = ["function_uses_host_random", "has_random_effects", "module_has_random_effects", "tree_uses_host_random"]
+__all__ = ["function_uses_host_random", "may_draw", "module_may_draw", "tree_uses_host_random"]
 
 _WORDS = ("Attention", "LSTM", "GRU", "RNN", "Transformer")
 """What is in the names of torch's modules that may draw, and compute more than one operator."""
@@ -26,13 +25,13 @@ _CHECKS = (bool, slice, setattr, require, keep)
 """What graphs call to decide, set and check; it draws nothing."""
 
 
-def has_random_effects(node: fx.Node) -> bool:
+def may_draw(node: fx.Node) -> bool:
     """Tell whether a node that calls no module may draw random numbers."""
     if node.op not in ("call_function", "call_method"):
         return False
     info = info_of(node)
     if info.random is not None:
-        return has_random_effects_by_table(node)
+        return has_random_effects(node)
     if node.op == "call_method":
         name = str(node.target)
         return not hasattr(torch.Tensor, name) and not _only_holds(cast("fx.Node", node.args[0]), name)
@@ -47,7 +46,7 @@ def _only_holds(owner: fx.Node, method: str) -> bool:
     return isinstance(kind, type) and kind.__module__ == "transformers.cache_utils"
 
 
-def module_has_random_effects(module: nn.Module) -> bool:
+def module_may_draw(module: nn.Module) -> bool:
     """Tell whether a module itself, and not one inside it, may draw random numbers."""
     if is_container(module) or runs_as_sequential(module):
         return False

@@ -117,9 +117,9 @@ def found_in_graphs(
     """Yield the owner and the number of each graph, the graph, and what `look(graph, program, owner)` finds in it.
     Modules that are alike have the same graphs: what is found in those of the first is handed out for all of them.
     """
-    likeness, known = program.analyses[StructuralHash], dict[tuple[int, int], T]()
+    hashes, known = program.analyses[StructuralHash], dict[tuple[int, int], T]()
     for owner, capture in program.captures.items():
-        kind = likeness.of(program.module(owner))
+        kind = hashes.of(program.module(owner))
         for number, specialization in enumerate(capture.specializations):
             if (kind, number) not in known:
                 known[kind, number] = look(specialization.graph, program, owner)

@@ -117,7 +117,7 @@ class _Capturer:
         self._stateful: dict[nn.Module, bool] = {}
         self._signatures: dict[Any, list[Signature]] = {}
         self._alike: dict[Hashable, Capture] = {}
-        self._likeness = StructuralHash()
+        self._hash = StructuralHash()
         self._active: dict[int, tuple[Capture, Capture]] = {}
         self._longer: dict[int, tuple[Capture, Capture]] = {}
         self.uncertain = False
@@ -157,7 +157,7 @@ class _Capturer:
         """Return everything that the trace of a module may depend on, or None if that cannot be said."""
         if len(calls) > _MAX_COMPARED or any(call is not None and call.attributes for call in calls):
             return None
-        described = self._likeness.whole(module)
+        described = self._hash.whole(module)
         return described.key, tuple(None if call is None else _call_key(call, described.paths) for call in calls)
 
     def _woken(self, capture: Capture) -> Capture:

@@ -13,9 +13,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...runtime.graphs import Capture, Specialization
-from ...runtime.guards import Argument, Attribute, Guard, Has, Source, Truth, equal, item_of, key_of, length_of, require
-from ...runtime.guards import Call as CallOf
-from ...runtime.guards import Call as Computed
+from ...runtime.guards import (
+    Applied,
+    Argument,
+    Attribute,
+    Guard,
+    Has,
+    Source,
+    Truth,
+    equal,
+    item_of,
+    key_of,
+    length_of,
+    require,
+)
 from ...runtime.values import ModelNames, Signature
 from ..recording import Call
 from ..trace import VARYING
@@ -130,13 +141,16 @@ def _others(guards: Iterable[Guard], rest: Argument) -> set[Guard]:
 
 
 def _names_of(rest: Source) -> Source:
-    return CallOf(tuple, (rest,))
+    return Applied(tuple, (rest,))
 
 
 def _relaxed(guards: Iterable[Guard], rest: Argument) -> tuple[Guard, ...]:
     """Return guards that hold with the argument, too."""
     key = key_of(VARYING)
-    instead = {length_of(rest): CallOf(count_besides, (rest, key)), _names_of(rest): CallOf(names_besides, (rest, key))}
+    instead = {
+        length_of(rest): Applied(count_besides, (rest, key)),
+        _names_of(rest): Applied(names_besides, (rest, key)),
+    }
     return tuple(
         dataclasses.replace(guard, source=instead[guard.source]) if guard.source in instead else guard
         for guard in guards
@@ -186,7 +200,7 @@ def _distinction(call: Call | None, other: Call | None, signature: Signature) ->
         if (size == 1) != (beside == 1) and size and beside:
             if size == 1:
                 return equal(source, 1)
-            several = Computed(operator.ne, (source, key_of(1)))
+            several = Applied(operator.ne, (source, key_of(1)))
             return Guard(several, Truth(expected=True), f"{source} is not 1")
     return None
 

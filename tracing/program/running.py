@@ -65,7 +65,7 @@ def changed_metas(owner: nn.Module, changed: Sequence[object]) -> Mapping[nn.Mod
     """Return what nodes give that gave something of another form before, by the module in whose graphs they are. Only
     what reads one of the `changed` tensors and modules in `owner` runs. Code without a graph counts as before.
     """
-    run, capture = _Run(changed), capture_of(owner)
+    run, capture = _ChangedRun(changed), capture_of(owner)
     if capture is not None:
         with preserved(owner), torch.no_grad(), fake_tensors():
             for specialization in capture.specializations:
@@ -73,7 +73,7 @@ def changed_metas(owner: nn.Module, changed: Sequence[object]) -> Mapping[nn.Mod
     return run.metas
 
 
-class _Run:
+class _ChangedRun:
     """Run those nodes that read a changed value."""
 
     def __init__(self, changed: Sequence[object]) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 
 from ...runtime.guards import (
     SELF,
+    Applied,
     Attribute,
-    Call,
     Dictionary,
     Equals,
     Guard,
@@ -138,7 +138,7 @@ class NestedReads:
         return item_of(Dictionary(source), key)
 
     def _note_all(self, held: dict[str, Any], root: str, source: Source) -> None:
-        self._note(tuple(held), root, Call(tuple, (Dictionary(source),)))
+        self._note(tuple(held), root, Applied(tuple, (Dictionary(source),)))
         for name, value in held.items():
             self._note(value, root, item_of(Dictionary(source), name))
 
@@ -157,7 +157,7 @@ class NestedReads:
         if items and type(value) is not tuple:
             keys = [key for key, _ in items]
             named = type(value) is dict and len(keys) == len(cast("dict[Any, Any]", value))
-            counted, expected = (Call(tuple, (source,)), tuple(keys)) if named else (length_of(source), len(items))
+            counted, expected = (Applied(tuple, (source,)), tuple(keys)) if named else (length_of(source), len(items))
             compared = Known(expected) if any(isinstance(key, enum.Enum) for key in keys) else key_of(expected)
             self._keep(Guard(counted, Equals(compared), f"{source} has {len(items)} items"), root)
         for key, held in items:
@@ -173,7 +173,7 @@ class NestedReads:
             self._keep(is_tensor(source, True, f"{source} is a tensor"), root)
             return
         *owners, last = name.split(".")
-        registered = Call(getattr, (module_at(owners), key_of(last), key_of(None)))
+        registered = Applied(getattr, (module_at(owners), key_of(last), key_of(None)))
         self._keep(Guard(source, Is(registered), f"{source} is {name}"), root)
 
     def _keep(self, guard: Guard, root: str) -> None:

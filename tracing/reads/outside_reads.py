@@ -14,8 +14,8 @@ from torch import nn
 from ...runtime.guards import (
     LIBRARIES,
     SELF,
+    Applied,
     Attribute,
-    Call,
     Globals,
     Guard,
     Source,
@@ -78,7 +78,7 @@ class OutsideReads:
             return None if namespace is None else item_of(Globals(namespace), value.name)
         cell = (function.__closure__ or ())[function.__code__.co_freevars.index(value.name)]
         key = self._cells.get(id(cell))
-        return None if key is None else Attribute(item_of(Call(cells_of, (SELF,)), key), "cell_contents")
+        return None if key is None else Attribute(item_of(Applied(cells_of, (SELF,)), key), "cell_contents")
 
 
 def _is_constant(function: FunctionType, value: Value) -> bool:

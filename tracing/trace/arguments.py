@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...runtime.guards import (
+    Applied,
     Argument,
     Attribute,
-    Call,
     Guard,
     Has,
     Is,
@@ -154,7 +154,7 @@ class Arguments:
         if len(items) > 1:
             # A forward that loops over the items sees their order.
             keys = tuple(items)
-            self._guard(equal(Call(tuple, (source,)), keys, f"{source} has its keys in the order {keys}"))
+            self._guard(equal(Applied(tuple, (source,)), keys, f"{source} has its keys in the order {keys}"))
         return items
 
     def _item(self, source: Source, name: str, key: Any, item: Any, *, named: bool = False) -> Any:

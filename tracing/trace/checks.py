@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from ...compat import operator_format
 from ...runtime.guards import DESCRIPTIONS, SWITCHES, require
 from ...runtime.values import Path, TensorMeta, keep
-from ..analyses import function_uses_host_random, has_random_effects, module_has_random_effects, tree_uses_host_random
+from ..analyses import function_uses_host_random, may_draw, module_may_draw, tree_uses_host_random
 from ..examples import Untraceable
 from ..isolation import Change
 from ..proxies import Tracer
@@ -118,8 +118,8 @@ class _Order:
 
     def _has_random_effects(self, node: fx.Node) -> bool:
         if node.op == "call_module":
-            return any(map(module_has_random_effects, self._callee(node).modules()))
-        return has_random_effects(node)
+            return any(map(module_may_draw, self._callee(node).modules()))
+        return may_draw(node)
 
 
 def _up_to_last(graph: fx.Graph, checks: Collection[fx.Node]) -> list[fx.Node]:

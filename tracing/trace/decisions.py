@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, NoReturn, cast
 from torch import Tensor, fx
 
 from ...runtime.guards import (
+    Applied,
     Attribute,
-    Call,
     Guard,
     IsNot,
     Source,
@@ -216,7 +216,7 @@ class Decisions:
         source = self._lifted(node)
         if source is not None:
             if isinstance(source, Attribute):
-                source = Call(getattr, (source.owner, key_of(source.name), key_of(None)))
+                source = Applied(getattr, (source.owner, key_of(source.name), key_of(None)))
             self._keep(Guard(source, IsNot(key_of(None)), f"decided at {place}"))
             return True
         if lifted:

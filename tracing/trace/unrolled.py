@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
 
 from torch import Tensor, fx, nn
 
-from ...operators import canonical_name
+from ...operators import canonical_name, upwards
 from ...runtime.values import copied, user_class
 from ..proxies import ValueProxy
 from ..reads import source_of
@@ -77,7 +77,7 @@ class UnrollingTracer(ModuleTracer):
                 kind = "size"
             found = _compared(value, self.seen) if kind == "emptiness" else None
             limit = _limit(node, self.data.shaped) if kind == "size" else None
-        self.decided.append(Decided(kind, place or source_of(), frozenset(_uses(node)), found, limit))
+        self.decided.append(Decided(kind, place or source_of(), frozenset(upwards(node)), found, limit))
 
 
 class _Answers(Decisions):
@@ -183,15 +183,6 @@ def _limit(node: fx.Node, shaped: Collection[fx.Node]) -> fx.Node | int | None:
     """Return what a comparison compares the size of something shaped by data with, where that is not."""
     if canonical_name(node) not in _MIRRORED or len(node.args) != 2:
         return None
-    sides = [isinstance(each, fx.Node) and any(used in shaped for used in _uses(each)) for each in node.args]
+    sides = [isinstance(each, fx.Node) and any(used in shaped for used in upwards(each)) for each in node.args]
     limit = node.args[sides.index(False)] if sides.count(True) == 1 else None
     return limit if type(limit) is int or isinstance(limit, fx.Node) else None
-
-
-def _uses(node: fx.Node) -> Iterator[fx.Node]:
-    seen, pending = {node}, [node]
-    for one in pending:
-        yield one
-        fresh = [used for used in one.all_input_nodes if used not in seen]
-        seen.update(fresh)
-        pending += fresh

@@ -114,7 +114,7 @@ def _site(found: Occurrence, number: int) -> Site:
 
 def _occurrence(program: Program, owner: str, node: fx.Node) -> Occurrence | str | None:
     """Return the attention whose result a node is; None if it is something else, or why it stays as it is."""
-    problem: str | None = None
+    first: str | None = None
     for found in WRITTEN_OUT.at(program, owner, node):
         q = found.nodes["q"].meta.get("val")
         settings = {"rank": len(q.shape) if isinstance(q, TensorMeta) else 0}
@@ -122,8 +122,8 @@ def _occurrence(program: Program, owner: str, node: fx.Node) -> Occurrence | str
         reason = _unfit(seen) if isinstance(seen, Occurrence) else seen
         if isinstance(seen, Occurrence) and reason is None:
             return seen
-        problem = problem or reason
-    return problem
+        first = first or reason
+    return first
 
 
 def _with_unread(found: Occurrence) -> Occurrence | str:

@@ -63,7 +63,7 @@ def excerpt_of(found: Occurrence) -> Excerpt | None:
     try:
         layout, sources = _layout(operands)
         ways = _way(found, by_kernel=False), _way(found, by_kernel=True)
-        behind = _behind(found.result)
+        behind = _views_behind(found.result)
         graphs = [layout, *ways, *(_with(graph, behind, found.result) for graph in ways)]
     except KeyError:
         return None
@@ -126,7 +126,7 @@ def _way(found: Occurrence, *, by_kernel: bool) -> fx.Graph:
     return graph
 
 
-def _behind(result: fx.Node) -> list[fx.Node]:
+def _views_behind(result: fx.Node) -> list[fx.Node]:
     """Return what lays out a result for what reads it."""
     behind, node = list[fx.Node](), result
     while len(node.users) == 1 and _is_view(next(iter(node.users))):

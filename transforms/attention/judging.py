@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...passes.kinds import Judgement, allowed_error, figures_of
+from ...passes.kinds import Judgement, beyond_rounding, figures_of
 from ...passes.sites import Cause, Reason
 from ...passes.verification import MEANING, Float64Mode, Tolerance, distance, double_defaults, scale_of
 from ...tracing.program import Program
@@ -84,7 +84,7 @@ def _difference(excerpt: Excerpt, given: Sequence[Tensor]) -> str:
         own, found = (_results(way, given, trained) for way in excerpt.ways)
         keys = given[excerpt.operands.index("v")].shape[-2]
         for results in zip(meant, computed, own, found, strict=True):
-            if reason := _objection(*results, keys):
+            if reason := _reason_against(*results, keys):
                 return reason
     return _lost_nan(excerpt, given)
 
@@ -101,16 +101,15 @@ def _results(way: Compute, given: Sequence[Tensor], trained: Sequence[int]) -> l
     return [result.detach(), *torch.autograd.grad(result, wanted, upstream.to(result.dtype))]
 
 
-def _objection(meant: Tensor, computed: Tensor, own: Tensor, found: Tensor, keys: int) -> str:
+def _reason_against(meant: Tensor, computed: Tensor, own: Tensor, found: Tensor, keys: int) -> str:
     if found.shape != own.shape or found.dtype != own.dtype:
         return f"the operator gives {tuple(found.shape)} of {found.dtype}, and not {tuple(own.shape)} of {own.dtype}"
     scale = scale_of(meant)
     seen = distance(meant, computed, Tolerance(0.0, MEANING * scale))
     if seen.reason:
         return f"the operator is off by {seen.error:.1e} of the scale in float64"
-    error = float((own.double() - meant).abs().max())
-    seen = distance(meant, found.double(), Tolerance(0.0, allowed_error(error, own, meant, keys)))
-    return f"the operator is off by {seen.error:.1e} of the scale" if seen.reason else ""
+    errors = beyond_rounding(own, found, meant, keys)
+    return "" if errors is None else f"the operator is off by {errors[0]:.1e} of the scale"
 
 
 def _lost_nan(excerpt: Excerpt, given: Sequence[Tensor]) -> str:

@@ -47,7 +47,7 @@ class Checkpoint(Pass):
         limit_of(self.budget, 0)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        reason = _obstacle(program)
+        reason = _reason_against(program)
         if reason:
             yield Refusal(reason, at="(root)")
             return
@@ -62,7 +62,7 @@ class Checkpoint(Pass):
         for stretch in choice.stretches:
             yield _site(program, stretch)
         if choice.stretches:
-            for name, why in found.obstacles.items():
+            for name, why in found.left_out.items():
                 yield Refusal(why, at=name)
 
     def _chosen(self, found: Choices, saved: int) -> Choice:
@@ -96,7 +96,7 @@ class Checkpoint(Pass):
         edit.outline(nodes, name="checkpointed", context=context)
 
 
-def _obstacle(program: Program) -> str:
+def _reason_against(program: Program) -> str:
     if not program.training:
         return "it is for training, and the model is in evaluation; call model.train() first, or give phase='train'"
     if not program.inputs:

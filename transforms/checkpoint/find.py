@@ -47,7 +47,7 @@ class Search:
 
     program: Program
     forward: Forward
-    obstacles: dict[str, str] = field(default_factory=dict[str, str])  # node -> why it is in no region
+    left_out: dict[str, str] = field(default_factory=dict[str, str])  # node -> why it is in no region
     problem: Problem = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,12 +86,12 @@ class Search:
     def repeats(self, unit: Unit) -> bool:
         """Say whether running a node again does the same once more, and nothing else."""
         name = qualified(unit.owner, unit.node.name)
-        reason = self._obstacle(unit)
+        reason = self._reason_against(unit)
         if reason and unit.stop > unit.start:
-            self.obstacles.setdefault(name, reason)
+            self.left_out.setdefault(name, reason)
         return not reason and all(map(self.repeats, unit.inside))
 
-    def _obstacle(self, unit: Unit) -> str:
+    def _reason_against(self, unit: Unit) -> str:
         node = unit.node
         if node.meta.get("draws") == "host":
             return "it draws random numbers from outside of torch"
@@ -173,7 +173,7 @@ class Choices:
 
     problem: Problem  # the forward as it runs
     frontier: Sequence[Choice]  # choices of less and less memory, each the cheapest known for its own
-    obstacles: Mapping[str, str]  # name of a node -> why it is in no region
+    left_out: Mapping[str, str]  # name of a node -> why it is in no region
 
 
 def choices(program: Program) -> Choices:
@@ -187,7 +187,7 @@ def choices(program: Program) -> Choices:
         known += _in_another_order(program, forward, search, problem)
     schedules = {id(choice.schedule): choice for choice in known}
     best = [schedules[id(schedule)] for schedule in front([choice.schedule for choice in known])]
-    return Choices(problem, best, search.obstacles)
+    return Choices(problem, best, search.left_out)
 
 
 def _in_another_order(program: Program, forward: Forward, search: Search, problem: Problem) -> list[Choice]:

@@ -92,7 +92,7 @@ def _traced(program: Program, call: Inputs, stand_in: Callable[[Tensor], Tensor]
     try:
         for register in registers:
             register.update({name: copies[id(tensor)] for name, tensor in register.items() if tensor is not None})
-        return _Run(program).of(map_tensors(stand_in, call))
+        return _WatchedForward(program).of(map_tensors(stand_in, call))
     finally:
         for register, held in zip(registers, originals, strict=True):
             register.update(held)
@@ -140,7 +140,7 @@ class _Open:
         return not (self.makes or self.saves or self.operations or self.touched)
 
 
-class _Run:
+class _WatchedForward:
     """One forward, watched."""
 
     def __init__(self, program: Program) -> None:
@@ -286,7 +286,7 @@ class _Run:
 class _Operators(DispatchMode):
     """Tell a run which operators it dispatches."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _WatchedForward) -> None:
         super().__init__()
         self._run = run
 
@@ -300,7 +300,9 @@ class _Operators(DispatchMode):
 class _Runner(GraphRunner):
     """Run the graph of one call, each node as a unit."""
 
-    def __init__(self, run: _Run, module: nn.Module, name: str, number: int, specialization: Specialization) -> None:
+    def __init__(
+        self, run: _WatchedForward, module: nn.Module, name: str, number: int, specialization: Specialization
+    ) -> None:
         super().__init__(module, specialization.graph)
         self._run, self._name, self._number = run, name, number
 

@@ -28,6 +28,9 @@ _RUNG = 16
 _EXACT = 64
 """Up to so many regions to choose from, every schedule on the frontier is looked for."""
 
+_ROUNDED = 1 + 1e-9
+"""Sums of costs differ by at most this factor where they are added in another order."""
+
 _Held = frozenset[int]
 
 
@@ -65,7 +68,7 @@ def _ladder(solver: _Solver, smallest: Sequence[Schedule], most: int) -> Iterato
     best = smallest[-1]
     limit = best.peak + best.peak // _RUNG
     while limit < most:
-        best = solver.solve(limit, best.operations * (1 + 1e-9)) or best
+        best = solver.solve(limit, best.operations * _ROUNDED) or best
         yield best
         limit += max(limit // _RUNG, 1)
 

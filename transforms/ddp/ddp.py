@@ -14,7 +14,7 @@ from ...compat import modules_by_name
 from ...errors import UsageError, one_line
 from ...layers.replica import REPLICA, Replica, replicate
 from ...layers.sync_batch_norm import SyncBatchNorm
-from ...operators import operator_info
+from ...operators import operator_info, reached
 from ...passes.contract import Pass, require_process_group
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...runtime.graphs import Specialization
@@ -97,15 +97,12 @@ def _decides_at_random(specialization: Specialization) -> bool:
 
 def _is_drawn(decided: fx.Node) -> bool:
     """Say whether a decision hangs on a number that is drawn; none is less than 0, the share of layers to drop."""
-    seen, pending = {decided}, [decided]
-    for node in pending:
-        if node.target is operator.lt and node.args[1] == 0:
-            continue
-        if not node.all_input_nodes and operator_info(getattr(node.target, "__name__", None)).random:
-            return True
-        pending += [source for source in node.all_input_nodes if source not in seen]
-        seen.update(node.all_input_nodes)
-    return False
+
+    def computed_from(node: fx.Node) -> Sequence[fx.Node]:
+        return () if node.target is operator.lt and node.args[1] == 0 else node.all_input_nodes
+
+    starts = (node for node in reached([decided], computed_from) if not node.all_input_nodes)
+    return any(operator_info(getattr(node.target, "__name__", None)).random for node in starts)
 
 
 @dataclass(frozen=True)

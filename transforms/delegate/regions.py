@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from ...layers.folded import CHECKS
+from ...operators import reached
 from ...runtime.values import Meta, TensorMeta
 from .kinds import Kind, is_worth_a_call, kinds_of
 from .memory import Memory
@@ -85,14 +86,11 @@ class Cut:
 
     def _sizes(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
         """Return the sizes that nodes read, and those that these are computed from."""
-        found: set[fx.Node] = set()
-        pending = [each for node in nodes for each in node.all_input_nodes]
-        while pending:
-            node = pending.pop()
-            if self._kinds[node] is Kind.SIZE and node not in found:
-                found.add(node)
-                pending += node.all_input_nodes
-        return found
+
+        def sizes_read(node: fx.Node) -> list[fx.Node]:
+            return [each for each in node.all_input_nodes if self._kinds[each] is Kind.SIZE]
+
+        return set(reached((each for node in nodes for each in sizes_read(node)), sizes_read))
 
     def written(self, call: Callable[[Region], Callable[..., Any]]) -> fx.Graph:
         """Return the graph in which each region is one call, of what `call` makes of it, and the rest as it was."""

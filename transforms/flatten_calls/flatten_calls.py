@@ -76,7 +76,7 @@ def _found(program: Program) -> Iterator[tuple[Site | Refusal, int]]:
     phase = Phase.TRAIN if program.training else Phase.EVAL
     opened: set[str] = set()
     for owner in outermost(program, opened):
-        reason = _objection(program, program.module(owner))
+        reason = _reason_against(program, program.module(owner))
         flat = [] if reason else [each for _, each in _flattened(program, owner)]
         if reason:
             yield Refusal(reason, owner), 0
@@ -118,7 +118,7 @@ def _flattened(program: Program, owner: str) -> list[tuple[int, Flat]]:
     return [(number, flat) for number, flat in found if flat.calls]
 
 
-def _objection(program: Program, module: nn.Module) -> str:
+def _reason_against(program: Program, module: nn.Module) -> str:
     """Return why a module stays as it is, whatever it calls, or ""."""
     if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
         return "it holds a module that TorchScript compiled"

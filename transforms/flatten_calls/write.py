@@ -18,7 +18,7 @@ from ...layers.folded import expect_one_of
 from ...layers.packed import keep_narrow
 from ...layers.quantized import StaticLayer
 from ...layers.written_out import Opened, UnchangedGuard
-from ...operators import info_of, mutates
+from ...operators import info_of, mutates, reached
 from ...passes.rewriting import (
     Checks,
     Opener,
@@ -33,7 +33,19 @@ from ...passes.rewriting import (
     writes,
 )
 from ...runtime.graphs import Capture, Region, Specialization, capture_of, copy_graph
-from ...runtime.guards import SELF, Argument, Attribute, Call, Guard, Is, Source, key_of, length_of, module_at, require
+from ...runtime.guards import (
+    SELF,
+    Applied,
+    Argument,
+    Attribute,
+    Guard,
+    Is,
+    Source,
+    key_of,
+    length_of,
+    module_at,
+    require,
+)
 from ...runtime.values import INTERNAL, PLAIN_TYPES, is_plain_structure, keep, qualified, user_class
 from ...tracing.program import Program
 from ...tracing.rules import leaf_graph
@@ -65,15 +77,12 @@ _REGISTRIES = frozenset(INTERNAL) - {"training"}
 
 def _names_read(kind: type) -> set[str]:
     """Return the names in the code of a class's forward, and in that of its methods which are among these."""
-    names: set[str] = set()
-    pending = ["forward"]
-    while pending:
-        function = getattr(kind, pending.pop(), None)
-        if isinstance(function, types.FunctionType):
-            new = set(function.__code__.co_names) - names
-            names |= new
-            pending += new
-    return names
+
+    def names_in(name: str) -> tuple[str, ...]:
+        function = getattr(kind, name, None)
+        return function.__code__.co_names if isinstance(function, types.FunctionType) else ()
+
+    return set(reached(["forward"], names_in))
 
 
 def _norm_in_evaluation(module: nn.Module) -> fx.Graph | None:
@@ -149,7 +158,7 @@ def flattened(program: Program, name: str, specialization: Specialization, *, st
     keep_narrow(writer.graph, exactly=True)
     writer.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr" and not only_builds(node))
     writer.note_computed(specialization.guards, "")
-    found = Call(UnchangedGuard(writer.opened_modules(), len(own_children(owner))), (SELF,))
+    found = Applied(UnchangedGuard(writer.opened_modules(), len(own_children(owner))), (SELF,))
     mode = Guard(Attribute(SELF, "training"), Is(key_of(owner.training)), _CHANGED)
     own = [guard for guard in specialization.guards if not (_counts_children(guard, owner) or asks_unchanged(guard))]
     guards = (*own, mode, *writer.guards, Guard(found, Is(key_of(True)), _CHANGED))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .find import pairs_in, source_of
 from .fold_batchnorm import FoldBatchnorm
-from .obstacles import obstacles
+from .reasons import reasons_against
 from .write import write_check
 
-__all__ = ["FoldBatchnorm", "obstacles", "pairs_in", "source_of", "write_check"]
+__all__ = ["FoldBatchnorm", "pairs_in", "reasons_against", "source_of", "write_check"]

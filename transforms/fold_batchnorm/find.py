@@ -16,12 +16,12 @@ from ...runtime.values import qualified
 from ...tracing.program import Program
 from .parts import NORMS, Norm, layer_at, norm_at
 
-__all__ = ["Call", "Pair", "evaluated", "pairs_in", "source_of", "unfolded"]
+__all__ = ["FoldedCall", "Pair", "evaluated", "pairs_in", "source_of", "unfolded"]
 
 _REASON = "it is a call of F.batch_norm on tensors that are not the model's, or with a mode that is computed"
 
 
-class Call(NamedTuple):
+class FoldedCall(NamedTuple):
     """Where one graph calls a norm on a layer's output, or a layer on a norm's."""
 
     specialization: int
@@ -37,7 +37,7 @@ class Pair:
     layer: LayerCall
     norm: Norm
     before: bool = False
-    calls: list[Call] = field(default_factory=list["Call"])
+    calls: list[FoldedCall] = field(default_factory=list["FoldedCall"])
 
     @property
     def modules(self) -> tuple[tuple[str, nn.Module], ...]:
@@ -92,18 +92,18 @@ def _pairs(program: Program, owner: str, *, modules: bool) -> list[Pair]:
 
 def _around(
     program: Program, owner: str, specialization: int, node: fx.Node
-) -> Iterator[tuple[LayerCall, Norm, Call, bool]]:
+) -> Iterator[tuple[LayerCall, Norm, FoldedCall, bool]]:
     """Yield the layer before a norm and the one behind it."""
     norm, source = norm_at(program, owner, node), source_of(node)
     if norm is None or source is None:
         return
     layer = layer_at(program, owner, source)
     if layer is not None and layer.rank in norm.ranks:
-        yield layer, norm, Call(specialization, source, node), False
+        yield layer, norm, FoldedCall(specialization, source, node), False
     user = only_user(node)
     layer = layer_at(program, owner, user)
     if layer is not None and user is not None and layer.rank in norm.ranks and source_of(user) is node:
-        yield layer, norm, Call(specialization, user, node), True
+        yield layer, norm, FoldedCall(specialization, user, node), True
 
 
 def unfolded(program: Program) -> Iterator[Refusal]:

@@ -15,8 +15,8 @@ from ...passes.sites import Cause, Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
 from .checking import reason_against_fold
 from .find import Pair, pairs_in, unfolded
-from .obstacles import obstacles
 from .parts import fold_of, tensor_at
+from .reasons import reasons_against
 from .write import paths_in, write
 
 __all__ = ["FoldBatchnorm"]
@@ -42,7 +42,7 @@ class FoldBatchnorm(Pass):
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         pairs = pairs_in(program)
-        reasons = obstacles(pairs, program, tails=True)
+        reasons = reasons_against(pairs, program, tails=True)
         for pair in pairs if not program.replaying else ():
             if pair not in reasons and (reason := _fault(pair, program.module(pair.owner))):
                 reasons[pair] = reason

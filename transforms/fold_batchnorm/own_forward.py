@@ -14,7 +14,7 @@ from torch import fx, nn
 from ...operators import info_of, normalized_arguments
 from ...passes.rewriting import only_user, unmet_guards
 from ...runtime.graphs import Specialization, capture_of
-from ...runtime.guards import Argument, Attribute, Call, Constant, Method, Source
+from ...runtime.guards import Applied, Argument, Attribute, Constant, Method, Source
 from ...runtime.values import user_class
 
 __all__ = ["Tail", "tail_of"]
@@ -116,7 +116,7 @@ def _asks_for_number(source: Source) -> bool:
     """Say whether a source is an input, the number of its dimensions, a constant or a comparison of these."""
     if isinstance(source, Attribute):
         return source.name == "ndim"
-    if isinstance(source, Call):
+    if isinstance(source, Applied):
         return source.function in _COMPARISONS
     if isinstance(source, Method):
         return source.name == "dim"

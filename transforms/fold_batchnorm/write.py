@@ -17,10 +17,10 @@ from ...operators import info_of, operator_info, operator_of_module
 from ...passes.rewriting import Edit, LayerCall, hold_written_out
 from ...passes.sites import Site
 from ...runtime.values import user_class
-from .find import Call, source_of
-from .obstacles import has_own_forward
+from .find import FoldedCall, source_of
 from .own_forward import tail_of
 from .parts import Norm, fold_of, layer_at, norm_at
+from .reasons import has_own_forward
 
 __all__ = ["paths_in", "write", "write_check"]
 
@@ -45,31 +45,31 @@ def write(site: Site, edit: Edit) -> None:
             edit.hold_in_evaluation(sorted(names))
 
 
-def _by_layer(site: Site, edit: Edit) -> dict[fx.Node, list[Call]]:
+def _by_layer(site: Site, edit: Edit) -> dict[fx.Node, list[FoldedCall]]:
     """Return the calls of norms by the layer that takes them: one, or one on each side, that before the layer first."""
-    found: dict[fx.Node, list[Call]] = {}
+    found: dict[fx.Node, list[FoldedCall]] = {}
     for label in site.nodes:
         what, number, specialization = label.split(".")
         if what == "layer":
             with edit.in_specialization(int(specialization)):
                 norm = edit.graph_node(f"norm.{number}.{specialization}")
-                call = Call(int(specialization), edit.graph_node(label), norm)
+                call = FoldedCall(int(specialization), edit.graph_node(label), norm)
             found.setdefault(call.layer, []).append(call)
     return {layer: sorted(calls, key=_is_behind) for layer, calls in found.items()}
 
 
-def _is_behind(call: Call) -> bool:
+def _is_behind(call: FoldedCall) -> bool:
     return source_of(call.layer) is not call.norm
 
 
-def _norm(call: Call, edit: Edit) -> Norm:
+def _norm(call: FoldedCall, edit: Edit) -> Norm:
     norm = norm_at(edit.program, edit.site.owner, call.norm)
     if norm is None:
         raise MatchFailure(f"'{call.norm.name}' is no batch norm any more")
     return norm
 
 
-def _fold(node: fx.Node, calls: Sequence[Call], edit: Edit) -> None:
+def _fold(node: fx.Node, calls: Sequence[FoldedCall], edit: Edit) -> None:
     """Write a layer with the norms on its sides folded in, in the place of the first of them."""
     layer = layer_at(edit.program, edit.site.owner, node)
     behind = [_is_behind(call) for call in calls]
@@ -88,7 +88,7 @@ def _fold(node: fx.Node, calls: Sequence[Call], edit: Edit) -> None:
     if not behind[0]:
         edit.replace(calls[0].norm, x)
     if behind[-1]:
-        edit.replace(calls[-1].norm, _behind(norms[-1].module, calls[-1], folded, layer.rank, edit))
+        edit.replace(calls[-1].norm, _rest_of_norm(norms[-1].module, calls[-1], folded, layer.rank, edit))
 
 
 def _derived(layer: LayerCall, norms: Sequence[Norm], behind: Sequence[bool], edit: Edit) -> Sequence[fx.Node]:
@@ -111,7 +111,7 @@ def _of_norm(norm: Norm, fold: Fold) -> list[str]:
     return [norm.tensors[name] for name in fold.norm_tensors]
 
 
-def _behind(norm: nn.BatchNorm1d | None, call: Call, folded: fx.Node, rank: int, edit: Edit) -> fx.Node:
+def _rest_of_norm(norm: nn.BatchNorm1d | None, call: FoldedCall, folded: fx.Node, rank: int, edit: Edit) -> fx.Node:
     """Write what a norm's own forward computes behind the norm, and return the last of it."""
     tail = tail_of(norm) if norm is not None and has_own_forward(norm) else None
     if tail is None:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...errors import MatchFailure, positive_integer
 from ...passes.contract import Pass
-from ...passes.rewriting import Edit, tensor_of
+from ...passes.rewriting import Edit, reason_against_stacking, tensor_of
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...runtime.graphs import Region
 from ...runtime.state import Holder, holder_of
 from ...runtime.values import qualified
-from ...tracing.program import Program, TensorOwners, is_on_meta
+from ...tracing.program import Program, is_on_meta
 from .inlining import InlinedGraph, Operation, inlined_graph, is_chain
 from .lowerings import Lowering, lowerings_for
 from .search import (
@@ -109,16 +109,18 @@ class FuseEnsembles(Pass):
             places = places_of(ensemble, case, program, owner)
         except MatchFailure as unlike:
             return Refusal(str(unlike), at)
-        reason = next((o for place in places if (o := _obstacle(place, program, owner, holder)) is not None), None)
+        reason = next(
+            (o for place in places if (o := _reason_against(place, program, owner, holder)) is not None), None
+        )
         if reason is not None:
             return Refusal(reason, at)
         phase, training_reason = _phase(places, program, owner)
         if training_reason is not None and program.training:
             return Refusal(training_reason, at)
         unmeasured = self.lowering is Lowering.AUTO and not program.inputs and not program.replaying
-        doubt = _doubt(ensemble, program, owner) if unmeasured else None
-        if doubt is not None:
-            return Refusal(f"{doubt}, so fusing them may be slower; give example_inputs to measure it", at)
+        slow = _reason_to_measure(ensemble, program, owner) if unmeasured else None
+        if slow is not None:
+            return Refusal(f"{slow}, so fusing them may be slower; give example_inputs to measure it", at)
         count, module = len(list(ensemble.parameters)), program.module(owner)
         members = ((f"{p}.{m}", op.name) for p, pack in enumerate(ensemble.packs) for m, op in enumerate(pack.members))
         return Site(
@@ -179,26 +181,23 @@ def _closed_families(inlined: InlinedGraph) -> dict[str, str]:
     return closed
 
 
-def _obstacle(place: Place, program: Program, owner: str, holder: Holder) -> str | None:
-    borrowed = _obstacle_in_region(place, program, owner, holder)
+def _reason_against(place: Place, program: Program, owner: str, holder: Holder) -> str | None:
+    borrowed = _reason_in_region(place, program, owner, holder)
     if borrowed is not None:
         return borrowed
-    owners, module, seen = program.analyses[TensorOwners], program.module(owner), set[str]()
+    module, seen = program.module(owner), set[str]()
     for operand in place.ensemble.parameters:
         if len(set(operand.names)) < len(operand.names):
             repeated = next(name for name in operand.names if operand.names.count(name) > 1)
             return f"members share the parameter '{repeated}'"
-        for name in operand.names:
-            names = owners.names(holder.qualified(name))
-            if len(names) > 1:
-                return f"the parameter '{names[0]}' is tied to '{names[1]}'"
-            kind = type(tensor_of(module, name))
-            if kind not in (Tensor, nn.Parameter):
-                return f"'{name}' is of type {kind.__name__}, which is not stacked"
-            if name in seen:
-                return f"the parameter '{name}' is read in two places of the ensemble"
+        reason = reason_against_stacking(operand.names, program, module, holder.qualified)
+        if reason is not None:
+            return reason
+        again = next((name for name in operand.names if name in seen), None)
+        if again is not None:
+            return f"the parameter '{again}' is read in two places of the ensemble"
         seen.update(operand.names)
-    return _difference(place.ensemble, module) or _order_obstacle(place)
+    return _difference(place.ensemble, module) or _reason_in_order(place)
 
 
 def _difference(ensemble: Ensemble, owner: nn.Module) -> str | None:
@@ -220,7 +219,7 @@ def _odd_one(names: Sequence[str], values: Sequence[object]) -> str | None:
     return next((name for name, value in zip(names, values, strict=True) if value != values[0]), None)
 
 
-def _obstacle_in_region(place: Place, program: Program, owner: str, holder: Holder) -> str | None:
+def _reason_in_region(place: Place, program: Program, owner: str, holder: Holder) -> str | None:
     if isinstance(holder.module, Region):
         return "they are called in a region that does not own them"
     if not holder.regions:
@@ -241,7 +240,7 @@ def _casts(holder: Holder, around: int = 0) -> bool:
     return any(region.context.kind == "autocast" for region in holder.regions[around:])
 
 
-def _order_obstacle(place: Place) -> str | None:
+def _reason_in_order(place: Place) -> str | None:
     ensemble, inlined, inside = place.ensemble, place.inlined, place.ensemble.covered
     writing = [operation for operation in inlined.writes if operation not in inside]
     for pack in ensemble.packs:
@@ -277,7 +276,7 @@ def _kind(ensemble: Ensemble, owner: nn.Module) -> Hashable:
     return ensemble.size, packs, tensors, ensemble.shares_input
 
 
-def _doubt(ensemble: Ensemble, program: Program, owner: str) -> str | None:
+def _reason_to_measure(ensemble: Ensemble, program: Program, owner: str) -> str | None:
     """Return why it is not known without measuring whether an ensemble pays, or None where the rule is that it does."""
     module = program.module(owner)
     if max(tensor_of(module, operand.names[0]).numel() for operand in ensemble.parameters) > LARGEST_UNMEASURED_WEIGHT:

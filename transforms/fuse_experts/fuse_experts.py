@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, cast
 
 from torch import nn
@@ -13,10 +14,10 @@ from ...compat import has_hooks, modules_by_name
 from ...layers import moe
 from ...layers.members import settings_of
 from ...passes.contract import Pass
-from ...passes.rewriting import Edit
+from ...passes.rewriting import Edit, reason_against_stacking
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...runtime.values import qualified, user_class
-from ...tracing.program import Program, TensorOwners
+from ...tracing.program import Program
 from .find import find_mixtures, mixture_at
 from .members import Items
 from .mixtures import Mixture
@@ -59,7 +60,7 @@ class FuseExperts(Pass):
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         for found in find_mixtures(program):
-            owner, reason = (found.owner, _obstacle(found, program)) if isinstance(found, Mixture) else found
+            owner, reason = (found.owner, _reason_against(found, program)) if isinstance(found, Mixture) else found
             if reason is not None or not isinstance(found, Mixture):
                 yield Refusal(reason or "", owner or "(root)")
                 continue
@@ -98,8 +99,8 @@ def _settings(expert: nn.Module) -> list[object]:
     ]
 
 
-def _obstacle(mixture: Mixture, program: Program) -> str | None:
-    module, owners = program.module(mixture.owner), program.analyses[TensorOwners]
+def _reason_against(mixture: Mixture, program: Program) -> str | None:
+    module = program.module(mixture.owner)
     if mixture.template.idle and program.training:
         return "its experts draw random numbers in training (dropout)"
     odd = _unlike(mixture, module)
@@ -112,14 +113,9 @@ def _obstacle(mixture: Mixture, program: Program) -> str | None:
             "on which momentum and weight decay act; give example_inputs that reach every expert"
         )
     for names in (items.paths for items in mixture.separate):
-        for name in names:
-            others = owners.names(qualified(mixture.owner, name))
-            if len(others) > 1:
-                return f"the parameter '{others[0]}' is tied to '{others[1]}'"
-            holder = module.get_submodule(name.rpartition(".")[0])
-            tensor = getattr(holder, name.rpartition(".")[2], None)
-            if type(tensor) is not nn.Parameter:
-                return f"'{name}' is of type {type(tensor).__name__}, which is not stacked"
+        reason = reason_against_stacking(names, program, module, partial(qualified, mixture.owner))
+        if reason is not None:
+            return reason
         if len({module.get_parameter(name).requires_grad for name in names}) > 1:
             return f"experts differ in requires_grad: '{names[0]}' and others"
         if len({module.get_parameter(name).shape for name in names}) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from ...compat import own_children, submodule
 from ...operators import canonical_name
 from ...runtime.values import same_kind
 
-__all__ = ["Items", "Slices", "Source", "family_of", "find_sources", "operands", "upwards"]
+__all__ = ["Items", "Slices", "Source", "family_of", "find_sources", "operands"]
 
 _FEWEST = 2
 _VIEWS = ("view", "reshape", "unflatten")
@@ -23,17 +23,6 @@ _VIEWS = ("view", "reshape", "unflatten")
 def operands(node: fx.Node) -> tuple[Any, ...]:
     """Return the positional arguments of a node."""
     return node.args
-
-
-def upwards(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield a node and what it is made from, the nearest first."""
-    seen, pending = {node}, [node]
-    for one in pending:
-        yield one
-        for used in one.all_input_nodes:
-            if used not in seen:
-                seen.add(used)
-                pending.append(used)
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from ...errors import MatchFailure
-from ...operators import canonical_name
+from ...operators import canonical_name, upwards
 from ...passes.sites import VOLATILE
 from ...runtime.guards import Attribute, Dictionary, module_at, require
 from ...runtime.values import qualified
 from ...tracing.trace import assign
-from .members import Items, Source, operands, upwards
+from .members import Items, Source, operands
 from .rounds import Loop
 from .routing import RoutedBy
 from .template import ExpertTemplate
@@ -79,16 +79,16 @@ class Mixture:
     @property
     def rest(self) -> list[str]:
         """Return what is computed of the results."""
-        made, places, told = {self.loop.result}, dict[fx.Node, str](), list[str]()
+        made, places, steps = {self.loop.result}, dict[fx.Node, str](), list[str]()
         is_behind = False
         for node in self.unrolled.graph.nodes:
             if is_behind and not made.isdisjoint(node.all_input_nodes):
                 made.add(node)
                 given = fx.map_arg((operands(node), dict(node.kwargs)), lambda used: places.get(used, used.op))
-                told.append(f"{node.op} {node.target} {given}")
+                steps.append(f"{node.op} {node.target} {given}")
                 places[node] = f"%{len(places)}"
             is_behind = is_behind or node is self.loop.writes[-1]
-        return told
+        return steps
 
     @property
     def separate(self) -> list[Items]:

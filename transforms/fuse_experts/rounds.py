@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...errors import MatchFailure
-from ...operators import canonical_name
+from ...operators import canonical_name, reached, upwards
 from ...runtime.values import tensors_in
-from .members import operands, upwards
+from .members import operands
 from .unrolling import Unrolled
 
 __all__ = ["Loop", "Round", "draws", "dropping_module", "find_loop", "is_dropout"]
@@ -299,12 +299,7 @@ class _LoopReader:
         return [self.joined[node].rows] if node in self.joined else node.all_input_nodes
 
     def _slice(self, output: fx.Node) -> list[fx.Node]:
-        wanted, pending = {output}, [output]
-        while pending:
-            for used in self._inputs(pending.pop()):
-                if used not in wanted and self.is_tainted(used):
-                    wanted.add(used)
-                    pending.append(used)
+        wanted = set(reached([output], lambda node: filter(self.is_tainted, self._inputs(node))))
         return [node for node in self.graph.nodes if node in wanted]
 
     def _rows(self, nodes: Sequence[fx.Node], count: int) -> fx.Node:

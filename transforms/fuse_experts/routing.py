@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor, fx
 
 from ...errors import MatchFailure
 from ...layers.moe import Routing, over_capacity
+from ...operators import reached, upwards
 from .capacity import Bound
-from .members import operands, upwards
+from .members import operands
 from .rounds import Loop, Round
 
 __all__ = ["RoutedBy", "routing_of"]
@@ -126,28 +128,26 @@ class _RoutingSearch:
 
     def _by_expert(self) -> RoutedBy | None:
         """Return the routing where experts choose their tokens [experts, n] or [n, experts]; None where they do not."""
-        for node in self.before:
-            value = self.values.get(node)
-            if not isinstance(value, Tensor) or value.ndim != 2 or value.dtype not in (torch.int64, torch.int32):
+        tables = {node: value for node in self.before if isinstance(value := self.values.get(node), Tensor)}
+        for node, value in tables.items():
+            if value.ndim != 2 or value.dtype not in (torch.int64, torch.int32):
                 continue
+            alike = [other for other, own in tables.items() if own.shape == value.shape and own.is_floating_point()]
             for is_turned in (False, True):
-                tokens = value.t() if is_turned else value
+                tokens, *given = (each.t() if is_turned else each for each in (value, *(tables[o] for o in alike)))
                 experts = torch.arange(len(tokens), device=value.device).unsqueeze(1).expand(tokens.shape)
-                if len(tokens) != self.count or not self.pairs.are(tokens.flatten(), experts.flatten(), None):
+                fits = partial(self.pairs.are, tokens.flatten(), experts.flatten())
+                if len(tokens) != self.count or not fits(None):
                     continue
-                if not self.pairs.is_weighted:
-                    return RoutedBy(self._hidden(node), node, None, "tokens", is_turned=is_turned)
-                for other in self.before:
-                    own = self.values.get(other)
-                    if not isinstance(own, Tensor) or own.shape != value.shape or not own.is_floating_point():
-                        continue
-                    if self.pairs.are(tokens.flatten(), experts.flatten(), (own.t() if is_turned else own).flatten()):
-                        return RoutedBy(self._hidden(node), node, other, "tokens", is_turned=is_turned)
+                weights = (other for other, own in zip(alike, given, strict=True) if fits(own.flatten()))
+                found = next(weights, None) if self.pairs.is_weighted else None
+                if found is not None or not self.pairs.is_weighted:
+                    return RoutedBy(self._hidden(node), node, found, "tokens", is_turned=is_turned)
         return None
 
     def _hidden(self, chosen: fx.Node) -> fx.Node:
         """Return the node of the inputs of all tokens; what is picked by the choices has other rows with others."""
-        rounds, picked = self.loop.rounds, _made_from(chosen)
+        rounds, picked = self.loop.rounds, set(reached([chosen], lambda node: node.users))
         for node in upwards(rounds[0].rows):
             if node not in picked and all(self._has_rows(node, each) for each in rounds):
                 return node
@@ -202,24 +202,13 @@ class _RoutingSearch:
 def _ancestors(loop: Loop) -> list[fx.Node]:
     """Return, in order, what the loop's tokens and weights come from."""
     graph = loop.target.graph
-    found, pending = set[fx.Node](), list[fx.Node]()
-    for write in loop.writes:
-        pending += [used for used in write.all_input_nodes if used not in loop.tainted and used is not loop.target]
-    pending += [each.weighting for each in loop.rounds if each.weighting is not None]
+    starts = [used for write in loop.writes for used in write.all_input_nodes if used is not loop.target]
+    starts += [each.weighting for each in loop.rounds if each.weighting is not None]
     # Lists of each expert's tokens may be made of it in Python.
-    pending += [used for node in graph.find_nodes(op="call_method", target="tolist") for used in node.all_input_nodes]
-    while pending:
-        node = pending.pop()
-        if node not in found and node not in loop.tainted:
-            found.add(node)
-            pending += node.all_input_nodes
+    starts += [used for node in graph.find_nodes(op="call_method", target="tolist") for used in node.all_input_nodes]
+
+    def untainted(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [node for node in nodes if node not in loop.tainted]
+
+    found = set(reached(untainted(starts), lambda node: untainted(node.all_input_nodes)))
     return [node for node in graph.nodes if node in found]
-
-
-def _made_from(node: fx.Node) -> set[fx.Node]:
-    """Return what depends on a node, the node too."""
-    found, pending = {node}, [node]
-    for one in pending:
-        pending += [user for user in one.users if user not in found]
-        found.update(one.users)
-    return found

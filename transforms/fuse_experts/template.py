@@ -48,7 +48,7 @@ def description(each: Round, call: Unrolled) -> tuple[Any, ...]:
     """Return what is equal for rounds in which the same is computed, each with tensors of its own."""
     places, sources = {node: number for number, node in enumerate(each.nodes)}, call.sources
 
-    def told(node: fx.Node) -> Any:
+    def shown(node: fx.Node) -> Any:
         if node in places:
             return f"%{places[node]}"
         if node in sources and not isinstance(sources[node][0], Slices):
@@ -59,7 +59,7 @@ def description(each: Round, call: Unrolled) -> tuple[Any, ...]:
     for node in each.nodes:
         target = sources[node][0].kind if node in sources else str(node.target)
         own = node not in sources or node.op == "call_module"
-        args = fx.map_arg((operands(node), dict(node.kwargs)), told) if own else ()
+        args = fx.map_arg((operands(node), dict(node.kwargs)), shown) if own else ()
         module = call.module.get_submodule(str(node.target)) if node.op == "call_module" else None
         settings = "" if module is None else f"{type(module).__qualname__} {module.extra_repr()}"
         steps.append((node.op, target, repr(args), settings))

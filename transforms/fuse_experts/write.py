@@ -13,11 +13,11 @@ from ...compat import modules_by_name
 from ...layers.ensemble import split_vectors
 from ...layers.members import settings_of, vector_size, ways_to
 from ...layers.moe import FusedExperts, Lowering, added_to
-from ...operators import canonical_name, mutates
+from ...operators import canonical_name, mutates, reached, upwards
 from ...passes.rewriting import Edit, hold_written_out, leave_views, stack_members
 from ...runtime.graphs import copy_graph
 from ...runtime.guards import require
-from .members import Items, Source, operands, upwards
+from .members import Items, Source, operands
 from .mixtures import Mixture, assigned
 from .rounds import dropping_module
 
@@ -136,31 +136,24 @@ class _Rewrite:
             self.graph.erase_node(node)
 
     def _live(self) -> set[fx.Node]:
-        live, pending = set[fx.Node](), [self.graph.output_node(), *assigned(self.graph)]
-        writes = [self.new[w] for w in self.mixture.loop.writes]
-        while pending:
-            node = pending.pop()
-            if node in live:
-                continue
-            live.add(node)
-            pending += node.all_input_nodes
+        writes = {self.new[w] for w in self.mixture.loop.writes}
+
+        def kept_with(node: fx.Node) -> list[fx.Node]:
             # What is written in place into something that is still read stays, too.
-            pending += [
-                user for user in node.users if operands(user)[:1] == (node,) and mutates(user) and user not in writes
-            ]
-        return live
+            writing = [user for user in node.users if operands(user)[:1] == (node,) and mutates(user)]
+            return [*node.all_input_nodes, *(user for user in writing if user not in writes)]
+
+        return set(reached([self.graph.output_node(), *assigned(self.graph)], kept_with))
 
 
 def _needs(check: fx.Node, plain: set[fx.Node]) -> set[fx.Node]:
     """Return what a check reads that is more than a look at it, or arithmetic with `plain` numbers."""
-    found, pending = set[fx.Node](), list(check.all_input_nodes)
-    while pending:
-        node = pending.pop()
-        if node in plain or canonical_name(node) in ("len", "shape", "eq", "getitem") or node.target is getattr:
-            pending += node.all_input_nodes
-        else:
-            found.add(node)
-    return found
+
+    def only_looks(node: fx.Node) -> bool:
+        return node in plain or canonical_name(node) in ("len", "shape", "eq", "getitem") or node.target is getattr
+
+    found = reached(check.all_input_nodes, lambda node: node.all_input_nodes if only_looks(node) else ())
+    return {node for node in found if not only_looks(node)}
 
 
 # -- stacking --------------------------------------------------------------------------------------------------------

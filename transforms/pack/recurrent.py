@@ -13,10 +13,9 @@ from torch import Tensor, fx, nn
 
 from ...compat import own_parameters
 from ...layers.packed import PackedLSTM, Recurrence, why_not_packed
-from ...passes.kinds import Judgement, allowed_error, error_of
+from ...passes.kinds import Judgement, beyond_rounding, error_of
 from ...passes.rewriting import Edit, reason_against_module, shape_of
 from ...passes.sites import Cause, Reason, Refusal, Site
-from ...passes.verification import scale_of
 from ...runtime.graphs import Region
 from ...runtime.values import qualified
 from ...tracing.program import Program
@@ -118,10 +117,10 @@ def _found(program: Program, owner: str, number: int, node: fx.Node) -> _FoundLS
     module = program.callee(owner, node) if node.op == "call_module" else None
     if not isinstance(module, nn.LSTM):
         return None
-    return _FoundLSTM(owner, number, node, module, _objection(program, owner, module, node))
+    return _FoundLSTM(owner, number, node, module, _reason_against(program, owner, module, node))
 
 
-def _objection(program: Program, owner: str, module: nn.LSTM, node: fx.Node) -> str:
+def _reason_against(program: Program, owner: str, module: nn.LSTM, node: fx.Node) -> str:
     reason = reason_against_module(module, nn.LSTM)
     if reason:
         return reason
@@ -182,10 +181,8 @@ class _Check:
         with torch.no_grad():
             exact = self.packed.plainly(x.double(), None, *(each.double() for each in self.tensors))[0]
             own, found = self.packed.plainly(x, None, *self.tensors)[0], self.packed(laid, None, *self.tensors)[0]
-            errors = [float((each.double() - exact).abs().max()) for each in (own, found)]
-            most = allowed_error(errors[0], own, exact)
-        scale = max(scale_of(exact), torch.finfo(exact.dtype).tiny)
-        return None if errors[1] <= most else off_by(errors[1] / scale, errors[0] / scale)
+            errors = beyond_rounding(own, found, exact)
+        return None if errors is None else off_by(*errors)
 
     def error(self, x: Tensor, laid: Tensor) -> float:
         """Return how far off the packed LSTM is from the LSTM itself, relative to the scale of its outputs."""

@@ -17,7 +17,7 @@ from ...passes.timing import race_clock
 from ...runtime.graphs import capture_of, fitting
 from ...runtime.guards import require
 from ...runtime.values import is_leaf, is_library, is_plain_structure, tensors_within
-from ...tracing.analyses import has_random_effects, module_has_random_effects
+from ...tracing.analyses import may_draw, module_may_draw
 from ...tracing.examples import Inputs
 from ...tracing.isolation import in_phase, preserved
 from ...tracing.program import GraphRunner, function_of_node
@@ -41,9 +41,9 @@ class ValueKind(enum.Enum):
 
     TENSOR = "tensor"
     PLAIN = "plain"
-    """A size or what hangs on sizes: told once for each shape of the batch."""
+    """A size, or a value that depends on sizes: sent once for each shape of the batch."""
     OTHER = "other"
-    """An object, or a number that hangs on data: it stays in its stage."""
+    """An object, or a number that depends on data: it stays in its stage."""
 
 
 @dataclass
@@ -53,8 +53,8 @@ class NodeFacts:
     cost: float = 0.0  # of running it forward
     kind: ValueKind = ValueKind.OTHER  # of its value
     size: int = 0  # of its value, in bytes
-    repeatable: bool = False  # it hangs on inputs and buffers alone: every stage that needs it computes it for itself
-    repeatable_when_told: bool = False  # so it does, but it hangs on plain values of other stages, too
+    repeatable: bool = False  # it depends on inputs and buffers only: every stage that needs it computes it for itself
+    repeatable_with_plain: bool = False  # likewise, but it also depends on plain values of other stages
     last_writer: fx.Node | None = None  # the last node that writes into its memory, if any
     tuple_length: int | None = None  # if it is a tuple whose items can cross one by one
 
@@ -103,9 +103,11 @@ class _Observer(GraphRunner):
         if not (draws or wrote) and self._only_computes(n, value):
             seen, inputs = self.seen[n], [self.seen[used] for used in n.all_input_nodes]
             seen.repeatable = all(each.repeatable for each in inputs)
-            told = all(each.repeatable or each.repeatable_when_told or each.kind is ValueKind.PLAIN for each in inputs)
+            known = all(
+                each.repeatable or each.repeatable_with_plain or each.kind is ValueKind.PLAIN for each in inputs
+            )
             checks = isinstance(n.target, Holds) or n.target is require
-            seen.repeatable_when_told = told and not seen.repeatable and not checks
+            seen.repeatable_with_plain = known and not seen.repeatable and not checks
         return value
 
     def _timed(self, function: Callable[..., Any], args: Any, kwargs: Any, repeats: int) -> tuple[Any, float]:
@@ -145,8 +147,8 @@ class _Observer(GraphRunner):
         if node.op == "call_module":
             module = self._model.get_submodule(str(node.target))
             leaves = (each for each in all_modules(module) if is_leaf(each) and is_library(type(each)))
-            return next(module.parameters(), None) is None and not any(map(module_has_random_effects, leaves))
-        return isinstance(node.target, Holds) or not has_random_effects(node)
+            return next(module.parameters(), None) is None and not any(map(module_may_draw, leaves))
+        return isinstance(node.target, Holds) or not may_draw(node)
 
 
 def _tuple_length(value: Any) -> int | None:

@@ -18,6 +18,9 @@ __all__ = ["BALANCE", "Line", "Stages", "line_of"]
 BALANCE = 0.05
 """A stage may cost so much more than the mean where fewer bytes cross then."""
 
+_ROUNDED = 1 + 1e-9
+"""Sums of costs differ by at most this factor where they are added in another order."""
+
 _PICKS = (getattr, operator.getitem, len, require)
 """What only picks from a value, or checks it: it stays with that value."""
 
@@ -54,7 +57,7 @@ class Line:
         if slowest is None:
             return None
         limit = max(slowest, sums[-1] / stages * (1 + BALANCE))
-        starts = _fewest_bytes(sums, cuts, stages, limit * (1 + 1e-9), self.crossing)
+        starts = _fewest_bytes(sums, cuts, stages, limit * _ROUNDED, self.crossing)
         ends = (*starts[1:], len(self.items))
         costs = tuple(sums[end] - sums[start] for start, end in zip(starts, ends, strict=True))
         return Stages(starts, costs, sum(self.crossing[start] or 0 for start in starts[1:]))
@@ -107,7 +110,11 @@ def line_of(graph: fx.Graph, seen: Mapping[fx.Node, NodeFacts], model: nn.Module
     items: list[fx.Node] = []
     place: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr") or seen[node].repeatable or seen[node].repeatable_when_told:
+        if (
+            node.op in ("placeholder", "output", "get_attr")
+            or seen[node].repeatable
+            or seen[node].repeatable_with_plain
+        ):
             continue
         stays = _stays_with(node, seen)
         if stays:
@@ -124,7 +131,7 @@ def _stays_with(node: fx.Node, seen: Mapping[fx.Node, NodeFacts]) -> list[fx.Nod
         return []
     sources = [source for source in node.all_input_nodes if not seen[source].repeatable and source.op != "get_attr"]
     picks = node.target is require or any(seen[source].kind is ValueKind.OTHER for source in sources)
-    return sources if picks and not any(seen[source].repeatable_when_told for source in sources) else []
+    return sources if picks and not any(seen[source].repeatable_with_plain for source in sources) else []
 
 
 def _crossing(

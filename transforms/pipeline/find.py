@@ -20,7 +20,7 @@ from .costs import Cost, NodeFacts, ValueKind, observed
 from .cuts import BALANCE, Line, Stages, line_of
 from .opening import OpenedModel, depends_on_mode, opened_graph, why_closed
 
-__all__ = ["Found", "find_stages", "other_routes"]
+__all__ = ["CutRoute", "find_stages", "other_routes"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Route:
             "unpacked": dict(self.opened.unpacked),
             "stages": {node.name: stage for node, stage in stage_of.items()},
             "repeated": [node.name for node, each in self.seen.items() if each.repeatable and node.op != "placeholder"],
-            "late": [node.name for node, each in self.seen.items() if each.repeatable_when_told],
+            "late": [node.name for node, each in self.seen.items() if each.repeatable_with_plain],
             "plain": [node.name for node, each in self.seen.items() if each.kind is ValueKind.PLAIN],
         }
 
 
 @dataclass(frozen=True)
-class Found(Route):
+class CutRoute(Route):
     """Where a model is to be cut."""
 
     line: Line  # the nodes in order
@@ -73,10 +73,10 @@ def _observed(
         unpacked.update({name: length for name, length in lengths.items() if length})
 
 
-def find_stages(program: Program, stages: int, cost: Cost) -> Found:
+def find_stages(program: Program, stages: int, cost: Cost) -> CutRoute:
     """Return where to cut a model into stages, looking into modules until `BALANCE` is reached or nothing is left."""
     chosen, unpacked, model = {"": 0}, dict[str, int](), program.model
-    best: Found | None = None
+    best: CutRoute | None = None
     while True:
         try:
             call = program.whole_calls[0]
@@ -88,7 +88,7 @@ def find_stages(program: Program, stages: int, cost: Cost) -> Found:
         opened, line = route.opened, line_of(route.opened.graph, route.seen, model)
         division = line.cut(stages)
         if division is not None and (best is None or division.imbalance < best.stages.imbalance):
-            best = Found(opened, route.seen, line, division)
+            best = CutRoute(opened, route.seen, line, division)
         inside = _to_open(opened, line, fits, stages, model)
         if (best is not None and best.stages.imbalance <= BALANCE) or not inside:
             break
@@ -120,7 +120,7 @@ _TRIES = 16
 """So many combinations of graphs are tried for a call: where a check of data decides, guards do not tell which fits."""
 
 
-def other_routes(program: Program, found: Found) -> Iterator[dict[str, Any] | Refusal]:
+def other_routes(program: Program, found: CutRoute) -> Iterator[dict[str, Any] | Refusal]:
     """Yield, as `Layout.of` takes it, each other way of an example call in either mode, or why it is refused."""
     names, homes, count = set(found.opened.names.values()), _homes(found), len(found.stages.starts)
     known = [dict(found.opened.chosen)]
@@ -170,7 +170,7 @@ def _route(model: nn.Module, call: Inputs, names: Collection[str], training: boo
     raise failure
 
 
-def _homes(found: Found) -> dict[str, list[int]]:
+def _homes(found: CutRoute) -> dict[str, list[int]]:
     """Return, for each module that is called and each tensor that is read, by which stages, in order."""
     homes: dict[str, list[int]] = {}
     for node, stage in found.stage_of.items():

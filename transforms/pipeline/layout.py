@@ -39,7 +39,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module, data: Mapping[str, Any]) -> Layout:
-        """Return the layout that `Found.data` describes, or raise PlanError where it is of another model."""
+        """Return the layout that `CutRoute.data` describes, or raise PlanError where it is of another model."""
         opened = opened_graph(model, data["opened"], data["unpacked"])
         by_name = {node.name: node for node in opened.graph.nodes}
         missing = [name for name in (*data["stages"], *data["repeated"]) if name not in by_name]

@@ -167,7 +167,7 @@ def _results(model: nn.Module, layouts: Sequence[Layout], calls: Sequence[Inputs
     for number in range(len(calls)):
         crossed: Any = ((), ())
         for stage in stages:
-            stage.hear(number, crossed[1])
+            stage.receive_plain(number, crossed[1])
             crossed = stage.run(crossed[0], number)
         found.append(crossed)
     return found

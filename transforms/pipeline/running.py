@@ -58,9 +58,9 @@ class _PartRun:
     def __init__(self, part: StagePart, model: nn.Module, plain: Collection[fx.Node], *, is_last: bool) -> None:
         self.received = [node for node in part.received if node not in plain]
         self.sent = [node for node in part.sent if node not in plain]
-        self.hears = [node for node in part.received if node in plain]  # no tensors: told beside them
-        self.tells = [node for node in part.sent if node in plain]
-        self.steps = Steps(part.nodes, model, part.result if is_last else (self.sent, self.tells))
+        self.plain_received = [node for node in part.received if node in plain]  # no tensors: sent beside them
+        self.plain_sent = [node for node in part.sent if node in plain]
+        self.steps = Steps(part.nodes, model, part.result if is_last else (self.sent, self.plain_sent))
 
 
 class StageModule(nn.Module):
@@ -72,13 +72,13 @@ class StageModule(nn.Module):
         self.is_last = number == len(layouts[0].parts) - 1
         self._runs = [_PartRun(each.parts[number], model, each.plain, is_last=self.is_last) for each in layouts]
 
-    def hear(self, number: int, told: Sequence[Any]) -> None:
-        """Take what the stage before told for a microbatch."""
+    def receive_plain(self, number: int, values: Sequence[Any]) -> None:
+        """Take the plain values that the stage before sent for a microbatch."""
         run = self._runs[self.feed.ways[number][0]]
-        self.feed.plain = {**self.feed.plain, **dict(zip(run.hears, told, strict=True))}
+        self.feed.plain = {**self.feed.plain, **dict(zip(run.plain_received, values, strict=True))}
 
     def run(self, received: Sequence[Tensor], number: int) -> Any:
-        """Return the result of the model, or what is sent and what is told to the next stage."""
+        """Return the result of the model, or the tensors and the plain values for the next stage."""
         way, repeated = self.feed.ways[number]
         run = self._runs[way]
         return run.steps.run({**self.feed.plain, **repeated, **dict(zip(run.received, received, strict=True))})
@@ -147,7 +147,7 @@ class Relay:
         stage = self.stages[key]
         # Another rank's device is not here.
         here = [self.device if isinstance(value, torch.device) else value for value in received[1]]
-        stage.hear(number, here)
+        stage.receive_plain(number, here)
         seen[key] = tuple(map(_described, received[0]))
         result = stage.run(received[0], number)
         if stage.is_last:

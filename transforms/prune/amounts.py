@@ -37,7 +37,7 @@ class Ranking:
     groups: Sequence[Group]
     scores: Sequence[Tensor]
     wanted: Options
-    multiples: Sequence[int] = ()  # by default `round_to`
+    multiples: Sequence[int]  # of each group
 
     def choose(self, share: float) -> list[Chosen]:
         """Return what is kept where `share` of the units goes; BudgetError: nothing is left in a layer."""
@@ -63,9 +63,8 @@ class Ranking:
     @property
     def steps(self) -> list[int]:
         """Return of how many units each group keeps a multiple; heads and experts are few, and not rounded."""
-        multiples = self.multiples or [self.wanted.round_to] * len(self.groups)
         few = ("heads", "experts")
-        return [1 if g.kind in few else multiple for g, multiple in zip(self.groups, multiples, strict=True)]
+        return [1 if g.kind in few else multiple for g, multiple in zip(self.groups, self.multiples, strict=True)]
 
     def _left_of_each(self, share: float) -> list[int]:
         shares = [share if self.wanted.ratios is None else self.wanted.share_of(group.name) for group in self.groups]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UsageError
-from ...passes.rewriting import layer_of
+from ...passes.rewriting import holds_inputs_first
 from ...runtime.values import flatten, qualified, requires_grad, tensors_by_name
 from ...tracing.examples import Inputs
 from ...tracing.isolation import copied_module, in_phase, preserved
@@ -120,18 +120,13 @@ _Convolution = nn.modules.conv._ConvNd  # pyright: ignore[reportPrivateUsage]
 
 def is_fed_plainly(module: nn.Module) -> bool:
     """Say whether a layer multiplies its one weight with what it is called with."""
-    return isinstance(module, (nn.Linear, _Convolution)) or _inputs_first(module)
-
-
-def _inputs_first(module: nn.Module) -> bool:
-    layer = layer_of(module)
-    return layer is not None and layer.inputs_first
+    return isinstance(module, (nn.Linear, _Convolution)) or holds_inputs_first(module)
 
 
 def _as_weight(module: nn.Module, norms: Tensor) -> Tensor:
     """Return the norm of each input where the weight has it; the places of a kernel meet the same in the mean."""
     if not isinstance(module, _Convolution):
-        return norms[:, None] if _inputs_first(module) else norms
+        return norms[:, None] if holds_inputs_first(module) else norms
     kernel = (1,) * len(module.kernel_size)
     if module.transposed:
         return norms.reshape(-1, 1, *kernel)

@@ -26,13 +26,13 @@ _SETTINGS = (int, float, str, tuple, type(None))
 
 def occurrence(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Occurrence | str | None:
     """Return what a node computes as a kernel does; None if it computes something else, or why it stays as it is."""
-    problem: str | None = None
+    first: str | None = None
     for found in _found(program, owner, node, kernel):
         reason = found.reason_against()
         if reason is None:
             return found
-        problem = problem or reason
-    return problem
+        first = first or reason
+    return first
 
 
 def _found(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iterator[Occurrence]:

@@ -11,7 +11,7 @@ from torch import distributed, fx, nn
 
 from ...operators import operator_info, operator_of_module
 from ...passes.contract import Pass, device_type, mesh_of_same_weights, require_process_group
-from ...passes.rewriting import Opener, layer_of, substituted
+from ...passes.rewriting import Opener, holds_inputs_first, layer_of, substituted
 from ...passes.sites import Goal, Phase, Refusal, Site
 from ...runtime.graphs import Specialization, capture_of, specializations_of
 from ...runtime.guards import Argument, reader
@@ -19,16 +19,10 @@ from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners
 from .rules import SplitBlock, SplitCall, SplitSize, SplitTensor, Stop, parts_in, result_of
 
-__all__ = ["TensorParallel", "blocks_in", "is_conv1d"]
+__all__ = ["TensorParallel", "blocks_in"]
 
 _HARMLESS = ("dtype", "device", "requires_grad")
 """What may be asked of a tensor without its numbers."""
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Say whether a module is the linear layer of GPT-2 in transformers, whose weight is [in, out]."""
-    layer = layer_of(module)
-    return layer is not None and layer.inputs_first
 
 
 def blocks_in(program: Program, processes: int) -> tuple[list[SplitBlock], list[Refusal]]:
@@ -80,7 +74,7 @@ class _Walk(Opener):
                 for node in graph.find_nodes(op="get_attr"):
                     path, _, last = str(node.target).rpartition(".")
                     reads = any(user.target is not getattr or user.args[1] not in _HARMLESS for user in node.users)
-                    if reads and (path or not is_conv1d(module)):
+                    if reads and (path or not holds_inputs_first(module)):
                         found.add(id(getattr(module.get_submodule(path), last, None)))
         return found
 
@@ -92,7 +86,7 @@ class _Walk(Opener):
             self.module("", self.program.model, (), {})
 
     def module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if user_class(type(module)) is nn.Linear or is_conv1d(module):
+        if user_class(type(module)) is nn.Linear or holds_inputs_first(module):
             return self._linear(name, module, args[0] if args else next(iter(kwargs.values()), None))
         capture, found = capture_of(module), specializations_of(module)
         if capture is None or not found:
@@ -229,7 +223,7 @@ class TensorParallel(Pass):
 
         mesh = mesh_of_same_weights(model, self.name)
         plan = {
-            name: style(is_conv1d(model.get_submodule(name)))
+            name: style(holds_inputs_first(model.get_submodule(name)))
             for site in sites
             for role, style in (("columns", column_style), ("rows", row_style))
             for name in site.data[role]

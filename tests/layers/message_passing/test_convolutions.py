@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 pytest.importorskip("torch_geometric")
 
+from support.concurrency import run_in_threads
 from torch_geometric import EdgeIndex
 from torch_geometric import nn as pyg
 
@@ -334,11 +334,7 @@ def test_threads_with_graphs_of_their_own():
                 if not torch.allclose(found, expected[number % 4]):
                     wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, range(4))
     assert not wrong
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.runs import manager_of
+from support.subtractions import Subtractions
 from torch import Tensor, fx, nn
 
 import fxopt
@@ -146,19 +147,10 @@ class Faster(WriteOut):
 
 
 @dataclasses.dataclass(frozen=True)
-class Subtract(Pass):
+class Subtract(Subtractions):
     """Write `a - b` as a call of torch.sub."""
 
-    goal: ClassVar[Goal] = Goal.SIZE
     numerics: ClassVar[Numerics] = Numerics.EXACT
-
-    def find(self, program: Program) -> Iterator[Site]:
-        for match in program.matches(operation("sub", name="sub")):
-            yield match.site()
-
-    def rewrite(self, site: Site, edit: Edit) -> None:
-        node = edit.graph_node("sub")
-        edit.replace(node, edit.call(torch.sub, *node.args))
 
 
 # -- counting ------------------------------------------------------------------------------------------------------

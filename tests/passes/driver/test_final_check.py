@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from support.small_models import Stack
+from support.subtractions import Subtractions
 from torch import Tensor, fx, nn
 
 import fxopt
@@ -173,29 +175,11 @@ class Block(nn.Module):
         return self.inner(x) * 1.0 - x
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class HookLast(Pass):
+class HookLast(Subtractions):
     """Write the subtraction as a function; in the last of equal blocks change what its module gives, too."""
 
-    goal: ClassVar[Goal] = Goal.SIZE
-
-    def find(self, program: Program) -> Iterator[Site | Refusal]:
-        for match in program.matches(operation("sub", name="sub")):
-            yield match.site()
-
     def rewrite(self, site: Site, edit: Edit) -> None:
-        node = edit.graph_node("sub")
-        edit.replace(node, edit.call(torch.sub, *node.args))
+        super().rewrite(site, edit)
         if site.owner == "blocks.2":
             first = edit.program.module("blocks.0.inner")
             handle = first.register_forward_hook(lambda _, args, output: output * 2)
@@ -203,7 +187,7 @@ class HookLast(Pass):
 
 
 def test_what_an_equal_block_does_to_another_one_is_undone() -> None:
-    model = Blocks()
+    model = Stack(Block() for _ in range(3))
     fast = fxopt.optimize(model, [HookLast()], example_inputs=(X,))
     assert statuses(fast) == {"blocks.0": "applied", "blocks.1": "applied", "blocks.2": "undone"}
     assert_same(fast, model)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_models import Ensemble as Heads
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
@@ -23,15 +24,9 @@ from fxopt.errors import StateError
 pytestmark = pytest.mark.filterwarnings("ignore:Seems like .optimizer.step")  # of a scheduler that was copied
 
 
-class Ensemble(nn.Module):
+class Ensemble(Heads):
     def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(4, 4)
-        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.trunk(x)
-        return torch.stack([head(x) for head in self.heads])
+        super().__init__(count=3)
 
 
 class Learner(Ensemble):

@@ -6,19 +6,16 @@ import copy
 import dataclasses
 import gc
 import logging
-from collections.abc import Iterator
 from typing import ClassVar
 
 import pytest
 import torch
+from support.subtractions import Subtractions
 from torch import Tensor, nn
 
 import fxopt
 from fxopt.passes import timing
-from fxopt.passes.contract import Pass
-from fxopt.passes.rewriting import Edit, operation
-from fxopt.passes.sites import Goal, Site
-from fxopt.tracing.program import Program
+from fxopt.passes.sites import Goal
 
 
 class Net(nn.Module):
@@ -34,18 +31,10 @@ class Net(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Subtract(Pass):
+class Subtract(Subtractions):
     """Write `a - b` as a call of torch.sub."""
 
     goal: ClassVar[Goal] = Goal.SPEED
-
-    def find(self, program: Program) -> Iterator[Site]:
-        for match in program.matches(operation("sub", name="sub")):
-            yield match.site()
-
-    def rewrite(self, site: Site, edit: Edit) -> None:
-        node = edit.graph_node("sub")
-        edit.replace(node, edit.call(torch.sub, *node.args))
 
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))

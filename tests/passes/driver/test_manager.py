@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.runs import manager_of
+from support.subtractions import Subtractions
 from torch import Tensor, fx, nn
 
 import fxopt
@@ -53,23 +54,6 @@ X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
 
 
 # -- passes --------------------------------------------------------------------------------------------------------
-
-
-class Subtractions(Pass):
-    """Find every subtraction; how it is rewritten is up to a subclass."""
-
-    goal: ClassVar[Goal] = Goal.SIZE
-
-    def find(self, program: Program) -> Iterator[Site | Refusal]:
-        for match in program.matches(operation("sub", name="sub")):
-            yield match.site()
-
-    def replacement(self, site: Site, edit: Edit, node: fx.Node) -> fx.Node:
-        return edit.call(torch.sub, *node.args)
-
-    def rewrite(self, site: Site, edit: Edit) -> None:
-        node = edit.graph_node("sub")
-        edit.replace(node, self.replacement(site, edit, node))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,14 +184,10 @@ class ByDesign(SwapOperands):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outline(Pass):
+class Outline(Subtractions):
     """Put the subtraction of each module into a region."""
 
     goal: ClassVar[Goal] = Goal.MEMORY
-
-    def find(self, program: Program) -> Iterator[Site]:
-        for match in program.matches(operation("sub", name="sub")):
-            yield match.site()
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         inside = [node for node in edit.graph.nodes if node.op in ("call_module", "call_function")]

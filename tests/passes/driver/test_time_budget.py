@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.runs import manager_of
+from support.subtractions import Subtractions
 from torch import Tensor, nn
 
 import fxopt
@@ -39,7 +40,7 @@ def net(count: int = 3) -> nn.Sequential:
 
 
 @dataclasses.dataclass(frozen=True)
-class Subtract(Pass):
+class Subtract(Subtractions):
     """Write `a - b` as a call of torch.sub."""
 
     goal: ClassVar[Goal] = Goal.SPEED
@@ -50,10 +51,6 @@ class Subtract(Pass):
     def find(self, program: Program) -> Iterator[Site]:
         for match in program.matches(operation("sub", name="sub")):
             yield dataclasses.replace(match.site(), choices=self.choices, required=self.required)
-
-    def rewrite(self, site: Site, edit: Edit) -> None:
-        node = edit.graph_node("sub")
-        edit.replace(node, edit.call(torch.sub, *node.args))
 
 
 @dataclasses.dataclass(frozen=True)

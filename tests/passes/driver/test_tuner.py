@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 from support.runs import manager_of
+from support.small_models import Stack
 from torch import Tensor, fx, nn
 
 import fxopt
@@ -31,17 +32,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         a, b = x - 1.0, x.sin() - 2.0
         return (a * b - 3.0).tanh() - 4.0
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Net() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -253,11 +243,11 @@ def test_alike_sites_are_judged_as_one(clock: Callable[..., list[int]]) -> None:
 
 def test_a_slower_model_loses_all_that_was_decided_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def time_candidates(candidates: Mapping[str, timing.Runner], **options: object) -> Timings:
-        whole = any(isinstance(run.module, Blocks) for run in candidates.values())
+        whole = any(isinstance(run.module, Stack) for run in candidates.values())
         return Timings([{name: 1.0 if (name == "before") is whole else 2.0 for name in candidates}] * 20)
 
     monkeypatch.setattr(timing, "time_candidates", time_candidates)
-    manager = manager_of(fxopt.capture(Blocks(), (X,)))
+    manager = manager_of(fxopt.capture(Stack(Net() for _ in range(3)), (X,)))
     before = {name: str(graph) for name, graph in manager.program.graphs.items()}
     manager.run([Subtractions(kinds=True)])
     assert [decision.status for decision in manager.decisions] == ["undone"] * 12
@@ -266,7 +256,7 @@ def test_a_slower_model_loses_all_that_was_decided_as_one(monkeypatch: pytest.Mo
 
 
 def test_equal_blocks_follow_with_all_their_sites() -> None:
-    manager = managed(Blocks(), Subtractions(unsuitable=(3.0,)))
+    manager = managed(Stack(Net() for _ in range(3)), Subtractions(unsuitable=(3.0,)))
     assert [rewrite.owner for rewrite in manager.rewrites] == ["blocks.0", "blocks.1", "blocks.2"]
     assert [decision.figures.get("as") for decision in manager.decisions if decision.label == "minus 1"] == [
         None, "minus 1 and 2 more", "minus 1 and 2 more",

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.runs import manager_of
-from torch import Tensor, nn
+from support.subtractions import Subtractions
+from torch import Tensor, fx, nn
 
 import fxopt
 from fxopt.errors import PlanError
-from fxopt.passes.contract import Pass
-from fxopt.passes.rewriting import Edit, operation
-from fxopt.passes.sites import Goal, Phase, Refusal, Site
+from fxopt.passes.rewriting import Edit
+from fxopt.passes.sites import Phase, Refusal, Site
 from fxopt.runtime.graphs import Context, ContextRegion, add_region
 from fxopt.tracing.program import Program
 
@@ -34,19 +34,12 @@ class Net(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Wrong(Pass):
+class Wrong(Subtractions):
     """Make the subtraction wrong, and do something beside it."""
 
-    goal: ClassVar[Goal] = Goal.SIZE
-
-    def find(self, program: Program) -> Iterator[Site | Refusal]:
-        for match in program.matches(operation("sub", name="sub")):
-            yield match.site()
-
-    def rewrite(self, site: Site, edit: Edit) -> None:
+    def replacement(self, site: Site, edit: Edit, node: fx.Node) -> fx.Node:
         self.meddle(edit)
-        node = edit.graph_node("sub")
-        edit.replace(node, edit.call(torch.add, *node.args))
+        return edit.call(torch.add, *node.args)
 
     def meddle(self, edit: Edit) -> None:
         """Change what the edit does not know of."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.small_models import HeadsAndOne
 from torch import Tensor, nn
 
 import fxopt
@@ -204,15 +205,9 @@ def test_what_the_caller_gets_by_way_of_views() -> None:
 
 
 def test_fused_members_stay_pure() -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([head(x) for head in self.heads], -1) + self.heads[0](x).sum()
-
-    fast = fxopt.optimize(Heads(), "fuse_ensembles{lowering=bmm}", example_inputs=(torch.randn(2, 4),), measure=False)
+    fast = fxopt.optimize(
+        HeadsAndOne(), "fuse_ensembles{lowering=bmm}", example_inputs=(torch.randn(2, 4),), measure=False
+    )
     program = Program(fast)
     [call] = program.graph("").find_nodes(op="call_module")
     assert program.callee("", call) is fast.heads[0]

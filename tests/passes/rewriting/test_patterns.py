@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from support.small_models import HeadsAndOne
 from torch import Tensor, nn
 
 import fxopt
@@ -102,15 +103,9 @@ def test_modules_are_matched_by_their_exact_class() -> None:
 
 
 def test_modules_keep_their_class_under_fxopt_s_own() -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.cat([head(x) for head in self.heads], -1) + self.heads[0](x).sum()
-
-    fast = fxopt.optimize(Heads(), "fuse_ensembles{lowering=bmm}", example_inputs=(torch.randn(2, 4),), measure=False)
+    fast = fxopt.optimize(
+        HeadsAndOne(), "fuse_ensembles{lowering=bmm}", example_inputs=(torch.randn(2, 4),), measure=False
+    )
     assert type(fast.heads[0]) is not nn.Linear
     program = Program(fast)
     assert names(program, module(nn.Linear, name="it")) == names(program, operation("linear", name="it")) == ["heads_3"]

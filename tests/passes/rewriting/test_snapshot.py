@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from support.runs import manager_of
-from torch import Tensor, nn
+from support.subtractions import Subtractions
+from torch import Tensor, fx, nn
 
 import fxopt
-from fxopt import Edit, Goal, Pass, Program, Refusal, Site
-from fxopt.passes.rewriting import Snapshot, operation
+from fxopt import Edit, Site
+from fxopt.passes.rewriting import Snapshot
 from fxopt.tracing.isolation import AttributeState
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -35,23 +35,19 @@ def chain(count: int) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Rewrite(Pass):
+class Rewrite(Subtractions):
     """Write each subtraction as a function; in the block 0 wrongly, if asked."""
 
     wrong: bool = False
 
-    goal: ClassVar[Goal] = Goal.SIZE
-
-    def find(self, program: Program) -> Iterator[Site | Refusal]:
-        for match in program.matches(operation("sub", name="sub")):
-            yield match.site()
-
     def rewrite(self, site: Site, edit: Edit) -> None:
-        node = edit.graph_node("sub")
-        wrong = self.wrong and site.owner == "0"
-        edit.replace(node, edit.call(torch.add if wrong else torch.sub, *node.args))
+        super().rewrite(site, edit)
         if site.owner == "0":
             self.meddle(edit.program.model.get_submodule("2"))
+
+    def replacement(self, site: Site, edit: Edit, node: fx.Node) -> fx.Node:
+        wrong = self.wrong and site.owner == "0"
+        return edit.call(torch.add if wrong else torch.sub, *node.args)
 
     def meddle(self, block: Any) -> None:
         """Change what is not of the site."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_models import Stack
 from torch import Tensor, nn
 
 import fxopt
@@ -40,20 +41,9 @@ class Layer(nn.Module):
         return x
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer() for _ in range(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def stack() -> Any:
     torch.manual_seed(0)
-    model = Stack()
+    model = Stack(Layer() for _ in range(6))
     with torch.no_grad():
         model(torch.randn(16, 8))
     return model.eval()
@@ -69,45 +59,45 @@ def same(one: nn.Module, other: nn.Module) -> None:
 
 
 def _hooked(model: Any) -> None:
-    model.layers[2].body[0].register_forward_hook(lambda module, args, result: result + 1)
+    model.blocks[2].body[0].register_forward_hook(lambda module, args, result: result + 1)
 
 
 def _hooked_directly(model: Any) -> None:
-    model.layers[2].body[2]._forward_hooks[77] = lambda module, args, result: result + 1
+    model.blocks[2].body[2]._forward_hooks[77] = lambda module, args, result: result + 1
 
 
 def _other_attributes(model: Any) -> None:
-    model.layers[3].config.__dict__ = {"scale": 3.0, "shifts": [1.0, 3.0]}
+    model.blocks[3].config.__dict__ = {"scale": 3.0, "shifts": [1.0, 3.0]}
 
 
 def _other_class(model: Any) -> None:
-    model.layers[4].body[2].__class__ = nn.Tanh
+    model.blocks[4].body[2].__class__ = nn.Tanh
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
     "hook": _hooked,
     "hook put there directly": _hooked_directly,
-    "configuration": lambda model: setattr(model.layers[1].config, "scale", 3.0),
-    "other configuration": lambda model: setattr(model.layers[1], "config", Config(3.0)),
+    "configuration": lambda model: setattr(model.blocks[1].config, "scale", 3.0),
+    "other configuration": lambda model: setattr(model.blocks[1], "config", Config(3.0)),
     "other attributes": _other_attributes,
-    "in a list of the configuration": lambda model: model.layers[1].config.shifts.__setitem__(1, 3.0),
-    "longer list of the configuration": lambda model: model.layers[1].config.shifts.append(3.0),
-    "in a list": lambda model: model.layers[0].factors.__setitem__(1, 3.0),
-    "longer list": lambda model: model.layers[0].factors.append(3.0),
-    "number": lambda model: setattr(model.layers[5], "shift", 2.0),
-    "number's type": lambda model: setattr(model.layers[5], "shift", 1),
-    "setting of a layer": lambda model: setattr(model.layers[5].body[1], "eps", 0.5),
+    "in a list of the configuration": lambda model: model.blocks[1].config.shifts.__setitem__(1, 3.0),
+    "longer list of the configuration": lambda model: model.blocks[1].config.shifts.append(3.0),
+    "in a list": lambda model: model.blocks[0].factors.__setitem__(1, 3.0),
+    "longer list": lambda model: model.blocks[0].factors.append(3.0),
+    "number": lambda model: setattr(model.blocks[5], "shift", 2.0),
+    "number's type": lambda model: setattr(model.blocks[5], "shift", 1),
+    "setting of a layer": lambda model: setattr(model.blocks[5].body[1], "eps", 0.5),
     "class": _other_class,
-    "child": lambda model: model.layers[4].body.__setitem__(2, nn.Tanh()),
-    "one more": lambda model: model.layers[4].body.append(nn.Tanh()),
-    "one less": lambda model: model.layers.__delitem__(5),
-    "mode": lambda model: model.layers[0].body[1].train(),
-    "forward": lambda model: setattr(model.layers[0].body[2], "forward", torch.tanh),
-    "numbers": lambda model: model.layers[0].body[0].weight.data.mul_(2),
-    "parameter": lambda model: setattr(model.layers[0].body[0], "weight", nn.Parameter(torch.ones(8, 8))),
-    "no parameter": lambda model: setattr(model.layers[0].body[0], "bias", None),
-    "registry": lambda model: model.layers[0].body[0]._parameters.__setitem__("weight", nn.Parameter(torch.eye(8))),
-    "buffer": lambda model: setattr(model.layers[5].body[1], "running_mean", torch.ones(8)),
+    "child": lambda model: model.blocks[4].body.__setitem__(2, nn.Tanh()),
+    "one more": lambda model: model.blocks[4].body.append(nn.Tanh()),
+    "one less": lambda model: model.blocks.__delitem__(5),
+    "mode": lambda model: model.blocks[0].body[1].train(),
+    "forward": lambda model: setattr(model.blocks[0].body[2], "forward", torch.tanh),
+    "numbers": lambda model: model.blocks[0].body[0].weight.data.mul_(2),
+    "parameter": lambda model: setattr(model.blocks[0].body[0], "weight", nn.Parameter(torch.ones(8, 8))),
+    "no parameter": lambda model: setattr(model.blocks[0].body[0], "bias", None),
+    "registry": lambda model: model.blocks[0].body[0]._parameters.__setitem__("weight", nn.Parameter(torch.eye(8))),
+    "buffer": lambda model: setattr(model.blocks[5].body[1], "running_mean", torch.ones(8)),
 }
 
 
@@ -128,8 +118,8 @@ def test_what_changes_again_and_again_and_back() -> None:
     fast = flat(model)
     for number in range(20):
         for each in (fast, model):
-            each.layers[1].config.scale = float(number % 3)
-            each.layers[0].body[0].weight = nn.Parameter(torch.full((8, 8), number / 20))
+            each.blocks[1].config.scale = float(number % 3)
+            each.blocks[0].body[0].weight = nn.Parameter(torch.full((8, 8), number / 20))
         same(fast, model)
         same(fast, model)
 
@@ -153,8 +143,8 @@ def test_copies_stand_by_themselves() -> None:
     other = copy.deepcopy(fast)
     same(other, model)
     with torch.no_grad():
-        other.layers[0].body[0].weight.zero_()
-        other.layers[1].config.scale = 5.0
+        other.blocks[0].body[0].weight.zero_()
+        other.blocks[1].config.scale = 5.0
     assert not torch.equal(other(X), fast(X))
     same(fast, model)
 
@@ -162,7 +152,7 @@ def test_copies_stand_by_themselves() -> None:
 def test_a_model_that_ran_can_be_freed() -> None:
     fast = flat(stack())
     fast(X)
-    gone = weakref.ref(fast.layers[0].body[0].weight)
+    gone = weakref.ref(fast.blocks[0].body[0].weight)
     del fast
     gc.collect()
     assert gone() is None
@@ -175,7 +165,7 @@ def test_a_copy_goes_while_the_first_stays() -> None:
     other = copy.deepcopy(fast)
     for _ in range(3):
         other(X)
-    gone = [weakref.ref(other), weakref.ref(other.layers[0].body[0].weight)]
+    gone = [weakref.ref(other), weakref.ref(other.blocks[0].body[0].weight)]
     del other
     gc.collect()
     assert [each() for each in gone] == [None, None]
@@ -196,7 +186,7 @@ def test_a_copy_that_was_given_all_attributes_asks_for_itself() -> None:
     for _ in range(3):
         same(fast, model)
     other = nn.Module.__new__(type(fast))
-    vars(other).update(vars(fast), _modules={"layers": nn.ModuleList([*fast.layers[:5], nn.Identity()])})
+    vars(other).update(vars(fast), _modules={"blocks": nn.ModuleList([*fast.blocks[:5], nn.Identity()])})
     for _ in range(3):
         with torch.no_grad():
             assert not torch.equal(other(X), fast(X))
@@ -206,8 +196,8 @@ def test_a_copy_that_was_given_all_attributes_asks_for_itself() -> None:
 def test_what_was_replaced_goes_with_the_next_call() -> None:
     fast = flat(stack())
     fast(X)
-    gone = weakref.ref(fast.layers[0].body[0].weight)
-    fast.layers[0].body[0].weight = nn.Parameter(torch.ones(8, 8))
+    gone = weakref.ref(fast.blocks[0].body[0].weight)
+    fast.blocks[0].body[0].weight = nn.Parameter(torch.ones(8, 8))
     fast(X)
     gc.collect()
     assert gone() is None

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_models import Stack
 from torch import Tensor, nn
 
 import fxopt
@@ -41,17 +42,6 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x)) * self.config.scale + self.config.shifts[1] + self.shift
-
-
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer() for _ in range(8)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 WEIGHTS = [torch.eye(8), torch.ones(8, 8)]
@@ -99,12 +89,12 @@ def _running(change: Callable[[int], object], is_over: threading.Event) -> None:
 @torch.no_grad()
 def test_results_are_those_of_one_state(change: str) -> None:
     torch.manual_seed(0)
-    model = Stack().eval()
+    model = Stack(Layer() for _ in range(8)).eval()
     fast: Any = fxopt.optimize(model, "flatten_calls", example_inputs=X, measure=False)
     make = CHANGES[change]
     states: list[Tensor] = [model(X)]
     for one in (0, 1):
-        make(model.layers[1], one)
+        make(model.blocks[1], one)
         states.append(model(X))
     fast(X)
     fast(X)
@@ -119,7 +109,7 @@ def test_results_are_those_of_one_state(change: str) -> None:
             failures.append(error)
 
     threads = [threading.Thread(target=call) for _ in range(2)]
-    threads.append(threading.Thread(target=_running, args=(lambda one: make(fast.layers[1], one), is_over)))
+    threads.append(threading.Thread(target=_running, args=(lambda one: make(fast.blocks[1], one), is_over)))
     for each in threads:
         each.start()
     time.sleep(SECONDS)
@@ -129,7 +119,7 @@ def test_results_are_those_of_one_state(change: str) -> None:
     assert not failures and results
     assert all(any(torch.equal(result, state) for state in states) for result in results)
     for one in (0, 1):
-        make(fast.layers[1], one)
+        make(fast.blocks[1], one)
         for _ in range(3):
             assert torch.equal(fast(X), states[1 + one])
 

@@ -12,6 +12,7 @@ import warnings
 
 import pytest
 import torch
+from support.concurrency import run_in_threads
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -366,11 +367,7 @@ def test_threads_get_the_eager_answer():
         except Exception as error:
             failures.append(repr(error))
 
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(guarded, range(8))
     assert failures == []
     assert [graphs(module) for module in (fast, *fast.blocks)] == [1, 1, 1, 1]
 

@@ -21,9 +21,9 @@ from fxopt.runtime.graphs import capture_of
 from fxopt.runtime.guards import (
     NOT_HELD,
     SELF,
+    Applied,
     Argument,
     Attribute,
-    Call,
     Check,
     Constant,
     Dictionary,
@@ -83,9 +83,9 @@ def _sources() -> st.SearchStrategy[Source]:
             st.builds(Dictionary, inner),
             inner.map(length_of),
             inner.map(type_of),
-            st.builds(lambda source: Call(operator.neg, (source,)), inner),
+            st.builds(lambda source: Applied(operator.neg, (source,)), inner),
             st.builds(
-                lambda function, one, other: Call(function, (one, other)),
+                lambda function, one, other: Applied(function, (one, other)),
                 st.sampled_from([operator.add, operator.sub, operator.mod, operator.lt, operator.eq]),
                 inner,
                 inner,
@@ -243,8 +243,8 @@ class _Writer:
         (Guard(Dictionary(SELF), Lacks(key_of("extra"))), "'extra' not in self.__dict__"),
         (Guard(X, Has(key_of("mask"))), "'mask' in x"),
         (Guard(item_of(Globals(__name__), "SETTING"), Equals(key_of(3))), "SETTING == 3"),
-        (Guard(Call(torch.is_grad_enabled, ()), Truth(True)), "torch.is_grad_enabled()"),
-        (Guard(Call(operator.pow, (key_of(-1), X)), Equals(key_of(1))), "((-1) ** x) == 1"),
+        (Guard(Applied(torch.is_grad_enabled, ()), Truth(True)), "torch.is_grad_enabled()"),
+        (Guard(Applied(operator.pow, (key_of(-1), X)), Equals(key_of(1))), "((-1) ** x) == 1"),
         (Guard(Attribute(X, "dtype"), Equals(_constant(torch.float16))), "x.dtype == torch.float16"),
         (Guard(Attribute(X, "device"), Equals(_constant(torch.device("cpu")))), "x.device == torch.device('cpu')"),
         (same_type(X, {}, ""), "type(x) is dict"),
@@ -288,7 +288,7 @@ def test_what_several_guards_read_is_read_once() -> None:
     guards = [
         Guard(item_of(shape, 0), Equals(key_of(2))),
         Guard(length_of(shape), Equals(key_of(2))),
-        Guard(Call(operator.add, (item_of(shape, 0), item_of(shape, 1))), Equals(key_of(5))),
+        Guard(Applied(operator.add, (item_of(shape, 0), item_of(shape, 1))), Equals(key_of(5))),
     ]
     names = _Names()
     lines, answer = fits(guards, names.fresh, names.name)

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from support.concurrency import group_of_one_process, run_in_threads
 from support.outcomes import Outcome, attempt, kept, loss
 from support.samples import Subject, quiet
 from support.using import use
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 import fxopt
@@ -143,11 +144,7 @@ def replicas_in_threads(subject: Subject) -> Outcome:
         def call(turn: int) -> None:
             results[turn] = _unkept(lambda: pair[turn](*subject.arguments(seed=turn)))
 
-        threads = [threading.Thread(target=call, args=(turn,)) for turn in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(call, range(2))
         for error in results.values():
             if isinstance(error, Exception):
                 raise error
@@ -158,23 +155,13 @@ def replicas_in_threads(subject: Subject) -> Outcome:
     return {"step": attempt(step), **kept(subject.gradients(model))}
 
 
-@contextlib.contextmanager
-def _alone_in_a_group() -> Iterator[None]:
-    """Be the only process of a group."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
-
-
 @use(writes=True)
 def distributed_data_parallel(subject: Subject) -> Outcome:
     """Two steps in `DistributedDataParallel`, the first of two batches, in a group of one process."""
     model = subject.new()
 
     def steps() -> list[Tensor]:
-        with _alone_in_a_group(), quiet():
+        with group_of_one_process(), quiet():
             losses = _parallel_steps(model, subject)  # what has a reducer is gone before its group is
             gc.collect()
         return losses

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .gradients import Product
 from .pictures import variant
 from .subject import Subject
 
@@ -158,13 +159,8 @@ TYPED = Subject(
 )  # fmt: skip
 
 
-class Clipped(torch.autograd.Function):
+class Clipped(Product):
     """A product whose gradient is clipped."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
 
     @staticmethod
     def backward(ctx, gradient):
@@ -186,13 +182,8 @@ class Once(torch.autograd.Function):
         return gradient @ w.mT, x.mT @ gradient
 
 
-class Freezing(torch.autograd.Function):
+class Freezing(Product):
     """A product that gives no gradient at all where the weight wants none."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
 
     @staticmethod
     def backward(ctx, gradient):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from fxopt.tracing.analyses import has_random_effects
+from fxopt.tracing.analyses import may_draw
 from fxopt.tracing.program import capture_program
 
 EVEN, ODD = torch.ones(4, 6), torch.ones(5, 6)
@@ -211,20 +211,20 @@ def test_a_graph_that_draws_before_a_check_compiles_whole():
 def test_functions_that_draw_are_known(target: Any, draws: bool) -> None:
     graph, kind = fx.Graph(), "call_method" if isinstance(target, str) else "call_function"
     node = graph.create_node(kind, target, (graph.placeholder("x"),))
-    assert has_random_effects(node) == draws
+    assert may_draw(node) == draws
 
 
 TRACED_FIRST = """
 import fxopt, torch
 from fxopt.tracing.program import capture_program
-from fxopt.tracing.analyses import has_random_effects
+from fxopt.tracing.analyses import may_draw
 
 class Noise(torch.nn.Module):
     def forward(self, x):
         return x + torch.rand(())
 
 program = capture_program(Noise(), (torch.ones(2),))
-print([has_random_effects(node) for node in program.graph("").nodes])
+print([may_draw(node) for node in program.graph("").nodes])
 """
 
 

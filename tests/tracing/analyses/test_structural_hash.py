@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 
 import pytest
 import torch
+from support.small_models import Twins
 from torch import Tensor, nn
 
 import fxopt
@@ -186,16 +187,6 @@ def test_an_object_of_which_only_the_type_is_known_is_like_no_other():
         meta_key((1, [2.0], {"a": None})) == meta_key((1, [2.0], {"a": None})) != meta_key((True, [2.0], {"a": None}))
     )
     assert meta_key((object,)) != meta_key((object,))
-
-
-class Twins(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.members = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.LeakyReLU()) for _ in range(3))
-        self.members[2][1] = nn.LeakyReLU(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([member(x) for member in self.members])
 
 
 def test_names_are_those_that_torch_gives():

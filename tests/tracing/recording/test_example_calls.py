@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import threading
 from typing import Any
 
 import pytest
 import torch
+from support.concurrency import run_in_threads
 from torch import nn
 
 import fxopt
@@ -127,11 +127,7 @@ def test_threads() -> None:
             model(X, times=times, flag=number % 2 == 0)
 
     with fxopt.recording(model) as calls:
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_in_threads(work, range(6))
     assert len(calls) == 8
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_models import Stack
 from torch import Tensor, nn
 
 import fxopt
@@ -214,19 +215,8 @@ def test_another_child_of_the_same_class_keeps_the_graph() -> None:
     assert capture_of(fast).specializations and not capture_of(fast).misses
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(holder(by_isinstance, Plus()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def test_equal_blocks_of_which_one_changes() -> None:
-    model = Stack()
+    model = Stack(holder(by_isinstance, Plus()) for _ in range(3))
     fast: Any = fxopt.capture(copy.deepcopy(model), (X,)).model
     for one in (model, fast):
         one.blocks[1].child = Times()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from support.mutation.members import Attention, First, Pooled
 from torch import Tensor, nn
 
 import fxopt
@@ -32,39 +33,6 @@ class Shared(nn.Module):
 class Separate(Shared):
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([head(x[i]) for i, head in enumerate(self.heads)])
-
-
-class First(nn.Module):
-    """Give the first result of a layer that gives several."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x, x, x)[0] if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)[0]
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.shape
-        q, k, v = (z.view(b, t, 2, 4).transpose(1, 2) for z in self.qkv(self.norm(x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v)
-        return x + self.out(y.transpose(1, 2).reshape(b, t, c))
-
-
-class Pooled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.out = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.avg_pool2d(torch.relu(self.conv(x)), 2)
-        return self.out(torch.cat([y, y.square()], 1).flatten(2).permute(0, 2, 1).softmax(-1).mean(1)[:, :4])
 
 
 def sequential(*layers: Callable[[], nn.Module]) -> Member:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.concurrency import run_in_threads
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -256,11 +256,7 @@ def test_threads_share_no_call() -> None:
                 if not torch.allclose(gradient, torch.stack(expected)):
                     failures.append(f"{number} has another gradient")
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_in_threads(work, range(6))
     assert failures == []
 
 

@@ -16,7 +16,7 @@ from fxopt.errors import MatchFailure
 from fxopt.passes.pipeline import parse
 from fxopt.transforms.pipeline import Pipeline
 from fxopt.transforms.pipeline.cuts import BALANCE, Line, Stages
-from fxopt.transforms.pipeline.find import Found, find_stages
+from fxopt.transforms.pipeline.find import CutRoute, find_stages
 from fxopt.transforms.pipeline.layout import Layout
 from fxopt.transforms.pipeline.opening import why_closed
 from fxopt.transforms.pipeline.pipeline import run_trial_step
@@ -62,12 +62,12 @@ def test_a_module_whose_forward_was_replaced_is_not_looked_into():
     assert why_closed(model) == "its forward was replaced"
 
 
-def found_for(model: nn.Module, inputs: object, stages: int) -> tuple[Found, nn.Module]:
+def found_for(model: nn.Module, inputs: object, stages: int) -> tuple[CutRoute, nn.Module]:
     program = fxopt.capture(model, inputs)
     return find_stages(program, stages, "flops"), program.model
 
 
-def starts(found: Found) -> list[str]:
+def starts(found: CutRoute) -> list[str]:
     return [found.line.items[start].name for start in found.stages.starts]
 
 

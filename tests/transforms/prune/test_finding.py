@@ -30,6 +30,10 @@ def kept_of(model: nn.Module) -> dict[str, list[int]]:
     return {name: units[2] for d in decisions if d.site for name, units in d.site["data"]["units"].items()}
 
 
+def ranking(groups: Any, scores: Any, wanted: Any) -> Ranking:
+    return Ranking(groups, scores, wanted, [wanted.round_to] * len(groups))
+
+
 def prune(case: Any, **options: Any) -> nn.Module:
     return fxopt.optimize(case.model(), structured(**options), example_inputs=(case.x,))
 
@@ -41,7 +45,7 @@ SCORES = [torch.arange(group.size, dtype=torch.float64) for group in GROUPS]
 
 
 def counts(share: float, **options: Any) -> list[int]:
-    return [len(each.kept) for each in Ranking(GROUPS, SCORES, structured(**options)).choose(share)]
+    return [len(each.kept) for each in ranking(GROUPS, SCORES, structured(**options)).choose(share)]
 
 
 def test_a_share_of_each_layer_or_of_all():
@@ -53,7 +57,7 @@ def test_a_share_of_each_layer_or_of_all():
 
 def test_the_strongest_stay_in_their_order():
     scores = [torch.tensor([3.0, 1.0, 2.0, 9.0]).double()]
-    (chosen,) = Ranking([Group("a", "channels", 4, ())], scores, structured(scope="layer")).choose(0.5)
+    (chosen,) = ranking([Group("a", "channels", 4, ())], scores, structured(scope="layer")).choose(0.5)
     assert chosen.kept == (0, 3)
 
 
@@ -79,13 +83,13 @@ def test_a_target_is_met_as_nearly_as_units_allow(scope: Any):
     def cost(chosen: Any) -> float:
         return 1000 + len(chosen[0].kept) ** 2
 
-    def ranking(amount: float) -> Ranking:
-        return Ranking(group, scores, structured(scope=scope, amount=amount, target="parameters"))
+    def ranked(amount: float) -> Ranking:
+        return ranking(group, scores, structured(scope=scope, amount=amount, target="parameters"))
 
-    (found,) = chosen_for_target(ranking(0.5), cost)
+    (found,) = chosen_for_target(ranked(0.5), cost)
     assert abs(cost([found]) / 11000 - 0.5) < 0.01
     with pytest.raises(BudgetError, match=r"amount=0\.95 of the parameters cannot be removed; at most 0\.909 of them"):
-        chosen_for_target(ranking(0.95), cost)
+        chosen_for_target(ranked(0.95), cost)
 
 
 def test_where_one_group_makes_too_large_steps_the_others_go_on():
@@ -97,12 +101,12 @@ def test_where_one_group_makes_too_large_steps_the_others_go_on():
         return 30 * a + 2 * b + (c / 4)  # 96 in all
 
     wanted = structured(scope="layer", amount=0.2, target="parameters")
-    found = chosen_for_target(Ranking(groups, scores, wanted), cost)
+    found = chosen_for_target(ranking(groups, scores, wanted), cost)
     assert len(found[0].kept) == 2 and abs(1 - cost(found) / 96 - 0.2) <= 0.02
     with pytest.raises(
         BudgetError, match=r"amount=0\.2 of the parameters cannot be met: .* remove 0 or 0\.25; give one"
     ):
-        chosen_for_target(Ranking(groups[:1], scores[:1], wanted), lambda chosen: 60 + 30 * len(chosen[0].kept))
+        chosen_for_target(ranking(groups[:1], scores[:1], wanted), lambda chosen: 60 + 30 * len(chosen[0].kept))
 
 
 @pytest.mark.parametrize("target", ["parameters", "flops"])

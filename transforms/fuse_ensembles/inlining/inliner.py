@@ -32,11 +32,11 @@ class InlinedGraphs:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._likeness = program.analyses[StructuralHash]
+        self._hash = program.analyses[StructuralHash]
         self._owners: dict[tuple[str, int, bool], InlinedGraph] = {}
         self._known: dict[tuple[int, fx.Graph, bool, bool], InlinedGraph] = {}
         self.ways: dict[tuple[int, int, bool, bool] | None, _Way] = {}  # positions of arguments for what is received
-        self._obstacles: dict[int, str | None] = {}
+        self._reasons: dict[int, str | None] = {}
 
     @classmethod
     def compute(cls, program: Program) -> InlinedGraphs:
@@ -52,7 +52,7 @@ class InlinedGraphs:
 
     def of(self, module: nn.Module, graph: fx.Graph, may_restart: bool, flipped: bool) -> InlinedGraph:
         """Return the inlined form of a graph; `may_restart`: the caller may start over where a check in it fails."""
-        key = self._likeness.of(module), graph, may_restart, flipped
+        key = self._hash.of(module), graph, may_restart, flipped
         if key not in self._known:
             builder = _Builder(self, module, may_restart, flipped)
             self._known[key] = builder.inlined(graph)
@@ -60,14 +60,14 @@ class InlinedGraphs:
 
     def kind(self, module: nn.Module) -> int:
         """Return the number that a module has in common with those that are alike."""
-        return self._likeness.of(module)
+        return self._hash.of(module)
 
     def reason_against(self, module: nn.Module) -> str | None:
         """Return why a module must stay one call, or None."""
         kind = self.kind(module)
-        if kind not in self._obstacles:
-            self._obstacles[kind] = reason_against_inlining(module)
-        return self._obstacles[kind]
+        if kind not in self._reasons:
+            self._reasons[kind] = reason_against_inlining(module)
+        return self._reasons[kind]
 
 
 def inlined_graph(program: Program, owner: str, specialization: int = 0, *, flipped: bool = False) -> InlinedGraph:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ....layers.vectorized import Slot
-from ....operators import function_path, in_place_signature, operator_info
+from ....operators import function_path, in_place_signature, operator_info, reached
 from ....runtime.values import map_leaves
 from ..inlining import Operation
 
@@ -129,17 +129,13 @@ def _bound(operation: Operation) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def may_share_memory(operation: Operation, sources: Collection[Operation]) -> bool:
     """Say whether a value may be, or be a view of, one of `sources`."""
-    pending, seen = [operation], {operation}
-    while pending:
-        current = pending.pop()
-        if current in sources:
-            return True
-        read = list(current.inputs)
-        if operator_info(current.operator).fresh:
-            read = read[:1] if current.mutates else []
-        pending.extend(source for source in read if source not in seen)
-        seen.update(read)
-    return False
+
+    def shared(one: Operation) -> Sequence[Operation]:
+        if not operator_info(one.operator).fresh:
+            return one.inputs
+        return one.inputs[:1] if one.mutates else ()
+
+    return any(one in sources for one in reached([operation], shared))
 
 
 def gives_new_value(operation: Operation) -> bool:

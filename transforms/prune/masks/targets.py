@@ -13,7 +13,7 @@ from ....layers.masked import gone_of
 from ....layers.members import FusedMembers, stacked_weights
 from ....layers.moe import MixtureOfExperts
 from ....passes.contract import word_for
-from ....passes.rewriting import layer_of
+from ....passes.rewriting import holds_inputs_first
 from ....passes.sites import Refusal
 from ....runtime.values import is_leaf, qualified, user_class
 from ....tracing.program import Program
@@ -99,12 +99,7 @@ def _stacked(module: nn.Module, owner: str) -> Iterator[Refusal]:
 def _inputs(module: nn.Module) -> int | None:
     """Return along which dimension of its weights a layer's inputs lie, or None where it has no matrices to prune."""
     known = (dim for kind, dim in _INPUTS.items() if issubclass(user_class(type(module)), kind))
-    return next(known, 0 if _is_inputs_first(module) else None)
-
-
-def _is_inputs_first(module: nn.Module) -> bool:
-    layer = layer_of(module)
-    return layer is not None and layer.inputs_first
+    return next(known, 0 if holds_inputs_first(module) else None)
 
 
 def _obstacle(module: nn.Module, owner: str) -> str:
@@ -112,7 +107,7 @@ def _obstacle(module: nn.Module, owner: str) -> str:
     if not owner:
         return "the whole model is this layer; put it into an nn.Sequential"
     cls = user_class(type(module))
-    if not is_leaf(module) and not _is_inputs_first(module):
+    if not is_leaf(module) and not holds_inputs_first(module):
         return f"it is a {cls.__name__}, which has a forward of its own"
     if has_hooks(module):
         return "it has hooks, which see the layer itself"

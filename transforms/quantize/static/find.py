@@ -15,7 +15,7 @@ from ....operators import canonical_name, has_random_effects, normalized_argumen
 from ....runtime.graphs import Region, required_capture
 from ....runtime.values import TensorMeta, user_class
 from ....tracing.program import CallSites, Program
-from ...fold_batchnorm import obstacles, pairs_in
+from ...fold_batchnorm import pairs_in, reasons_against
 
 __all__ = ["Chain", "Link", "chains", "pooling_of"]
 
@@ -82,7 +82,7 @@ def chains(program: Program, ranges: Mapping[str, Range]) -> Iterator[Chain]:
 def _norms(program: Program) -> dict[fx.Node, fx.Node]:
     """Return layer node -> norm node where the norm can be folded."""
     pairs = [pair for pair in pairs_in(program) if not pair.before and len(pair.modules) == 2]
-    wrong = obstacles(pairs, program, also=(FakeQuantized, Freezable))
+    wrong = reasons_against(pairs, program, also=(FakeQuantized, Freezable))
     sound = [pair for pair in pairs if pair not in wrong]
     # A norm behind another trained layer may norm another dimension than the channels.
     sure = [

@@ -24,7 +24,7 @@ from ....layers.quantized import (
 )
 from ....passes.rewriting import Edit, call_of_layer
 from ....passes.sites import Site
-from ....runtime.guards import Attribute, Call, Guard, Lacks, Source, Truth, exactly, key_of, module_at, of_class
+from ....runtime.guards import Applied, Attribute, Guard, Lacks, Source, Truth, exactly, key_of, module_at, of_class
 from ....runtime.state import QuantizeTrained, QuantizeWeight, StateStep
 from ....runtime.values import TensorMeta, qualified, user_class
 from ...fold_batchnorm import source_of, write_check
@@ -195,7 +195,7 @@ def _members(site: Site, edit: Edit) -> dict[str, str]:
 
 def _unchanged_guards(owner: nn.Module, called: Mapping[str, str]) -> list[Guard]:
     """Return guards on hooks, classes and settings of the modules of a chain: path -> what it is there."""
-    anywhere = Guard(Call(has_global_hooks, ()), Truth(False), "hooks on all modules would meet numbers of 8 bits")
+    anywhere = Guard(Applied(has_global_hooks, ()), Truth(False), "hooks on all modules would meet numbers of 8 bits")
     found = [anywhere]
     for path, what in called.items():
         module = owner.get_submodule(path)
@@ -206,7 +206,7 @@ def _unchanged_guards(owner: nn.Module, called: Mapping[str, str]) -> list[Guard
 
 def _as_it_is(place: Source, module: nn.Module, names: list[str]) -> Iterator[Guard]:
     yield of_class(place, user_class(type(module)), "quantize has written what it computes into the graph")
-    yield Guard(Call(has_hooks, (place,)), Truth(False), "a hook would meet numbers of 8 bits, or never run")
+    yield Guard(Applied(has_hooks, (place,)), Truth(False), "a hook would meet numbers of 8 bits, or never run")
     yield Guard(Attribute(place, "__dict__"), Lacks(key_of("forward")), "quantize has read its own forward")
     for name in names:
         yield from exactly(Attribute(place, name), getattr(module, name))

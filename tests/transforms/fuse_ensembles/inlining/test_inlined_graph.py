@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from support.small_models import Twins
 
 from fxopt.tracing.program import capture_program
 from fxopt.transforms.fuse_ensembles.inlining import inlined_graph
-
-
-class Twins(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.members = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.LeakyReLU()) for _ in range(3))
-        self.members[2][1] = nn.LeakyReLU(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([member(x) for member in self.members])
 
 
 def test_members_of_one_kind_are_inlined_alike_each_with_its_own_tensors() -> None:

@@ -16,18 +16,18 @@ from .find import Pair, evaluated
 from .own_forward import tail_of
 from .parts import NORMS, tensor_at
 
-__all__ = ["has_own_forward", "obstacles"]
+__all__ = ["has_own_forward", "reasons_against"]
 
 _KNOWN = frozenset((*SYNCHRONIZED.values(), *NORMS, *LAYERS))
 _COMPUTING = ("forward", "_conv_forward", "_output_padding", "_check_input_dim", "__call__", "__getattr__")
 
 
-def obstacles(
+def reasons_against(
     pairs: Sequence[Pair], program: Program, also: tuple[type[nn.Module], ...] = (), *, tails: bool = False
 ) -> dict[Pair, str]:
     """Return why pairs must stay; `also`: classes whose own forward is known, `tails`: those of norms are read."""
     outside = _called_from_outside(pairs, program)
-    reasons = {pair: _obstacle(pair, program, also, tails) or outside.get(pair) for pair in pairs}
+    reasons = {pair: _reason_against(pair, program, also, tails) or outside.get(pair) for pair in pairs}
     return {pair: reason for pair, reason in reasons.items() if reason is not None}
 
 
@@ -36,19 +36,19 @@ def has_own_forward(module: nn.Module) -> bool:
     return _kind(module) is None
 
 
-def _obstacle(pair: Pair, program: Program, also: tuple[type[nn.Module], ...], tails: bool) -> str | None:
+def _reason_against(pair: Pair, program: Program, also: tuple[type[nn.Module], ...], tails: bool) -> str | None:
     """Return why a pair must stay as it is, or None."""
     return (
-        _obstacle_in_mode(pair, program)
-        or _obstacle_in_order(pair)
-        or _obstacle_in_modules(pair, program, also, tails=tails and not pair.before)
-        or _obstacle_in_calls(pair, program)
-        or _obstacle_in_tensors(pair, program)
-        or _obstacle_in_shapes(pair, replaying=program.replaying)
+        _reason_in_mode(pair, program)
+        or _reason_in_order(pair)
+        or _reason_in_modules(pair, program, also, tails=tails and not pair.before)
+        or _reason_in_calls(pair, program)
+        or _reason_in_tensors(pair, program)
+        or _reason_in_shapes(pair, replaying=program.replaying)
     )
 
 
-def _obstacle_in_mode(pair: Pair, program: Program) -> str | None:
+def _reason_in_mode(pair: Pair, program: Program) -> str | None:
     if program.training:
         return "the model is in training, where weights change at every step; call model.eval() first"
     if pair.norm.training:
@@ -58,7 +58,7 @@ def _obstacle_in_mode(pair: Pair, program: Program) -> str | None:
     return None
 
 
-def _obstacle_in_order(pair: Pair) -> str | None:
+def _reason_in_order(pair: Pair) -> str | None:
     if not pair.before:
         return None
     if pair.layer.is_transposed:
@@ -68,7 +68,7 @@ def _obstacle_in_order(pair: Pair) -> str | None:
     return None
 
 
-def _obstacle_in_modules(pair: Pair, program: Program, also: tuple[type[nn.Module], ...], *, tails: bool) -> str | None:
+def _reason_in_modules(pair: Pair, program: Program, also: tuple[type[nn.Module], ...], *, tails: bool) -> str | None:
     if isinstance(program.module(pair.owner), Region):
         return "they are called in a region that does not own them"
     for what, module in pair.modules:
@@ -96,7 +96,7 @@ def _kind(module: nn.Module) -> type[nn.Module] | None:
     return kind if keeps else None
 
 
-def _obstacle_in_calls(pair: Pair, program: Program) -> str | None:
+def _reason_in_calls(pair: Pair, program: Program) -> str | None:
     layers = [call.layer for call in pair.calls]
     if pair.layer.module is not None and any(len(node.args) + len(node.kwargs) > 1 for node in layers):
         return f"the {pair.layer.kind} is called with more than one argument"
@@ -139,7 +139,7 @@ def _opaque_around(pair: Pair, program: Program) -> str | None:
     return next((name or "(root)" for name in around), None)
 
 
-def _obstacle_in_tensors(pair: Pair, program: Program) -> str | None:
+def _reason_in_tensors(pair: Pair, program: Program) -> str | None:
     owners, found = program.analyses[TensorOwners], dict[str, Tensor]()
     for name, path in pair.tensors.items():
         tensor = tensor_at(program.module(pair.owner), path)
@@ -177,7 +177,7 @@ def _reader(pair: Pair, program: Program, tensor: Tensor) -> str | None:
     return None
 
 
-def _obstacle_in_shapes(pair: Pair, *, replaying: bool) -> str | None:
+def _reason_in_shapes(pair: Pair, *, replaying: bool) -> str | None:
     channels = pair.layer.channels[0 if pair.before else 1]
     if channels != pair.norm.width:
         return f"the {pair.layer.kind} has {channels} channels and the batch norm {pair.norm.width}"
