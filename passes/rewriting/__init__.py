@@ -21,16 +21,17 @@ from .inlining import (
 )
 from .layers import LAYERS, Layer, LayerCall, call_of_layer, layer_of, reason_against_module, shape_of
 from .memory_order import lay_out_readers, readers_in
+from .order import ReadsOutOfOrder
 from .patterns import Match, Pattern, anything, either, module, operation
 from .snapshot import Snapshot
 from .spelling import Held, call_in, is_undisturbed, only_user
 from .stacking import leave_views, stack_members, tensor_of
 
 __all__ = [
-    "LAYERS", "Checks", "Edit", "Held", "Layer", "LayerCall", "Match", "Opener", "Pattern", "Snapshot", "UnnotedChange",
-    "anything", "asks_unchanged", "bound", "call_in", "call_of_layer", "either", "handed_out", "has_effects",
-    "hold_written_out", "is_undisturbed", "lasting_guards", "lay_out_readers", "layer_of", "leave_views", "module",
-    "only_builds", "only_graph", "only_reading", "only_user", "opened_by", "operation", "paths_to", "readers_in",
-    "reason_against_inlining", "reason_against_module", "reason_against_opening", "received", "shape_of",
-    "stack_members", "substituted", "tensor_of", "unmet_guards", "writes", "written_values",
+    "LAYERS", "Checks", "Edit", "Held", "Layer", "LayerCall", "Match", "Opener", "Pattern", "ReadsOutOfOrder",
+    "Snapshot", "UnnotedChange", "anything", "asks_unchanged", "bound", "call_in", "call_of_layer", "either",
+    "handed_out", "has_effects", "hold_written_out", "is_undisturbed", "lasting_guards", "lay_out_readers", "layer_of",
+    "leave_views", "module", "only_builds", "only_graph", "only_reading", "only_user", "opened_by", "operation",
+    "paths_to", "readers_in", "reason_against_inlining", "reason_against_module", "reason_against_opening", "received",
+    "shape_of", "stack_members", "substituted", "tensor_of", "unmet_guards", "writes", "written_values",
 ]  # fmt: skip
