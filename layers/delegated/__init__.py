@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .conversion import is_forked, sum_of
+from .conversion import as_converted, is_forked, sum_of
 from .engine import Engine, OtherSizes, Session
 from .engines import engine_named, engines
 from .on_disk import fit_for_disk, move_to_disk
@@ -10,6 +10,6 @@ from .refresh import held_bytes, refresh
 from .region import DelegatedRegion, judged_outside
 
 __all__ = [
-    "DelegatedRegion", "Engine", "OtherSizes", "Session", "engine_named", "engines", "fit_for_disk", "held_bytes",
-    "is_forked", "judged_outside", "move_to_disk", "refresh", "sum_of",
+    "DelegatedRegion", "Engine", "OtherSizes", "Session", "as_converted", "engine_named", "engines", "fit_for_disk",
+    "held_bytes", "is_forked", "judged_outside", "move_to_disk", "refresh", "sum_of",
 ]  # fmt: skip

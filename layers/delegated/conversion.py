@@ -12,12 +12,14 @@ import warnings
 import zlib
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 
 from ...compat import dispatch_modes_off, version_of
 from ...operators import Unchanged, sample_of, why_unseen
@@ -26,7 +28,10 @@ from ..folded import CHECKS
 from .constants import with_derived
 from .engine import Engine, Session
 
-__all__ = ["MOST_SHAPES", "Converted", "OtherType", "Refused", "converted", "is_forked", "key_of", "sum_of"]
+__all__ = [
+    "MOST_SHAPES", "Converted", "OtherNumbers", "OtherType", "Refused", "as_converted", "converted", "is_forked",
+    "key_of", "sum_of",
+]  # fmt: skip
 
 MOST_SHAPES = 1000
 """So many combinations of shapes are remembered; with others, the region's own operations run."""
@@ -55,6 +60,27 @@ class Refused(RuntimeError):
 
 class OtherType(Refused):
     """They are of another type than float32."""
+
+
+class OtherNumbers(Refused):
+    """They hold other numbers than what engines have taken, and are not to be taken now."""
+
+
+_takes_others = ContextVar("_takes_others", default=True)
+
+
+@contextmanager
+def as_converted() -> Generator[None]:
+    """Let engines compute with the numbers that they have taken; with others, regions compute by their own operations.
+
+    Verification makes up many numbers. To convert a region takes seconds, and one that is converted anew later compares
+    its first results with those of its own operations.
+    """
+    token = _takes_others.set(False)
+    try:
+        yield
+    finally:
+        _takes_others.reset(token)
 
 
 @contextmanager
@@ -189,7 +215,7 @@ def converted(
     """Let an engine take a region, for inputs such as these, or return what is `known` of tensors that hold the same.
 
     Raises:
-        Refused: a tensor is none that engines take.
+        Refused: a tensor is none that engines take, or its numbers are not to be taken now.
         RuntimeError: the engine cannot be used here; it may raise anything else, too.
     """
     with torch.inference_mode(False), torch.no_grad(), dispatch_modes_off():
@@ -206,6 +232,8 @@ def converted(
         for held in known:
             if not held.doubted and held.holds(tensors):
                 return replace(held, unchanged=unchanged)
+        if not _takes_others.get():
+            raise OtherNumbers("what is made up to verify a rewrite is no reason to convert")
         example = [x.detach().clone() for x in inputs]
         computation = _Computation(graph, tensors)
         computation.eval()
@@ -221,7 +249,7 @@ class _Computation(nn.Module):
 
     def __init__(self, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
         super().__init__()
-        self._source, self._count = graph, 0
+        self._source = graph
         self.take(tensors)
 
     def take(self, tensors: Sequence[Tensor]) -> None:
@@ -230,12 +258,29 @@ class _Computation(nn.Module):
         for node in [node for node in graph.nodes if node.target in CHECKS]:
             graph.erase_node(node)
         read = with_derived(graph, tensors)
-        self._graph_module, self._count = fx.GraphModule(nn.Module(), graph, "Region"), len(read)
+        self._graph, self._count = graph, len(read)
+        last = {operand: node for node in graph.nodes for operand in node.all_input_nodes}
+        self._spent = dict[fx.Node, list[fx.Node]]()  # by node, what is read there for the last time
+        for operand, node in last.items():
+            self._spent.setdefault(node, []).append(operand)
         for number, tensor in enumerate(read):
             self.register_buffer(f"tensor{number}", tensor.detach())
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self._graph_module(*inputs, *(getattr(self, f"tensor{number}") for number in range(self._count))))
+        """Run node by node: what traces it looks for each value among the local variables, which are few here."""
+        given = (*inputs, *(getattr(self, f"tensor{number}") for number in range(self._count)))
+        values: dict[fx.Node, Any] = dict(zip(self._graph.find_nodes(op="placeholder"), given, strict=True))
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                continue
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.op == "output":
+                return tuple(args[0])
+            function = getattr(args[0], node.target) if node.op == "call_method" else node.target
+            values[node] = function(*args[node.op == "call_method" :], **kwargs)
+            for spent in self._spent.get(node, ()):
+                del values[spent]
+        return ()
 
 
 def key_of(inputs: Sequence[Tensor]) -> Any:

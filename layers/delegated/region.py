@@ -20,7 +20,7 @@ from ...compat import dispatch_modes_off, runs_kernels, wants_gradients
 from ...errors import EngineWarning, one_line
 from ...operators import Keeping, Unchanged
 from ...runtime.graphs import PortableGraph, copy_graph
-from .conversion import MOST_SHAPES, Converted, OtherType, Refused, converted, is_forked, key_of, sum_of
+from .conversion import MOST_SHAPES, Converted, OtherNumbers, OtherType, Refused, converted, is_forked, key_of, sum_of
 from .engine import OtherSizes
 from .engines import engine_named
 
@@ -192,6 +192,8 @@ class DelegatedRegion(Keeping):
             if self._is_due(held, key, tensors):
                 try:
                     return self._convert(inputs, tensors)
+                except OtherNumbers:
+                    pass
                 except Refused as refusal:
                     self._waiting[key].is_refused = True
                     if not isinstance(refusal, OtherType):  # a model in another type computes in that

@@ -75,8 +75,8 @@ class EqualBlocks:
         return None if block is None else self._timed.get(block.timed_key)
 
     def remember(self, block: Block | None, decision: Decision, chosen: Group, edit: Edit | None) -> None:
-        """Note the first decision at equal groups; one for which nothing could be written is tried again elsewhere."""
-        if block is None or decision.status in ("refused", "skipped"):
+        """Note the first decision at equal groups, also that nothing can be written there."""
+        if block is None or decision.status == "skipped":
             return
         if decision.measured.speedup is not None:
             self._timed.setdefault(block.timed_key, Precedent(decision, None if edit is None else chosen))

@@ -109,6 +109,7 @@ class Candidate:
 
     group: Group
     failure: Reason | None = None  # why it is not to be had
+    is_hopeless: bool = dataclasses.field(default=False, kw_only=True)  # with any other lowering, too
     verdict: verification.Verdict | None = None  # None: not checked
     edit: Edit | None = None
     runner: timing.Runner | None = None

@@ -14,7 +14,7 @@ from ...runtime.record import Measured
 from ...tracing.isolation import copied_module
 from ..contract import Pass
 from ..pipeline import supervised
-from ..rewriting import Edit
+from ..rewriting import Edit, ReadsOutOfOrder
 from ..sites import Cause, Phase, Reason, Site
 from ..timing import OutOfTimeError
 from .comparison import UNNAMED, Comparison
@@ -111,15 +111,17 @@ class Tuner:
 
     def _written(self, comparison: Comparison, group: Group) -> Candidate:
         """Write a group, without the sites that cannot be; it stands in the program, unless that is none."""
-        left, reasons = group, dict[str, None]()
+        left, reasons, is_hopeless = group, dict[str, None](), False
         while left.sites:
             try:
                 return Candidate(left, edit=self.apply(comparison.pass_, left))
             except MatchFailure as failure:
                 reasons[str(failure)] = None
+                is_hopeless = is_hopeless or isinstance(failure, ReadsOutOfOrder)
                 remaining = Group(tuple(site for site in left.sites if not is_like(site, failure.site)))
                 left = remaining if len(remaining.sites) < len(left.sites) else Group(())  # it may be known of none
-        return Candidate(group, Reason.of(Cause.NO_MATCH, "; ".join(reasons) or "no site is left to rewrite"))
+        reason = Reason.of(Cause.NO_MATCH, "; ".join(reasons) or "no site is left to rewrite")
+        return Candidate(group, reason, is_hopeless=is_hopeless)
 
     def _verified(self, comparison: Comparison, candidate: Candidate) -> Candidate:
         """Verify what stands in the program; what is wrong is undone."""
@@ -248,7 +250,7 @@ class Tuner:
             candidate = decide(comparison, candidate)
             candidates[choice or UNNAMED] = candidate
             is_settled = not candidate.failure or (candidate.was_written and not comparison.group.is_single)
-            if is_settled and not comparison.timed:
+            if candidate.is_hopeless or (is_settled and not comparison.timed):
                 break
         return candidates
 

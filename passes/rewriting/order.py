@@ -14,7 +14,18 @@ from ...runtime.values import keep
 from ...tracing.program import Program
 from .effects import may_share, writes
 
-__all__ = ["check_order_of_writes", "check_runs_as_one", "check_well_formed", "has_write_between", "is_same_graph"]
+__all__ = [
+    "ReadsOutOfOrder",
+    "check_order_of_writes",
+    "check_runs_as_one",
+    "check_well_formed",
+    "has_write_between",
+    "is_same_graph",
+]
+
+
+class ReadsOutOfOrder(MatchFailure):
+    """The new code would read on the other side of a write, and so would that of any other lowering."""
 
 
 class _SharedMemory:
@@ -101,7 +112,7 @@ def check_runs_as_one(chosen: Sequence[fx.Node], program: Program, owner: str) -
 
 
 def check_order_of_writes(graph: fx.Graph, before: fx.Graph, program: Program, owner: str) -> None:
-    """Raise MatchFailure if a rewritten graph reads before a write what it read after it, or the other way round."""
+    """Raise ReadsOutOfOrder if a rewritten graph reads before a write what it read after it, or the other way round."""
     memory = _SharedMemory(before, program, owner)
     if not memory.writers:
         return
@@ -118,7 +129,7 @@ def check_order_of_writes(graph: fx.Graph, before: fx.Graph, program: Program, o
                 if reader.name == writer.name or not written & memory.touched(reader):
                     continue
                 if (old[reader.name][0] < was) != (place < now):
-                    raise MatchFailure(_moved(writer, name, "before" if place < now else "after"))
+                    raise ReadsOutOfOrder(_moved(writer, name, "before" if place < now else "after"))
 
 
 def _moved(writer: fx.Node, reader: str, side: str) -> str:

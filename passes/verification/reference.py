@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import InputError
+from ...layers.delegated import as_converted
 from ...runtime.graphs import capture_of, select
 from ...runtime.guards import GuardMiss
 from ...runtime.values import Arguments
@@ -53,6 +54,7 @@ _CALLS = 3
 _Test = Callable[[Outcome], bool]
 
 
+@as_converted()
 def reference(
     module: nn.Module,
     calls: Sequence[Inputs],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import GuardError
+from ...layers.delegated import as_converted
 from ...runtime.values import Arguments
 from ..sites import Numerics
 from .allowances import Allowances, Measured, within
@@ -55,6 +56,7 @@ class _NotAskedError(Exception):
     """A sample says nothing of a rewrite."""
 
 
+@as_converted()
 def verify(
     reference: Reference,
     module: nn.Module,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ...compat import storage_id
 
-__all__ = ["ParameterData", "data_of", "storage_of"]
+__all__ = ["ParameterData", "data_of", "storage_of", "trusted"]
 
 _TENSOR: Any = Tensor
 _DATA, _NUMPY = _TENSOR.data, _TENSOR.numpy
@@ -114,6 +115,19 @@ class ParameterData:
                 kept.restore()
 
 
+_is_trusted = ContextVar("_is_trusted", default=False)
+
+
+@contextmanager
+def trusted() -> Generator[None]:
+    """Let code reach for the data of parameters unnoticed: it only reads them, and copies of all would take long."""
+    token = _is_trusted.set(True)
+    try:
+        yield
+    finally:
+        _is_trusted.reset(token)
+
+
 _watching: list[ParameterData] = []
 _patched: dict[str, Any] = {}
 _changing = threading.Lock()
@@ -138,7 +152,7 @@ def _noticed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that first tells those who watch which tensor it is given."""
 
     def noticed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for watch in _watching:
+        for watch in () if _is_trusted.get() else _watching:
             watch.keep_memory(tensor)
         return function(tensor, *args, **kwargs)
 

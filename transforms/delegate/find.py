@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -15,7 +16,7 @@ from ...passes.rewriting import bound
 from ...passes.sites import Cause, Phase, Refusal, Site
 from ...runtime.graphs import required_capture
 from ...runtime.guards import reader
-from ...runtime.values import Meta, copied, meta_of, qualified
+from ...runtime.values import Meta, TensorMeta, copied, map_tensors, meta_of, qualified
 from ...tracing.isolation import preserved
 from ...tracing.program import GraphRunner, Program, is_called, outermost
 from ..flatten_calls import Flat, flattened
@@ -129,7 +130,7 @@ def look(program: Program, owner: str, together: Sequence[str] = (), *, in_8_bit
             continue  # that one runs
         flat = flattened(program, owner, specialization, static=in_8_bits)
         runner = _Runner(module, flat, fitting)
-        if runner.runs_through():
+        if (program.recalling and runner.knows_forms()) or runner.runs_through():
             result.append(Found(number, flat, Cut(flat.specialization.graph, runner.metas), runner))
     return result
 
@@ -142,6 +143,7 @@ class _Runner(GraphRunner):
         super().__init__(module, graph)
         self._call = {node: read(flat.specialization.argument(node)) for node in graph.find_nodes(op="placeholder")}
         self._values: dict[fx.Node, Any] = {}
+        self._left = set[fx.Node]()  # of the values that are wanted, those that are not there
         self.metas: dict[fx.Node, Meta] = {}
 
     def runs_through(self) -> bool:
@@ -152,10 +154,21 @@ class _Runner(GraphRunner):
             return False
         return True
 
+    def knows_forms(self) -> bool:
+        """Say whether the forms of all values are known, and note them, without a run on numbers: that the graph runs
+        in the call tells who compares the model afterwards.
+        """
+        try:
+            with torch.no_grad():
+                self.metas = _Forms(self.module, cast("fx.Graph", self.graph)).found(list(self._call.values()))
+        except Exception:  # what depends on numbers raises anything
+            self.metas = {}
+        return bool(self.metas)
+
     def run_call(self, wanted: Collection[fx.Node] = ()) -> None:
-        """Run the graph; keep what it gives at the nodes that are wanted."""
-        self._values = dict.fromkeys(wanted)
-        with preserved(self.module), torch.no_grad():
+        """Run the graph, as far as to the last of the nodes that are wanted; keep what it gives at these."""
+        self._values, self._left = dict.fromkeys(wanted), set(wanted)
+        with preserved(self.module), torch.no_grad(), suppress(_Done):
             self.run(*copied(list(self._call.values())))  # a cache, too, is as it was for those that use the call next
 
     def values_of(self, nodes: Sequence[fx.Node]) -> list[Any]:
@@ -173,4 +186,43 @@ class _Runner(GraphRunner):
         self.metas[n] = meta_of(value)
         if n in self._values:
             self._values[n] = value.clone() if isinstance(value, Tensor) else value
+            self._left.discard(n)
+            if not self._left:
+                raise _Done
         return value
+
+
+class _Done(Exception):
+    """All wanted values are there."""
+
+
+class _Forms(GraphRunner):
+    """Run a graph of a model on the CPU: on tensors without numbers, where capture does not tell what a node gives."""
+
+    def found(self, given: Sequence[Any]) -> dict[fx.Node, Meta]:
+        """Return what nodes give in a call."""
+        self._metas: dict[fx.Node, Meta] = {}
+        self.run(*map_tensors(_without_numbers, tuple(given)))
+        return self._metas
+
+    def run_node(self, n: fx.Node) -> Any:
+        known = n.meta.get("val")
+        if isinstance(known, TensorMeta):
+            self._metas[n] = known
+            return torch.empty(known.shape, dtype=known.dtype, device="meta")
+        value = map_tensors(_without_numbers, super().run_node(n))
+        self._metas[n] = _on_cpu(meta_of(value))
+        return value
+
+
+def _without_numbers(tensor: Tensor) -> Tensor:
+    return tensor.to("meta")
+
+
+def _on_cpu(meta: Meta) -> Meta:
+    """Return the same description, of tensors on the CPU."""
+    if isinstance(meta, TensorMeta):
+        return replace(meta, device=torch.device("cpu"))
+    if isinstance(meta, (tuple, list)):
+        return type(meta)(map(_on_cpu, meta))
+    return {key: _on_cpu(item) for key, item in meta.items()} if isinstance(meta, dict) else meta

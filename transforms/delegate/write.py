@@ -15,6 +15,7 @@ from ...layers.delegated import DelegatedRegion
 from ...passes.rewriting import Edit
 from ...passes.sites import Site
 from ...runtime.graphs import required_capture
+from ...tracing.isolation import trusted
 from .find import Found, look
 from .regions import Region
 
@@ -60,7 +61,9 @@ def _written(found: Found, edit: Edit, way: Way) -> fx.Graph:
         delegated = DelegatedRegion(way.engine, region.graph(), len(region.inputs), way.dtype)
         tensors = [operator.attrgetter(str(node.target))(edit.owner) for node in region.tensors]
         try:
-            delegated.prepare(found.given(region), tensors, way.budget)
+            given = found.given(region)
+            with trusted():
+                delegated.prepare(given, tensors, way.budget)
         except Exception as error:  # engines raise anything
             if not edit.program.replaying:
                 raise MatchFailure(f"{way.engine} does not take it: {one_line(error)}") from error

@@ -15,10 +15,11 @@ from support.subtractions import Subtractions
 from torch import Tensor, fx, nn
 
 import fxopt
+from fxopt.errors import MatchFailure
 from fxopt.passes import timing
 from fxopt.passes.contract import Pass
 from fxopt.passes.driver import Manager
-from fxopt.passes.rewriting import Edit, module, operation
+from fxopt.passes.rewriting import Edit, ReadsOutOfOrder, module, operation
 from fxopt.passes.sites import Goal, Numerics, Phase, Site
 from fxopt.passes.timing import Timings
 from fxopt.tracing.program import Program
@@ -217,6 +218,22 @@ def test_what_does_not_pay_is_not_tried_again(counted: dict[str, list[Any]], mon
     assert statuses(manager) == ["undone"] * 4
     assert len({decision.reason for decision in manager.decisions}) == 1
     assert (len(counted["full"]), len(counted["brief"])) == (0, 0)  # what does not pay need not be right
+
+
+@pytest.mark.parametrize(("failure", "tried"), [(MatchFailure, 2), (ReadsOutOfOrder, 1)])
+def test_what_cannot_be_written_is_not_tried_again(
+    failure: type[MatchFailure], tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Site] = []
+
+    def rewrite(self: Faster, site: Site, edit: Edit) -> None:
+        written.append(site)
+        raise failure("it does not go")
+
+    monkeypatch.setattr(Faster, "rewrite", rewrite)
+    manager = managed(net(4), Faster(), time=True)
+    assert statuses(manager) == ["refused"] * 4 and len(written) == tried
+    assert {decision.reason for decision in manager.decisions} == {"it does not go"}
 
 
 def test_blocks_that_take_as_long_are_timed_once_and_each_verified_in_full(counted: dict[str, list[Any]]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.runtime.graphs import capture_of
-from fxopt.tracing.isolation import ModelState, restoring
+from fxopt.tracing.isolation import ModelState, ParameterData, restoring, trusted
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 DATA = torch.Tensor.data
@@ -205,3 +205,14 @@ def test_embeddings_that_shorten_their_rows_in_a_forward_are_left_as_they_were()
         assert torch.equal(tensor, before[name])
         assert torch.equal(fast.state_dict()[name], before[name])
     torch.testing.assert_close(fast(x), model(x))
+
+
+def test_code_that_is_trusted_to_read_alone_is_not_watched() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    data = ParameterData([parameter])
+    with data.watched():
+        with trusted():
+            parameter.detach().numpy()
+        assert not data.reached
+        parameter.detach().numpy()
+        assert data.reached == [parameter]

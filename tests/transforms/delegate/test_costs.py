@@ -1,0 +1,107 @@
+"""delegate: what is not converted, and not run, while a model is optimized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engines import X, delegated, linears, one_engine, regions, same
+from torch import Tensor, fx, nn
+
+import fxopt
+from fxopt.transforms.delegate import find
+from fxopt.transforms.delegate.delegate import engine_named
+
+
+class Checked(nn.Module):
+    """Decides by the numbers in its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) if bool(x.sum() > 1e6) else self.second(x).relu()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows by a name with each computation that an engine compiles."""
+    found, kind = list[str](), type(engine_named("onnxruntime"))
+    compile_ = kind.compile
+
+    def counted(engine: Any, *args: Any) -> Any:
+        found.append(engine.name)
+        return compile_(engine, *args)
+
+    monkeypatch.setattr(kind, "compile", counted)
+    return found
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of the names of nodes that run on numbers while regions are looked for."""
+    found, run_node = list[str](), find._Runner.run_node
+
+    def noted(runner: Any, node: fx.Node) -> Any:
+        found.append(node.name)
+        return run_node(runner, node)
+
+    monkeypatch.setattr(find._Runner, "run_node", noted)
+    return found
+
+
+@one_engine
+def test_numbers_that_verification_makes_up_are_not_converted(engine: str, compiled: list[str]) -> None:
+    model = linears()
+    fast = delegated(model, engine, verify=True)
+    assert regions(fast) and compiled == [engine]
+    same(fast, model)
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *fast.parameters()):
+            parameter.mul_(1.5)
+    for _ in range(9):
+        same(fast, model)
+    fxopt.refresh(fast)
+    same(fast, model)
+    assert compiled == [engine, engine]
+
+
+@one_engine
+def test_what_is_recalled_runs_nothing_to_know_forms(
+    engine: str, run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXOPT_CACHE", str(tmp_path))
+    model, options = linears(nn.LayerNorm(8)), {"verify": True}
+    fxopt.optimize(model, f"delegate{{engine={engine}}}", example_inputs=X, **options)  # type: ignore[arg-type]
+    assert run
+    run.clear()
+    fast = fxopt.optimize(model, f"delegate{{engine={engine}}}", example_inputs=X, **options)  # type: ignore[arg-type]
+    assert fxopt.report(fast).to_json()["cached"] and regions(fast) and not run
+    same(fast, model)
+
+
+def test_forms_without_numbers_are_those_of_a_run() -> None:
+    program = fxopt.capture(linears(nn.LayerNorm(8), nn.Softmax(-1)), X)
+    (runs,) = find.look(program, "", in_8_bits=False)
+    assert runs.runner.knows_forms() and len(runs.runner.metas) > 10
+    known = runs.runner.metas
+    runs.runner.metas = {}
+    assert runs.runner.runs_through() and runs.runner.metas == known
+
+
+def test_of_what_depends_on_numbers_no_forms_are_known_without_them() -> None:
+    program = fxopt.capture(Checked().eval(), X)
+    (runs,) = find.look(program, "", in_8_bits=False)
+    assert runs.runner.metas and not runs.runner.knows_forms()
+
+
+def test_what_a_region_is_given_is_computed_no_further(run: list[str]) -> None:
+    program = fxopt.capture(linears(), X)
+    (runs,) = find.look(program, "", in_8_bits=False)
+    nodes = [node for node in runs.flat.specialization.graph.nodes if node.op == "call_function"]
+    run.clear()
+    runs.runner.values_of([nodes[1]])
+    assert nodes[1].name in run and nodes[2].name not in run
