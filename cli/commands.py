@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import FxoptError, UnverifiedWarning
+from ..errors import FxoptError, NothingDoneWarning, UnverifiedWarning
 from ..known_passes import PRESETS, entry_points, listing, own_summaries
 from ..version import VERSION
 from .prechecks import (
@@ -35,6 +35,7 @@ __all__ = ["app", "main"]
 
 SCHEMA_VERSION = 1
 _MAKE_INPUTS = "write example_inputs() beside the factory, or give --inputs FILE"
+_IN_TRAINING = "fxopt: the model is in training mode, so it is optimized for training; for inference give --phase eval"
 
 app = typer.Typer(
     name="fxopt",
@@ -121,7 +122,9 @@ def optimize(
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result here.")] = None,
     weights: Weights = None,
     inputs: Inputs = None,
-    phase: Annotated[PhaseOption | None, typer.Option(help="Default: the mode the model is in.")] = None,
+    phase: Annotated[
+        PhaseOption | None, typer.Option(help="Put the model in this mode first; default: the mode it is in.")
+    ] = None,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Repeat the decisions of this plan.")] = None,
     save_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the decisions here.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report here, as HTML.")] = None,
@@ -149,15 +152,13 @@ def optimize(
 
     _check_values(passes, time_budget)
     factory = None if output is None else factory_for(model)
-    original, example_inputs = _open(model, weights, inputs, trust)
-    wanted = phase.value if phase else None
-    training = original.training if wanted is None else wanted == "train"
-    with in_one_line(UnverifiedWarning):  # the report says so
+    original, example_inputs = _open(model, weights, inputs, trust, phase)
+    preset = _preset_for(original, phase) if passes is None and plan is None else None
+    with in_one_line(UnverifiedWarning, NothingDoneWarning):  # the report says so
         fast = api.optimize(
             original,
-            passes if passes is not None or plan is not None else "training" if training else "inference",
+            preset if passes is None else passes,
             example_inputs=example_inputs,
-            phase=wanted,
             verify=verify,
             measure="cold" if cold else measure,
             time_budget=time_budget,
@@ -382,15 +383,28 @@ def demo(
 
 
 def _open(
-    model: str, weights: Path | None, inputs: Path | None, trust: Sequence[str] | None
+    model: str,
+    weights: Path | None,
+    inputs: Path | None,
+    trust: Sequence[str] | None,
+    phase: PhaseOption | None = None,
 ) -> tuple[nn.Module, object]:
-    """Return the model that MODEL means, and its example inputs; say so where there are none."""
+    """Return what MODEL means, in the mode of a phase, and its example inputs; say so where there are none."""
     from .arguments import open_model
 
     opened, example_inputs = open_model(model, weights, inputs, trust)
+    if phase is not None:
+        opened.train(phase is PhaseOption.TRAIN)
     if example_inputs is None:
         typer.echo(f"fxopt: no example inputs, so nothing can be checked or timed; {_MAKE_INPUTS}", err=True)
     return opened, example_inputs
+
+
+def _preset_for(model: nn.Module, phase: PhaseOption | None) -> str:
+    """Return the preset for the mode that a model is in; say so where that may be a surprise."""
+    if model.training and phase is None:
+        typer.echo(_IN_TRAINING, err=True)
+    return "training" if model.training else "inference"
 
 
 def _tell(fast: nn.Module, plan: Path | None, report: Path | None, as_json: bool) -> None:

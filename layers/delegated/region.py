@@ -131,6 +131,11 @@ class DelegatedRegion(Keeping):
         sessions = {id(session): each for each in held for session in (*each.by_threads.values(), *each.fixed.values())}
         return sum(tensor.nbytes for each in sessions.values() for tensor, *_ in each.noted)
 
+    @property
+    def is_fixed(self) -> bool:
+        """Say whether the engine has taken the tensors twice: once more for the shapes of the example alone."""
+        return any(held.fixed for held in tuple(self._converted.values()))
+
     def prepare(
         self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], allowed: float = math.inf, *, judged: bool = False
     ) -> None:

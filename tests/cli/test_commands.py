@@ -189,10 +189,24 @@ def test_optimize_as_json(fxopt: Fxopt):
 
 
 def test_the_preset_follows_the_mode(fxopt: Fxopt):
-    pipeline = fxopt("optimize", "zoo:training_heads", "--json", *FAST).json["pipeline"]
-    assert "fold_constants" not in pipeline
-    pipeline = fxopt("optimize", "zoo:training_heads", "--phase", "eval", "--json", *FAST).json["pipeline"]
-    assert "fold_constants" in pipeline
+    training = fxopt("optimize", "zoo:training_heads", "--json", *FAST)
+    assert "fold_constants" not in training.json["pipeline"]
+    assert (
+        "the model is in training mode, so it is optimized for training; for inference give --phase eval"
+        in training.err
+    )
+    for phase in ("eval", "train"):
+        given = fxopt("optimize", "zoo:training_heads", "--phase", phase, "--json", *FAST)
+        assert ("fold_constants" in given.json["pipeline"]) is (phase == "eval") and not given.err
+
+
+def test_a_phase_is_a_mode_of_the_model(fxopt: Fxopt):
+    given = ("optimize", "zoo:training_heads", "-p", "inference")
+    assert "\nnothing was done for inference: the model is in training" in fxopt(*given, *FAST).out
+    done = fxopt(*given, "--phase", "eval", "-o", "out.fxopt", *FAST)
+    assert "applied for inference" in done.out and "call model.eval()" not in done.out + done.err
+    shown = fxopt("inspect", "out.fxopt", "--trust", "zoo")
+    assert shown.out.splitlines()[0].startswith(done.out.splitlines()[0].partition(",")[0].partition(";")[0])
 
 
 @pytest.mark.parametrize(("given", "seconds"), [("0", 0.0), ("2.5", 2.5), ("0 forwards", 0.0)])

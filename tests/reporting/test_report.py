@@ -90,6 +90,16 @@ def test_everything_is_in_the_plain_table():
     assert text.isascii()
 
 
+def test_where_not_the_fastest_was_taken_it_says_why():
+    close = {**FIGURES, "lowerings": {"openvino": 960.0, "onnxruntime": 862.0}}
+    text = str(report(dataclasses.replace(APPLIED, choice="openvino", figures=close)))
+    said = (
+        "onnxruntime 862 us, openvino 960 us; noise does not tell them apart, so openvino was taken, which comes first"
+    )
+    assert said in text
+    assert "noise" not in str(report(dataclasses.replace(APPLIED, choice="onnxruntime", figures=close)))
+
+
 def test_what_was_left_alone_says_why():
     known = report(
         decision("refused", "towers", reason="members share the parameter 'w'"),
