@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ..errors import FxoptError, NothingDoneWarning, UnverifiedWarning
 from ..known_passes import PRESETS, entry_points, listing, own_summaries
@@ -37,8 +38,25 @@ SCHEMA_VERSION = 1
 _MAKE_INPUTS = "write example_inputs() beside the factory, or give --inputs FILE"
 _IN_TRAINING = "fxopt: the model is in training mode, so it is optimized for training; for inference give --phase eval"
 
+_OTHER_WORDS = {
+    "report": "inspect FILE, or optimize MODEL --report FILE.html", "info": "inspect MODEL", "show": "inspect MODEL",
+    "convert": "export MODEL -o FILE.pt2", "compare": "verify A B, or diff A B",
+}  # fmt: skip
+"""What users may call a command -> what it is here."""
+
+
+class _Commands(TyperGroup):
+    """Name the command that is meant, where the nearest by its letters is another."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in _OTHER_WORDS:
+            ctx.fail(f"No such command {args[0]!r}; use fxopt {_OTHER_WORDS[args[0]]}")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="fxopt",
+    cls=_Commands,
     help="Rewrite PyTorch models with torch.fx: checked, measured, reversible.",
     no_args_is_help=True,
     add_completion=True,

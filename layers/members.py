@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import REGISTERS, own_children, own_parameters, own_tensor
-from ..errors import FusedMemberError
+from ..errors import FusedMemberError, UsageError
 from ..runtime.graphs import Capture, capture_of, install, own_class, regions_of, share_children
 from ..runtime.state import VIEWS
 from ..runtime.values import INTERNAL
@@ -25,6 +25,10 @@ from .views import SEALED, sealed_names, views_of
 __all__ = [
     "FusedMembers", "attach_member", "seal", "settings_of", "stacked_weights", "vector_size", "ways_to", "written_out",
 ]  # fmt: skip
+
+
+_SET_BY_TORCH = INTERNAL | {"_flat_weights"}
+"""Attributes that torch itself sets in modules."""
 
 
 class FusedMembers(SavesWhatMembersDoNot):
@@ -197,6 +201,8 @@ def written_out(owner: nn.Module, paths: Sequence[str]) -> dict[str, set[str]]:
 
 
 def _with_sealed(module: nn.Module, names: Collection[str]) -> frozenset[str]:
+    if taken := sorted(_SET_BY_TORCH.intersection(names)):
+        raise UsageError(f"{taken[0]!r} cannot be sealed: torch sets it where a model is trained, moved or copied")
     known = sealed_names(module)
     return known.union(names) if known else frozenset(names)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..passes.sites import Cause, Goal, Numerics
 from ..passes.timing import Interval
+from ..runtime.record import REPEATED
 from ..storage import byte_text
 
 if TYPE_CHECKING:
@@ -126,6 +127,8 @@ def _whole_model(record: Record) -> str:
     if not applied:
         return "as it was"
     if not timings:
+        if REPEATED in record.checked and any(decision.measured.saved_us is not None for decision in applied):
+            return "not timed now; speeds and times below are those of the plan"
         others = dict.fromkeys(d.pass_name for d in applied)
         aimed_elsewhere = all(d.goal in (Goal.SIZE.value, Goal.MEMORY.value) for d in applied)
         verb = "is" if len(others) == 1 else "are"

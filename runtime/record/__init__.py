@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Measured, Plan
-from .record import PassTrace, Record, needed_record, record_of, state_map_of
+from .record import REPEATED, PassTrace, Record, needed_record, record_of, state_map_of
 
 __all__ = [
-    "SCHEMA_VERSION", "STATUSES", "Decision", "Measured", "PassTrace", "Plan", "Record", "needed_record", "record_of",
-    "state_map_of",
+    "REPEATED", "SCHEMA_VERSION", "STATUSES", "Decision", "Measured", "PassTrace", "Plan", "Record", "needed_record",
+    "record_of", "state_map_of",
 ]  # fmt: skip

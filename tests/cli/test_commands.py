@@ -100,6 +100,13 @@ def test_the_module_runs_as_a_command():
     assert (done.returncode, done.stdout) == (0, "fxopt 0.1.0\n")
 
 
+def test_a_command_by_another_word_is_named(fxopt: Fxopt):
+    done = fxopt("report", "model.fxopt")
+    assert done.code == 2
+    assert "use fxopt inspect FILE" in " ".join(done.err.replace("│", " ").split())
+    assert "Did you mean 'optimize'" in fxopt("optimise").err
+
+
 def test_wrong_usage_exits_with_2(fxopt: Fxopt):
     assert fxopt("no-such-command").code == 2
     assert fxopt("optimize").code == 2
@@ -321,8 +328,10 @@ def test_without_inputs_it_says_so_on_stderr_with_what_to_do(fxopt: Fxopt):
 def test_inspect_shows_coverage_graphs_and_what_is_opaque(fxopt: Fxopt):
     done = fxopt("inspect", "zoo:heads")
     assert done.code == 0
-    assert "heads.0 and 5 more" in done.out
-    assert "Sequential" in done.out
+    lines = done.out.splitlines()
+    assert lines[2].split() == ["(root)", "Heads", "8", "nodes"]
+    assert lines[3].split() == ["heads.0", "and", "5", "more", "Sequential", "5", "nodes"]
+    assert lines[2].index("Heads") == lines[3].index("Sequential")
     assert "placeholder" in fxopt("inspect", "zoo:heads", "--graph", "").out
     wrong = fxopt("inspect", "zoo:heads", "--graph", "head.0")
     assert wrong.code == 2

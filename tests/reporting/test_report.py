@@ -134,6 +134,13 @@ def test_what_was_not_measured_or_checked_says_so():
     assert "whole model       not timed" in text
 
 
+def test_figures_of_a_plan_that_is_repeated_say_so():
+    said = "whole model       not timed now; speeds and times below are those of the plan\n"
+    assert said in str(report(APPLIED, checked="when the plan was made"))
+    assert "of the plan" not in str(report(decision(choice="wide"), checked="when the plan was made"))
+    assert "of the plan" not in str(report(APPLIED))
+
+
 def test_what_was_timed_in_one_thread_says_so():
     timings = {"before_ms": 2.0, "after_ms": 1.0, "speedup": 2.0, "threads": 1}
     text = str(report(decision(figures={**FIGURES, "threads": 1}), timings=timings))

@@ -45,7 +45,8 @@ def _calibrated(options: Options, program: Program, layers: Mapping[str, nn.Modu
         data = ()
     seen, judged = _divided(data)
     ranges = trained | (ranges_of(program, others, seen, options.observer) if others else {})
-    yield from (Refusal("the calibration data never reaches it", name) for name in layers if name not in ranges)
+    unreached = "the calibration data never reaches it, or is empty there"
+    yield from (Refusal(unreached, name) for name in layers if name not in ranges)
     if not ranges:
         return
     found = Sensitivity(dict.fromkeys(ranges, 0.0))
