@@ -1,6 +1,6 @@
 """The `fxopt` command: it parses, calls the library and prints; torch is imported only once there is work for it.
 
-Exit codes: 0 done, 1 a check failed, 2 wrong usage, 3 unreadable or refused input, 4 a pass failed.
+Exit codes: 0 done, 1 a check failed, 2 wrong usage, 3 unreadable or refused input, 4 a pass failed, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from ..errors import FxoptError, NothingDoneWarning, UnverifiedWarning
 from ..known_passes import PRESETS, entry_points, listing, own_summaries
 from ..version import VERSION
+from .interrupts import noting_interrupts, stop_if_interrupted
 from .prechecks import (
     check_cold,
     check_name,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 SCHEMA_VERSION = 1
+_INTERRUPTED = 130
 _MAKE_INPUTS = "write example_inputs() beside the factory, or give --inputs FILE"
 _IN_TRAINING = "fxopt: the model is in training mode, so it is optimized for training; for inference give --phase eval"
 
@@ -103,14 +105,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    try:
-        app(arguments)
-    except FxoptError as error:
-        _complain(error)
-        raise SystemExit(error.exit_code) from None
-    except OSError as error:
-        _complain(error)
-        raise SystemExit(3) from None
+    with noting_interrupts() as interrupts:
+        try:
+            app(arguments)
+        except BaseException as error:
+            if interrupts.heard:
+                raise SystemExit(_INTERRUPTED) from None
+            if not isinstance(error, (FxoptError, OSError)):
+                raise
+            _complain(error)
+            raise SystemExit(error.exit_code if isinstance(error, FxoptError) else 3) from None
 
 
 def _complain(error: BaseException) -> None:
@@ -183,6 +187,7 @@ def optimize(
             plan=plan,
             seed=seed,
         )
+    stop_if_interrupted()
     if output is not None:
         api.save(fast, output, factory=factory)
     _tell(fast, save_plan, report, as_json)
@@ -411,6 +416,7 @@ def _open(
     from .arguments import open_model
 
     opened, example_inputs = open_model(model, weights, inputs, trust)
+    stop_if_interrupted()
     if phase is not None:
         opened.train(phase is PhaseOption.TRAIN)
     if example_inputs is None:

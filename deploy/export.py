@@ -74,7 +74,7 @@ def export_model(
 
 
 def _save(program: torch.export.ExportedProgram, file: BinaryIO) -> None:
-    """Write a program to a file; where that raises, torch's own code would end the process, so it does not hear of it."""
+    """Write a program to a file; where that raises, torch's code would end the process, so it does not hear of it."""
     failed: list[OSError] = []
 
     class Sink(io.RawIOBase):

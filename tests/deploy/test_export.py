@@ -295,7 +295,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path: Path, 
         def write(self, data: Any) -> int:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fxopt.storage._opened", lambda temporary, rights: Full())
+    monkeypatch.setattr("fxopt.storage.open", lambda *_, **__: Full(), raising=False)
     with pytest.raises(OSError, match=r"No space left on device: '.*m\.pt2'"):
         fxopt.export(Heads(), tmp_path / "m.pt2", (torch.randn(2, 4),))
     assert not list(tmp_path.iterdir())
