@@ -122,6 +122,10 @@ def attach_member(
     taken = [(key, module.__dict__[key]) for key in REGISTERS if not slices.keys().isdisjoint(module.__dict__[key])]
     count_slices(slices.values(), 1)
     undo = _change(module, {VIEWS: {**views_of(module), **slices}, SEALED: _with_sealed(module, sealed)})
+    if not isinstance(module, FusedPart):  # else a forward of its own would find no parameters
+        undo()
+        count_slices(slices.values(), -1)
+        raise FusedMemberError(f"this {type(module).__name__} has no class that reads its slices")
     listed = module.__dict__.pop("_flat_weights", None)  # a recurrent layer's second list of its parameters
     for key, register in taken:
         module.__dict__[key] = Register(register, slices)

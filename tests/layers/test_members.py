@@ -522,3 +522,12 @@ def test_what_torch_sets_is_no_setting_and_cannot_be_sealed(kind: type[nn.Module
     undo = seal(module, settings)
     module.train().eval().double().requires_grad_(False)
     undo()
+
+
+def test_a_member_without_a_class_that_reads_its_slices_stays_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    linear, x = nn.Linear(2, 2), torch.ones(1, 2)
+    before, store = linear(x), FusedMembers({"w": torch.zeros(3, 2, 2), "b": torch.ones(3, 2)})
+    monkeypatch.setattr("fxopt.layers.members.fused_class", lambda base, names: base)
+    with pytest.raises(FusedMemberError, match="this Linear has no class that reads its slices"):
+        attach_member(linear, {"weight": (store, "w", 1), "bias": (store, "b", 1)})
+    assert torch.equal(linear(x), before) and type(linear) is nn.Linear
