@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 __all__ = [
@@ -142,9 +143,13 @@ def positive_integer(value: object, name: str, least: int = 1) -> int:
     return value
 
 
+_CHECK = re.compile(r"Check '.*' failed at \S+:\d+:\s*")
+
+
 def one_line(error: BaseException) -> str:
-    """Return the message of an error that somebody else raised, without line breaks, controls and C++ stack traces."""
+    """Return the message of an error that somebody else raised, without line breaks, controls and places in C++."""
     text, _, _ = str(error).partition("\nException raised from")
+    text = _CHECK.sub("", text)
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 

@@ -16,6 +16,10 @@ from .errors import expect
 __all__ = ["as_path", "atomic_file", "byte_text", "write_atomically"]
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What writing raises without the name of the file."""
+
+
 def as_path(path: str | os.PathLike[str], name: str = "path") -> Path:
     """Return a path that a user gave; raise `UsageError` if it is none."""
     expect(path, (str, os.PathLike), name, "the path of a file, as text or pathlib.Path")
@@ -98,7 +102,7 @@ def _naming(target: Path, temporary: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename == str(temporary):
+        if error.filename == str(temporary) or (error.filename is None and error.errno in _FULL):
             error.filename = str(target)
         raise
 

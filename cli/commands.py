@@ -1,6 +1,6 @@
 """The `fxopt` command: it parses, calls the library and prints; torch is imported only once there is work for it.
 
-Exit codes: 0 done, 1 a check failed, 2 wrong usage, 3 unreadable or refused input, 4 a pass failed.
+Exit codes: 0 done, 1 a check failed, 2 wrong usage, 3 unreadable or refused input, 4 a pass failed, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from ..errors import FxoptError, UnverifiedWarning
+from ..errors import FxoptError, NothingDoneWarning, UnverifiedWarning
 from ..known_passes import PRESETS, entry_points, listing, own_summaries
 from ..version import VERSION
+from .interrupts import noting_interrupts, stop_if_interrupted
 from .prechecks import (
     check_cold,
     check_name,
@@ -34,10 +36,29 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 SCHEMA_VERSION = 1
+_INTERRUPTED = 130
 _MAKE_INPUTS = "write example_inputs() beside the factory, or give --inputs FILE"
+_IN_TRAINING = "fxopt: the model is in training mode, so it is optimized for training; for inference give --phase eval"
+
+_OTHER_WORDS = {
+    "report": "inspect FILE, or optimize MODEL --report FILE.html", "info": "inspect MODEL", "show": "inspect MODEL",
+    "convert": "export MODEL -o FILE.pt2", "compare": "verify A B, or diff A B",
+}  # fmt: skip
+"""What users may call a command -> what it is here."""
+
+
+class _Commands(TyperGroup):
+    """Name the command that is meant, where the nearest by its letters is another."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in _OTHER_WORDS:
+            ctx.fail(f"No such command {args[0]!r}; use fxopt {_OTHER_WORDS[args[0]]}")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="fxopt",
+    cls=_Commands,
     help="Rewrite PyTorch models with torch.fx: checked, measured, reversible.",
     no_args_is_help=True,
     add_completion=True,
@@ -84,14 +105,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
-    try:
-        app(arguments)
-    except FxoptError as error:
-        _complain(error)
-        raise SystemExit(error.exit_code) from None
-    except OSError as error:
-        _complain(error)
-        raise SystemExit(3) from None
+    with noting_interrupts() as interrupts:
+        try:
+            app(arguments)
+        except BaseException as error:
+            if interrupts.heard:
+                raise SystemExit(_INTERRUPTED) from None
+            if not isinstance(error, (FxoptError, OSError)):
+                raise
+            _complain(error)
+            raise SystemExit(error.exit_code if isinstance(error, FxoptError) else 3) from None
 
 
 def _complain(error: BaseException) -> None:
@@ -121,7 +144,9 @@ def optimize(
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the result here.")] = None,
     weights: Weights = None,
     inputs: Inputs = None,
-    phase: Annotated[PhaseOption | None, typer.Option(help="Default: the mode the model is in.")] = None,
+    phase: Annotated[
+        PhaseOption | None, typer.Option(help="Put the model in this mode first; default: the mode it is in.")
+    ] = None,
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Repeat the decisions of this plan.")] = None,
     save_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the decisions here.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report here, as HTML.")] = None,
@@ -149,21 +174,20 @@ def optimize(
 
     _check_values(passes, time_budget)
     factory = None if output is None else factory_for(model)
-    original, example_inputs = _open(model, weights, inputs, trust)
-    wanted = phase.value if phase else None
-    training = original.training if wanted is None else wanted == "train"
-    with in_one_line(UnverifiedWarning):  # the report says so
+    original, example_inputs = _open(model, weights, inputs, trust, phase)
+    preset = _preset_for(original, phase) if passes is None and plan is None else None
+    with in_one_line(UnverifiedWarning, NothingDoneWarning):  # the report says so
         fast = api.optimize(
             original,
-            passes if passes is not None or plan is not None else "training" if training else "inference",
+            preset if passes is None else passes,
             example_inputs=example_inputs,
-            phase=wanted,
             verify=verify,
             measure="cold" if cold else measure,
             time_budget=time_budget,
             plan=plan,
             seed=seed,
         )
+    stop_if_interrupted()
     if output is not None:
         api.save(fast, output, factory=factory)
     _tell(fast, save_plan, report, as_json)
@@ -382,15 +406,29 @@ def demo(
 
 
 def _open(
-    model: str, weights: Path | None, inputs: Path | None, trust: Sequence[str] | None
+    model: str,
+    weights: Path | None,
+    inputs: Path | None,
+    trust: Sequence[str] | None,
+    phase: PhaseOption | None = None,
 ) -> tuple[nn.Module, object]:
-    """Return the model that MODEL means, and its example inputs; say so where there are none."""
+    """Return what MODEL means, in the mode of a phase, and its example inputs; say so where there are none."""
     from .arguments import open_model
 
     opened, example_inputs = open_model(model, weights, inputs, trust)
+    stop_if_interrupted()
+    if phase is not None:
+        opened.train(phase is PhaseOption.TRAIN)
     if example_inputs is None:
         typer.echo(f"fxopt: no example inputs, so nothing can be checked or timed; {_MAKE_INPUTS}", err=True)
     return opened, example_inputs
+
+
+def _preset_for(model: nn.Module, phase: PhaseOption | None) -> str:
+    """Return the preset for the mode that a model is in; say so where that may be a surprise."""
+    if model.training and phase is None:
+        typer.echo(_IN_TRAINING, err=True)
+    return "training" if model.training else "inference"
 
 
 def _tell(fast: nn.Module, plan: Path | None, report: Path | None, as_json: bool) -> None:

@@ -1,12 +1,15 @@
-"""The private names of torch that tell what exported programs hold, and load them."""
+"""The private names of torch that tell what exported programs hold, load them, and let the ONNX exporter be quiet."""
 
 from __future__ import annotations
 
-from typing import Any, BinaryIO
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, cast
 
+import torch
 from torch.fx import Graph
 
-__all__ = ["batches_by_vmap", "load_exported_program"]
+__all__ = ["batches_by_vmap", "load_exported_program", "onnx_log_off"]
 
 
 def batches_by_vmap(graph: Graph) -> bool:
@@ -24,3 +27,23 @@ def load_exported_program(file: BinaryIO) -> Any:
     load_pattern()
 
     return load_pt2(file).exported_programs["model"]
+
+
+_NATIVE = cast("Any", torch)._C
+_ONNX_LOG = _NATIVE._jit_onnx_log
+
+
+@contextmanager
+def onnx_log_off() -> Generator[None]:
+    """Let the ONNX exporter print no graph where it does not know an operation: its error names that.
+
+    It turns its log on itself, so the function that writes to it is replaced.
+    """
+    _NATIVE._jit_onnx_log = _nothing
+    try:
+        yield
+    finally:
+        _NATIVE._jit_onnx_log = _ONNX_LOG
+
+
+def _nothing(*_: object) -> None: ...

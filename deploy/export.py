@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import warnings
@@ -10,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from ..compat import is_registered_operator
 from ..compat.export import batches_by_vmap
 from ..compat.quantized import simulating
 from ..errors import ArchiveError, FxoptError, InputError, UsageError, one_line
+from ..layers.packed import ReleasedWeight
 from ..operators import canonical_name, has_random_effects
 from ..passes.verification import distance, form_difference, rounding
 from ..runtime.values import flatten, map_tensors, plain, structure, tensors_in
@@ -45,6 +47,8 @@ def export_model(
     """Write a model and its checksum to `path`, read back and compared, or not at all; see `fxopt.export`."""
     _check_calls(calls)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, ReleasedWeight):
+            raise InputError(f"{name!r} was freed by 'release'; export the model as it was before that pass")
         if tensor.is_meta:
             raise InputError(f"{name!r} is on the meta device and has no values to export; load its weights first")
     _warn_of_name(Path(path))
@@ -62,12 +66,39 @@ def export_model(
         first = copy_inputs(calls[0])
         program.example_inputs = (first.args, first.kwargs)
         _warn_of_random(program, Path(path))
-        torch.export.save(program, file)
-        file.flush()
+        _save(program, file)
         comparison.check(_read_back(Path(file.name), Path(path)))
         digest = sha256_of(Path(file.name))
         drop_checksum(Path(path))
     write_checksum(Path(path), digest)
+
+
+def _save(program: torch.export.ExportedProgram, file: BinaryIO) -> None:
+    """Write a program to a file; where that raises, torch's code would end the process, so it does not hear of it."""
+    failed: list[OSError] = []
+
+    class Sink(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def seekable(self) -> bool:
+            return True
+
+        def seek(self, offset: int, whence: int = 0, /) -> int:
+            return file.seek(offset, whence)
+
+        def write(self, data: Any) -> int:
+            if not failed:
+                try:
+                    return file.write(data)
+                except OSError as error:
+                    failed.append(error)
+            return len(data)
+
+    torch.export.save(program, cast("Any", Sink()))
+    if failed:
+        raise failed[0]
+    file.flush()
 
 
 def _exported(model: nn.Module, call: Inputs, sizes: _FreeSizes) -> torch.export.ExportedProgram:

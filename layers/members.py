@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat import REGISTERS, own_children, own_parameters, own_tensor
-from ..errors import FusedMemberError
+from ..errors import FusedMemberError, UsageError
 from ..runtime.graphs import Capture, capture_of, install, own_class, regions_of, share_children
 from ..runtime.state import VIEWS
 from ..runtime.values import INTERNAL
@@ -25,6 +25,10 @@ from .views import SEALED, sealed_names, views_of
 __all__ = [
     "FusedMembers", "attach_member", "seal", "settings_of", "stacked_weights", "vector_size", "ways_to", "written_out",
 ]  # fmt: skip
+
+
+_SET_BY_TORCH = INTERNAL | {"_flat_weights"}
+"""Attributes that torch itself sets in modules."""
 
 
 class FusedMembers(SavesWhatMembersDoNot):
@@ -118,6 +122,10 @@ def attach_member(
     taken = [(key, module.__dict__[key]) for key in REGISTERS if not slices.keys().isdisjoint(module.__dict__[key])]
     count_slices(slices.values(), 1)
     undo = _change(module, {VIEWS: {**views_of(module), **slices}, SEALED: _with_sealed(module, sealed)})
+    if not isinstance(module, FusedPart):  # else a forward of its own would find no parameters
+        undo()
+        count_slices(slices.values(), -1)
+        raise FusedMemberError(f"this {type(module).__name__} has no class that reads its slices")
     listed = module.__dict__.pop("_flat_weights", None)  # a recurrent layer's second list of its parameters
     for key, register in taken:
         module.__dict__[key] = Register(register, slices)
@@ -197,6 +205,8 @@ def written_out(owner: nn.Module, paths: Sequence[str]) -> dict[str, set[str]]:
 
 
 def _with_sealed(module: nn.Module, names: Collection[str]) -> frozenset[str]:
+    if taken := sorted(_SET_BY_TORCH.intersection(names)):
+        raise UsageError(f"{taken[0]!r} cannot be sealed: torch sets it where a model is trained, moved or copied")
     known = sealed_names(module)
     return known.union(names) if known else frozenset(names)
 

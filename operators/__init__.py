@@ -2,7 +2,7 @@
 
 from .arguments import CallArguments, normalized_arguments
 from .attention import hidden_scores, hides_later, scaled_dot_product_attention
-from .cache import Cache, Unchanged, is_dense, sample_of, why_unseen
+from .cache import Cache, Unchanged, is_dense, sample_of, why_not_plain, why_unseen
 from .calls import (
     canonical_name,
     function_of,
@@ -27,5 +27,5 @@ __all__ = [
     "canonical_name", "counted_flops", "derived", "flops_of", "function_of", "function_path", "has_random_effects",
     "hidden_scores", "hides_later", "in_place_signature", "info_of", "is_dense", "is_known_function", "laid_last",
     "mutates", "normalized_arguments", "operator_info", "operator_of_module", "reached", "register_operator", "resolve",
-    "sample_of", "scaled_dot_product_attention", "upwards", "why_unseen",
+    "sample_of", "scaled_dot_product_attention", "upwards", "why_not_plain", "why_unseen",
 ]  # fmt: skip

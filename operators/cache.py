@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..compat import storage_id, version_of
 from ..compat.tensors import SAME_MEMORY, SAME_VERSION, holders_of
 
-__all__ = ["Cache", "Unchanged", "is_dense", "sample_of", "why_unseen"]
+__all__ = ["Cache", "Unchanged", "is_dense", "sample_of", "why_not_plain", "why_unseen"]
 
 
 class Unchanged:
@@ -67,10 +67,18 @@ def _held(alias: Tensor) -> _Memory:
     return _MEMORIES.setdefault(storage_id(memory.tensor), memory)
 
 
+def why_not_plain(tensor: Tensor) -> str:
+    """Return by what a tensor is another than operations in graphs take it for, or ""."""
+    kind = type(tensor)
+    if kind not in (Tensor, nn.Parameter):
+        return f"is no plain tensor, but a {kind.__name__} of {kind.__module__.partition('.')[0]}"
+    return "" if tensor.layout is torch.strided else f"is no plain tensor, but one of layout {tensor.layout}"
+
+
 def why_unseen(tensor: Tensor) -> str:
     """Return why changes of a tensor may go unseen, or ""."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-        return f"is a {type(tensor).__name__} ({tensor.layout}), and no plain tensor"
+    if reason := why_not_plain(tensor):
+        return reason
     return "was made in inference_mode, where torch does not count writes into it" if tensor.is_inference() else ""
 
 

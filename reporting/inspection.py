@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .wording import clipped, located, printable, several
+from .wording import clipped, counted, located, printable, several
 
 if TYPE_CHECKING:
     from ..tracing.program import Program
@@ -17,7 +17,10 @@ SCHEMA_VERSION = 1
 def inspection(program: Program) -> str:
     """Return the coverage, the captured modules (equal ones together) and the opaque ones with line and reason."""
     lines = [printable(str(program.coverage()).partition("\n")[0]), ""]
-    lines += [f"  {several(names):<44} {kind:<24} {nodes} nodes" for (kind, nodes), names in _equal(program).items()]
+    rows = [(several(names), kind, nodes) for (kind, nodes), names in _equal(program).items()]
+    wide = max((len(names) for names, _, _ in rows), default=0)
+    kinds = max((len(kind) for _, kind, _ in rows), default=0)
+    lines += [f"  {names:<{wide}}  {kind:<{kinds}}  {counted(nodes, 'node')}" for names, kind, nodes in rows]
     if program.opaque:
         lines += ["", "not captured; these run as they are:"]
         lines += [
@@ -38,9 +41,9 @@ def inspection_json(program: Program) -> dict[str, Any]:
 
 
 def _equal(program: Program) -> dict[tuple[str, int], list[str]]:
-    """Return the names of captured modules of one class whose graphs have equally many nodes."""
+    """Return the names of captured modules of one class whose graphs have equally many nodes, each once."""
     found: dict[tuple[str, int], list[str]] = {}
-    for name, graph in program.graphs.items():
-        kind = type(program.module(name.partition("#")[0])).__name__
-        found.setdefault((kind, len(graph.nodes)), []).append(name)
+    for key, graph in program.graphs.items():
+        name = key.partition("#")[0]
+        found.setdefault((type(program.module(name)).__name__, len(graph.nodes)), []).append(name)
     return found

@@ -55,6 +55,7 @@ def notes(record: Record, model: nn.Module) -> list[str]:
         record.remark,
         _in_fewer_bits(record),
         *_costs(record),
+        *_metrics(record),
         *sizes,
         *_held_by_engines(model),
         *_holds_for(record),
@@ -97,8 +98,9 @@ def _in_fewer_bits(record: Record) -> str:
 
 def _held_by_engines(model: nn.Module) -> Iterator[str]:
     """Say what engines hold beside the model's own tensors."""
-    for engine, size in held_bytes(model).items():
-        yield f"{engine} holds about {byte_text(size)} more, made of the model's parameters and buffers"
+    for engine, (size, is_twice) in held_bytes(model).items():
+        again = ", twice: once for the sizes of the example, once for all others" if is_twice else ""
+        yield f"{engine} holds about {byte_text(size)} more, made of the model's parameters and buffers{again}"
 
 
 def _holds_for(record: Record) -> Iterator[str]:
@@ -139,6 +141,21 @@ def _costs(record: Record) -> Iterator[str]:
         if standing:
             lost = [d for d in mine if d.status != "applied"]
             yield from _cost_of(decision.pass_name, data["costs"], data.get("asked"), lost)
+
+
+def _metrics(record: Record) -> Iterator[str]:
+    """Say what a user's metric was, and what it is with the layers that were chosen by it."""
+    for decision in record.plan.decisions:
+        found: Any = decision.site and cast("Any", decision.site)["data"].get("metric")
+        if not isinstance(found, dict):
+            continue
+        mine = [each for each in record.plan.decisions if each.step == decision.step and each.site]
+        count = sum(each.status == "applied" for each in mine)
+        if count:
+            where = "" if count == len(mine) else f", measured with {len(mine)} places, of which {count} stand"
+            figures = cast("Mapping[str, float]", found)
+            values = f"{figures['before']:.4g} -> {figures['after']:.4g}"
+            yield f"{decision.pass_name}: the metric {values}; it may fall by {figures['drop']:g}{where}"
 
 
 def _cost_of(name: str, costs: Mapping[str, list[float]], asked: Any, lost: Sequence[Decision]) -> Iterator[str]:
@@ -251,6 +268,11 @@ def _said(record: Record, name: str, texts: Sequence[str]) -> str:
         return (
             "nothing was done for training: the model is in evaluation, and 'training' was run for inference; call "
             "model.train() first, or give phase='train'"
+        )
+    if name == "inference" and record.plan.phase == "train":
+        return (
+            "nothing was done for inference: the model is in training, and 'inference' was run for training; call "
+            "model.eval() first (on the command line: --phase eval), or give 'training'"
         )
     applied = {each.pass_name for each in record.plan.decisions if each.status == "applied"}
     if name == "inference" and "delegate" in applied:

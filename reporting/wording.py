@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..passes.sites import Cause, Goal, Numerics
 from ..passes.timing import Interval
+from ..runtime.record import REPEATED
 from ..storage import byte_text
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ def _whole_model(record: Record) -> str:
     if not applied:
         return "as it was"
     if not timings:
+        if REPEATED in record.checked and any(decision.measured.saved_us is not None for decision in applied):
+            return "not timed now; speeds and times below are those of the plan"
         others = dict.fromkeys(d.pass_name for d in applied)
         aimed_elsewhere = all(d.goal in (Goal.SIZE.value, Goal.MEMORY.value) for d in applied)
         verb = "is" if len(others) == 1 else "are"
@@ -249,7 +252,7 @@ def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str) -> Row:
         or _largest_errors(every, is_lossy=decision.numerics == Numerics.APPROXIMATE.value) + hurried,
         speed=_speeds(every) + _how_timed(figures) + _shared(figures),
         time=times[0] + (" (the first)" if len(times) > 1 else ""),
-        timed=_timed(figures.get("lowerings") or {}),
+        timed=_timed(figures.get("lowerings") or {}, decision.choice),
     )
 
 
@@ -302,11 +305,14 @@ def _time(figures: Mapping[str, Any]) -> str:
     return "" if before is None or after is None else f"{duration(before / 1e6)} -> {duration(after / 1e6)}"
 
 
-def _timed(lowerings: Mapping[str, float]) -> str:
+def _timed(lowerings: Mapping[str, float], choice: str | None) -> str:
+    """Return the time of each lowering, and why another than the fastest of them was taken, if so."""
     if len(lowerings) < 2:
         return ""
     fastest_first = sorted(lowerings.items(), key=lambda item: item[1])
-    return ", ".join(f"{name} {duration(us / 1e6)}" for name, us in fastest_first)
+    times = ", ".join(f"{name} {duration(us / 1e6)}" for name, us in fastest_first)
+    is_close = choice in lowerings and choice != fastest_first[0][0]
+    return times + (f"; noise does not tell them apart, so {choice} was taken, which comes first" if is_close else "")
 
 
 def left_alone(record: Record) -> list[Left]:

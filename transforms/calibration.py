@@ -121,6 +121,7 @@ def _watched(layers: Mapping[str, nn.Module], observers: Mapping[str, Observer],
 def _sample(name: str, x: Tensor) -> Tensor:
     low, high = torch.aminmax(x)
     if not (low.isfinite() and high.isfinite()):
-        raise CalibrationError(f"the input of '{name}' is not finite on the calibration data; check the data first")
+        what = f"the input of '{name}' is not finite on the calibration data"
+        raise CalibrationError(f"{what}; check the data, and the weights before it")
     flat = x.reshape(-1)
     return torch.cat([flat[:: max(1, -(-x.numel() // _SAMPLE))], low.reshape(1), high.reshape(1)])

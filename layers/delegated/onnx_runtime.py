@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ...compat.export import onnx_log_off
 from ...storage import byte_text
 from .engine import Engine
 
@@ -34,7 +35,8 @@ class OnnxRuntime(Engine):
         written: Any = io.BytesIO()
         # The exporter of torch.export takes several times as long, and fixes more sizes. This one never lets go of what
         # is traced already: it traces by itself.
-        torch.onnx.export(computation, tuple(example), written, dynamo=False, input_names=names, dynamic_axes=sizes)
+        with onnx_log_off():
+            torch.onnx.export(computation, tuple(example), written, dynamo=False, input_names=names, dynamic_axes=sizes)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3

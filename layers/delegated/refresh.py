@@ -21,11 +21,14 @@ def refresh(model: nn.Module) -> None:
         region.refresh(tensors_of(model, names))
 
 
-def held_bytes(model: nn.Module) -> dict[str, int]:
-    """Return about how many bytes each engine holds beside the tensors of a model, by its name."""
-    sizes, found = dict[str, int](), {id(region): region for region, _ in regions_of(model)}
+def held_bytes(model: nn.Module) -> dict[str, tuple[int, bool]]:
+    """Return about how many bytes each engine holds beside the tensors of a model, by its name, and whether a part of
+    them is there twice, for the shapes of the example alone, too.
+    """
+    sizes, found = dict[str, tuple[int, bool]](), {id(region): region for region, _ in regions_of(model)}
     for region in found.values():
-        sizes[region.engine] = sizes.get(region.engine, 0) + region.held_bytes
+        size, is_twice = sizes.get(region.engine, (0, False))
+        sizes[region.engine] = size + region.held_bytes, is_twice or region.is_fixed
     return sizes
 
 

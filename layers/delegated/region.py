@@ -133,6 +133,11 @@ class DelegatedRegion(Keeping):
         sessions = {id(session): each for each in held for session in (*each.by_threads.values(), *each.fixed.values())}
         return sum(tensor.nbytes for each in sessions.values() for tensor, *_ in each.noted)
 
+    @property
+    def is_fixed(self) -> bool:
+        """Say whether the engine has taken the tensors twice: once more for the shapes of the example alone."""
+        return any(held.fixed for held in tuple(self._converted.values()))
+
     def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], allowed: float = math.inf) -> None:
         """Let the engine take the tensors as they are, for inputs such as these; raise what it raises, or RuntimeError
         where results are off by more than `allowed` of their scale, or so much that the region would do without it.

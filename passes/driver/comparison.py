@@ -191,10 +191,10 @@ class Comparison:
     def judged(self, race: Race, wrong: Sequence[str]) -> tuple[dict[str, Any], Reason | None]:
         """Return the figures of the best candidate of a race, and why it does not pay, if so; others were `wrong`."""
         timings, best = race.timings, race.best
-        figures = {
-            **timing.timing_figures(timings, best),
-            "lowerings": {name: timing.microseconds(timings, name) for name in race.candidates},
-        }
+        figures = timing.timing_figures(timings, best)
+        # By the ratios that the best was chosen by: "before" was timed in fewer rounds than the best ones.
+        took = timing.microseconds(timings, best)
+        figures["lowerings"] = {name: took * timings.ratio(name, best).mid for name in race.candidates}
         known: dict[str, Any] = {"lowering": best if best != UNNAMED else "", "wrong": list(wrong)}
         values = {name: value for name, value in known.items() if value}
         return figures, None if self.group.required else timing.no_gain(timings.ratio("before", best), **values)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from ...runtime.record import Decision, GraphView, Record, view_of
+from ...runtime.record import REPEATED, Decision, GraphView, Record, view_of
 from ...runtime.state import StateMap
 from ..contract import Pass
 from ..rewriting import Edit
@@ -164,8 +164,7 @@ class History:
     def checked(self, earlier: Record | None = None) -> str:
         """Say how the rewrites that stand were checked, those of an earlier call too; what was not comes last."""
         ways = dict.fromkeys(
-            "when the plan was made" if rewrite.replayed else str(rewrite.decision.figures.get("checked"))
-            for rewrite in self.rewrites
+            REPEATED if rewrite.replayed else str(rewrite.decision.figures.get("checked")) for rewrite in self.rewrites
         )
         if earlier is not None and any(decision.status == "applied" for decision in earlier.plan.decisions):
             ways.setdefault(earlier.checked)

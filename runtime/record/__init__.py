@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .plan import SCHEMA_VERSION, STATUSES, Decision, Measured, Plan
-from .record import PassTrace, Record, needed_record, record_of, state_map_of
+from .record import REPEATED, PassTrace, Record, needed_record, record_of, state_map_of
 from .views import GraphView, NodeView, view_of
 
 __all__ = [
-    "SCHEMA_VERSION", "STATUSES", "Decision", "GraphView", "Measured", "NodeView", "PassTrace", "Plan", "Record",
-    "needed_record", "record_of", "state_map_of", "view_of",
+    "REPEATED", "SCHEMA_VERSION", "STATUSES", "Decision", "GraphView", "Measured", "NodeView", "PassTrace", "Plan",
+    "Record", "needed_record", "record_of", "state_map_of", "view_of",
 ]  # fmt: skip

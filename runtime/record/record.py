@@ -15,7 +15,11 @@ from ..state import RECORD_KEY, StateMap
 from .plan import Plan
 from .views import GraphView
 
-__all__ = ["PassTrace", "Record", "record_of", "state_map_of"]
+__all__ = ["REPEATED", "PassTrace", "Record", "record_of", "state_map_of"]
+
+
+REPEATED = "when the plan was made"
+"""How rewrites that a plan repeats were checked."""
 
 
 @dataclass(frozen=True)

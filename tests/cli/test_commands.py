@@ -93,6 +93,13 @@ def test_the_module_runs_as_a_command():
     assert (done.returncode, done.stdout) == (0, "fxopt 0.1.0\n")
 
 
+def test_a_command_by_another_word_is_named(fxopt: Fxopt):
+    done = fxopt("report", "model.fxopt")
+    assert done.code == 2
+    assert "use fxopt inspect FILE" in " ".join(done.err.replace("│", " ").split())
+    assert "Did you mean 'optimize'" in fxopt("optimise").err
+
+
 def test_wrong_usage_exits_with_2(fxopt: Fxopt):
     assert fxopt("no-such-command").code == 2
     assert fxopt("optimize").code == 2
@@ -182,10 +189,24 @@ def test_optimize_as_json(fxopt: Fxopt):
 
 
 def test_the_preset_follows_the_mode(fxopt: Fxopt):
-    pipeline = fxopt("optimize", "zoo:training_heads", "--json", *FAST).json["pipeline"]
-    assert "fold_constants" not in pipeline
-    pipeline = fxopt("optimize", "zoo:training_heads", "--phase", "eval", "--json", *FAST).json["pipeline"]
-    assert "fold_constants" in pipeline
+    training = fxopt("optimize", "zoo:training_heads", "--json", *FAST)
+    assert "fold_constants" not in training.json["pipeline"]
+    assert (
+        "the model is in training mode, so it is optimized for training; for inference give --phase eval"
+        in training.err
+    )
+    for phase in ("eval", "train"):
+        given = fxopt("optimize", "zoo:training_heads", "--phase", phase, "--json", *FAST)
+        assert ("fold_constants" in given.json["pipeline"]) is (phase == "eval") and not given.err
+
+
+def test_a_phase_is_a_mode_of_the_model(fxopt: Fxopt):
+    given = ("optimize", "zoo:training_heads", "-p", "inference")
+    assert "\nnothing was done for inference: the model is in training" in fxopt(*given, *FAST).out
+    done = fxopt(*given, "--phase", "eval", "-o", "out.fxopt", *FAST)
+    assert "applied for inference" in done.out and "call model.eval()" not in done.out + done.err
+    shown = fxopt("inspect", "out.fxopt", "--trust", "zoo")
+    assert shown.out.splitlines()[0].startswith(done.out.splitlines()[0].partition(",")[0].partition(";")[0])
 
 
 @pytest.mark.parametrize(("given", "seconds"), [("0", 0.0), ("2.5", 2.5), ("0 forwards", 0.0)])
@@ -300,8 +321,10 @@ def test_without_inputs_it_says_so_on_stderr_with_what_to_do(fxopt: Fxopt):
 def test_inspect_shows_coverage_graphs_and_what_is_opaque(fxopt: Fxopt):
     done = fxopt("inspect", "zoo:heads")
     assert done.code == 0
-    assert "heads.0 and 5 more" in done.out
-    assert "Sequential" in done.out
+    lines = done.out.splitlines()
+    assert lines[2].split()[:2] == ["(root)", "Heads"]
+    assert lines[3].split()[:5] == ["heads.0", "and", "5", "more", "Sequential"]
+    assert lines[2].index("Heads") == lines[3].index("Sequential")
     assert "placeholder" in fxopt("inspect", "zoo:heads", "--graph", "").out
     wrong = fxopt("inspect", "zoo:heads", "--graph", "head.0")
     assert wrong.code == 2
@@ -363,6 +386,16 @@ def test_an_interrupt_exits_with_130_and_writes_nothing(fxopt: Fxopt, zoo: Path,
 
     monkeypatch.setattr("os.fsync", interrupted)
     assert fxopt("optimize", "zoo:heads", "-p", "fuse_ensembles", "-o", "out.fxopt", *FAST).code == 130
+    assert not list(zoo.glob("*out.fxopt*"))
+
+
+@pytest.mark.parametrize("swallowed", ["ImportError", "nothing"])
+def test_an_interrupt_that_other_code_swallows_exits_with_130(swallowed: str, fxopt: Fxopt, zoo: Path):
+    then = "raise ImportError" if swallowed == "ImportError" else "return heads()"
+    interrupted = "try:\n        os.kill(os.getpid(), signal.SIGINT)\n    except KeyboardInterrupt:\n        "
+    (zoo / "bare.py").write_text(f"import os, signal\nfrom zoo import *\ndef made():\n    {interrupted}{then}\n")
+    done = fxopt("optimize", "bare:made", "-o", "out.fxopt", *FAST)
+    assert (done.code, done.out, done.err) == (130, "", "")
     assert not list(zoo.glob("*out.fxopt*"))
 
 

@@ -132,7 +132,7 @@ def test_an_error_is_allowed_when_asked_for(fxopt: Fxopt):
 
 def test_an_archive_takes_the_inputs_beside_its_factory(fxopt: Fxopt, zoo: Path):
     save(fxopt, "heads.fxopt")
-    for command in (("inspect",), ("optimize",), ("verify", "bare:heads")):
+    for command in (("inspect",), ("optimize", "-p", "training"), ("verify", "bare:heads")):
         done = fxopt(*command, "heads.fxopt", "--trust", "zoo")
         assert (done.code, done.err) == (0, ""), command
     (zoo / "zoo.py").write_text(SOURCE.replace("def example_inputs", "def others_here"))

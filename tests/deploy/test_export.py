@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import subprocess
 import sys
 from collections.abc import Callable
@@ -281,9 +282,23 @@ def test_inputs_that_do_not_do(tmp_path: Path):
         fxopt.export(Giving(lambda x: x * (1 / 0)), path, (x,))
     with pytest.raises(InputError, match=r"'heads\.0\.0\.weight' is on the meta device"):
         fxopt.export(Heads().to("meta"), path, (x,))
+    freed = fxopt.optimize(nn.Sequential(nn.Linear(3, 512)).eval(), "pack,release", example_inputs=(x,), measure=False)
+    with pytest.raises(InputError, match=r"'0\.weight' was freed by 'release'; export the model as it was before"):
+        fxopt.export(freed, path, (x,))
     assert not list(tmp_path.iterdir())
     with pytest.raises(OSError, match="No such file"):
         fxopt.export(Heads(), tmp_path / "absent" / "m.pt2", (torch.randn(2, 4),))
+
+
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fxopt.storage.open", lambda *_, **__: Full(), raising=False)
+    with pytest.raises(OSError, match=r"No space left on device: '.*m\.pt2'"):
+        fxopt.export(Heads(), tmp_path / "m.pt2", (torch.randn(2, 4),))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("change", ["value", "shape", "dtype", "structure", "integer"])

@@ -12,8 +12,8 @@ import torch
 import torch.nn.utils.prune
 from torch import Tensor, nn
 
-from fxopt.errors import FusedMemberError
-from fxopt.layers.members import FusedMembers, attach_member, seal
+from fxopt.errors import FusedMemberError, UsageError
+from fxopt.layers.members import FusedMembers, attach_member, seal, settings_of
 from fxopt.runtime.graphs import Capture, capture_of, own
 from fxopt.tracing.program import capture_program
 
@@ -508,3 +508,26 @@ def test_setting_the_data_of_a_members_parameter_writes_to_the_stacked_one(fused
     with pytest.raises(FusedMemberError, match="keeps its shape"):
         fused.heads[1].scale.data = torch.ones(2)
     assert type(fused.heads[1].scale + 1) is Tensor
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.Dropout, nn.GRU])
+def test_what_torch_sets_is_no_setting_and_cannot_be_sealed(kind: type[nn.Module]):
+    module = nn.Dropout(0.5) if kind is nn.Dropout else kind(4, 4)
+    settings = settings_of(module)
+    assert {nn.Linear: "in_features", nn.Dropout: "p", nn.GRU: "hidden_size"}[kind] in settings
+    assert not {"training", "_parameters", "_flat_weights", "_forward_hooks"} & set(settings)
+    for name in ("training", "_parameters", "_flat_weights"):
+        with pytest.raises(UsageError, match=f"'{name}' cannot be sealed: torch sets it"):
+            seal(module, ["forward", name])
+    undo = seal(module, settings)
+    module.train().eval().double().requires_grad_(False)
+    undo()
+
+
+def test_a_member_without_a_class_that_reads_its_slices_stays_as_it_was(monkeypatch: pytest.MonkeyPatch):
+    linear, x = nn.Linear(2, 2), torch.ones(1, 2)
+    before, store = linear(x), FusedMembers({"w": torch.zeros(3, 2, 2), "b": torch.ones(3, 2)})
+    monkeypatch.setattr("fxopt.layers.members.fused_class", lambda base, names: base)
+    with pytest.raises(FusedMemberError, match="this Linear has no class that reads its slices"):
+        attach_member(linear, {"weight": (store, "w", 1), "bias": (store, "b", 1)})
+    assert torch.equal(linear(x), before) and type(linear) is nn.Linear

@@ -53,6 +53,14 @@ def test_training_of_a_model_in_evaluation_is_said() -> None:
     assert not any("for training" in each for each in warned("training", phase="train")[0])
 
 
+def test_inference_of_a_model_in_training_is_said() -> None:
+    for passes in ("inference", None):
+        (said,), fast = warned(passes, training=True)
+        assert said.startswith("nothing was done for inference: the model is in training")
+        assert "call model.eval() first (on the command line: --phase eval)" in fxopt.report(fast).notes[0]
+    assert not any("for inference: the model" in each for each in warned("inference")[0])
+
+
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -63,8 +71,9 @@ class Heads(nn.Module):
 
 
 def test_fewer_bits_that_a_preset_was_asked_for_in_vain_are_said() -> None:
-    with pytest.warns(fxopt.NothingDoneWarning, match="^nothing is computed in bfloat16: "):
+    with pytest.warns(fxopt.NothingDoneWarning, match="^nothing was done for inference: the model is in training"):
         fast = fxopt.optimize(Heads().train(), "inference{dtype=bfloat16}", example_inputs=(X,), measure=False)
+    assert any(note.startswith("nothing is computed in bfloat16: ") for note in fxopt.report(fast).notes)
     assert any(decision.status == "applied" for decision in fxopt.plan(fast).decisions)
 
 

@@ -93,6 +93,16 @@ def test_everything_is_in_the_plain_table():
     assert text.isascii()
 
 
+def test_where_not_the_fastest_was_taken_it_says_why():
+    close = {**FIGURES, "lowerings": {"openvino": 960.0, "onnxruntime": 862.0}}
+    text = str(report(dataclasses.replace(APPLIED, choice="openvino", figures=close)))
+    said = (
+        "onnxruntime 862 us, openvino 960 us; noise does not tell them apart, so openvino was taken, which comes first"
+    )
+    assert said in text
+    assert "noise" not in str(report(dataclasses.replace(APPLIED, choice="onnxruntime", figures=close)))
+
+
 def test_what_was_left_alone_says_why():
     known = report(
         decision("refused", "towers", reason="members share the parameter 'w'"),
@@ -125,6 +135,13 @@ def test_what_was_not_measured_or_checked_says_so():
     assert "unverified: no example inputs" in text
     assert "not timed" in text
     assert "whole model       not timed" in text
+
+
+def test_figures_of_a_plan_that_is_repeated_say_so():
+    said = "whole model       not timed now; speeds and times below are those of the plan\n"
+    assert said in str(report(APPLIED, checked="when the plan was made"))
+    assert "of the plan" not in str(report(decision(choice="wide"), checked="when the plan was made"))
+    assert "of the plan" not in str(report(APPLIED))
 
 
 def test_what_was_timed_in_one_thread_says_so():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UsageError, did_you_mean, expect
+from ...operators import why_not_plain
 from ...passes.contract import Pass, check_option_types, check_options_read, module_words
 
 __all__ = ["Kind", "Options", "check_names", "check_score", "check_scores", "check_weights"]
@@ -146,7 +147,12 @@ def check_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UsageError(f"pass 'prune': '{name}' is on the meta device, and has no values; load them first")
-        if _has_nan(parameter):
+        try:
+            has_nan = _has_nan(parameter)
+        except NotImplementedError as error:  # as those of torchao, which know few operations
+            said = f"'{name}' {why_not_plain(parameter)}"
+            raise UsageError(f"pass 'prune': {said}; prune the model before it is quantized") from error
+        if has_nan:
             raise UsageError(f"pass 'prune': '{name}' has NaN in it, and cannot be ranked; repair the model first")
 
 

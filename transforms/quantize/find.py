@@ -25,7 +25,7 @@ from ...tracing.program import Program, is_on_meta
 from ...tracing.recording import Call
 from .layers import Candidate, already_quantized, reason_against_layer
 from .options import Options
-from .within import left_in_floats
+from .within import left_in_floats, with_metric
 from .write import Instead
 
 __all__ = ["found"]
@@ -62,12 +62,16 @@ def found(options: Options, program: Program, layers: Sequence[Candidate], make:
     fine = {
         layer.module: new for layer, new, judgement in judged if new is not None and judgement.reason_against() is None
     }
-    costly = left_in_floats(program, fine, options)
-    for layer, _, judgement in sorted(judged, key=lambda each: -Measured.of(each[2].all_figures).saved_per_error):
-        cost = costly.get(layer.module)
-        reason = None if cost is None else Refusal(cost, layer.name)
-        site = Site(program, layer.name, {}, detail=layer.detail, found=judgement)
-        yield judgement.refusal(layer.name) or reason or site
+    costly, metric = left_in_floats(program, fine, options)
+
+    def decided() -> Iterator[Site | Refusal]:
+        for layer, _, judgement in sorted(judged, key=lambda each: -Measured.of(each[2].all_figures).saved_per_error):
+            cost = costly.get(layer.module)
+            reason = None if cost is None else Refusal(cost, layer.name)
+            site = Site(program, layer.name, {}, detail=layer.detail, found=judgement)
+            yield judgement.refusal(layer.name) or reason or site
+
+    yield from with_metric(decided(), metric)
 
 
 def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None:

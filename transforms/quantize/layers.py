@@ -14,7 +14,7 @@ from ...compat.packed import Geometry
 from ...layers.folded import Fold, Folds
 from ...layers.members import FusedMembers, stacked_weights
 from ...layers.quantized import ASKED, FakeQuantized, QuantizedLayer
-from ...operators import Derived
+from ...operators import Derived, why_not_plain
 from ...passes.contract import word_for
 from ...passes.rewriting import Layer, layer_of
 from ...passes.sites import Refusal
@@ -35,6 +35,8 @@ _FOLDED = (
     "a batch norm was folded into it; int8_static folds norms itself: begin with the model as it was, or with "
     "fxopt.restore(model), and list quantize{scheme=int8_static} before fold_batchnorm or the preset that has it"
 )
+_OF_TORCH, _SMALL = "torch.ao.nn.quantized", (torch.int8, torch.uint8)
+"""Where torch has its own quantized layers, and what those of other packages hold weights in."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -69,6 +71,14 @@ def already_quantized(keep: Sequence[str], program: Program) -> Iterator[Refusal
     for name in names:
         if isinstance(submodule(program.model, name), QuantizedLayer) and word_for(keep, name, program) is None:
             yield Refusal(_QUANTIZED, name)
+    for module in program.names.distinct:
+        kind, weight = user_class(type(module)), own_parameters(module).get("weight")
+        if isinstance(module, QuantizedLayer) or not hasattr(module, "weight"):
+            continue
+        if kind.__module__.startswith(_OF_TORCH) or (weight is not None and weight.dtype in _SMALL):
+            name = program.names.name(module)
+            if word_for(keep, name, program) is None:
+                yield Refusal(f"it is a {kind.__name__}, whose weight is quantized already", name)
 
 
 def reason_against_layer(layer: Candidate, program: Program) -> str:
@@ -106,8 +116,8 @@ def _value_problem(name: str, tensor: Tensor) -> str:
     """Return what keeps a weight from being quantized, or ""."""
     if tensor.dtype not in _DTYPES:
         return f"{name} is of {str(tensor.dtype).removeprefix('torch.')}; convert it to float32, bfloat16 or float16"
-    if tensor.layout is not torch.strided or type(tensor) not in (Tensor, nn.Parameter):
-        return f"{name} is a {type(tensor).__name__} ({tensor.layout}), and no plain tensor"
+    if reason := why_not_plain(tensor):
+        return f"{name} {reason}"
     if not tensor.numel():
         return f"{name} is empty"
     return "" if tensor.is_meta or tensor.isfinite().all() else f"{name} has elements that are not finite"

@@ -64,9 +64,9 @@ def _objection(options: Options, linear: Layer, weight: Tensor) -> str:
         case "int8_dynamic":
             return _elsewhere(weight)
         case "int4_weight" if inputs % options.group_size:
-            return f"its {inputs} inputs cannot be divided into groups of {options.group_size}"
+            return f"its number of inputs, {inputs}, cannot be divided into groups of {options.group_size}"
         case "int4_weight" if outputs % _OUTPUTS:
-            return f"its {outputs} outputs are no multiple of {_OUTPUTS}"
+            return f"its number of outputs, {outputs}, is no multiple of {_OUTPUTS}"
         case "float8" if options.aim == "speed" and not has_float8(weight.device):
             return f"it is on {weight.device.type}, {_NO_FLOAT8}"
         case _:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
-from ...errors import CalibrationError, one_line
+from ...errors import CalibrationError, InputError, one_line
 from ...passes.kinds import error_of
+from ...passes.sites import Refusal, Site
 from ...passes.verification import smaller
 from ...progress_bar import progress_bar
 from ...tracing.examples import Inputs
@@ -21,9 +22,14 @@ from ...tracing.program import Program
 from ..calibration import run_call
 from .options import Options
 
-__all__ = ["ComparedRun", "Judge", "costs", "costs_in_groups", "left_in_floats", "left_out"]
+__all__ = [
+    "ComparedRun", "Judge", "Measurement", "costs", "costs_in_groups", "left_in_floats", "left_out", "with_metric",
+]  # fmt: skip
 
 Layer = TypeVar("Layer")
+
+Measurement = dict[str, float]
+"""A user's metric `before` and `after`, and the `drop` that is allowed."""
 
 _MARGIN = 0.9
 """Of the budget: other calls err by a little more than the first."""
@@ -56,14 +62,14 @@ class ComparedRun(Generic[Layer]):
 
     def measured(self, metric: Callable[[nn.Module], float], layers: Iterable[Layer] = ()) -> float:
         """Return a user's metric of the model where these layers are replaced."""
-        with torch.no_grad(), preserved(self._model), self._all_replaced(layers):
-            try:
-                found = float(metric(self._model))
-            except Exception as error:  # whatever the user's function raises
-                raise CalibrationError(f"metric= raised {type(error).__name__}: {one_line(error)}") from error
-        if math.isnan(found):
-            raise CalibrationError("metric= returned NaN; return a number, larger for better")
-        return found
+        try:
+            with torch.no_grad(), preserved(self._model), self._all_replaced(layers):
+                return _number(metric, self._model)
+        except CalibrationError:
+            raise
+        except InputError as error:
+            said = "metric= changes parameters of the model in place; let it only run the model, or change a copy"
+            raise CalibrationError(said) from error
 
     @contextmanager
     def _all_replaced(self, layers: Iterable[Layer]) -> Generator[None]:
@@ -84,10 +90,20 @@ class Judge(Generic[Layer]):
         self.run, self._metric, self._options = run, options.metric, options
         self.before = 0.0 if self._metric is None else run.measured(self._metric)
         self.allowed = margin * options.error_budget if self._metric is None else options.allowed_drop
+        self._after = {frozenset[Layer](): self.before}  # the metric, by the layers that were replaced
 
     def loss(self, layers: Sequence[Layer]) -> float:
         """Return what is lost where these layers are replaced; no more than `allowed` may be."""
-        return self.run.error(layers) if self._metric is None else self.before - self.run.measured(self._metric, layers)
+        if self._metric is None:
+            return self.run.error(layers)
+        after = self._after[frozenset(layers)] = self.run.measured(self._metric, layers)
+        return self.before - after
+
+    def measured(self, layers: Iterable[Layer]) -> Measurement | None:
+        """Return the user's metric before and where these layers are replaced, which `loss` was asked for."""
+        if self._metric is None:
+            return None
+        return {"before": self.before, "after": self._after[frozenset(layers)], "drop": self.allowed}
 
     def said(self, loss: float) -> str:
         """Return what is lost in words."""
@@ -97,26 +113,31 @@ class Judge(Generic[Layer]):
         return f"the metric would fall from {self.before:.4g} to {after:.4g}; the allowed drop is {self.allowed:g}"
 
 
-def left_in_floats(program: Program, layers: Mapping[nn.Module, nn.Module], options: Options) -> dict[nn.Module, str]:
-    """Return the layers to leave out, those first that cost most for their size, each with the reason."""
+def left_in_floats(
+    program: Program, layers: Mapping[nn.Module, nn.Module], options: Options
+) -> tuple[dict[nn.Module, str], Measurement | None]:
+    """Return the layers to leave out, those first that cost most for their size, each with the reason; and the metric
+    with the others replaced.
+    """
     if not program.whole_calls or not layers:
-        return {}
+        return {}, None
     run = ComparedRun[nn.Module](program.model, program.whole_calls[:1], lambda layer: _replaced(layer, layers[layer]))
     judge = Judge(run, options, _MARGIN)
     lost = judge.loss(list(layers))
     if lost <= judge.allowed:
-        return {}
+        return {}, judge.measured(layers)
     replaced = [module for module in program.names.distinct if module in layers]
     sizes = {module: sum(each.numel() for each in module.parameters()) for module in replaced}
     # A metric says nothing of how exact results must be: then each layer is looked at.
     alone = costs_in_groups(sizes, run.on_less().error, judge.allowed if options.metric is None else 0.0)
     density = {layer: cost**2 / sizes[layer] for layer, cost in alone.items()}
     option = "budget" if options.metric is None else "drop"
-    return {
+    left = {
         layer: f"{judge.said(lost)}; this layer alone moves its results by about {alone[layer]:.2g} of their scale; "
         f"raise {option}= to quantize it too"
         for layer in left_out(density, judge.loss, judge.allowed)
     }
+    return left, judge.measured(layers.keys() - left.keys())
 
 
 def costs_in_groups(
@@ -182,6 +203,30 @@ def left_out(
         middle = (wrong + right) // 2
         wrong, right = (wrong, middle) if error(order[middle:]) <= allowed else (middle, right)
     return order[:right]
+
+
+def with_metric(items: Iterable[Site | Refusal], metric: Measurement | None) -> Iterator[Site | Refusal]:
+    """Yield sites and refusals; the first site tells, in reports and plans, what all together make of the metric."""
+    for item in items:
+        if metric is not None and isinstance(item, Site):
+            item, metric = replace(item, data={**item.data, "metric": metric}), None
+        yield item
+
+
+def _number(metric: Callable[[nn.Module], Any], model: nn.Module) -> float:
+    """Return what a user's metric gives for a model."""
+    try:
+        found = metric(model)
+    except Exception as error:  # whatever the user's function raises
+        raise CalibrationError(f"metric= raised {type(error).__name__}: {one_line(error)}") from error
+    try:
+        value = float(found)
+    except (TypeError, ValueError, RuntimeError):
+        value = math.nan
+    if not math.isfinite(value):
+        shown = f"{found}" if isinstance(found, float) else f"a {type(found).__name__}" if found is not None else "None"
+        raise CalibrationError(f"metric= returned {shown}; return a finite number, larger for better")
+    return value
 
 
 @contextmanager

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engines import X, delegated, linears, openvino_only, regions, same
+from support.engines import ENGINES, X, delegated, linears, openvino_only, regions, same
 from torch import Tensor, nn
 
 import fxopt
 from fxopt.compat.inductor import has_cpp_compiler
 from fxopt.errors import UsageError
 from fxopt.layers.delegated import OtherSizes, aot_inductor, engine, engine_named, engines
+from fxopt.storage import byte_text
 
 
 @pytest.mark.parametrize(("name", "packages"), [("openvino", "openvino"), ("onnxruntime", "onnxruntime onnx")])
@@ -37,6 +38,36 @@ def test_a_model_that_is_too_large_for_onnx_is_refused_before_it_is_exported() -
     model.register_buffer("weight", torch.zeros(1).expand(2**29))  # takes no memory
     with pytest.raises(ValueError, match=r"its tensors take 2 GiB, and an ONNX model has less than 2"):
         engine_named("onnxruntime").compile(model, [torch.zeros(1)], torch.float32, 1)
+
+
+@torch.library.custom_op("fxopt_test::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(twice(torch.relu(self.first(x)))))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_custom_operator_is_named_in_one_line(engine: str, capfd: pytest.CaptureFixture[str]) -> None:
+    model = Twice().eval()
+    fast = fxopt.optimize(model, f"delegate{{engine={engine}}}", example_inputs=torch.randn(4, 8))
+    (decision,) = fxopt.plan(fast).decisions
+    assert decision.status == "refused"
+    assert decision.reason.startswith(f"{engine} does not take it: ")
+    assert "fxopt_test::twice" in decision.reason and ".cpp" not in decision.reason
+    assert capfd.readouterr().out == ""
 
 
 def test_types_and_names_that_there_are_not() -> None:
@@ -103,6 +134,10 @@ def test_a_session_for_the_shapes_of_the_example_gives_way_to_others(
     fast = delegated(model, engine)
     held = [each for region in regions(fast) for each in region._converted.values()]
     assert [len(each.fixed) for each in held] == [int(gains > 0)]
+    (note,) = (each for each in fxopt.report(fast).notes if each.startswith("openvino holds about "))
+    size = byte_text(sum(each.nbytes for each in model.parameters()) * (2 if gains else 1))
+    assert note.startswith(f"openvino holds about {size} more, ")
+    assert note.endswith(", twice: once for the sizes of the example, once for all others") is bool(gains)
     for rows in (len(X), 3, len(X)):
         x = torch.randn(rows, *X.shape[1:])
         same(fast, model, x)

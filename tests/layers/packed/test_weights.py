@@ -57,7 +57,7 @@ def test_packed_weights_are_used_inside_a_default_device(monkeypatch: pytest.Mon
 
 
 REASONS = {
-    "its weight is a Tensor (torch.sparse_coo), and no plain tensor": lambda: torch.ones(2, 2).to_sparse(),
+    "its weight is no plain tensor, but one of layout torch.sparse_coo": lambda: torch.ones(2, 2).to_sparse(),
     "its weight is of float64; only float32 is packed": lambda: torch.ones(2, 2, dtype=torch.float64),
     "its weight is empty": lambda: torch.ones(0, 2),
     "": lambda: torch.ones(2, 2, device="meta"),

@@ -220,11 +220,39 @@ def test_what_a_metric_decided_is_loaded_and_repeated_without_it(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("metric", "said"),
-    [(lambda _: 1 / 0, "metric= raised ZeroDivisionError"), (lambda _: float("nan"), "metric= returned NaN")],
+    [
+        (lambda _: 1 / 0, "metric= raised ZeroDivisionError"),
+        (lambda _: float("nan"), "metric= returned nan; return a finite number"),
+        (lambda _: float("inf"), "metric= returned inf; return a finite number"),
+        (lambda _: None, "metric= returned None; return a finite number"),
+        (lambda model: model(X), "metric= returned a Tensor; return a finite number"),
+        (
+            lambda model: model[0].down.weight.detach().mul_(2.0).sum(),
+            "metric= changes parameters of the model in place",
+        ),
+    ],
 )
-def test_a_metric_that_raises_or_gives_no_number_is_told_of(metric: Any, said: str) -> None:
-    with pytest.raises(fxopt.FxoptError, match=said):
-        fxopt.optimize(net(64), Quantize(metric=metric), example_inputs=(X,), measure=False)
+@pytest.mark.parametrize("scheme", ["int8_dynamic", pytest.param("int8_static", marks=needs_static_int8)])
+def test_a_metric_that_raises_or_gives_no_number_is_told_of(metric: Any, said: str, scheme: str) -> None:
+    with pytest.raises(fxopt.CalibrationError, match=said):
+        fxopt.optimize(net(64), Quantize(scheme=scheme, metric=metric), example_inputs=(X,), measure=False)
+
+
+@pytest.mark.parametrize("scheme", ["int8_dynamic", pytest.param("int8_static", marks=needs_static_int8)])
+@pytest.mark.parametrize("drop", [1.0, 0.01])
+def test_the_report_has_the_metric_before_and_after(scheme: str, drop: float) -> None:
+    model, x = net(64, 64, 64), torch.randn(512, 32)
+    with torch.no_grad():
+        model[1].down.weight[:, 0] *= 3000.0  # so with 0.01 some layers stay in floats
+    metric = _agreement(model, x)
+    options = Quantize(scheme=scheme, metric=metric, drop=drop, per_channel=True)
+    fast = fxopt.optimize(model, options, example_inputs=(x,), measure=False)
+    sites = [d["site"]["data"] for d in fxopt.report(fast).to_json()["decisions"] if d["site"]]
+    found = [data["metric"] for data in sites if "metric" in data]
+    assert len(found) == 1 and found[0]["before"] == 1.0 and found[0]["drop"] == drop
+    assert abs(found[0]["after"] - float(metric(fast))) < 0.01  # it was measured with every layer simulated
+    line = f"quantize: the metric 1 -> {found[0]['after']:.4g}; it may fall by {drop:g}"
+    assert line in str(fxopt.report(fast)) and line in fxopt.report(fast).to_json()["messages"]
 
 
 @pytest.mark.parametrize(

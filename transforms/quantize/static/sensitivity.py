@@ -17,7 +17,7 @@ from ....runtime.state import dequantized, quantized
 from ....tracing.examples import Inputs
 from ....tracing.program import Program
 from ..options import Options
-from ..within import ComparedRun, Judge, costs, left_out
+from ..within import ComparedRun, Judge, Measurement, costs, left_out
 
 __all__ = ["Sensitivity", "sensitivity"]
 
@@ -30,6 +30,7 @@ class Sensitivity:
     alone: Mapping[str, float] = field(default_factory=dict[str, float])
     left: Sequence[str] = ()
     together: str = ""  # what all layers cost, in words
+    metric: Measurement | None = None  # with the layers that are not left
 
 
 def sensitivity(
@@ -40,9 +41,10 @@ def sensitivity(
     judge = Judge(simulation, options)
     lost = judge.loss(list(ranges))
     if lost <= judge.allowed:
-        return Sensitivity(simulation.own_errors)
+        return Sensitivity(simulation.own_errors, metric=judge.measured(ranges))
     alone = costs(ranges, simulation.on_less().error)
-    return Sensitivity(simulation.own_errors, alone, left_out(alone, judge.loss, judge.allowed), judge.said(lost))
+    left = left_out(alone, judge.loss, judge.allowed)
+    return Sensitivity(simulation.own_errors, alone, left, judge.said(lost), judge.measured(ranges.keys() - set(left)))
 
 
 # -- layers that compute in floats what they would compute in 8 bits, for a while ----------------------------------

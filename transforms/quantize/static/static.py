@@ -14,6 +14,7 @@ from ....tracing.program import Program
 from ...calibration import calls, ranges_of
 from ..layers import CONVOLUTIONS, candidates
 from ..options import Options
+from ..within import with_metric
 from .find import Chain, Link, chains
 from .sensitivity import Sensitivity, sensitivity
 
@@ -44,7 +45,8 @@ def _calibrated(options: Options, program: Program, layers: Mapping[str, nn.Modu
         data = ()
     seen, judged = _divided(data)
     ranges = trained | (ranges_of(program, others, seen, options.observer) if others else {})
-    yield from (Refusal("the calibration data never reaches it", name) for name in layers if name not in ranges)
+    unreached = "the calibration data never reaches it, or is empty there"
+    yield from (Refusal(unreached, name) for name in layers if name not in ranges)
     if not ranges:
         return
     found = Sensitivity(dict.fromkeys(ranges, 0.0))
@@ -53,7 +55,8 @@ def _calibrated(options: Options, program: Program, layers: Mapping[str, nn.Modu
     for name in found.left:
         cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"
         yield Refusal(f"{cost}; with all layers {found.together}", name)
-    yield from _sites(program, {name: range_ for name, range_ in ranges.items() if name not in found.left}, found)
+    kept = {name: range_ for name, range_ in ranges.items() if name not in found.left}
+    yield from with_metric(_sites(program, kept, found), found.metric)
 
 
 def _divided(data: Sequence[Inputs]) -> tuple[Sequence[Inputs], Sequence[Inputs]]:

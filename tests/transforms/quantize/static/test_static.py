@@ -290,6 +290,32 @@ def test_layers_are_tried_alone_on_a_part_of_the_call(net: nn.Module):
     assert rows.count(64) == 2 + 2  # in floats, with all rounded, and twice halving
 
 
+def test_a_cpu_without_vnni_is_named(net: nn.Module, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fxopt.transforms.quantize.options.why_no_static_int8", lambda: "this CPU has no VNNI")
+    with pytest.raises(UsageError, match="scheme=int8_static does not run here: this CPU has no VNNI"):
+        optimized(net)
+
+
+def test_weights_without_range_and_layers_of_one_channel():
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 1, 8, 8), nn.Sequential(nn.Conv2d(1, 1, 3), nn.ReLU(), nn.Conv2d(1, 1, 1)).eval()
+    for _ in range(2):
+        fast = optimized(model, x)
+        assert set(statuses(fast)) == {"applied"}
+        assert error(run(fast, x), run(model, x)) < 0.05
+        nn.init.zeros_(model[2].weight)
+
+
+def test_weights_and_data_that_are_not_finite_or_empty(net: nn.Module):
+    nn.init.constant_(net.first.weight, float("nan"))
+    with pytest.raises(
+        CalibrationError, match="is not finite on the calibration data; check the data, and the weights"
+    ):
+        optimized(net)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    assert "the calibration data never reaches it, or is empty there" in reasons(optimized(plain, calibration=[X[:0]]))
+
+
 def test_what_is_refused(net: nn.Module):
     kept = optimized(net, keep=("second",))
     assert type(kept.second) is nn.Conv2d and is_static(kept.first)
