@@ -39,6 +39,9 @@ MOST_SHAPES = 1000
 _MOST_ONCE = 8
 """Where so many were compared and did not come again, another one is compared at its second call only."""
 
+_MOST_FAILURES = 4
+"""Each shape at which an engine raises costs a new session: where more do, it is done without."""
+
 _LONG, _READY = 0.1, 3.0
 """Seconds of a call: of a longer one a second session would take too long to be made and timed. A first call may take
 so many times as long as others."""
@@ -139,6 +142,7 @@ class Converted:
     by_threads: dict[int, Session] = field(default_factory=dict[int, Session])
     fixed: dict[Any, Session] = field(default_factory=dict[Any, Session])  # for the shapes of the example alone
     by_shapes: dict[Any, Session | None] = field(default_factory=dict[Any, "Session | None"])  # None: other results
+    failures: set[Any] = field(default_factory=set[Any])  # the shapes at which the engine raised
     once: set[Any] = field(default_factory=set[Any])  # the shapes that did not come again since they were compared
     passing: set[Any] = field(default_factory=set[Any])  # those that came once, and were not compared
     doubted: bool = False  # writes that torch does not count may have gone unseen
@@ -165,6 +169,18 @@ class Converted:
         if threads not in self.by_threads:
             self.by_threads[threads] = self.compile(threads)
         return self.fixed.get(key) or self.by_threads[threads]
+
+    def failed(self, key: Any) -> bool:
+        """Note that inputs of such shapes cannot be computed, and let go of the session that tried; False where no
+        other shapes were computed, or too many failed.
+        """
+        if not any(self.by_shapes.values()) or len(self.failures) >= _MOST_FAILURES:
+            return False
+        session = self.by_threads.pop(key[0], None)
+        self.by_shapes = {other: each for other, each in self.by_shapes.items() if each is not session}
+        self.by_shapes[key] = None
+        self.failures.add(key)
+        return True
 
     def fix(self) -> None:
         """Compile for the shapes of the example alone, too, where that is faster."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from ...errors import one_line
 from .engine import Engine
 
 __all__ = ["OpenVINO"]
@@ -74,12 +75,19 @@ def _core(openvino: Any) -> Any:
 
 
 class _Session:
-    """A request for each thread, on memory of torch: inputs are shared, results are written into new tensors."""
+    """A request for each thread, on memory of torch: inputs are shared, results are written into new tensors.
+
+    With one thread, `infer` tells of no error: it leaves the results of the call before, and the failed computation in
+    a queue, where it is tried again in place of later calls, also of other models (seen in 2026.4.1; a crash where the
+    failed request is gone). So the first call of each shape is computed asynchronously, which raises.
+    """
 
     def __init__(self, openvino: Any, model: Any, settings: Mapping[str, Any]) -> None:
         self._openvino, self._model, self._settings, self._tensor = openvino, model, settings, openvino.Tensor
         self._compiled = _core(openvino).compile_model(model, "CPU", settings)
         self._outputs = range(len(self._compiled.outputs))
+        self._computed = set[tuple[torch.Size, ...]]()  # shapes that it can compute
+        self._failed = ""
         self._local = threading.local()
 
     def fixed(self, example: Sequence[Tensor]) -> _Session:
@@ -94,6 +102,22 @@ class _Session:
             request = self._local.request = self._compiled.create_infer_request()
         for place, value in enumerate(inputs):
             request.set_input_tensor(place, self._tensor(value.numpy(), shared_memory=True))
-        request.infer()
+        self._compute(request, tuple([value.shape for value in inputs]))
         # The request writes to its own memory again at its next call.
         return [torch.from_numpy(request.get_output_tensor(place).data).clone() for place in self._outputs]
+
+    def _compute(self, request: Any, shapes: tuple[torch.Size, ...]) -> None:
+        """Compute with the inputs that a request has."""
+        if shapes in self._computed:
+            request.infer()
+            return
+        if self._failed:  # what it has of the failed call is not put right
+            raise RuntimeError(self._failed)
+        try:
+            request.start_async()
+            request.wait()
+        except Exception as error:
+            self._failed = one_line(error)
+            self._computed.clear()
+            raise
+        self._computed.add(shapes)

@@ -24,7 +24,7 @@ from .conversion import MOST_SHAPES, Converted, OtherNumbers, OtherType, Refused
 from .engine import OtherSizes
 from .engines import engine_named
 
-__all__ = ["DelegatedRegion", "judged_outside"]
+__all__ = ["DelegatedRegion", "is_judged_outside", "judged_outside"]
 
 _MOST_KEPT = 2
 """For so many copies of a model the engine holds the numbers at a time."""
@@ -56,6 +56,11 @@ def judged_outside() -> Generator[None]:
         yield
     finally:
         _is_judged.reset(token)
+
+
+def is_judged_outside() -> bool:
+    """Say whether this runs inside of `judged_outside`."""
+    return _is_judged.get()
 
 
 @dataclass
@@ -260,14 +265,19 @@ class DelegatedRegion(Keeping):
                 held.by_shapes[key] = None
             return own
         except Exception as error:
-            self._give_up(error)
+            if held.failed(key):
+                _warn(
+                    f"{self.engine} cannot compute {_shapes(operands[: self.inputs])}; the model's own operations run"
+                )
+            else:
+                self._give_up(error)
             return own
         if agree is not None and len(held.by_shapes) < MOST_SHAPES:
             held.by_shapes[key] = session if agree else None
             held.once.add(key)
         if agree is False:
-            shapes = ", ".join(str(tuple(x.shape)) for x in operands[: self.inputs])
-            _warn(f"{self.engine} gives something else for inputs of shape {shapes}; the model's own operations run")
+            shapes = _shapes(operands[: self.inputs])
+            _warn(f"{self.engine} gives something else for {shapes}; the model's own operations run")
         return found if agree else own
 
     def _judged_outside(self, held: Converted, key: Any, operands: Sequence[Any]) -> Sequence[Tensor]:
@@ -353,6 +363,10 @@ def _agree(found: Sequence[Tensor], own: Sequence[Tensor], allowed: float) -> bo
         elif old.numel() and not float((new - old).abs().max()) <= allowed * max(float(old.abs().max()), 1e-30):
             return False  # NaN is off, too
     return True
+
+
+def _shapes(inputs: Sequence[Tensor]) -> str:
+    return f"inputs of shape {', '.join(str(tuple(x.shape)) for x in inputs)}"
 
 
 def _warn(message: str) -> None:

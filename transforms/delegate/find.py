@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...errors import MatchFailure
-from ...layers.delegated import DelegatedRegion
+from ...layers.delegated import DelegatedRegion, is_judged_outside
 from ...passes.rewriting import bound
 from ...passes.sites import Cause, Phase, Refusal, Site
 from ...runtime.graphs import required_capture
@@ -130,7 +130,7 @@ def look(program: Program, owner: str, together: Sequence[str] = (), *, in_8_bit
             continue  # that one runs
         flat = flattened(program, owner, specialization, static=in_8_bits)
         runner = _Runner(module, flat, fitting)
-        if (program.recalling and runner.knows_forms()) or runner.runs_through():
+        if (is_judged_outside() and runner.knows_forms()) or runner.runs_through():
             result.append(Found(number, flat, Cut(flat.specialization.graph, runner.metas), runner))
     return result
 
