@@ -171,13 +171,14 @@ class Converted:
         return self.fixed.get(key) or self.by_threads[threads]
 
     def failed(self, key: Any) -> bool:
-        """Note that inputs of such shapes cannot be computed, and let go of the session that tried; False where no
-        other shapes were computed, or too many failed.
+        """Note that inputs of such shapes cannot be computed, and let go of the session that tried; False where too
+        many failed.
         """
-        if not any(self.by_shapes.values()) or len(self.failures) >= _MOST_FAILURES:
+        if len(self.failures) >= _MOST_FAILURES:
             return False
         session = self.by_threads.pop(key[0], None)
-        self.by_shapes = {other: each for other, each in self.by_shapes.items() if each is not session}
+        for other in [other for other, each in self.by_shapes.items() if each is session]:
+            del self.by_shapes[other]  # in place: copies of the model have the same
         self.by_shapes[key] = None
         self.failures.add(key)
         return True

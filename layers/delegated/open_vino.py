@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,9 @@ from ...errors import one_line
 from .engine import Engine
 
 __all__ = ["OpenVINO"]
+
+_PLACES = re.compile(r"(?:Exception from \S+:\d+:|Caught exception:)\s*")
+"""What texts of errors have of the code that raised."""
 
 _TELEMETRY = "openvino_telemetry"
 _PRECISION = {torch.float32: "f32", torch.bfloat16: "bf16", torch.int8: "f32"}
@@ -117,7 +121,7 @@ class _Session:
             request.start_async()
             request.wait()
         except Exception as error:
-            self._failed = one_line(error)
+            self._failed = _PLACES.sub("", one_line(error))
             self._computed.clear()
-            raise
+            raise RuntimeError(self._failed) from error
         self._computed.add(shapes)
