@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.errors import CalibrationError, PlanError, UsageError
+from fxopt.errors import CalibrationError, FxoptError, PlanError, UsageError
 from fxopt.runtime.state import dequantized, quantized
 from fxopt.transforms.quantize import Quantize
 from fxopt.transforms.quantize.gptq import gptq
@@ -319,3 +319,19 @@ def test_layers_that_data_never_reach_are_named():
     fast = fxopt.optimize(model, pass_, example_inputs=fxopt.Inputs(NEW, more=True))
     reasons = {decision.label: decision.reason for decision in fxopt.plan(fast).decisions}
     assert reasons["never"] == "the calibration data never reaches it"
+
+
+@pytest.mark.parametrize(("name", "text"), [("exponents", "AAA="), ("exponents", "?"), ("shift", "AAAA")])
+def test_damaged_plans_are_refused(name: str, text: str):
+    model = with_outliers()
+    data = fxopt.plan(by(model, "int8_dynamic", "smoothquant", bias_correction=True)).to_json()
+    data["decisions"][0]["site"]["data"][name] = text
+    with pytest.raises(FxoptError, match=r"scales of inputs|shift of a bias"):
+        fxopt.optimize(model, plan=fxopt.Plan.from_json(data, "the plan"), example_inputs=(NEW,))
+
+
+def test_weights_that_are_not_there_cannot_be_calibrated():
+    with torch.device("meta"):
+        model = Net().eval()
+    with pytest.raises(CalibrationError, match=r"on the meta device; load its weights, then calibrate"):
+        fxopt.optimize(model, Quantize("int8_weight", method="gptq", calibration=[NEW]))
