@@ -102,7 +102,7 @@ def by_method(model: nn.Module, inputs: Inputs, *, scheme: Any, method: Any) -> 
     tokens: torch.Tensor = dict(inputs)["input_ids"]
     others = [torch.randint(0, int(tokens.max()), tokens.shape, generator=generator) for _ in range(8)]
     seen = None if method == "rtn" else [{"input_ids": each} for each in others]
-    pass_ = Quantize(scheme, budget=0.5, aim="size", calibration=seen, method=method)
+    pass_ = Quantize(scheme, budget=1.0, aim="size", calibration=seen, method=method)
     fast, size = _sized(model, fxopt.Inputs(input_ids=tokens), pass_)
     return _finished(start, fast, inputs, compiled=False, size=size)
 

@@ -23,6 +23,8 @@ __all__ = ["Treatment", "shift_of", "treatment"]
 
 _STEPS = 20
 """Of the search of AWQ, as in its paper's code."""
+_ALPHAS = tuple(number / 20 for number in range(6, 20))
+"""Those that are tried where none is given."""
 _MOST = 12
 """The largest exponent: activations in float16 stay in its range."""
 
@@ -76,7 +78,8 @@ def _candidates(options: Options, form: str, weight: Tensor, seen: InputStatisti
     yield Treatment()
     match options.method:
         case "smoothquant":
-            yield Treatment(_smoothed(weight, seen, options.alpha))
+            alphas = _ALPHAS if options.alpha is None else (options.alpha,)
+            yield from map(Treatment, dict.fromkeys(_smoothed(weight, seen, alpha) for alpha in alphas))
         case "awq":
             scales = (seen.absolute / seen.count).pow
             yield from map(Treatment, dict.fromkeys(_powers(scales(step / _STEPS)) for step in range(1, _STEPS)))

@@ -35,7 +35,7 @@ class Options(Pass):
     observer: Literal["histogram", "minmax", "moving_average"] = "histogram"
     batches: int = 32
     method: Literal["rtn", "gptq", "awq", "smoothquant"] = "rtn"
-    alpha: float = 0.5
+    alpha: float | None = None
     damp: float = 0.01
     act_order: bool = False
     bias_correction: bool = False
@@ -151,7 +151,7 @@ def _check_method(options: Options) -> None:
     if method in _OF_METHOD and scheme not in _OF_METHOD[method]:
         raise _wrong(f"method={method} is for scheme={' or '.join(_OF_METHOD[method])}, not for {scheme}")
     check_options_read("quantize", options, "method", _READ_BY_METHOD)
-    if not 0 <= options.alpha <= 1:
+    if options.alpha is not None and not 0 <= options.alpha <= 1:
         raise _wrong(f"alpha={options.alpha}; give a number from 0 (all to the weights) to 1")
     if not 0 < options.damp <= 1:
         raise _wrong(f"damp={options.damp}; give a share of the mean of the Hessian's diagonal, such as 0.01")

@@ -42,7 +42,8 @@ class Quantize(Options):
             batches; the option text leaves it out. None stands for the example inputs.
         method: how the numbers of weights are found: `rtn` rounds each to the nearest; `gptq` lets weights make up for
             the errors of others, `awq` and `smoothquant` scale inputs, all by calibration data.
-        alpha: of `smoothquant`: 1 leaves nothing of the differences between inputs to the activations, 0 all.
+        alpha: of `smoothquant`: 1 leaves nothing of the differences between inputs to the activations, 0 all; without
+            it each layer has the one that errs least.
         damp: of `gptq`: so much of the mean of the Hessian's diagonal is added to it.
         act_order: of `gptq`: weights of the largest inputs are rounded first.
         bias_correction: the mean error of each output over the calibration data goes to the bias.
