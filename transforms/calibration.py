@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -20,7 +20,7 @@ from ..tracing.isolation import preserved
 from ..tracing.program import Program
 from ..tracing.recording import copy_inputs
 
-__all__ = ["calls", "ranges_of", "replayable", "run_call"]
+__all__ = ["calls", "check_finite", "observed", "ranges_of", "replayable", "run_call"]
 
 _SAMPLE = 1 << 16
 """Of an activation so many elements are looked at, besides the smallest and the largest: histograms are slow."""
@@ -91,22 +91,34 @@ def ranges_of(
 ) -> dict[str, Range]:
     """Return the range of the input of each layer that the calls reach, by a kind of observer."""
     observers = {name: Observer(kind) for name in layers}
+    seen = observed(program, layers, calls, lambda name, x: observers[name].see(_sample(name, x)))
+    return {name: Range(*observers[name].scale_and_zero_point()) for name in layers if name in seen}
+
+
+def observed(
+    program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs], see: Callable[[str, Tensor], None]
+) -> set[str]:
+    """Let `see` have the input of each layer, by its name and in float32, in each call; return the layers reached."""
     seen: set[str] = set()
-    watched = _watched(layers, observers, seen)
+
+    def note(name: str, x: Tensor) -> None:
+        seen.add(name)
+        see(name, x)
+
+    watched = _watched(layers, note)
     with torch.no_grad(), preserved(program.model), watched, progress_bar("fxopt: calibrating", len(calls)) as move:
         for number, call in enumerate(calls):
             run_call(program.model, call, number)
             move(1)
-    return {name: Range(*observers[name].scale_and_zero_point()) for name in layers if name in seen}
+    return seen
 
 
 @contextmanager
-def _watched(layers: Mapping[str, nn.Module], observers: Mapping[str, Observer], seen: set[str]) -> Generator[None]:
+def _watched(layers: Mapping[str, nn.Module], note: Callable[[str, Tensor], None]) -> Generator[None]:
     def watch(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x: Tensor = args[0] if args else kwargs["input"]
         if x.numel():
-            seen.add(name)
-            observers[name].see(_sample(name, x.detach().float()))
+            note(name, x.detach().float())
 
     handles = [
         layer.register_forward_pre_hook(partial(watch, name), with_kwargs=True) for name, layer in layers.items()
@@ -118,10 +130,15 @@ def _watched(layers: Mapping[str, nn.Module], observers: Mapping[str, Observer],
             handle.remove()
 
 
-def _sample(name: str, x: Tensor) -> Tensor:
-    low, high = torch.aminmax(x)
-    if not (low.isfinite() and high.isfinite()):
+def check_finite(name: str, *found: Tensor) -> None:
+    """Raise a CalibrationError where what was found of the input of a layer is not finite."""
+    if not all(each.isfinite().all() for each in found):
         what = f"the input of '{name}' is not finite on the calibration data"
         raise CalibrationError(f"{what}; check the data, and the weights before it")
+
+
+def _sample(name: str, x: Tensor) -> Tensor:
+    low, high = torch.aminmax(x)
+    check_finite(name, low, high)
     flat = x.reshape(-1)
     return torch.cat([flat[:: max(1, -(-x.numel() // _SAMPLE))], low.reshape(1), high.reshape(1)])

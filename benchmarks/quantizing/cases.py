@@ -16,6 +16,11 @@ Inputs = dict[str, Any] | tuple[Any, ...]
 LAYERS = ("float32 eager", "float32 compiled", "torchao dynamic eager", "torchao dynamic compiled")
 ALL = (*LAYERS, "fxopt int8_dynamic", "fxopt int8_weight", "fxopt int4_weight", "fxopt float8", "fxopt int8_static")
 DECODING = ("float32 eager", "bfloat16 eager", "torchao int8_weight eager", "fxopt int8_dynamic", "fxopt int8_weight")
+OF_METHODS = (
+    "float32 eager", "torchao dynamic eager", "fxopt int8_dynamic rtn", "fxopt int8_dynamic smoothquant",
+    "torchao int8_weight eager", "fxopt int8_weight rtn", "fxopt int8_weight gptq", "fxopt int4_weight rtn",
+    "fxopt int4_weight awq", "fxopt int4_weight gptq",
+)  # fmt: skip
 TOKENS = 24
 
 
@@ -107,11 +112,30 @@ def llama() -> tuple[nn.Module, Inputs]:
     return Greedy(LlamaForCausalLM(config)), (torch.randint(0, 8000, (1, 16)),)
 
 
+OUTLIERS, TIMES_AS_LARGE = 6, 10.0
+
+
+def outliers() -> tuple[nn.Module, Inputs]:
+    """Return a Llama of 4 layers whose norms make 6 of 512 channels 10 times as large as the others, 2 rows of 64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=2000))
+    large = torch.randperm(512)[:OUTLIERS]
+    with torch.no_grad():
+        for name, norm in model.named_parameters():
+            if "layernorm" in name:
+                norm.mul_(torch.exp(0.3 * torch.randn(512)))
+                norm[large] *= TIMES_AS_LARGE
+    return model, {"input_ids": torch.randint(0, 2000, (2, 64))}
+
+
 CASES = {
     "linear batch 8": Case(partial(linear, 8), ALL),
     "linear batch 128": Case(partial(linear, 128), ALL),
     "convolutions": Case(convolutions, (*LAYERS[:2], "fxopt int8_static")),
     "bert": Case(bert, (*LAYERS, "fxopt int8_dynamic", "fxopt int8_static")),
     "resnet": Case(resnet, (*LAYERS[:2], "fxopt int8_static")),
+    "llama with outliers": Case(outliers, OF_METHODS),
     "llama decoding": Case(llama, (*DECODING, "fxopt int4_weight"), TOKENS),
 }

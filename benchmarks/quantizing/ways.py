@@ -96,11 +96,25 @@ def quantize(model: nn.Module, inputs: Inputs, *, scheme: Any) -> Prepared:
     return _finished(start, fast, inputs, compiled=False, size=size)
 
 
+def by_method(model: nn.Module, inputs: Inputs, *, scheme: Any, method: Any) -> Prepared:
+    """Quantize all linear layers of a language model, fast or not, by a method that sees eight other batches."""
+    start, generator = time.perf_counter(), torch.Generator().manual_seed(1)
+    tokens: torch.Tensor = dict(inputs)["input_ids"]
+    others = [torch.randint(0, int(tokens.max()), tokens.shape, generator=generator) for _ in range(8)]
+    seen = None if method == "rtn" else [{"input_ids": each} for each in others]
+    pass_ = Quantize(scheme, budget=1.0, aim="size", calibration=seen, method=method)
+    fast, size = _sized(model, fxopt.Inputs(input_ids=tokens), pass_)
+    return _finished(start, fast, inputs, compiled=False, size=size)
+
+
 def _quantized(model: nn.Module, given: fxopt.Inputs, scheme: Any) -> tuple[Any, int]:
     """Return a quantized model, and the size of its archive."""
     calibration, aim = [given] if scheme == "int8_static" else None, "size" if scheme == "float8" else "speed"
     budget = 0.5 if scheme == "int4_weight" else None  # random weights are the worst case for 4 bits
-    pass_ = Quantize(scheme, budget=budget, aim=aim, calibration=calibration)
+    return _sized(model, given, Quantize(scheme, budget=budget, aim=aim, calibration=calibration))
+
+
+def _sized(model: nn.Module, given: fxopt.Inputs, pass_: Quantize) -> tuple[Any, int]:
     fast = fxopt.optimize(model, pass_, example_inputs=given)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.fxopt"
@@ -109,6 +123,10 @@ def _quantized(model: nn.Module, given: fxopt.Inputs, scheme: Any) -> tuple[Any,
 
 
 SCHEMES = ("int8_dynamic", "int8_static", "int8_weight", "int4_weight", "float8")
+METHODS = (
+    ("int8_dynamic", "rtn"), ("int8_dynamic", "smoothquant"), ("int8_weight", "rtn"), ("int8_weight", "gptq"),
+    ("int4_weight", "rtn"), ("int4_weight", "awq"), ("int4_weight", "gptq"),
+)  # fmt: skip
 WAYS: dict[str, Way] = {
     "float32 eager": plain,
     "float32 compiled": partial(plain, compiled=True),
@@ -117,4 +135,5 @@ WAYS: dict[str, Way] = {
     "torchao dynamic compiled": partial(torchao, compiled=True),
     "torchao int8_weight eager": partial(torchao, weight_only=True),
     **{f"fxopt {scheme}": partial(quantize, scheme=scheme) for scheme in SCHEMES},
+    **{f"fxopt {scheme} {method}": partial(by_method, scheme=scheme, method=method) for scheme, method in METHODS},
 }

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
+from ...compat import autocast_dtype, is_plainly_eager, own_buffers, wants_gradients
 from ...compat.quantized import (
     float8_product,
     has_float8,
@@ -35,16 +35,30 @@ _BLOCK = 16
 class QuantizedLinear(HoldsWeight):
     """Compute `x @ weight.T + bias` with the numbers and scales of a weight. Compilers and exporters get plain
     operators; under transforms, outside the CPU and for gradients it is a layer with the weight they stand for.
+    What calibration found may be beside: `factors` [inputs] of the input, and `shift` [outputs] of the bias.
     """
 
     def __init__(
-        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, dim: int = 0
+        self,
+        values: Tensor,
+        scales: Tensor,
+        bias: nn.Parameter | None,
+        dtype: torch.dtype,
+        dim: int = 0,
+        *,
+        factors: Tensor | None = None,
+        shift: Tensor | None = None,
     ) -> None:
         super().__init__(values, scales, bias, dtype, dim)
         self.out_features = values.shape[0]
         self.in_features = values.shape[1] * (2 if self.form == "int4" else 1)
+        self.register_buffer("factors", factors, persistent=False)
+        self.register_buffer("shift", shift, persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  as nn.Linear calls it
+        factors = own_buffers(self).get("factors")
+        if factors is not None:
+            input = input * factors.to(input.dtype)  # noqa: A001
         if is_plain_call(input, self.bias):
             return self.kernel(input)
         if runs_simulation():
@@ -75,11 +89,27 @@ class QuantizedLinear(HoldsWeight):
 
     def in_floats(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with the weight that the numbers stand for."""
-        return F.linear(
-            input, self.wide_weight().to(input.dtype), None if self.bias is None else self.bias.to(input.dtype)
-        )
+        bias = self.shifted_bias()
+        return F.linear(input, self.wide_weight().to(input.dtype), None if bias is None else bias.to(input.dtype))
+
+    def shifted_bias(self) -> Tensor | None:
+        """Return the bias that the layer computes with; gradients flow to its own."""
+        return _sum(self.bias, own_buffers(self).get("shift"))
+
+    def kept_bias(self) -> Tensor | None:
+        """Return the same for kernels, made once."""
+        shift = own_buffers(self).get("shift")
+        return self.bias if shift is None else self.packing.of(_sum, self.bias, shift, key="bias")
+
+    def _original(self) -> Tensor:
+        factors, weight = own_buffers(self).get("factors"), self.wide_weight()
+        return (weight if factors is None else weight * factors.to(weight.dtype)).movedim(0, self.dim)
 
     extra_repr = cast("Any", nn.Linear).extra_repr
+
+
+def _sum(bias: Tensor | None, shift: Tensor | None) -> Tensor | None:
+    return bias if shift is None else shift if bias is None else bias + shift.to(bias.dtype)
 
 
 class Int8DynamicLinear(QuantizedLinear):
@@ -89,7 +119,7 @@ class Int8DynamicLinear(QuantizedLinear):
 
     def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute in int8; the result has the input's type."""
-        result = _product_of_rows(input, self.packing.of(int8_rows_packed, *self.held), self.bias)
+        result = _product_of_rows(input, self.packing.of(int8_rows_packed, *self.held), self.kept_bias())
         return self.in_floats(input) if result is None else result
 
     def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
@@ -114,14 +144,16 @@ class _WithNarrowActivations(QuantizedLinear):
         """Compute in bfloat16, adding up in float32; the result has the input's type."""
         rows = input.reshape(-1, self.in_features).bfloat16()
         result = self.product(rows).to(input.dtype).view(*input.shape[:-1], self.out_features)
-        return result if self.bias is None else result.add_(self.bias)
+        bias = self.kept_bias()
+        return result if bias is None else result.add_(bias)
 
     def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with activations and results in bfloat16, and sums in float32."""
         values, scales = self.held
         weight = dequantized(values, scales.bfloat16(), self.form, torch.float32)
         result = F.linear(input.bfloat16().float(), weight).bfloat16().to(input.dtype)
-        return result if self.bias is None else result + self.bias.to(input.dtype)
+        bias = self.shifted_bias()
+        return result if bias is None else result + bias.to(input.dtype)
 
     def product(self, rows: Tensor) -> Tensor:
         """Return [rows, outputs] for activations, [rows, inputs], in bfloat16."""
@@ -172,7 +204,8 @@ class Float8Linear(QuantizedLinear):
         weight = values.view(torch.float8_e4m3fn)
         found = float8_product(rows, of_rows, weight, scales.expand(self.out_features).contiguous())
         result = found.to(input.dtype).view(*input.shape[:-1], self.out_features)
-        return result if self.bias is None else result.add_(self.bias)
+        bias = self.kept_bias()
+        return result if bias is None else result.add_(bias)
 
     def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with activations rounded as the kernel does, where it multiplies float8."""
@@ -197,7 +230,7 @@ class _LinearWithGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.layer.packing.forget()  # an optimizer may step on the bias now
+        ctx.layer.packing.forget_all()  # an optimizer may step on the bias now
         of_input = gradient @ ctx.layer.wide_weight().to(gradient.dtype) if ctx.needs_input_grad[1] else None
         of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.kind) if ctx.needs_input_grad[2] else None
         return None, of_input, of_bias

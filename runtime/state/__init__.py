@@ -23,7 +23,16 @@ from .optimizer_state import (
     steps_by_element,
     translate_optimizer,
 )
-from .quantized_steps import QuantizeTrained, QuantizeWeight, dequantized, quantized
+from .quantized_steps import (
+    QuantizeByData,
+    QuantizeSmoothed,
+    QuantizeTrained,
+    QuantizeWeight,
+    dequantized,
+    powers_of,
+    quantized,
+    text_of_exponents,
+)
 from .sharding import (
     InParts,
     all_parameters,
@@ -51,10 +60,11 @@ from .state_steps import (
 
 __all__ = [
     "ADDED_TENSORS", "ELEMENT_WISE", "RECORD_KEY", "SETTLED", "STATE_MAP", "VIEWS", "Concatenate", "Holder", "InParts",
-    "KeepsOriginalNames", "Loading", "Mask", "QuantizeTrained", "QuantizeWeight", "Rename", "Select", "Stack",
-    "StateMap", "StateStep", "absent_from_checkpoints", "add_child", "all_parameters", "check_type",
-    "checkpointing_class", "cut_from_sharded", "dequantized", "element_wise", "functional_state", "gathered",
-    "holder_of", "is_element_wise", "leave_to_other_ranks", "merge", "packed", "quantized", "refuse_sharded",
-    "sharded_like", "sharded_state", "steps_by_element", "translate_optimizer", "unpacked", "whole_state",
-    "writes_files",
+    "KeepsOriginalNames", "Loading", "Mask", "QuantizeByData", "QuantizeSmoothed", "QuantizeTrained",
+    "QuantizeWeight", "Rename", "Select", "Stack", "StateMap", "StateStep", "absent_from_checkpoints", "add_child",
+    "all_parameters", "check_type", "checkpointing_class", "cut_from_sharded",
+    "dequantized", "element_wise", "functional_state", "gathered",
+    "holder_of", "is_element_wise", "leave_to_other_ranks", "merge", "packed", "powers_of", "quantized",
+    "refuse_sharded", "sharded_like", "sharded_state", "steps_by_element", "text_of_exponents", "translate_optimizer",
+    "unpacked", "whole_state", "writes_files",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from ...errors import StateError
-from .quantized_steps import QuantizeTrained, QuantizeWeight
+from .quantized_steps import QuantizeByData, QuantizeSmoothed, QuantizeTrained, QuantizeWeight
 from .state_steps import Concatenate, ConcatenateOfSome, Mask, Rename, Select, Stack, StackOfSome, StateStep
 
 __all__ = ["GROUP", "step_from_json"]
@@ -26,6 +26,8 @@ _OWN: Mapping[str, type[StateStep]] = {
         Concatenate,
         Select,
         Mask,
+        QuantizeByData,
+        QuantizeSmoothed,
         QuantizeTrained,
         QuantizeWeight,
         StackOfSome,

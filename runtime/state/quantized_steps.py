@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +16,10 @@ from ...errors import StateError
 from ..values import DTYPES
 from .state_steps import StateStep
 
-__all__ = ["FORMATS", "QuantizeTrained", "QuantizeWeight", "dequantized", "quantized"]
+__all__ = [
+    "FORMATS", "QuantizeByData", "QuantizeSmoothed", "QuantizeTrained", "QuantizeWeight", "dequantized", "powers_of",
+    "quantized", "text_of_exponents",
+]  # fmt: skip
 
 FORMATS = {"int8": 127, "int4": 7, "float8": 448}
 """How a weight is held -> the largest number; all are symmetric around zero."""
@@ -81,6 +87,60 @@ class QuantizeWeight(StateStep):
 
     def __str__(self) -> str:
         return f"quantize to {self.format}: {self.old} -> {self.new[0]}"
+
+
+@dataclass(frozen=True)
+class QuantizeSmoothed(QuantizeWeight):
+    """The same of a weight whose inputs are scaled by powers of two before it is rounded.
+    So the way there and back is exact but for the rounding to numbers.
+    """
+
+    exponents: str  # of each input, as `text_of_exponents` writes them
+
+    kind: ClassVar[str] = "quantize_smoothed"
+
+    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return super().forward([self._scaled(tensors[0], 1)])
+
+    def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return (self._scaled(super().backward(tensors)[0], -1),)
+
+    def _scaled(self, weight: Tensor, sign: int) -> Tensor:
+        if weight.ndim != 2:
+            raise StateError(f"'{self.old}' has shape {list(weight.shape)}; a weight with scaled inputs has two")
+        factors = powers_of(self.exponents, weight.shape[1 - self.dim], sign).to(weight)
+        return weight * (factors if self.dim == 0 else factors.unsqueeze(-1))
+
+    __str__ = QuantizeWeight.__str__
+
+
+@dataclass(frozen=True)
+class QuantizeByData(QuantizeWeight):
+    """The same of a weight whose numbers calibration data have chosen; other weights are rounded to the nearest."""
+
+    kind: ClassVar[str] = "quantize_by_data"
+    by_data: ClassVar[bool] = True
+
+    __str__ = QuantizeWeight.__str__
+
+
+def text_of_exponents(exponents: Tensor) -> str:
+    """Return whole numbers from -128 to 127 as text: a byte each, in base 64."""
+    return base64.b64encode(exponents.cpu().to(torch.int8).numpy().tobytes()).decode("ascii")
+
+
+def powers_of(text: str, count: int, sign: int = 1) -> Tensor:
+    """Return two to each of the numbers, times `sign`, that `text_of_exponents` wrote: float32, [count].
+    Raises a StateError where the text is none, or of another length.
+    """
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise StateError(f"the scales of inputs cannot be read: {error}") from error
+    if len(data) != count:
+        raise StateError(f"there are {len(data)} scales of inputs; the weight has {count} inputs")
+    exponents = np.frombuffer(data, dtype=np.int8).astype(np.int32)
+    return torch.from_numpy(np.ldexp(np.ones(count, dtype=np.float32), sign * exponents))
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class StateStep(ABC):
             be told apart, and zeros in state dicts are no surprise.
         is_compact: whether the new tensors take less room, and give back all that is saved: archives hold the new ones.
         keeps_gradients: whether the new tensors are trained where the old ones were.
+        by_data: whether the new tensors were made of data, too: `forward` gives others, unless it is given what
+            `backward` made of these.
         fills_gradients: whether old tensors that a call leaves alone, without a gradient, get zeros for one.
     """
 
@@ -47,6 +49,7 @@ class StateStep(ABC):
     idempotent: ClassVar[bool] = False
     is_compact: ClassVar[bool] = False
     keeps_gradients: ClassVar[bool] = True
+    by_data: ClassVar[bool] = False
     fills_gradients: ClassVar[bool] = False
 
     @property

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,10 @@ from ...tracing.program import Program, is_on_meta
 from ...tracing.recording import Call
 from .layers import Candidate, already_quantized, reason_against_layer
 from .options import Options
-from .within import left_in_floats, with_metric
+from .within import Measurement, left_in_floats, with_metric
 from .write import Instead
 
-__all__ = ["found"]
+__all__ = ["Found", "Make", "found"]
 
 _NEVER_CALLED = "the example inputs never call it"
 _BYPASSED = "torch's encoder layer computes with its weights, and does not call it in evaluation"
@@ -38,8 +39,23 @@ _BYTES = 2**25
 Make = Callable[[nn.Module], Instead]
 
 
-def found(options: Options, program: Program, layers: Sequence[Candidate], make: Make) -> Iterator[Site | Refusal]:
-    """Yield the layers to replace by what `make` returns, the most saved for an error first, and why others stay."""
+@dataclass(frozen=True)
+class Found:
+    """What this run knows of a layer: how it compares, and a weight that data have given it, which no plan holds."""
+
+    judgement: Judgement
+    weight: Tensor | None = None
+
+
+def found(
+    program: Program, layers: Sequence[Candidate], levels: Mapping[Options, Callable[[Sequence[Candidate]], Make]]
+) -> Iterator[Site | Refusal]:
+    """Yield the layers to replace, the most saved for an error first, and why others stay.
+
+    `levels`: options -> what returns, for layers, the function that makes what stands in their places; the last one
+    that is within the budget is taken.
+    """
+    options = list(levels)[-1]
     yield from already_quantized(options.keep, program)
     called = _called(program, [layer.module for layer in layers])
     able: list[Candidate] = []
@@ -55,23 +71,70 @@ def found(options: Options, program: Program, layers: Sequence[Candidate], make:
         else:
             able.append(layer)
     if called is None or is_on_meta(program.model):
-        yield from (Site(program, layer.name, {}, detail=layer.detail) for layer in able)
+        yield from _unjudged(program, able, options, levels[options])
         return
-    measuring = program.measuring if options.aim == "speed" else Measure.NO
-    judged = _judged(program, able, make, options, measuring=measuring)
-    fine = {
-        layer.module: new for layer, new, judgement in judged if new is not None and judgement.reason_against() is None
-    }
-    costly, metric = left_in_floats(program, fine, options)
+    chosen: dict[nn.Module, _Choice] = {}
+    metric: Measurement | None = None
+    for level, prepare in levels.items():
+        measuring = program.measuring if level.aim == "speed" else Measure.NO
+        judged = _judged(program, able, prepare(able), level, measuring=measuring)
+        fine = {each.layer.module: each for each in judged if each.is_fine}
+        base = {module: each.new for module, each in chosen.items() if each.is_fine}
+        costly, metric = left_in_floats(program, {module: each.new for module, each in fine.items()}, level, base)
+        for each in judged:
+            known = dataclasses.replace(each, cost=costly.get(each.layer.module, ""))
+            if known.is_fine or each.layer.module not in base:
+                chosen[each.layer.module] = known
+    best = sorted(chosen.values(), key=lambda each: -Measured.of(each.judgement.all_figures).saved_per_error)
+    yield from with_metric((each.item(program, options) for each in best), metric)
 
-    def decided() -> Iterator[Site | Refusal]:
-        for layer, _, judgement in sorted(judged, key=lambda each: -Measured.of(each[2].all_figures).saved_per_error):
-            cost = costly.get(layer.module)
-            reason = None if cost is None else Refusal(cost, layer.name)
-            site = Site(program, layer.name, {}, detail=layer.detail, found=judgement)
-            yield judgement.refusal(layer.name) or reason or site
 
-    yield from with_metric(decided(), metric)
+def _unjudged(
+    program: Program, layers: Sequence[Candidate], options: Options, prepare: Callable[[Sequence[Candidate]], Make]
+) -> Iterator[Site | Refusal]:
+    """Yield the layers where nothing is compared: a plan is replayed, or there are no example inputs."""
+    make = prepare(layers) if options.calibrates and not program.replaying and layers else None
+    for layer in layers:
+        try:
+            instead = None if make is None else make(layer.module)
+        except MatchFailure as failure:
+            yield Refusal(str(failure), layer.name)
+            continue
+        if instead is None:
+            yield Site(program, layer.name, {}, detail=layer.detail)
+        else:
+            known = Found(Judgement(), instead.weight)
+            yield Site(program, layer.name, {}, detail=layer.detail, data=instead.data, found=known)
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A layer, what may stand in its place, how they compare, and what that would cost the whole model."""
+
+    layer: Candidate
+    instead: Instead | None
+    judgement: Judgement
+    options: Options
+    cost: str = ""
+
+    @property
+    def is_fine(self) -> bool:
+        return self.instead is not None and not self.cost and self.judgement.reason_against() is None
+
+    @property
+    def new(self) -> nn.Module:
+        return cast("Instead", self.instead).layer
+
+    def item(self, program: Program, asked: Options) -> Site | Refusal:
+        """Return the place to rewrite, or why it is left."""
+        refusal = self.judgement.refusal(self.layer.name)
+        if refusal is not None or self.cost or self.instead is None:
+            return refusal or Refusal(self.cost, self.layer.name)
+        other = {} if self.options.scheme == asked.scheme else {"scheme": self.options.scheme}
+        return Site(
+            program, self.layer.name, {}, detail=self.layer.detail, data={**self.instead.data, **other},
+            found=Found(self.judgement, self.instead.weight),
+        )  # fmt: skip
 
 
 def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None:
@@ -86,17 +149,17 @@ def _called(program: Program, modules: list[nn.Module]) -> set[nn.Module] | None
 
 def _judged(
     program: Program, layers: Sequence[Candidate], make: Make, options: Options, *, measuring: Measure
-) -> list[tuple[Candidate, nn.Module | None, Judgement]]:
+) -> list[_Choice]:
     """Return each layer, the same in small numbers and how they compare, on what the model gives them."""
     calls = program.recording([layer.module for layer in layers]).calls
     kinds: dict[Hashable, list[nn.Module]] = {}
     for layer in layers:
         kinds.setdefault(_kind(layer.module, calls[layer.module]), []).append(layer.module)
-    found: dict[nn.Module, tuple[nn.Module | None, Judgement]] = {}
+    found: dict[nn.Module, tuple[Instead | None, Judgement]] = {}
     with torch.no_grad():
         for alike in kinds.values():
             found |= _Trial(alike, calls, make, options).judgements(measuring)
-    return [(layer, *found[layer.module]) for layer in layers]
+    return [_Choice(layer, *found[layer.module], options) for layer in layers]
 
 
 @dataclass
@@ -108,20 +171,20 @@ class _Trial:
     make: Make
     options: Options
 
-    def judgements(self, measuring: Measure) -> dict[nn.Module, tuple[nn.Module | None, Judgement]]:
+    def judgements(self, measuring: Measure) -> dict[nn.Module, tuple[Instead | None, Judgement]]:
         """Return what stands in the place of each, and what is known of that."""
         some, size = list[tuple[nn.Module, nn.Module]](), 0
-        found: dict[nn.Module, tuple[nn.Module | None, Judgement]] = {}
+        found: dict[nn.Module, tuple[Instead | None, Judgement]] = {}
         for module in self.modules:
             try:
-                instead = self.make(module).layer
+                instead = self.make(module)
             except MatchFailure as failure:
                 found[module] = None, Judgement(reason=Reason.of(Cause.JUDGED_WRONG, str(failure)))
                 continue
-            judgement = self._compared(module, instead)
+            judgement = self._compared(module, instead.layer)
             found[module] = instead, judgement
             if measuring and judgement.reason is None and size < _BYTES:
-                some.append((module, instead))
+                some.append((module, instead.layer))
                 size += sum(each.numel() * each.element_size() for each in module.parameters())
         if not some:
             return found

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
 
 from ...compat import own_parameters
 from ...compat.quantized import has_float8
-from ...errors import MatchFailure
+from ...errors import CalibrationError, MatchFailure
 from ...layers.quantized import (
     Float8Linear,
     Int4WeightLinear,
@@ -22,11 +22,14 @@ from ...passes.rewriting import Edit, Layer
 from ...passes.sites import Refusal, Site
 from ...runtime.state import QuantizeWeight, StateStep
 from ...runtime.values import qualified, user_class
-from ...tracing.program import Program
-from .find import found
+from ...tracing.program import Program, is_on_meta
+from ..calibration import calls
+from .find import Found, Make, found
 from .kernels import lstm_problem
-from .layers import Candidate, linears, tied_to
+from .layers import Candidate, linear_of, linears, tied_to, weight_of
+from .methods import Treatment, treatment
 from .options import Options
+from .statistics import statistics
 from .write import Instead, instead_of, instead_of_linear, put
 
 __all__ = ["find", "rewrite"]
@@ -47,14 +50,55 @@ _OUTPUTS = 16
 def find(options: Options, program: Program) -> Iterable[Site | Refusal]:
     """Yield the layers to quantize, and why others stay."""
     is_dynamic = options.scheme == "int8_dynamic"
-    layers = linears(program, partial(_objection, options), stays=is_dynamic and options.aim == "speed")
+    layers = linears(program, partial(_objection, options.levels[0]), stays=is_dynamic and options.aim == "speed")
     layers += _lstms(program) if is_dynamic else ()
-    return found(options, program, layers, partial(_instead, options, program))
+    return found(program, layers, {level: partial(_prepared, level, program) for level in options.levels})
 
 
-def rewrite(options: Options, edit: Edit) -> None:
+def _prepared(options: Options, program: Program, layers: Sequence[Candidate]) -> Make:
+    """Return what makes the layers that stand in the place of these, once data have told what is best for each."""
+    treated = _treated(options, program, layers) if options.calibrates and not program.replaying else {}
+    unseen = options.calibrates and not program.replaying
+
+    def make(module: nn.Module) -> Instead:
+        linear = linear_of(module)
+        objection = "" if linear is None else _objection(options, linear, weight_of(module))
+        if not objection and unseen and linear is not None and module not in treated:
+            objection = "the calibration data never reaches it"
+        if objection:
+            raise MatchFailure(objection)
+        return _instead(options, program, module, treated.get(module, Treatment()))
+
+    return make
+
+
+def _treated(options: Options, program: Program, layers: Sequence[Candidate]) -> dict[nn.Module, Treatment]:
+    if is_on_meta(program.model):
+        raise CalibrationError("the model is on the meta device; load its weights, then calibrate")
+    form, _ = _LAYERS[options.scheme]
+    linear = {layer.name: (layer.module, each) for layer in layers if (each := linear_of(layer.module)) is not None}
+    data = calls(options.calibration, options.batches, program, f"method={options.method}")
+    found: dict[nn.Module, Treatment] = {}
+    inputs = {name: each.channels[0] for name, (_, each) in linear.items()}
+    modules = {name: module for name, (module, _) in linear.items()}
+    for part in statistics(program, modules, inputs, data, options.method == "gptq"):
+        for name, seen in part.items():
+            module, layer = linear[name]
+            if _objection(options, layer, weight_of(module)):
+                continue
+            found[module] = treatment(options, form, weight_of(module).movedim(int(layer.inputs_first), 0), seen)
+    return found
+
+
+def rewrite(options: Options, site: Site, edit: Edit) -> None:
     """Rewrite one site, or raise `MatchFailure`."""
-    put(edit, "", _instead(options, edit.program, edit.owner))
+    level = next((each for each in options.levels if each.scheme == site.data.get("scheme", options.scheme)), options)
+    found, linear = Treatment(), linear_of(edit.owner)
+    if linear is not None and site.data:
+        weight = weight_of(edit.owner).movedim(int(linear.inputs_first), 0)
+        made = site.found.weight if isinstance(site.found, Found) else None
+        found = Treatment.from_plan(site.data, _LAYERS[level.scheme][0], level.group, weight, made)
+    put(edit, "", _instead(level, edit.program, edit.owner, found))
 
 
 def _objection(options: Options, linear: Layer, weight: Tensor) -> str:
@@ -73,14 +117,14 @@ def _objection(options: Options, linear: Layer, weight: Tensor) -> str:
             return ""
 
 
-def _instead(options: Options, program: Program, module: nn.Module) -> Instead:
+def _instead(options: Options, program: Program, module: nn.Module, found: Treatment) -> Instead:
     """Return what stands in the place of a layer, or raise `MatchFailure`."""
     is_dynamic = options.scheme == "int8_dynamic"
     if is_dynamic and isinstance(module, nn.LSTM):
         return _instead_of_lstm(module, options.group)
     form, layer = _LAYERS[options.scheme]
     stays = is_dynamic and bool(tied_to(qualified(program.names.name(module), "weight"), program))
-    return instead_of_linear(module, layer, form, options.group, stays=stays)
+    return instead_of_linear(module, layer, form, options.group, found, stays=stays)
 
 
 def _elsewhere(tensor: Tensor) -> str:

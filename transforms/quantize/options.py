@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -34,6 +34,12 @@ class Options(Pass):
     baseline: torch.dtype = torch.float32
     observer: Literal["histogram", "minmax", "moving_average"] = "histogram"
     batches: int = 32
+    method: Literal["rtn", "gptq", "awq", "smoothquant"] = "rtn"
+    alpha: float | None = None
+    damp: float = 0.01
+    act_order: bool = False
+    bias_correction: bool = False
+    bits: Literal["same", "mixed"] = "same"
     calibration: Any = field(default=None, compare=False, repr=False)
     drop: float | None = field(default=None, compare=False, repr=False)  # of the metric, which no plan holds
     metric: Callable[[nn.Module], float] | None = field(default=None, compare=False, repr=False)
@@ -69,6 +75,16 @@ class Options(Pass):
         return _DROP if self.drop is None else self.drop
 
     @property
+    def calibrates(self) -> bool:
+        """Say whether weights are rounded by what data say of their inputs."""
+        return self.method != "rtn" or self.bias_correction
+
+    @property
+    def levels(self) -> tuple[Options, ...]:
+        """Return the options for layers with more bits, which are tried first, and these."""
+        return (self,) if self.bits == "same" else (replace(self, scheme="int8_weight", group_size=64), self)
+
+    @property
     def group(self) -> int:
         """Return how many weights have a scale in common: 0 is those of an output, -1 is all."""
         return self.group_size if self.scheme == "int4_weight" else 0 if self.per_channel else -1
@@ -84,9 +100,23 @@ _READ_BY = {
     "per_channel": ("int8_dynamic", "int8_static", "int8_weight", "float8"),
     "group_size": ("int4_weight",),
     "baseline": ("int8_dynamic", "int8_weight", "int4_weight"),
-    **dict.fromkeys(("observer", "batches", "calibration"), ("int8_static",)),
+    "observer": ("int8_static",),
+    "bits": ("int4_weight",),
+    "bias_correction": ("int8_dynamic", "int8_weight", "int4_weight"),
 }
 """Option -> the schemes that read it; all read the others."""
+
+_OF_DATA = dict.fromkeys(("batches", "calibration"), ("int8_static",))
+"""The same of options that methods read, too, which look at data."""
+
+_READ_BY_METHOD = {"alpha": ("smoothquant",), "damp": ("gptq",), "act_order": ("gptq",)}
+
+_OF_METHOD = {
+    "gptq": ("int8_dynamic", "int8_weight", "int4_weight"),
+    "awq": ("int8_weight", "int4_weight"),
+    "smoothquant": ("int8_dynamic",),
+}
+"""Method -> the schemes that it finds numbers for; `rtn` is for all."""
 
 _GROUPS = (32, 64, 128, 256)
 
@@ -106,13 +136,25 @@ def check_options(options: Options) -> None:
     if options.observer not in OBSERVERS:
         raise _wrong(f"observer={options.observer!r} is unknown{did_you_mean(str(options.observer), OBSERVERS)}")
     _check_metric(options)
-    check_options_read("quantize", options, "scheme", _READ_BY)
+    check_options_read("quantize", options, "scheme", _READ_BY if options.calibrates else {**_READ_BY, **_OF_DATA})
+    _check_method(options)
     _ = options.error_budget
     if scheme == "int4_weight" and options.group_size not in _GROUPS:
         raise _wrong(f"group_size={options.group_size}; the int4 kernel takes {', '.join(map(str, _GROUPS))}")
     reason = {"int8_dynamic": why_no_int8, "int8_static": why_no_static_int8}.get(scheme, str)()
     if reason:
         raise _wrong(f"scheme={scheme} does not run here: {reason}")
+
+
+def _check_method(options: Options) -> None:
+    method, scheme = options.method, options.scheme
+    if method in _OF_METHOD and scheme not in _OF_METHOD[method]:
+        raise _wrong(f"method={method} is for scheme={' or '.join(_OF_METHOD[method])}, not for {scheme}")
+    check_options_read("quantize", options, "method", _READ_BY_METHOD)
+    if options.alpha is not None and not 0 <= options.alpha <= 1:
+        raise _wrong(f"alpha={options.alpha}; give a number from 0 (all to the weights) to 1")
+    if not 0 < options.damp <= 1:
+        raise _wrong(f"damp={options.damp}; give a share of the mean of the Hessian's diagonal, such as 0.01")
 
 
 def _check_metric(options: Options) -> None:

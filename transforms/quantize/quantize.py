@@ -10,11 +10,11 @@ from torch import nn
 
 from ...errors import UsageError
 from ...passes.contract import check_named
-from ...passes.kinds import Judgement
 from ...passes.rewriting import Edit
 from ...passes.sites import Refusal, Site
 from ...tracing.program import Program
 from . import layerwise, static
+from .find import Found
 from .options import Options, check_options
 
 __all__ = ["Quantize"]
@@ -38,11 +38,19 @@ class Quantize(Options):
         aim: `speed` times each layer and leaves those alone that do not gain; `size` does not.
         baseline: what a layer must be faster than: itself, or, with `bfloat16`, itself packed in bfloat16: that is
             then left to `pack{dtype=bfloat16}`.
-        calibration: for `int8_static`: a loader, an iterator or a list of batches; the option text leaves it out. None
-            stands for the example inputs.
+        calibration: for `int8_static`, methods but `rtn`, and `bias_correction`: a loader, an iterator or a list of
+            batches; the option text leaves it out. None stands for the example inputs.
+        method: how the numbers of weights are found: `rtn` rounds each to the nearest; `gptq` lets weights make up for
+            the errors of others, `awq` and `smoothquant` scale inputs, all by calibration data.
+        alpha: of `smoothquant`: 1 leaves nothing of the differences between inputs to the activations, 0 all; without
+            it each layer has the one that errs least.
+        damp: of `gptq`: so much of the mean of the Hessian's diagonal is added to it.
+        act_order: of `gptq`: weights of the largest inputs are rounded first.
+        bias_correction: the mean error of each output over the calibration data goes to the bias.
+        bits: of `int4_weight`: `mixed` holds layers in 8 bits that 4 would take out of the budget.
         observer: for `int8_static`: how the range of an activation is found: `histogram` cuts off what is rare,
             `minmax` nothing, `moving_average` what batches differ by.
-        batches: for `int8_static`: how many batches of `calibration` are used.
+        batches: how many batches of `calibration` are used.
         metric: a function that takes the model and returns a number, larger for better. It is what the whole model is
             judged by, in the place of `budget`, which is then 0.5; the option text leaves it out.
         drop: how much of the metric may be lost, in its own units; by default 0.01.
@@ -59,10 +67,10 @@ class Quantize(Options):
 
     def judgement(self, site: Site) -> Mapping[str, Any]:
         found = site.found
-        return found.all_figures if isinstance(found, Judgement) else {}
+        return found.judgement.all_figures if isinstance(found, Found) else {}
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         if self.scheme == "int8_static":
             static.rewrite(site, edit, self.group)
         else:
-            layerwise.rewrite(self, edit)
+            layerwise.rewrite(self, site, edit)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -39,12 +40,18 @@ _SURELY = 0.8
 
 
 class ComparedRun(Generic[Layer]):
-    """Run a model on calls with some of its layers replaced, and compare; `replaced` replaces one for a while."""
+    """Run a model on calls with some of its layers replaced, and compare; `replaced` replaces one for a while.
+    `base` says what is in the place of the others, where they are not as they were.
+    """
 
     def __init__(
-        self, model: nn.Module, calls: Sequence[Inputs], replaced: Callable[[Layer], AbstractContextManager[object]]
+        self,
+        model: nn.Module,
+        calls: Sequence[Inputs],
+        replaced: Callable[[Layer], AbstractContextManager[object]],
+        base: Mapping[Layer, Callable[[], AbstractContextManager[object]]] | None = None,
     ) -> None:
-        self._model, self._calls, self._replaced = model, calls, replaced
+        self._model, self._calls, self._replaced, self._base = model, calls, replaced, base or {}
         self._expected = self._run()
 
     def on_less(self) -> ComparedRun[Layer]:
@@ -52,7 +59,7 @@ class ComparedRun(Generic[Layer]):
         first = self._calls[0]
         for args, kwargs in (*smaller((first.args, first.kwargs)), (first.args, first.kwargs)):
             with suppress(CalibrationError):
-                return ComparedRun(self._model, [Inputs(*args, **kwargs)], self._replaced)
+                return ComparedRun(self._model, [Inputs(*args, **kwargs)], self._replaced, self._base)
         return self
 
     def error(self, layers: Iterable[Layer]) -> float:
@@ -73,9 +80,12 @@ class ComparedRun(Generic[Layer]):
 
     @contextmanager
     def _all_replaced(self, layers: Iterable[Layer]) -> Generator[None]:
+        some = list(layers)
         with ExitStack() as stack:
-            for layer in layers:
+            for layer in some:
                 stack.enter_context(self._replaced(layer))
+            for layer in self._base.keys() - set(some):
+                stack.enter_context(self._base[layer]())
             yield
 
     def _run(self) -> list[Any]:
@@ -114,14 +124,22 @@ class Judge(Generic[Layer]):
 
 
 def left_in_floats(
-    program: Program, layers: Mapping[nn.Module, nn.Module], options: Options
+    program: Program,
+    layers: Mapping[nn.Module, nn.Module],
+    options: Options,
+    base: Mapping[nn.Module, nn.Module] | None = None,
 ) -> tuple[dict[nn.Module, str], Measurement | None]:
     """Return the layers to leave out, those first that cost most for their size, each with the reason; and the metric
-    with the others replaced.
+    with the others replaced. What is left out stays as it is, or as `base` has it.
     """
     if not program.whole_calls or not layers:
         return {}, None
-    run = ComparedRun[nn.Module](program.model, program.whole_calls[:1], lambda layer: _replaced(layer, layers[layer]))
+    run = ComparedRun[nn.Module](
+        program.model,
+        program.whole_calls[:1],
+        lambda layer: _replaced(layer, layers[layer]),
+        {layer: partial(_replaced, layer, other) for layer, other in (base or {}).items()},
+    )
     judge = Judge(run, options, _MARGIN)
     lost = judge.loss(list(layers))
     if lost <= judge.allowed:

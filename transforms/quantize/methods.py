@@ -1,0 +1,151 @@
+"""How the numbers of a weight are found: by rounding alone, or with what calibration data say of a layer's inputs."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import MatchFailure, StateError
+from ...layers.quantized import quantized_by_rows
+from ...runtime.state import dequantized, powers_of, quantized, text_of_exponents
+from .gptq import gptq
+from .options import Options
+from .statistics import InputStatistics
+
+__all__ = ["Treatment", "shift_of", "treatment"]
+
+_STEPS = 20
+"""Of the search of AWQ, as in its paper's code."""
+_ALPHAS = tuple(number / 20 for number in range(6, 20))
+"""Those that are tried where none is given."""
+_MOST = 12
+"""The largest exponent: activations in float16 stay in its range."""
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What was found for a layer: powers of two for its inputs, a shift of its bias, another weight to round."""
+
+    exponents: str = ""
+    shift: str = ""
+    weight: Tensor | None = None
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Return what plans keep: all but another weight, which is as large as the model."""
+        kept = {"exponents": self.exponents, "shift": self.shift, "by_data": self.weight is not None}
+        return {name: value for name, value in kept.items() if value}
+
+    @classmethod
+    def from_plan(
+        cls, data: Mapping[str, Any], form: str, group: int, weight: Tensor, made: Tensor | None
+    ) -> Treatment:
+        """Return the same for a weight [outputs, inputs], or raise MatchFailure; `made`: the other weight, if known.
+        A weight from an archive, or of a model that was restored, is rounded already.
+        """
+        if data.get("by_data") and made is None:
+            rounded = dequantized(*quantized(weight.detach(), form, group), form, weight.dtype)
+            if not torch.equal(rounded, weight):
+                raise MatchFailure(_NEEDS_DATA)
+            made = rounded
+        return cls(str(data.get("exponents", "")), str(data.get("shift", "")), made)
+
+
+_NEEDS_DATA = (
+    "its numbers were made from calibration data (method=gptq), and a plan does not hold them: load the archive, or "
+    "optimize again with calibration="
+)
+
+
+def treatment(options: Options, form: str, weight: Tensor, seen: InputStatistics) -> Treatment:
+    """Return what is best for a weight, [outputs, inputs], on the inputs seen: rounding alone unless that errs more."""
+    trial = _Trial(form, options.group, weight.detach().cpu(), seen.rows, options.scheme == "int8_dynamic")
+    found = min(_candidates(options, form, trial.weight, seen), key=trial.error)
+    if not options.bias_correction:
+        return found
+    off = trial.weight.float() - trial.rounded(found).float()
+    return Treatment(found.exponents, _text_of_shift(off @ seen.mean), found.weight)
+
+
+def _candidates(options: Options, form: str, weight: Tensor, seen: InputStatistics) -> Iterator[Treatment]:
+    yield Treatment()
+    match options.method:
+        case "smoothquant":
+            alphas = _ALPHAS if options.alpha is None else (options.alpha,)
+            yield from map(Treatment, dict.fromkeys(_smoothed(weight, seen, alpha) for alpha in alphas))
+        case "awq":
+            scales = (seen.absolute / seen.count).pow
+            yield from map(Treatment, dict.fromkeys(_powers(scales(step / _STEPS)) for step in range(1, _STEPS)))
+        case "gptq" if seen.moments is not None:
+            found = gptq(weight, seen.moments, form, options.group, damp=options.damp, by_size=options.act_order)
+            if found is not None:
+                yield Treatment(weight=found)
+        case _:
+            pass
+
+
+def _smoothed(weight: Tensor, seen: InputStatistics, alpha: float) -> str:
+    """Return the scales of Xiao et al., "SmoothQuant" (ICML 2023, arXiv:2211.10438), equation 4, as powers of two."""
+    of_weight = weight.float().abs().amax(0)
+    scales = seen.largest.pow(alpha) / of_weight.pow(1 - alpha)
+    return _powers(torch.where((seen.largest > 0) & (of_weight > 0), scales, torch.nan))
+
+
+def _powers(scales: Tensor) -> str:
+    """Return the nearest powers of two, around their median, as text; 1 where a scale is no positive number."""
+    logarithms = scales.log2()
+    known = logarithms.isfinite()
+    middle = logarithms[known].median() if known.any() else torch.zeros(())
+    exponents = torch.where(known, logarithms - middle, 0.0).round().clamp(-_MOST, _MOST)
+    return text_of_exponents(exponents) if exponents.any() else ""
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A weight and rows of its inputs, on which treatments are compared."""
+
+    form: str
+    group: int
+    weight: Tensor
+    rows: Tensor
+    rounds_rows: bool
+
+    def rounded(self, found: Treatment) -> Tensor:
+        """Return the weight that a layer with a treatment stands for."""
+        weight = self.weight if found.weight is None else found.weight
+        factors = self._factors(found).to(weight.dtype)
+        held = quantized(weight * factors, self.form, self.group)
+        return dequantized(*held, self.form, weight.dtype) / factors
+
+    def error(self, found: Treatment) -> float:
+        """Return the mean square of what the layer's results are off."""
+        factors = self._factors(found)
+        rows = quantized_by_rows(self.rows / factors) * factors if self.rounds_rows else self.rows
+        off = rows @ self.rounded(found).float().T - self.rows @ self.weight.float().T
+        return float(off.square().mean())
+
+    def _factors(self, found: Treatment) -> Tensor:
+        return powers_of(found.exponents, self.weight.shape[1]) if found.exponents else torch.ones(())
+
+
+def _text_of_shift(shift: Tensor) -> str:
+    """Return numbers in bfloat16 as text: two bytes each, in base 64."""
+    return base64.b64encode(shift.bfloat16().view(torch.int16).numpy().tobytes()).decode("ascii")
+
+
+def shift_of(text: str, count: int) -> Tensor:
+    """Return the shift of a bias, float32 [count], from the text in a plan, or raise a StateError."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise StateError(f"the shift of a bias cannot be read: {error}") from error
+    if len(data) != 2 * count:
+        raise StateError(f"the shift of a bias has {len(data) // 2} numbers; the layer has {count} outputs")
+    return torch.from_numpy(np.frombuffer(data, dtype=np.int16).copy()).view(torch.bfloat16).float()
