@@ -83,7 +83,8 @@ PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Replacements]]] = Mapping
                 },
                 "int8": {
                     "pack": ("quantize{baseline=bfloat16}", "pack{dtype=bfloat16}", "pack"),
-                    "delegate": ("quantize{baseline=bfloat16}", "delegate{dtype=int8}"),
+                    # one engine for layers in 8 bits that are there already; one that competes with new ones
+                    "delegate": ("quantize{baseline=bfloat16}", "delegate{dtype=int8}", "delegate{dtype=bfloat16}"),
                 },
             },
         }

@@ -94,11 +94,12 @@ def dequantized_by_pattern(numbers: Tensor, scale: float, zero_point: int) -> Te
     return _pattern().dequantize_per_tensor.default(numbers, scale, zero_point, 0, 255, torch.uint8)
 
 
-def weight_by_pattern(values: Tensor, scales: Tensor) -> Tensor:
-    """Return the float32 weight that int8 numbers, [outputs, ...], and one scale for each output stand for."""
-    wide = scales.detach().float().reshape(-1).expand(len(values))
-    zeros = torch.zeros(len(values), dtype=torch.int64, device=values.device)
-    return _pattern().dequantize_per_channel.default(values, wide, zeros, 0, -128, 127, torch.int8)
+def weight_by_pattern(values: Tensor, scales: Tensor, dim: int = 0) -> Tensor:
+    """Return the float32 weight that int8 numbers and one scale for each output, along `dim`, stand for."""
+    outputs = values.shape[dim]
+    wide = scales.detach().float().reshape(-1).expand(outputs)
+    zeros = torch.zeros(outputs, dtype=torch.int64, device=values.device)
+    return _pattern().dequantize_per_channel.default(values, wide, zeros, dim, -128, 127, torch.int8)
 
 
 @cache
@@ -328,13 +329,14 @@ def int8_product_static(
 
 
 def int8_convolution_packed(
-    values: Tensor, scales: Tensor, bias: Tensor | None, scale: float, zero_point: int, geometry: Sequence[Any]
-) -> tuple[Any, ...]:
+    values: Tensor, scales: Tensor, bias: Tensor | None, scale: float, zero_point: int, geometry: Sequence[Any],
+    shape: Sequence[int],
+) -> tuple[Any, ...]:  # fmt: skip
     """Return a convolution's weight, [outputs, inputs / groups, ...] of int8, with its scales and bias, packed.
-    `scale` and `zero_point` are of the activations, `geometry` stride, padding, dilation and groups.
+    `scale`, `zero_point` and `shape` are of the activations, `geometry` stride, padding, dilation and groups.
     """
     per_output = _per_output(values, scales, bias)
-    return (_ONEDNN.qconv_prepack(values, per_output[0], scale, zero_point, *geometry, None), *per_output)
+    return (_ONEDNN.qconv_prepack(values, per_output[0], scale, zero_point, *geometry, list(shape)), *per_output)
 
 
 def int8_convolution(

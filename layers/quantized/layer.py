@@ -41,11 +41,11 @@ class QuantizedLayer(nn.Module):
 
     def train(self, mode: bool = True) -> Any:
         """Set the mode; the packed form is made anew, for fused optimizers write what torch does not count."""
-        self.packing.forget()
+        self.packing.forget_all()
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self.packing.forget()
+        self.packing.forget_all()
         buffers = own_buffers(self)
         before = dict(buffers)
         super()._apply(fn, recurse)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.compat.quantized import why_no_static_int8
 from fxopt.errors import NothingDoneWarning
+from fxopt.operators import canonical_name
 from fxopt.transforms.delegate import Delegate
 from fxopt.transforms.delegate.delegate import engine_named
 from fxopt.transforms.quantize import Quantize
@@ -92,7 +93,17 @@ def test_it_multiplies_in_8_bits(engine: str) -> None:
         each.get_rt_info() for each in held.session(next(iter(held.by_shapes)))._compiled.get_runtime_model().get_ops()
     ]
     kinds = {each["layerType"]: each["runtimePrecision"] for each in operations}
-    assert {kinds["Convolution"], kinds["FullyConnected"]} <= {"u8", "i8"}
+    assert {kinds["Convolution"], kinds["FullyConnected"], kinds["Pooling"]} <= {"u8", "i8"}
+
+
+@one_engine
+def test_a_sum_behind_a_convolution_and_pooling_read_what_is_rounded_once(engine: str) -> None:
+    _, fast = made(engine)
+    (region,) = regions(fast)
+    (pooled,) = [node for node in region.graph.nodes if canonical_name(node) == "max_pool2d"]
+    assert pooled.args[0].target.__name__ == "rounded"
+    (total,) = [node for node in region.graph.nodes if canonical_name(node) in ("add", "iadd")]
+    assert pooled in total.args
 
 
 @one_engine
