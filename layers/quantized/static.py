@@ -184,8 +184,8 @@ class _StaticConvolution(StaticComputation):
         self.geometry = geometry
 
     def product(self, numbers: Tensor, held: _Held, result: Int8Result) -> Tensor:
-        """Compute with the kernel, on a weight that is packed for the shape: one packed for another is packed anew at
-        each call, element by element.
+        """Compute with the kernel, on a weight that is packed for the shape: for another one the kernel brings it into
+        the right layout at each call, element by element.
         """
         settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
         rows = numbers if numbers.ndim == held.values.ndim else numbers.unsqueeze(0)
@@ -292,7 +292,7 @@ class _StaticWithGradient(torch.autograd.Function):
             pairs = zip(given, wanted, strict=True)
             given = [tensor if tensor is None else tensor.detach().requires_grad_(want) for tensor, want in pairs]
         with torch.enable_grad():
-            x, *held = given
+            x, *held = cast("list[Any]", given)
             result = ctx.computation.simulated(x, _Held(*held), ctx.form)
         leaves = [tensor for tensor, want in zip(given, wanted, strict=True) if tensor is not None and want]
         found = iter(

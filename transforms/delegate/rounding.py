@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 from torch import fx
 
-from ...layers.quantized import Range, rounded, to_numbers
+from ...layers.quantized import Range, StaticComputation, rounded, to_numbers
 from ...operators import canonical_name, mutates
 from .kinds import is_in_8_bits
 
@@ -23,7 +24,7 @@ def share_rounding(graph: fx.Graph) -> None:
     """
     for x in list(graph.nodes):
         layers = list(_layers(x))
-        ranges = {layer.target.range for layer in layers}
+        ranges = {cast("StaticComputation", layer.target).range for layer in layers}
         if len(ranges) != 1 or any(mutates(user) and user.args[0] is x for user in x.users):
             continue
         sums = [user for user in x.users if _adds_convolution(user, x)]

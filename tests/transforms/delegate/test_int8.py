@@ -106,6 +106,30 @@ def test_a_sum_behind_a_convolution_and_pooling_read_what_is_rounded_once(engine
     assert pooled in total.args
 
 
+class Twice(nn.Module):
+    """Two layers of the same activation, of which a check is asked first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != 8:
+            return x
+        return torch.tanh(self.one(x) + self.two(x))
+
+
+@one_engine
+def test_blocks_whose_layers_share_numbers_are_one_region(engine: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Twice(), Twice(), Twice()).eval(), torch.randn(4, 8)
+    passes: list[Any] = [Quantize(scheme="int8_static", calibration=[x, -x]), Delegate(engine, torch.int8)]
+    fast = fxopt.optimize(model, passes, example_inputs=x, measure=False)
+    (region,) = regions(fast)
+    assert [getattr(node.target, "operator", "") for node in region.graph.nodes].count("static_int8") == 6
+    assert off(fast, model, x) < 0.05
+
+
 @one_engine
 def test_what_is_saved_and_changed_goes_with_the_quantized_layers(engine: str) -> None:
     quantized, fast = made(engine)
