@@ -195,9 +195,9 @@ class _StaticConvolution(StaticComputation):
         found = int8_convolution(rows, scale, zero_point, packed, settings, result)
         return found if numbers.ndim == found.ndim else found.squeeze(0)
 
-    def _packed(self, shape: Sequence[int], *held: Any) -> tuple[Any, ...]:
+    def _packed(self, shape: Sequence[int], values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
         settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
-        return int8_convolution_packed(*held, scale, zero_point, settings, shape)
+        return int8_convolution_packed(values, scales, bias, scale, zero_point, settings, shape)
 
     def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch.nn does."""
