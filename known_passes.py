@@ -83,8 +83,7 @@ PRESET_OPTIONS: Mapping[str, Mapping[str, Mapping[str, Replacements]]] = Mapping
                 },
                 "int8": {
                     "pack": ("quantize{baseline=bfloat16}", "pack{dtype=bfloat16}", "pack"),
-                    # one engine for layers in 8 bits that are there already; one that competes with new ones
-                    "delegate": ("quantize{baseline=bfloat16}", "delegate{dtype=int8}", "delegate{dtype=bfloat16}"),
+                    "delegate": ("quantize{baseline=bfloat16}", "delegate{dtype=int8}"),
                 },
             },
         }

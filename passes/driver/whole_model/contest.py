@@ -40,9 +40,7 @@ class Contest:
     def is_due(self) -> bool:
         """Say whether what a contested pass did stands, gains no more than other passes may, and some are behind it."""
         contested = self._contested
-        behind = self._behind(contested[0].decision.step) if contested else []
-        # What an engine behind would take may gain more than anything else.
-        return bool(behind) and (any(self.passes[each].contested for each in behind) or _gain(contested) < _CLEAR)
+        return bool(contested and self._behind(contested[0].decision.step)) and _gain(contested) < _CLEAR
 
     def decide(self) -> bool:
         """Let the faster model stand; return whether that is the one without what contested passes did."""
@@ -80,8 +78,7 @@ class Contest:
 
     def _behind(self, step: int) -> list[int]:
         """Return the places of the passes that would rewrite in another way what the one at `step` took."""
-        first, later = self.passes[step], range(step + 1, len(self.passes))
-        behind = [each for each in later if not (self.passes[each].contested and self.passes[each].name == first.name)]
+        behind = [number for number in range(step + 1, len(self.passes)) if not self.passes[number].contested]
         keeps_function = all(self.passes[number].numerics.keeps_function for number in behind)
         return behind if keeps_function and any(self.passes[number].goal is Goal.SPEED for number in behind) else []
 

@@ -139,21 +139,6 @@ def test_there_is_no_contest_without_a_choice(monkeypatch: pytest.MonkeyPatch, p
     assert all(each.status == "applied" for each in manager.decisions)
 
 
-@dataclasses.dataclass(frozen=True)
-class Rival(Take):
-    """Another contested pass, which takes what the first one has left."""
-
-    function: Any = torch.subtract
-
-
-@pytest.mark.parametrize(("own", "winner"), [(-90, "own"), (-5, "taken")])
-def test_a_contested_pass_behind_is_tried_however_much_the_first_gains(
-    own: float, winner: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager, _ = run(monkeypatch, {"taken": -40, "own": own / 2, "before": -1}, Take(), Rival())
-    assert written_in(manager.program.model) == {winner: 2}
-
-
 def test_without_time_for_it_what_stands_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     budget = TimeBudget(1.0, forward=0.05, timing=0.9)
     manager, _ = run(monkeypatch, {"taken": -5, "own": -10}, Take(), Write(), budget=budget)
