@@ -94,12 +94,11 @@ def dequantized_by_pattern(numbers: Tensor, scale: float, zero_point: int) -> Te
     return _pattern().dequantize_per_tensor.default(numbers, scale, zero_point, 0, 255, torch.uint8)
 
 
-def weight_by_pattern(values: Tensor, scales: Tensor, dim: int = 0) -> Tensor:
-    """Return the float32 weight that int8 numbers and one scale for each output, along `dim`, stand for."""
-    outputs = values.shape[dim]
-    wide = scales.detach().float().reshape(-1).expand(outputs)
-    zeros = torch.zeros(outputs, dtype=torch.int64, device=values.device)
-    return _pattern().dequantize_per_channel.default(values, wide, zeros, dim, -128, 127, torch.int8)
+def weight_by_pattern(values: Tensor, scales: Tensor) -> Tensor:
+    """Return the float32 weight that int8 numbers, [outputs, ...], and one scale for each output stand for."""
+    wide = scales.detach().float().reshape(-1).expand(len(values))
+    zeros = torch.zeros(len(values), dtype=torch.int64, device=values.device)
+    return _pattern().dequantize_per_channel.default(values, wide, zeros, 0, -128, 127, torch.int8)
 
 
 @cache

@@ -124,13 +124,9 @@ class StaticComputation(BySettings):
             x = from_numbers(x, self.range, self.dtype)
         elif not form.is_rounded:
             x = self.range.rounded(x)
-        result = self.of_held(x, held)
+        result = self.in_floats(x, held.wide(x), None if held.bias is None else held.bias.to(x.dtype))
         result = F.relu(result) if form.activation == "relu" else result
         return result if output is None else to_numbers(result, output.scale, output.zero_point)
-
-    def of_held(self, x: Tensor, held: _Held) -> Tensor:
-        """Compute the layer with the weight in floats that numbers stand for."""
-        return self.in_floats(x, held.wide(x), None if held.bias is None else held.bias.to(x.dtype))
 
     def product(self, numbers: Tensor, held: _Held, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
@@ -156,15 +152,6 @@ def _fake_quantized(weight: Tensor, scales: Tensor) -> Tensor:
 
 class _StaticProduct(StaticComputation):
     """Compute a linear layer."""
-
-    def of_held(self, x: Tensor, held: _Held) -> Tensor:
-        """Compute the layer in floats; in ONNX the product reads the weight as it is held: onnxruntime computes in
-        8 bits only what no transposition stands before.
-        """
-        if not (torch.onnx.is_in_onnx_export() and exports_pattern(x)) or writes_fake_quantization():
-            return super().of_held(x, held)
-        result = x @ weight_by_pattern(held.values.t().contiguous(), held.scales, dim=1)
-        return result if held.bias is None else result + held.bias.to(x.dtype)
 
     def product(self, numbers: Tensor, held: _Held, result: Int8Result) -> Tensor:
         """Compute with the kernel."""

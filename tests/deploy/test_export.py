@@ -6,7 +6,6 @@ import copy
 import hashlib
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -352,7 +351,6 @@ def test_tied_weights_are_stored_once(tmp_path: Path):
 
 FRESH = """
 import sys
-import warnings
 import torch, fxopt
 (args, expected) = torch.load(sys.argv[2])
 torch.testing.assert_close(fxopt.load(sys.argv[1])(*args), expected)
@@ -392,26 +390,6 @@ def test_static_int8_is_exported_as_runtimes_know_it(tmp_path: Path) -> None:
     assert 0 < error < 0.1
     weights = [tensor for tensor in loaded.state_dict().values() if tensor.dim() > 1]
     assert {tensor.dtype for tensor in weights} == {torch.int8}
-
-
-def test_in_onnx_nothing_stands_between_a_static_layer_and_its_numbers(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
-    model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)).eval(), torch.randn(2, 3, 64)
-    fast = fxopt.optimize(model, "quantize{scheme=int8_static}", example_inputs=x, measure=False, verify=False)
-    path = str(tmp_path / "m.onnx")
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(fast, (x,), path, dynamo=True, verbose=False)
-    graph = onnx.load(path).graph
-    made = {name: node.op_type for node in graph.node for name in node.output}
-    products = [node for node in graph.node if node.op_type in ("MatMul", "Gemm")]
-    assert [made[node.input[1]] for node in products] == ["DequantizeLinear"] * 2
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    with torch.no_grad():
-        expected = fast(x)
-    assert (torch.from_numpy(found) - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 def test_weights_in_few_bits_stay_in_few_bits(tmp_path: Path) -> None:
