@@ -328,13 +328,14 @@ def int8_product_static(
 
 
 def int8_convolution_packed(
-    values: Tensor, scales: Tensor, bias: Tensor | None, scale: float, zero_point: int, geometry: Sequence[Any]
-) -> tuple[Any, ...]:
+    values: Tensor, scales: Tensor, bias: Tensor | None, scale: float, zero_point: int, geometry: Sequence[Any],
+    shape: Sequence[int],
+) -> tuple[Any, ...]:  # fmt: skip
     """Return a convolution's weight, [outputs, inputs / groups, ...] of int8, with its scales and bias, packed.
-    `scale` and `zero_point` are of the activations, `geometry` stride, padding, dilation and groups.
+    `scale`, `zero_point` and `shape` are of the activations, `geometry` stride, padding, dilation and groups.
     """
     per_output = _per_output(values, scales, bias)
-    return (_ONEDNN.qconv_prepack(values, per_output[0], scale, zero_point, *geometry, None), *per_output)
+    return (_ONEDNN.qconv_prepack(values, per_output[0], scale, zero_point, *geometry, list(shape)), *per_output)
 
 
 def int8_convolution(

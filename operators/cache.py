@@ -183,13 +183,20 @@ class Cache:
         self._kept: dict[Hashable, tuple[Any, ...]] = {}
         """By key: the tensors as they were, and what was made of them."""
 
-    def of(self, make: Callable[..., Any], *tensors: Tensor | None, key: Hashable = None) -> Any:
-        """Return `make(*tensors)`, or what it made of the same tensors before: for a key always of so many."""
+    def of(
+        self, make: Callable[..., Any], *tensors: Tensor | None, key: Hashable = None, most: int | None = None
+    ) -> Any:
+        """Return `make(*tensors)`, or what it made of the same tensors before: for a key always of so many.
+        Of more than `most` keys the first goes.
+        """
         kept = self._kept.get(key)
         if kept is not None and kept[0].same(*tensors):
             return kept[1]
         noted = Unchanged(tensors, whole=self.compares_whole)  # what a thread writes meanwhile is seen next time
         made = make(*tensors)
+        if most is not None and kept is None:
+            for other in list(self._kept)[: max(0, len(self._kept) - most + 1)]:
+                self.forget(other)
         self._keep(key, noted, tensors, made)
         return made
 

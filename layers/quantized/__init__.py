@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .activations import Range, from_numbers, quantized_by_rows, steps_of_rows, to_numbers
+from .activations import Range, from_numbers, quantized_by_rows, rounded, steps_of_rows, to_numbers
 from .layer import ASKED, QuantizedLayer, check_in_floats
 from .linear import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear, TiedInt8Linear
 from .lstm import Int8DynamicLSTM
@@ -11,9 +11,12 @@ from .static import StaticComputation, StaticConv, StaticLayer, StaticLinear
 from .trained import TRAINED, FakeQuantized, Freezable, fake_quantized, freezable, freeze
 
 __all__ = [
-    "ASKED", "TRAINED", "FakeQuantized", "Float8Linear", "Freezable", "Int4WeightLinear",
+    "ASKED", "ON_NUMBERS", "TRAINED", "FakeQuantized", "Float8Linear", "Freezable", "Int4WeightLinear",
     "Int8DynamicLSTM", "Int8DynamicLinear", "Int8WeightLinear", "QuantizedLayer", "QuantizedLinear", "Range",
     "StaticComputation", "StaticConv", "StaticLayer", "StaticLinear", "TiedInt8Linear", "check_in_floats",
-    "fake_quantized", "freezable", "freeze", "from_numbers", "max_pool_numbers", "quantized_by_rows", "steps_of_rows",
-    "to_numbers",
+    "fake_quantized", "freezable", "freeze", "from_numbers", "max_pool_numbers", "quantized_by_rows", "rounded",
+    "steps_of_rows", "to_numbers",
 ]  # fmt: skip
+
+ON_NUMBERS = (to_numbers, max_pool_numbers, rounded)
+"""The functions that graphs call between layers of 8 bits; they only compute."""

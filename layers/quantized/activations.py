@@ -22,7 +22,7 @@ from ...compat.quantized import (
 from ...errors import StateError
 from ...runtime.values import Factors
 
-__all__ = ["Range", "from_numbers", "in_float8", "quantized_by_rows", "steps_of_rows", "to_numbers"]
+__all__ = ["Range", "from_numbers", "in_float8", "quantized_by_rows", "rounded", "steps_of_rows", "to_numbers"]
 
 _LARGEST = 255
 _LARGEST_FLOAT8 = 448.0
@@ -56,6 +56,8 @@ class Range(Factors):
         """Return an activation rounded to what its numbers stand for.
         The slope is 1 within the range and up to half a step outside of it, as far as rounding goes; else 0.
         """
+        if writes_fake_quantization():
+            return torch.fake_quantize_per_tensor_affine(x, self.scale, self.zero_point, 0, _LARGEST)
         if exports_pattern(x):
             return from_numbers(to_numbers(x, self.scale, self.zero_point), self, x.dtype)
         half = 0.5 * self.scale * (1 + _SLACK)
@@ -63,6 +65,11 @@ class Range(Factors):
         inside = x.clamp(low, high)
         numbers = _numbers_of(x.detach(), self.scale, self.zero_point)
         return inside + (from_numbers(numbers, self, x.dtype) - inside).detach()
+
+
+def rounded(x: Tensor, scale: float, zero_point: int) -> Tensor:
+    """Return an activation rounded to what its numbers of 8 bits stand for; see `Range`."""
+    return Range(scale, zero_point).rounded(x)
 
 
 def steps_of_rows(rows: Tensor) -> Tensor:

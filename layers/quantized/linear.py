@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -119,22 +120,25 @@ class Int8DynamicLinear(QuantizedLinear):
 
     def kernel(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute in int8; the result has the input's type."""
-        result = _product_of_rows(input, self.packing.of(int8_rows_packed, *self.held), self.kept_bias())
-        return self.in_floats(input) if result is None else result
+        return _product_of_rows(input, self.packing.of(int8_rows_packed, *self.held), self.kept_bias(), self.in_floats)
 
     def simulated(self, input: Tensor) -> Tensor:  # noqa: A002
         """Compute with rounded activations."""
         return self.in_floats(quantized_by_rows(input))
 
 
-def _product_of_rows(x: Tensor, packed: Any, bias: Tensor | None) -> Tensor | None:
-    """Return what a linear layer gives, in int8 and in the type of its input; None for an input that is not finite."""
+def _product_of_rows(x: Tensor, packed: Any, bias: Tensor | None, in_floats: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what a linear layer gives, in int8 and in the type of its input; `in_floats` computes rows with NaN."""
     rows = x.reshape(-1, x.shape[-1]).float()
     scales = steps_of_rows(rows)
-    if not is_finite(scales):
-        return None
-    result = int8_product_by_rows(rows, scales, packed, None if bias is None else bias.float())
-    return result.view(*x.shape[:-1], result.shape[-1]).to(x.dtype)
+    odd = None if is_finite(scales) else ~scales.isfinite()
+    if odd is not None:
+        rows, scales = rows.masked_fill(odd, 0.0), scales.masked_fill(odd, 1.0)
+    result = int8_product_by_rows(rows, scales, packed, None if bias is None else bias.float()).to(x.dtype)
+    if odd is not None:
+        which = odd.squeeze(-1)
+        result[which] = in_floats(x.reshape(rows.shape)[which])
+    return result.view(*x.shape[:-1], result.shape[-1])
 
 
 class _WithNarrowActivations(QuantizedLinear):
@@ -257,9 +261,11 @@ class TiedInt8Linear(QuantizedLayer):
             return F.linear(input, weight, bias)
         if runs_simulation() or not (input.is_cpu and weight.is_cpu) or not input.numel() or not is_plainly_eager():
             return F.linear(input, weight, bias)
-        dtype = autocast_dtype(input)
-        result = _product_of_rows(input.to(dtype), self.packing.of(self._packed, weight), bias)
-        return F.linear(input, weight, bias) if result is None else result
+        packed = self.packing.of(self._packed, weight)
+        return _product_of_rows(input.to(autocast_dtype(input)), packed, bias, self._in_floats)
+
+    def _in_floats(self, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.weight, self.bias)
 
     def _packed(self, weight: Tensor) -> object:
         return int8_rows_packed(*quantized(weight.detach(), "int8", self.group))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -36,18 +38,38 @@ _PACKED = frozenset({"dilation", "geometry", "groups", "padding", "padding_mode"
 _LEAST = 1e-12
 """A step between the numbers of a weight; a norm may multiply an output by zero."""
 
+_SHAPES = 4
+"""For so many shapes of its input a convolution keeps its weight packed: as much memory as in floats."""
+
 _OF_KERNELS = (torch.uint8, torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class IntegerEpilogue:
+class CallForm:
     """What a layer computes of its result, too: "relu" or "none", then numbers of `output`; None returns floats.
-    Floats are laid out as torch.nn does if `contiguous`; None: if the input is.
+    Floats are laid out as torch.nn does if `contiguous`; None: if the input is. `is_rounded`: floats of the input are.
     """
 
     activation: str = "none"
     output: Range | None = None
     contiguous: bool | None = None
+    is_rounded: bool = False
+
+
+class _Held(NamedTuple):
+    """The weight of a layer, numbers and scales, and its bias."""
+
+    values: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def wide(self, like: Tensor) -> Tensor:
+        """Return the weight in floats that it stands for, in the operators that those know who trace."""
+        if exports_pattern(like) and not writes_fake_quantization():
+            return weight_by_pattern(self.values, self.scales)
+        scales = self.scales.to(like.dtype).reshape(-1, *[1] * (self.values.ndim - 1))
+        weight = self.values.to(like.dtype) * scales
+        return _fake_quantized(weight, self.scales) if writes_fake_quantization() else weight
 
 
 class StaticComputation(BySettings):
@@ -64,56 +86,49 @@ class StaticComputation(BySettings):
 
     def __call__(
         self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, activation: str = "none",
-        output: tuple[float, int] | None = None, contiguous: bool | None = None,
+        output: tuple[float, int] | None = None, contiguous: bool | None = None, *, is_rounded: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Compute the layer with an `IntegerEpilogue`. The input is floats, or uint8 by the layer's own range; `output`
+        """Compute the layer with a `CallForm`. The input is floats, or uint8 by the layer's own range; `output`
         is scale and zero point of the numbers to return.
         """
-        epilogue = IntegerEpilogue(activation, None if output is None else Range(*output), contiguous)
+        held = _Held(values, scales, bias)
+        form = CallForm(activation, None if output is None else Range(*output), contiguous, is_rounded)
         if not _has_kernel(x):
-            return self.simulated(x, values, scales, bias, epilogue)
+            return self.simulated(x, held, form)
         if wants_gradients(x, scales, bias):
             # What gradients flow through is in floats between layers, too.
-            floats = IntegerEpilogue(activation, None, contiguous)
-            return cast("Any", _StaticWithGradient).apply(self, floats, x, values, scales, bias)
-        return self.kernel(x, values, scales, bias, epilogue)
+            floats = replace(form, output=None)
+            return cast("Any", _StaticWithGradient).apply(self, floats, x, *held)
+        return self.kernel(x, held, form)
 
-    def kernel(
-        self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, epilogue: IntegerEpilogue
-    ) -> Tensor:
+    def kernel(self, x: Tensor, held: _Held, form: CallForm) -> Tensor:
         """Compute with the kernel; gradients end here."""
         floats = self.dtype if x.dtype is torch.uint8 else x.dtype
-        numbers, output = x, epilogue.output
+        numbers, output = x, form.output
         if x.dtype is not torch.uint8:
             numbers = to_numbers(x.detach(), self.range.scale, self.range.zero_point)
-        form: Int8Result = (1.0, 0, floats, epilogue.activation)
+        wanted: Int8Result = (1.0, 0, floats, form.activation)
         if output is not None:
-            form = (output.scale, output.zero_point, torch.uint8, epilogue.activation)
-        result = self.product(numbers, values, scales, bias, form)
+            wanted = (output.scale, output.zero_point, torch.uint8, form.activation)
+        result = self.product(numbers, held, wanted)
         if output is None:
             result = result.to(floats)
             result = result.to(autocast_dtype(result))
-        contiguous = x.is_contiguous() if epilogue.contiguous is None else epilogue.contiguous
+        contiguous = x.is_contiguous() if form.contiguous is None else form.contiguous
         return result.contiguous() if contiguous and output is None else result
 
-    def simulated(
-        self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, epilogue: IntegerEpilogue
-    ) -> Tensor:
+    def simulated(self, x: Tensor, held: _Held, form: CallForm) -> Tensor:
         """Compute what the kernel stands for in floating point."""
-        is_float, output = x.dtype is not torch.uint8, epilogue.output
-        x = self._rounded(x) if is_float else from_numbers(x, self.range, self.dtype)
-        result = self.in_floats(x, _wide(values, scales, x), None if bias is None else bias.to(x.dtype))
-        result = F.relu(result) if epilogue.activation == "relu" else result
+        output = form.output
+        if x.dtype is torch.uint8:
+            x = from_numbers(x, self.range, self.dtype)
+        elif not form.is_rounded:
+            x = self.range.rounded(x)
+        result = self.in_floats(x, held.wide(x), None if held.bias is None else held.bias.to(x.dtype))
+        result = F.relu(result) if form.activation == "relu" else result
         return result if output is None else to_numbers(result, output.scale, output.zero_point)
 
-    def _rounded(self, x: Tensor) -> Tensor:
-        if writes_fake_quantization():
-            return torch.fake_quantize_per_tensor_affine(x, self.range.scale, self.range.zero_point, 0, 255)
-        return self.range.rounded(x)
-
-    def product(
-        self, numbers: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result
-    ) -> Tensor:
+    def product(self, numbers: Tensor, held: _Held, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
         raise NotImplementedError
 
@@ -128,14 +143,6 @@ def _has_kernel(x: Tensor) -> bool:
     return x.dtype in _OF_KERNELS and type(x) in (Tensor, nn.Parameter)
 
 
-def _wide(values: Tensor, scales: Tensor, like: Tensor) -> Tensor:
-    """Return the weight in floats that numbers and scales stand for, in the operators that those know who trace."""
-    if exports_pattern(like) and not writes_fake_quantization():
-        return weight_by_pattern(values, scales)
-    weight = values.to(like.dtype) * scales.to(like.dtype).reshape(-1, *[1] * (values.ndim - 1))
-    return _fake_quantized(weight, scales) if writes_fake_quantization() else weight
-
-
 def _fake_quantized(weight: Tensor, scales: Tensor) -> Tensor:
     """Say of a weight that numbers of 8 bits stand for that it is one; a folded norm may have turned signs."""
     steps = scales.detach().float().abs().clamp(min=_LEAST).expand(len(weight)).contiguous()
@@ -146,11 +153,9 @@ def _fake_quantized(weight: Tensor, scales: Tensor) -> Tensor:
 class _StaticProduct(StaticComputation):
     """Compute a linear layer."""
 
-    def product(
-        self, numbers: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result
-    ) -> Tensor:
+    def product(self, numbers: Tensor, held: _Held, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
-        packed = self.packing.of(int8_static_packed, values, scales, bias)
+        packed = self.packing.of(int8_static_packed, *held)
         return int8_product_static(numbers.contiguous(), self.range.scale, self.range.zero_point, packed, result)
 
     def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -165,21 +170,21 @@ class _StaticConvolution(StaticComputation):
         super().__init__(of_input, dtype, geometry)
         self.geometry = geometry
 
-    def product(
-        self, numbers: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, result: Int8Result
-    ) -> Tensor:
-        """Compute with the kernel."""
+    def product(self, numbers: Tensor, held: _Held, result: Int8Result) -> Tensor:
+        """Compute with the kernel, on a weight that is packed for the shape: for another one the kernel brings it into
+        the right layout at each call, element by element.
+        """
         settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
-        packed = self.packing.of(self._packed, values, scales, bias)
-        rows = numbers if numbers.ndim == values.ndim else numbers.unsqueeze(0)
+        rows = numbers if numbers.ndim == held.values.ndim else numbers.unsqueeze(0)
         if rows.ndim == 4:
             rows = rows.contiguous(memory_format=torch.channels_last)  # kernels are slow in making it so themselves
+        packed = self.packing.of(partial(self._packed, rows.shape), *held, key=rows.shape, most=_SHAPES)
         found = int8_convolution(rows, scale, zero_point, packed, settings, result)
         return found if numbers.ndim == found.ndim else found.squeeze(0)
 
-    def _packed(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
+    def _packed(self, shape: Sequence[int], values: Tensor, scales: Tensor, bias: Tensor | None) -> tuple[Any, ...]:
         settings, (scale, zero_point) = self.geometry.lists, (self.range.scale, self.range.zero_point)
-        return int8_convolution_packed(values, scales, bias, scale, zero_point, settings)
+        return int8_convolution_packed(values, scales, bias, scale, zero_point, settings, shape)
 
     def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch.nn does."""
@@ -208,7 +213,7 @@ class StaticLayer(HoldsWeight):
         output: tuple[float, int] | None = None,
         contiguous: bool | None = None,
     ) -> Tensor:
-        """Compute the layer with an `IntegerEpilogue`; `scales` and `bias` have a norm folded in."""
+        """Compute the layer with a `CallForm`; `scales` and `bias` have a norm folded in."""
         values, own_scales = self.held
         scales, bias = own_scales if scales is None else scales, self.bias if bias is None else bias
         return self.computation(input, values, scales, bias, activation, output, contiguous)
@@ -256,17 +261,17 @@ class _StaticWithGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, computation: StaticComputation, epilogue: IntegerEpilogue, x: Tensor, values: Tensor, scales: Tensor,
+        ctx: Any, computation: StaticComputation, form: CallForm, x: Tensor, values: Tensor, scales: Tensor,
         bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.computation, ctx.epilogue = computation, epilogue
+        ctx.computation, ctx.form = computation, form
         ctx.save_for_backward(x, values, scales, bias)
-        return computation.kernel(x, values, scales, bias, epilogue).data  # no view of what is in here
+        return computation.kernel(x, _Held(values, scales, bias), form).data  # no view of what is in here
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Send gradients through `simulated`; where gradients of these are wanted, they flow on to what came in."""
-        ctx.computation.packing.forget()  # an optimizer may step on the bias now
+        ctx.computation.packing.forget_all()  # an optimizer may step on the bias now
         wanted: tuple[bool, ...] = ctx.needs_input_grad[2:]
         given: list[Tensor | None] = list(ctx.saved_tensors)
         is_differentiated = torch.is_grad_enabled()
@@ -274,7 +279,8 @@ class _StaticWithGradient(torch.autograd.Function):
             pairs = zip(given, wanted, strict=True)
             given = [tensor if tensor is None else tensor.detach().requires_grad_(want) for tensor, want in pairs]
         with torch.enable_grad():
-            result = ctx.computation.simulated(*given, ctx.epilogue)
+            x, *held = cast("list[Any]", given)
+            result = ctx.computation.simulated(x, _Held(*held), ctx.form)
         leaves = [tensor for tensor, want in zip(given, wanted, strict=True) if tensor is not None and want]
         found = iter(
             torch.autograd.grad([result], leaves, [gradients[0].to(result.dtype)], create_graph=is_differentiated)

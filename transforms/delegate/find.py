@@ -22,6 +22,7 @@ from ...tracing.program import GraphRunner, Program, is_called, outermost
 from ..flatten_calls import Flat, flattened
 from .kinds import heavy_count, is_in_8_bits
 from .regions import Cut, Region
+from .rounding import share_rounding
 
 __all__ = ["Found", "found_in", "look"]
 
@@ -129,6 +130,8 @@ def look(program: Program, owner: str, together: Sequence[str] = (), *, in_8_bit
         if any(earlier.flat.specialization.fits(fitting) for earlier in result):
             continue  # that one runs
         flat = flattened(program, owner, specialization, static=in_8_bits)
+        if in_8_bits:
+            share_rounding(flat.specialization.graph)
         runner = _Runner(module, flat, fitting)
         if (is_judged_outside() and runner.knows_forms()) or runner.runs_through():
             result.append(Found(number, flat, Cut(flat.specialization.graph, runner.metas), runner))

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from ...layers.folded import CHECKS
-from ...layers.quantized import StaticComputation, max_pool_numbers, to_numbers
+from ...layers.quantized import ON_NUMBERS, StaticComputation
 from ...operators import (
     Keeping,
     canonical_name,
@@ -29,7 +29,6 @@ _HEAVY = frozenset(
     "scaled_dot_product_attention packed packed_lstm static_int8 lstm gru".split()
 )
 """What makes a region worth a call of an engine."""
-_ON_NUMBERS = (to_numbers, max_pool_numbers)
 _LEAST_HEAVY = 2
 _STORING = (operator.setitem, operator.delitem, setattr, delattr)
 """What changes an object that a call is given, such as a cache."""
@@ -160,7 +159,7 @@ def is_of_torch(node: fx.Node) -> bool:
     """Say whether a node calls what torch or the table of operators has."""
     if node.op == "call_method":
         return hasattr(torch.Tensor, str(node.target))
-    if node.target in _ON_NUMBERS:
+    if node.target in ON_NUMBERS:
         return True
     return isinstance(node.target, Keeping) or canonical_name(node) is not None or is_known_function(node.target)
 

@@ -16,7 +16,7 @@ from ...compat import is_registered_operator, own_buffers, own_children, own_par
 from ...compat.calls import DIRECT
 from ...layers.folded import expect_one_of
 from ...layers.packed import keep_narrow
-from ...layers.quantized import StaticLayer
+from ...layers.quantized import ON_NUMBERS, StaticLayer
 from ...layers.written_out import Opened, UnchangedGuard
 from ...operators import info_of, mutates, reached
 from ...passes.rewriting import (
@@ -220,7 +220,7 @@ class _Writer(Opener):
             return None
         new = self.graph.create_node(node.op, target, args, kwargs, node.name)
         new.meta = dict(node.meta)
-        if writes(node, self.program, qualified(self.name, place[0])):
+        if node.target not in ON_NUMBERS and writes(node, self.program, qualified(self.name, place[0])):
             overwritten = _overwritten(new) if mutates(node) else ()
             if overwritten and all(each in self._fresh for each in overwritten):
                 self._fresh.add(new)  # what was computed since the start

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
 
 from ...compat import own_parameters
-from ...compat.quantized import has_float8
+from ...compat.quantized import has_float8, needs_reduced_range
 from ...errors import CalibrationError, MatchFailure
 from ...layers.quantized import (
     Float8Linear,
@@ -43,6 +44,7 @@ _LAYERS: Mapping[str, tuple[str, type[QuantizedLinear]]] = {
 """Scheme -> how weights are held, and the layer that computes with them."""
 
 _NO_FLOAT8 = "and float8 is fast on GPUs since Ada and Hopper only; aim=size holds its weight in float8 all the same"
+_NO_VNNI = "this CPU has no VNNI: activations have 7 bits, and float32 is mostly faster"
 _OUTPUTS = 16
 """The int4 kernel takes outputs in blocks of so many."""
 
@@ -52,6 +54,8 @@ def find(options: Options, program: Program) -> Iterable[Site | Refusal]:
     is_dynamic = options.scheme == "int8_dynamic"
     layers = linears(program, partial(_objection, options.levels[0]), stays=is_dynamic and options.aim == "speed")
     layers += _lstms(program) if is_dynamic else ()
+    if is_dynamic and needs_reduced_range():
+        layers = [replace(layer, detail=f"{layer.detail}; {_NO_VNNI}") for layer in layers]
     return found(program, layers, {level: partial(_prepared, level, program) for level in options.levels})
 
 

@@ -8,7 +8,14 @@ from torch import nn
 
 from fxopt.compat import quantized as quantized_kernels
 from fxopt.errors import UsageError
-from fxopt.layers.quantized import Float8Linear, Int4WeightLinear, Int8DynamicLinear, Int8WeightLinear, QuantizedLinear
+from fxopt.layers.quantized import (
+    Float8Linear,
+    Int4WeightLinear,
+    Int8DynamicLinear,
+    Int8WeightLinear,
+    QuantizedLinear,
+    TiedInt8Linear,
+)
 from fxopt.runtime.state import quantized
 
 WIDTHS = [(Int8DynamicLinear, inputs) for inputs in (1, 15, 17)]
@@ -72,6 +79,30 @@ def test_int8_gives_a_row_the_same_whatever_is_beside_it(has_amx: bool, monkeypa
     of_rows = (found - expected).abs().amax(-1) / (expected - layer.bias).abs().amax(-1).clamp(min=1.0)
     assert 0 < of_rows.max() < 0.03
     assert torch.allclose(found, simulated, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+@pytest.mark.parametrize("kind", [Int8DynamicLinear, TiedInt8Linear])
+def test_a_row_that_is_not_finite_is_computed_in_floats_alone(
+    kind: type[nn.Module], has_amx: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if has_amx and quantized_kernels.why_no_static_int8():
+        pytest.skip("oneDNN's kernel gives exact sums on CPUs with VNNI alone")
+    monkeypatch.setattr(quantized_kernels, "_has_amx", lambda: has_amx)
+    tied = TiedInt8Linear(nn.Parameter(torch.randn(24, 48)), nn.Parameter(torch.randn(24)), 0)
+    layer = tied if kind is TiedInt8Linear else layer_of(Int8DynamicLinear, 48, 24)
+    x = torch.randn(2, 5, 48)
+    odd = x.clone()
+    odd[0, 1, 3], odd[1, 4, 0], odd[1, 0] = float("nan"), float("inf"), float("-inf")
+    with torch.no_grad():
+        found, expected = layer(odd), layer(x)
+        floats = nn.functional.linear(odd, layer.weight, layer.bias)
+    rows = torch.ones(2, 5, dtype=torch.bool)
+    for place in ((0, 1), (1, 4), (1, 0)):
+        rows[place] = False
+        assert torch.equal(found[place].isnan(), floats[place].isnan()) and not found[place].isfinite().any()
+    assert torch.equal(found[rows], expected[rows])
+    assert torch.equal(odd[0, 1].isnan().sum(), torch.tensor(1))  # what was given stays
 
 
 @pytest.mark.parametrize("outputs_share", [False, True])

@@ -68,6 +68,21 @@ def simulated(layer: StaticLayer, like: Any, x: Tensor) -> Tensor:
 
 
 @needs_static_int8
+def test_a_weight_is_packed_for_each_of_a_few_shapes():
+    layer = static_of(CONVOLUTIONS["plain"])
+    images = [torch.randn(rows, 3, size, size) for rows in (1, 2) for size in (7, 9, 12)]
+    with torch.no_grad():
+        first = [layer(x) for x in images]
+        assert all(torch.equal(layer(x), found) for x, found in zip(images, first, strict=True))
+        kept = layer.packing.last(key=images[-1].shape)
+        layer(images[-1])
+        assert layer.packing.last(key=images[-1].shape) is kept is not None
+        assert layer.packing.last(key=images[0].shape) is None, "the first shape has gone for later ones"
+        layer.weight_scales.mul_(2)
+        assert not torch.equal(layer(images[-1]), first[-1])
+
+
+@needs_static_int8
 @pytest.mark.parametrize("layer", [nn.Linear(16, 8), *CONVOLUTIONS.values()], ids=["linear", *CONVOLUTIONS])
 @pytest.mark.parametrize("count", [1, 8])
 def test_kernels_compute_what_they_stand_for(layer: Any, count: int):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import fxopt
 from fxopt.compat.quantized import why_no_static_int8
 from fxopt.errors import NothingDoneWarning
+from fxopt.operators import canonical_name
 from fxopt.transforms.delegate import Delegate
 from fxopt.transforms.delegate.delegate import engine_named
 from fxopt.transforms.quantize import Quantize
@@ -92,7 +93,41 @@ def test_it_multiplies_in_8_bits(engine: str) -> None:
         each.get_rt_info() for each in held.session(next(iter(held.by_shapes)))._compiled.get_runtime_model().get_ops()
     ]
     kinds = {each["layerType"]: each["runtimePrecision"] for each in operations}
-    assert {kinds["Convolution"], kinds["FullyConnected"]} <= {"u8", "i8"}
+    assert {kinds["Convolution"], kinds["FullyConnected"], kinds["Pooling"]} <= {"u8", "i8"}
+
+
+@one_engine
+def test_a_sum_behind_a_convolution_and_pooling_read_what_is_rounded_once(engine: str) -> None:
+    _, fast = made(engine)
+    (region,) = regions(fast)
+    (pooled,) = [node for node in region.graph.nodes if canonical_name(node) == "max_pool2d"]
+    assert pooled.args[0].target.__name__ == "rounded"
+    (total,) = [node for node in region.graph.nodes if canonical_name(node) in ("add", "iadd")]
+    assert pooled in total.args
+
+
+class Twice(nn.Module):
+    """Two layers of the same activation, of which a check is asked first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1] != 8:
+            return x
+        return torch.tanh(self.one(x) + self.two(x))
+
+
+@one_engine
+def test_blocks_whose_layers_share_numbers_are_one_region(engine: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Twice(), Twice(), Twice()).eval(), torch.randn(4, 8)
+    passes: list[Any] = [Quantize(scheme="int8_static", calibration=[x, -x]), Delegate(engine, torch.int8)]
+    fast = fxopt.optimize(model, passes, example_inputs=x, measure=False)
+    (region,) = regions(fast)
+    assert [getattr(node.target, "operator", "") for node in region.graph.nodes].count("static_int8") == 6
+    assert off(fast, model, x) < 0.05
 
 
 @one_engine
