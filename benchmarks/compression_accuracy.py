@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sklearn.datasets import load_digits
@@ -35,12 +35,13 @@ BATCH, TRAINING, TUNING = 64, 60, 3
 
 @dataclass(frozen=True)
 class Digits:
-    """Images and labels, to train and to test with."""
+    """Images and labels, to train and to test with, and the seed that divided them."""
 
     images: Tensor
     labels: Tensor
     test_images: Tensor
     test_labels: Tensor
+    seed: int
 
     def accuracy(self, model: nn.Module) -> float:
         """Return the share of the test images that a model gets right, in percent."""
@@ -79,7 +80,7 @@ def digits(seed: int) -> Digits:
     parts = train_test_split(images, labels, test_size=0.25, random_state=seed, stratify=labels)
     images, test_images = (torch.tensor(part, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16 for part in parts[:2])
     labels, test_labels = (torch.tensor(part) for part in parts[2:])
-    return Digits(images, labels, test_images, test_labels)
+    return Digits(images, labels, test_images, test_labels, seed)
 
 
 def cnn() -> nn.Module:
@@ -124,13 +125,15 @@ def pruned(passes: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits], n
 
 
 def units(criterion: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits], nn.Module]:
-    """Return the way that removes half of the units; what judges by gradients is given the training data."""
+    """Return the way that removes half of the units; gradients are of results on the training data, or of the loss."""
 
     def way(model: nn.Module, data: Digits) -> nn.Module:
         given: dict[str, Any] = {}
-        if criterion == "taylor":
-            given = {"data": list(zip(data.images.split(BATCH), data.labels.split(BATCH), strict=True)), "loss": loss}
-        prune = Prune(method="structured", scope="layer", criterion=criterion, **given)
+        name, _, of = criterion.partition(" of ")
+        if name in ("taylor", "hessian"):
+            batches = list(zip(data.images.split(BATCH), data.labels.split(BATCH), strict=True))
+            given = {"data": batches, "loss": loss if of else results}
+        prune = Prune(method="structured", scope="layer", criterion=cast("Any", name), seed=data.seed, **given)
         return data.trained(fxopt.optimize(model, prune, example_inputs=data.images[:8]), epochs)
 
     return way
@@ -162,6 +165,10 @@ def in_steps(epochs: int, steps: int) -> Callable[[nn.Module, Digits], nn.Module
         return model
 
     return way
+
+
+def results(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return model(batch[0])
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -214,7 +221,7 @@ class Way:
     target: float | None = None
 
 
-CRITERIA = ("random", "taylor", "hessian", "fpgm")
+CRITERIA = ("random", "taylor", "hessian", "taylor of the loss", "hessian of the loss", "fpgm")
 """What units are judged by, beside magnitudes."""
 
 WAYS: Mapping[str, Way] = {
