@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import importlib
 import json
 import statistics
 from collections.abc import Callable, Mapping
@@ -139,6 +140,23 @@ def units(criterion: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits],
     return way
 
 
+def peer(criterion: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits], nn.Module]:
+    """Return the way that removes half of the units with torch-pruning, whose gradients are of the loss."""
+
+    def way(model: nn.Module, data: Digits) -> nn.Module:
+        tp: Any = importlib.import_module("torch_pruning")  # it is no part of the environment
+        importance = tp.importance.GroupMagnitudeImportance(p=2)
+        if criterion == "taylor":
+            importance = tp.importance.GroupTaylorImportance()
+            loss(model.eval(), (data.images, data.labels)).backward()
+        last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+        tp.pruner.MetaPruner(model, data.images[:8], importance, pruning_ratio=0.5, ignored_layers=[last]).step()
+        model.zero_grad()
+        return data.trained(model, epochs)
+
+    return way
+
+
 def made_sparse(epochs: int, tuning: int) -> Callable[[nn.Module, Digits], nn.Module]:
     """Return the way that shrinks half of the units in some epochs, removes them, and trains on."""
 
@@ -215,14 +233,19 @@ class Way:
     Attributes:
         apply: what it does.
         target: how many points it may cost; None where none was promised.
+        networks: those that it can do.
     """
 
     apply: Callable[[nn.Module, Digits], nn.Module]
     target: float | None = None
+    networks: tuple[str, ...] = tuple(NETWORKS)
 
 
 CRITERIA = ("random", "taylor", "hessian", "taylor of the loss", "hessian of the loss", "fpgm")
 """What units are judged by, beside magnitudes."""
+
+CHAINS = ("cnn", "mlp")
+"""Networks without attention: torch-pruning is told of heads by hand."""
 
 WAYS: Mapping[str, Way] = {
     "train on, uncompressed": Way(lambda model, data: data.trained(model, TUNING)),
@@ -233,6 +256,11 @@ WAYS: Mapping[str, Way] = {
     "50% of units": Way(units("magnitude"), 1.0),
     **{f"50% of units, {name}": Way(units(name)) for name in CRITERIA},
     **{f"50% of units, {name}, not trained on": Way(units(name, 0)) for name in ("magnitude", *CRITERIA)},
+    **{f"50% of units, {name} of torch-pruning": Way(peer(name), None, CHAINS) for name in ("magnitude", "taylor")},
+    **{
+        f"50% of units, {name} of torch-pruning, not trained on": Way(peer(name, 0), None, CHAINS)
+        for name in ("magnitude", "taylor")
+    },
     "50% of units, four times as long": Way(units("magnitude", 4 * TUNING)),
     "50% of units, in four steps": Way(in_steps(4 * TUNING, 4)),
     "50% of units, made sparse before": Way(made_sparse(3 * TUNING, TUNING)),
@@ -252,7 +280,7 @@ WAYS: Mapping[str, Way] = {
 def measure(name: str, way: Way, networks: list[str], seeds: int) -> list[dict[str, Any]]:
     """Return what a way costs on each network: percent before and after, and points lost, means over seeds."""
     rows: list[dict[str, Any]] = []
-    for network in networks:
+    for network in (each for each in networks if each in way.networks):
         pairs = [_accuracies(way, network, seed) for seed in range(seeds)]
         before, after = (statistics.mean(values) for values in zip(*pairs, strict=True))
         lost = [before - after for before, after in pairs]

@@ -21,8 +21,10 @@ class SkippedBlock(RemovedExpert):
     def skipping(cls, module: nn.Module, length: int | None) -> SkippedBlock:
         """Return what takes the place of a block that gives a tensor, or a tuple of `length` with nothing behind it."""
         made = cls.of(module)
-        plain = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
-        vars(made).update({name: value for name, value in plain.items() if not name.startswith("_")})
+        copies = dict(made.named_modules(remove_duplicate=False))
+        for path, part in module.named_modules(remove_duplicate=False):
+            plain = {name: value for name, value in vars(part).items() if isinstance(value, (bool, int, float, str))}
+            vars(copies[path]).update({name: value for name, value in plain.items() if not name.startswith("_")})
         made.length = length
         return made
 

@@ -16,7 +16,7 @@ from ...compat import all_modules, modules_by_name, own_children
 from ...errors import InputError
 from ...layers.resized import hidden_state
 from ...passes.contract import word_for
-from ...runtime.values import qualified, tensors_by_name, tensors_in
+from ...runtime.values import qualified, tensors_by_name, tensors_in, user_class
 from ...tracing.isolation import copied_module, in_phase, preserved
 from ...tracing.program import Program, TensorOwners
 from ...tracing.recording import calls_intercepted, copy_inputs
@@ -26,8 +26,8 @@ from .options import Options
 
 __all__ = ["blocks_of", "influences"]
 
-_ATTENTION = ("attention", "None")
-"""What the kinds of layers end with that keep nothing for the next call but keys and values."""
+_ATTENTION = "attention"
+"""What the kinds of layers end with that keep nothing for the next call but keys and values, but for linear ones."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ def _watched(program: Program, blocks: Iterable[str], *, wanted: Options | None)
     def watch(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module not in names:
             return original(module, *args, **kwargs)
-        is_new, call = names[module] not in seen, copy.deepcopy((args, kwargs))
+        is_new, call = names[module] not in seen, copy.deepcopy((args, kwargs))  # caches grow in the call
         result = original(module, *args, **kwargs)
         _note(seen[names[module]], module, call, result, is_new=is_new and wanted is None)
         return result
@@ -172,7 +172,7 @@ def _told_apart(kinds: Mapping[str, str | None]) -> list[str]:
 
     A layer that keeps a state of another form is asked for that by its number: with such ones all stay.
     """
-    if not all(kind is None or kind.endswith(_ATTENTION) for kind in kinds.values()):
+    if any(kind and (not kind.endswith(_ATTENTION) or kind.startswith("linear")) for kind in kinds.values()):
         return []
     firsts = {kind: block for block, kind in reversed(list(kinds.items())) if kind is not None}
     return [block for block in kinds if block not in firsts.values()]
@@ -180,12 +180,13 @@ def _told_apart(kinds: Mapping[str, str | None]) -> list[str]:
 
 def _kind_in_cache(block: nn.Module) -> str | None:
     """Return of which kind a block's part of a cache is; None where it has none."""
-    for module in all_modules(block):
-        number = getattr(module, "layer_idx", None)
-        if type(number) is int:
-            kinds = getattr(getattr(module, "config", None), "layer_types", None)
-            return str(kinds[number] if kinds and number < len(kinds) else None)
-    return None
+    numbered = [module for module in all_modules(block) if type(getattr(module, "layer_idx", None)) is int]
+    for module in numbered:
+        kinds, number = getattr(getattr(module, "config", None), "layer_types", None), cast("Any", module).layer_idx
+        if kinds and number < len(kinds):
+            return str(kinds[number])
+    names = [user_class(type(module)).__name__.lower() for module in numbered]
+    return next((_ATTENTION for name in names if _ATTENTION in name), names[0] if names else None)
 
 
 def _group(program: Program, name: str, blocks: Sequence[str], seen: Mapping[str, _Seen]) -> Group:

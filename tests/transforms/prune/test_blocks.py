@@ -79,6 +79,22 @@ def family(name: str, task: str, **more: Any) -> nn.Module:
     return getattr(transformers, f"{name}For{task}")(config).eval()
 
 
+class Encoder(nn.Module):
+    """Asks its first layer for its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        with torch.no_grad():
+            for parameter in self.encoder.layers[0].parameters():
+                parameter.mul_(0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
 def gpt() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=5, n_head=2, bos_token_id=0, eos_token_id=0)
@@ -89,6 +105,7 @@ CASES = {
     "norms in front": (Stack, X, "blocks"),
     "norms behind": (lambda: Stack(Behind), X, "blocks"),
     "in a row": (in_a_row, X, "0"),
+    "encoder": (Encoder, X, "encoder.layers"),
     "Llama": (lambda: family("Llama", "CausalLM"), IDS, "model.layers"),
     "Gemma2": (lambda: family("Gemma2", "CausalLM", head_dim=8, num_key_value_heads=1), IDS, "model.layers"),
     "GPT2": (gpt, IDS, "transformer.h"),
@@ -113,22 +130,13 @@ def result(model: nn.Module, x: Tensor) -> Tensor:
     return out if isinstance(out, Tensor) else out.logits
 
 
-class Passing(nn.Module):
-    def __init__(self, is_tuple: bool) -> None:
-        super().__init__()
-        self.is_tuple = is_tuple
-
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Any:
-        return (x, None) if self.is_tuple else x
-
-
 def past(model: nn.Module, names: list[str]) -> nn.Module:
     """Return a copy of a model that hands the stream on past some blocks."""
     made = copy.deepcopy(model)
     for name in names:
-        around, _, last = name.rpartition(".")
-        is_tuple = isinstance(made.get_submodule(name), Behind)
-        setattr(made.get_submodule(around), last, Passing(is_tuple))
+        block = made.get_submodule(name)
+        is_tuple = isinstance(block, Behind)
+        vars(block)["forward"] = lambda x, *_, is_tuple=is_tuple, **__: (x, None) if is_tuple else x
     return made
 
 
@@ -215,6 +223,12 @@ def test_an_output_of_all_blocks_is_refused_by_name() -> None:
         (decision,) = fxopt.plan(fast).decisions
         assert decision.status == "refused" and "blocks" in decision.label + decision.reason
         assert reason in decision.reason
+
+
+def test_layers_that_keep_another_state_stay() -> None:
+    torch.manual_seed(0)
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=4))
+    assert not gone(prune(model.eval(), {"input_ids": IDS, "use_cache": False}))
 
 
 def test_lists_of_other_modules_are_none() -> None:
