@@ -97,7 +97,9 @@ def difference(fast: nn.Module, other: nn.Module, inputs: dict[str, Tensor]) -> 
     """Return the largest difference of results as a share of the largest result."""
     with torch.no_grad():
         pairs = zip(tensors_in(fast(**inputs)), tensors_in(other(**inputs)), strict=True)
-        return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs if a.is_floating_point() and a.numel())
+        return max(
+            float((a - b).abs().max() / a.abs().max()) for a, b in pairs if a.is_floating_point() and bool(a.any())
+        )
 
 
 def table(rows: list[Row]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...compat import modules_by_name
 from .experts import RemovedExpert
 
 __all__ = ["SkippedBlock", "hidden_state"]
@@ -21,8 +22,8 @@ class SkippedBlock(RemovedExpert):
     def skipping(cls, module: nn.Module, length: int | None) -> SkippedBlock:
         """Return what takes the place of a block that gives a tensor, or a tuple of `length` with nothing behind it."""
         made = cls.of(module)
-        copies = dict(made.named_modules(remove_duplicate=False))
-        for path, part in module.named_modules(remove_duplicate=False):
+        copies = modules_by_name(made, every_name=True)
+        for path, part in modules_by_name(module, every_name=True).items():
             plain = {name: value for name, value in vars(part).items() if isinstance(value, (bool, int, float, str))}
             vars(copies[path]).update({name: value for name, value in plain.items() if not name.startswith("_")})
         made.length = length

@@ -64,9 +64,9 @@ def blocks_of(program: Program, wanted: Options) -> Coupling:
             continue
         reason = next((each.other for each in blocks.values() if each.other), None) or _shared(program, blocks)
         kinds = {block: _kind_in_cache(program.module(block)) for block in blocks}
-        if is_cached and any(kinds.values()):
-            reason = CACHED
-        free = [each for each in _told_apart(kinds) if not word_for(wanted.keep, each, program)]
+        if any(kinds.values()):
+            reason = reason or _obstacle_in_cache(kinds.values()) or (CACHED if is_cached else None)
+        free = [each for each in _without_firsts(kinds) if not word_for(wanted.keep, each, program)]
         if reason is not None or len(free) < 2:
             refused.append(Refused(name, f"its blocks stay: {reason or 'fewer than two of them may go'}"))
         else:
@@ -167,13 +167,16 @@ def _shared(program: Program, blocks: Iterable[str]) -> str | None:
     return None
 
 
-def _told_apart(kinds: Mapping[str, str | None]) -> list[str]:
-    """Return the blocks that can go: of those with a number in a cache, the first of each kind is asked for its length.
+def _obstacle_in_cache(kinds: Iterable[str | None]) -> str | None:
+    """Return why no layer can go of those of some kinds."""
+    for kind in kinds:
+        if kind and (not kind.endswith(_ATTENTION) or kind.startswith("linear")):
+            return f"code asks layers by their number for a state that is no keys and values ({kind})"
+    return None
 
-    A layer that keeps a state of another form is asked for that by its number: with such ones all stay.
-    """
-    if any(kind and (not kind.endswith(_ATTENTION) or kind.startswith("linear")) for kind in kinds.values()):
-        return []
+
+def _without_firsts(kinds: Mapping[str, str | None]) -> list[str]:
+    """Return the blocks that can go: of those in a cache, the first of each kind is asked how long the cache is."""
     firsts = {kind: block for block, kind in reversed(list(kinds.items())) if kind is not None}
     return [block for block in kinds if block not in firsts.values()]
 
