@@ -93,13 +93,12 @@ def saved(fast: nn.Module, name: str, inputs: dict[str, Tensor], folder: Path) -
     return row | {"plain": difference(fast, plain.eval(), inputs), "plain_parameters": count(plain)}
 
 
-def difference(fast: nn.Module, other: nn.Module, inputs: dict[str, Tensor]) -> float:
-    """Return the largest difference of results as a share of the largest result."""
+def difference(fast: nn.Module, other: nn.Module, inputs: dict[str, Tensor]) -> float | None:
+    """Return the largest difference of results as a share of the largest result; None where all results are zeros."""
     with torch.no_grad():
         pairs = zip(tensors_in(fast(**inputs)), tensors_in(other(**inputs)), strict=True)
-        return max(
-            float((a - b).abs().max() / a.abs().max()) for a, b in pairs if a.is_floating_point() and bool(a.any())
-        )
+        shares = [float((a - b).abs().max() / a.abs().max()) for a, b in pairs if a.is_floating_point() and a.any()]
+    return max(shares, default=None)
 
 
 def table(rows: list[Row]) -> None:
@@ -116,6 +115,8 @@ def cell(row: Row | None) -> str:
         return ""
     if "by" not in row:
         return "failed" if "failed" in row else "refused"
+    if None in (row["archive"], row["plain"]):
+        return f"{100 * row['parameters']:.0f}%, {row['by']}, not compared"
     differs = [where for where in ("archive", "plain") if row[where] > SAME]
     return f"{100 * row['parameters']:.0f}%, {row['by']}" + (f", {' and '.join(differs)} differ" if differs else "")
 
