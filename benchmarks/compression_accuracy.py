@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import importlib
 import json
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sklearn.datasets import load_digits
@@ -35,12 +36,13 @@ BATCH, TRAINING, TUNING = 64, 60, 3
 
 @dataclass(frozen=True)
 class Digits:
-    """Images and labels, to train and to test with."""
+    """Images and labels, to train and to test with, and the seed that divided them."""
 
     images: Tensor
     labels: Tensor
     test_images: Tensor
     test_labels: Tensor
+    seed: int
 
     def accuracy(self, model: nn.Module) -> float:
         """Return the share of the test images that a model gets right, in percent."""
@@ -79,7 +81,7 @@ def digits(seed: int) -> Digits:
     parts = train_test_split(images, labels, test_size=0.25, random_state=seed, stratify=labels)
     images, test_images = (torch.tensor(part, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16 for part in parts[:2])
     labels, test_labels = (torch.tensor(part) for part in parts[2:])
-    return Digits(images, labels, test_images, test_labels)
+    return Digits(images, labels, test_images, test_labels, seed)
 
 
 def cnn() -> nn.Module:
@@ -124,14 +126,33 @@ def pruned(passes: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits], n
 
 
 def units(criterion: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits], nn.Module]:
-    """Return the way that removes half of the units; what judges by gradients is given the training data."""
+    """Return the way that removes half of the units; gradients are of results on the training data, or of the loss."""
 
     def way(model: nn.Module, data: Digits) -> nn.Module:
         given: dict[str, Any] = {}
-        if criterion == "taylor":
-            given = {"data": list(zip(data.images.split(BATCH), data.labels.split(BATCH), strict=True)), "loss": loss}
-        prune = Prune(method="structured", scope="layer", criterion=criterion, **given)
+        name, _, of = criterion.partition(" of ")
+        if name in ("taylor", "hessian"):
+            batches = list(zip(data.images.split(BATCH), data.labels.split(BATCH), strict=True))
+            given = {"data": batches, "loss": loss if of else results}
+        prune = Prune(method="structured", scope="layer", criterion=cast("Any", name), seed=data.seed, **given)
         return data.trained(fxopt.optimize(model, prune, example_inputs=data.images[:8]), epochs)
+
+    return way
+
+
+def peer(criterion: str, epochs: int = TUNING) -> Callable[[nn.Module, Digits], nn.Module]:
+    """Return the way that removes half of the units with torch-pruning, whose gradients are of the loss."""
+
+    def way(model: nn.Module, data: Digits) -> nn.Module:
+        tp: Any = importlib.import_module("torch_pruning")  # it is no part of the environment
+        importance = tp.importance.GroupMagnitudeImportance(p=2)
+        if criterion == "taylor":
+            importance = tp.importance.GroupTaylorImportance()
+            loss(model.eval(), (data.images, data.labels)).backward()
+        last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+        tp.pruner.MetaPruner(model, data.images[:8], importance, pruning_ratio=0.5, ignored_layers=[last]).step()
+        model.zero_grad()
+        return data.trained(model, epochs)
 
     return way
 
@@ -162,6 +183,10 @@ def in_steps(epochs: int, steps: int) -> Callable[[nn.Module, Digits], nn.Module
         return model
 
     return way
+
+
+def results(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return model(batch[0])
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -208,14 +233,19 @@ class Way:
     Attributes:
         apply: what it does.
         target: how many points it may cost; None where none was promised.
+        networks: those that it can do.
     """
 
     apply: Callable[[nn.Module, Digits], nn.Module]
     target: float | None = None
+    networks: tuple[str, ...] = tuple(NETWORKS)
 
 
-CRITERIA = ("random", "taylor", "hessian", "fpgm")
+CRITERIA = ("random", "taylor", "hessian", "taylor of the loss", "hessian of the loss", "fpgm")
 """What units are judged by, beside magnitudes."""
+
+CHAINS = ("cnn", "mlp")
+"""Networks without attention: torch-pruning is told of heads by hand."""
 
 WAYS: Mapping[str, Way] = {
     "train on, uncompressed": Way(lambda model, data: data.trained(model, TUNING)),
@@ -226,6 +256,11 @@ WAYS: Mapping[str, Way] = {
     "50% of units": Way(units("magnitude"), 1.0),
     **{f"50% of units, {name}": Way(units(name)) for name in CRITERIA},
     **{f"50% of units, {name}, not trained on": Way(units(name, 0)) for name in ("magnitude", *CRITERIA)},
+    **{f"50% of units, {name} of torch-pruning": Way(peer(name), None, CHAINS) for name in ("magnitude", "taylor")},
+    **{
+        f"50% of units, {name} of torch-pruning, not trained on": Way(peer(name, 0), None, CHAINS)
+        for name in ("magnitude", "taylor")
+    },
     "50% of units, four times as long": Way(units("magnitude", 4 * TUNING)),
     "50% of units, in four steps": Way(in_steps(4 * TUNING, 4)),
     "50% of units, made sparse before": Way(made_sparse(3 * TUNING, TUNING)),
@@ -245,7 +280,7 @@ WAYS: Mapping[str, Way] = {
 def measure(name: str, way: Way, networks: list[str], seeds: int) -> list[dict[str, Any]]:
     """Return what a way costs on each network: percent before and after, and points lost, means over seeds."""
     rows: list[dict[str, Any]] = []
-    for network in networks:
+    for network in (each for each in networks if each in way.networks):
         pairs = [_accuracies(way, network, seed) for seed in range(seeds)]
         before, after = (statistics.mean(values) for values in zip(*pairs, strict=True))
         lost = [before - after for before, after in pairs]

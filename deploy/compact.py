@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -15,19 +15,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import modules_by_name, tensor_at, transient_buffers
+from ..compat import modules_by_name, own_children, tensor_at, transient_buffers
 from ..errors import ArchiveError, StateError, UnverifiedWarning, UsageError, one_line
 from ..passes.verification import form_difference
 from ..runtime.record import Record
 from ..runtime.state import Select, StateMap
-from ..runtime.values import map_tensors, tensors_in, user_class
+from ..runtime.values import map_tensors, qualified, tensors_in, user_class
 from ..storage import write_atomically
 from ..tracing.examples import Inputs
 from ..tracing.isolation import in_phase
 from ..tracing.program import Unmade, calls_of_forms
 from ..tracing.recording import copy_inputs
 from . import compact_loader
-from .compact_configuration import built, configuration_of, padded
+from .compact_configuration import ShorterLists, built, configuration_of, padded
 from .container import stored_once, weights_bytes
 
 __all__ = ["save_compact"]
@@ -45,13 +45,14 @@ _INSTEAD = "fxopt.save keeps it as an archive, fxopt.export as a .pt2 file"
 def save_compact(model: nn.Module, folder: Path, *, record: Record, state: Mapping[str, Tensor]) -> None:
     """Write a pruned model, whose state dict with original names is `state`; see `fxopt.save_compact`."""
     folder.mkdir(parents=True, exist_ok=True)
-    cut = _cut_state(record, state)
+    lists = _lists(record)
+    cut = lists.of(_cut_state(record, state))
     calls = _calls(model, record)
-    plain = _built_by_configuration(model, cut, calls)
+    plain = _built_by_configuration(model, cut, lists, calls)
     if plain is not None:
         plain.save_pretrained(folder)
         return
-    _write_with_loader(model, folder, record, cut, calls)
+    _write_with_loader(model, folder, record, cut, lists, calls)
 
 
 def _cut_state(record: Record, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -79,12 +80,14 @@ def _calls(model: nn.Module, record: Record) -> list[Inputs]:
     return []
 
 
-def _built_by_configuration(model: nn.Module, cut: Mapping[str, Tensor], calls: Sequence[Inputs]) -> Any:
+def _built_by_configuration(
+    model: nn.Module, cut: Mapping[str, Tensor], lists: ShorterLists, calls: Sequence[Inputs]
+) -> Any:
     """Return the model that the class's own code builds, with the tensors in it; None where no configuration fits."""
     config, cls = getattr(model, "config", None), cast("Any", user_class(type(model)))
     if not (hasattr(config, "to_dict") and hasattr(cls, "from_pretrained")):
         return None
-    new = configuration_of(cls, config, {name: tensor.shape for name, tensor in cut.items()})
+    new = configuration_of(cls, config, {name: tensor.shape for name, tensor in cut.items()}, lists)
     shapes = None if new is None else built(cls, new)
     if shapes is None:
         return None
@@ -100,11 +103,11 @@ def _built_by_configuration(model: nn.Module, cut: Mapping[str, Tensor], calls: 
 
 
 def _write_with_loader(
-    model: nn.Module, folder: Path, record: Record, cut: dict[str, Tensor], calls: Sequence[Inputs]
+    model: nn.Module, folder: Path, record: Record, cut: dict[str, Tensor], lists: ShorterLists, calls: Sequence[Inputs]
 ) -> None:
     """Write tensors, sizes and the function that gives both to an unpruned model, if that model then does the same."""
-    stored, tied = stored_once({**cut, **_transient(model, record)})
-    sizes = {"attributes": _attributes(record), "tied": tied}
+    stored, tied = stored_once({**cut, **lists.of(_transient(model, record))})
+    sizes = {"gone": lists.gone, "attributes": lists.of(_attributes(record)), "tied": tied}
     files = {
         "model.safetensors": weights_bytes(stored),
         "sizes.json": json.dumps(sizes, indent=1).encode(),
@@ -135,15 +138,29 @@ def _transient(model: nn.Module, record: Record) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
+def _sites(record: Record) -> Iterator[Mapping[str, Any]]:
+    """Yield the sites at which something was cut."""
+    for decision in record.plan.decisions:
+        if decision.status == "applied" and decision.site is not None and decision.pass_name in _CUTTING:
+            yield decision.site
+
+
+def _lists(record: Record) -> ShorterLists:
+    """Return the lists of which whole blocks are gone."""
+    gone = [qualified(site["owner"], name) for site in _sites(record) for name, _ in site["data"].get("skipped", ())]
+    lists: dict[str, dict[str, bool]] = {}
+    for name in dict.fromkeys(each.rpartition(".")[0] for each in gone):
+        items = own_children(record.skeleton.get_submodule(name))
+        lists[name] = {last: qualified(name, last) not in gone for last in items}
+    return ShorterLists(lists)
+
+
 def _attributes(record: Record) -> dict[str, Any]:
     """Return the numbers among modules' attributes that became smaller, by the attribute's qualified name."""
     found: dict[str, Any] = {}
-    for decision in record.plan.decisions:
-        if decision.status != "applied" or decision.site is None or decision.pass_name not in _CUTTING:
-            continue
-        owner = decision.site["owner"]
-        for path, name, index, gone in decision.site["data"].get("attributes", ()):
-            module = ".".join(part for part in (owner, path) if part)
+    for site in _sites(record):
+        for path, name, index, gone in site["data"].get("attributes", ()):
+            module = ".".join(part for part in (site["owner"], path) if part)
             key = f"{module}.{name}".lstrip(".")
             value = found.get(key, getattr(record.skeleton.get_submodule(module), name))
             if index is None:

@@ -7,22 +7,52 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["built", "configuration_of", "padded"]
+__all__ = ["ShorterLists", "built", "configuration_of", "padded"]
+
+_T = TypeVar("_T")
 
 Shapes = Mapping[str, torch.Size]
 Place = tuple[str, int]
 """A dimension of a tensor, by the tensor's name."""
 
 _WIDTHS = re.compile(r".*(size|sizes|dim|dims|d_model|d_ff|d_inner|n_embd|n_inner|channels|width)")
+_DEPTHS = re.compile(r".*(layers?|depths?|blocks?)")
 _COUNTS = re.compile(r".*(heads?|experts)")
 _OTHERS = re.compile(r".*(vocab|patch|image|window|kernel|head_dim|chunk|batch|state_size|group).*")
+
+
+@dataclass(frozen=True)
+class ShorterLists:
+    """Lists of modules by name, with the name of each item, and whether it is left."""
+
+    stays: Mapping[str, Mapping[str, bool]] = field(default_factory=dict[str, Mapping[str, bool]])
+
+    @property
+    def gone(self) -> dict[str, list[int]]:
+        """Return the numbers of the items that are gone."""
+        return {
+            name: [at for at, stays in enumerate(items.values()) if not stays] for name, items in self.stays.items()
+        }
+
+    def of(self, values: Mapping[str, _T]) -> dict[str, _T]:
+        """Return values by the names that modules have once the lists are shorter, without those of items gone."""
+        named = {self._renamed(name): value for name, value in values.items()}
+        return {name: value for name, value in named.items() if name is not None}
+
+    def _renamed(self, name: str) -> str | None:
+        for path, stays in self.stays.items():
+            if name.startswith(f"{path}."):
+                item, _, rest = name[len(path) + 1 :].partition(".")
+                left = [each for each, is_left in stays.items() if is_left]
+                return f"{path}.{left.index(item)}.{rest}" if item in left else None
+        return name
 
 
 @dataclass(frozen=True)
@@ -34,11 +64,11 @@ class _Field:
     index: int | None = None
 
     def read(self, config: Any) -> Any:
-        value = getattr(self._owner(config), self.name)
+        value = getattr(self.owner(config), self.name)
         return value if self.index is None else value[self.index]
 
     def write(self, config: Any, number: int) -> None:
-        owner = self._owner(config)
+        owner = self.owner(config)
         value: Any = number
         if self.index is not None:
             old = getattr(owner, self.name)
@@ -49,7 +79,7 @@ class _Field:
     def counts(self) -> bool:
         return _COUNTS.fullmatch(self.name) is not None
 
-    def _owner(self, config: Any) -> Any:
+    def owner(self, config: Any) -> Any:
         return getattr(config, self.part) if self.part else config
 
 
@@ -63,21 +93,21 @@ def built(cls: Any, config: Any) -> dict[str, torch.Size] | None:
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-def configuration_of(cls: Any, config: Any, wanted: Shapes) -> Any:
+def configuration_of(cls: Any, config: Any, wanted: Shapes, lists: ShorterLists) -> Any:
     """Return a configuration by which `cls` builds tensors of `wanted` shapes, or larger ones where layers of one size
     differ; None where it has no fields for that.
     """
-    config = _with_widths_of_heads(config)
-    before = built(cls, config)
+    whole, config = config, _with_fewer_blocks(cls, _with_widths_of_heads(config), lists)
+    before = None if config is None else built(cls, config)
     if before is None or before.keys() != wanted.keys():
         return None
     slopes = {field: found for field in _fields(config) if (found := _slopes(cls, config, field, before))}
     new = copy.deepcopy(config)
-    for field, number in _solved(config, slopes, before, wanted).items():
-        field.write(new, number)
+    for each, number in _solved(config, slopes, before, wanted).items():
+        each.write(new, number)
     after = built(cls, new)
     fits = after is not None and all(_holds(after[name], shape) for name, shape in wanted.items())
-    return new if fits and after != before and _is_valid(new) else None
+    return new if fits and after != built(cls, whole) and _is_valid(new) else None
 
 
 def padded(tensor: Tensor, shape: torch.Size, parts: int) -> Tensor:
@@ -104,6 +134,34 @@ def _with_widths_of_heads(config: Any) -> Any:
     return new
 
 
+def _with_fewer_blocks(cls: Any, config: Any, lists: ShorterLists) -> Any:
+    """Return a configuration by which a class's lists have as many items as are left; None where no field counts them.
+
+    What the configuration lists of each layer is left out with its layer.
+    """
+    for name, stays in lists.stays.items():
+        config = next(_shortened(cls, config, name, list(stays.values())), None)
+        if config is None:
+            return None
+    return config
+
+
+def _shortened(cls: Any, config: Any, name: str, stays: Sequence[bool]) -> Iterator[Any]:
+    for each in _numbers(config, _DEPTHS):
+        if each.read(config) != len(stays):
+            continue
+        new = copy.deepcopy(config)
+        with suppress(Exception):  # configurations check some fields
+            each.write(new, sum(stays))
+            for last, value in _held(each.owner(new)).items():
+                items = cast("list[Any]", value) if isinstance(value, list) else []
+                if "layer" in last and len(items) == len(stays):
+                    setattr(each.owner(new), last, [item for item, left in zip(items, stays, strict=True) if left])
+        found = {key[len(name) + 1 :].partition(".")[0] for key in built(cls, new) or () if key.startswith(f"{name}.")}
+        if len(found) == sum(stays):
+            yield new
+
+
 def _is_valid(config: Any) -> bool:
     """Say whether a configuration can be read again: some check how their numbers go together."""
     try:
@@ -113,11 +171,18 @@ def _is_valid(config: Any) -> bool:
     return True
 
 
-def _fields(config: Any, part: str = "") -> Iterator[_Field]:
+def _fields(config: Any) -> Iterator[_Field]:
+    """Yield the numbers whose names tell of a width or of a count."""
+    for pattern in (_WIDTHS, _COUNTS):
+        yield from (each for each in _numbers(config, pattern) if not _OTHERS.fullmatch(each.name))
+
+
+def _numbers(config: Any, pattern: re.Pattern[str], part: str = "") -> Iterator[_Field]:
+    """Yield the numbers in a configuration and its parts whose names are of a form."""
     for name, value in _held(config).items():
         if hasattr(value, "to_dict") and not part and name.endswith("_config"):
-            yield from _fields(value, name)
-        if _OTHERS.fullmatch(name) or not (_WIDTHS.fullmatch(name) or _COUNTS.fullmatch(name)):
+            yield from _numbers(value, pattern, name)
+        if not pattern.fullmatch(name):
             continue
         if type(value) is int and value > 0:
             yield _Field(part, name)

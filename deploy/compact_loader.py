@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
@@ -19,6 +19,9 @@ def load(model: torch.nn.Module, folder: Path | None = None) -> torch.nn.Module:
     folder = folder or Path(__file__).parent
     sizes: dict[str, Any] = json.loads((folder / "sizes.json").read_text())
     tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    for name, numbers in sizes.get("gone", {}).items():
+        for number in reversed(numbers):
+            del cast("Any", model.get_submodule(name))[number]
     for name, value in sizes["attributes"].items():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, value if isinstance(value, int) else tuple(value))

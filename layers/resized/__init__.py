@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .attention import ResizedAttention
+from .blocks import SkippedBlock, hidden_state
 from .experts import KeptExperts, RemovedExpert, item_names
 
-__all__ = ["KeptExperts", "RemovedExpert", "ResizedAttention", "item_names"]
+__all__ = ["KeptExperts", "RemovedExpert", "ResizedAttention", "SkippedBlock", "hidden_state", "item_names"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, cast, overload
+from typing import Any, Self, cast, overload
 
 from torch import nn
 
@@ -16,7 +16,7 @@ class RemovedExpert(nn.Module):
     """The names of an expert's tensors, which are empty: old checkpoints have them. It is never called."""
 
     @classmethod
-    def of(cls, module: nn.Module) -> RemovedExpert:
+    def of(cls, module: nn.Module) -> Self:
         """Return what is left of a module: its tensors, under their names."""
         made = cls()
         for name, parameter in own_parameters(module).items():
@@ -24,7 +24,7 @@ class RemovedExpert(nn.Module):
         for name, buffer in own_buffers(module).items():
             made.register_buffer(name, buffer, name not in module._non_persistent_buffers_set)
         for name, child in own_children(module).items():
-            made.add_module(name, None if child is None else cls.of(child))
+            made.add_module(name, None if child is None else RemovedExpert.of(child))
         return made
 
 

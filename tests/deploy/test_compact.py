@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.deploy.compact_configuration import configuration_of, padded
+from fxopt.deploy.compact_configuration import ShorterLists, configuration_of, padded
+from fxopt.deploy.compact_loader import load
 from fxopt.errors import ArchiveError, StateError, StateWarning, UnverifiedWarning, UsageError
 
 PRUNE = "prune{method=structured,amount=0.5}"
@@ -65,7 +66,7 @@ def pruned(model: nn.Module, x: Any, passes: str = PRUNE) -> nn.Module:
 def small(name: str, **more: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     settings = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = getattr(transformers, f"{name}Config")(**settings, **{"intermediate_size": 48, **more})
+    config = getattr(transformers, f"{name}Config")(**{**settings, "intermediate_size": 48, **more})
     torch.manual_seed(0)
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
@@ -117,6 +118,53 @@ def test_a_family_that_scales_by_its_width_is_not_given_another(tmp_path: Path) 
     fast = pruned(model, {"input_ids": ids, "use_cache": False})
     fxopt.save_compact(fast, tmp_path)
     assert not (tmp_path / "config.json").exists()
+
+
+BLOCKS = "prune{method=structured,kinds=blocks,criterion=influence,scope=layer}"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("Llama", {}), ("Gemma2", {"head_dim": 8, "num_key_value_heads": 2}), ("Mixtral", {"num_key_value_heads": 2})],
+)
+def test_families_are_built_with_fewer_blocks(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    model, ids = small(name, **{"num_hidden_layers": 6, **more}), torch.randint(3, 99, (2, 7))
+    fast = pruned(model, {"input_ids": ids, "use_cache": False}, BLOCKS)
+    fxopt.save_compact(fast, tmp_path)
+    plain = type(model).from_pretrained(tmp_path).eval()
+    assert 1 < plain.config.num_hidden_layers < 5
+    assert len(getattr(plain.config, "layer_types", None) or ()) in (0, plain.config.num_hidden_layers)
+    assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in fast.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, fast(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(plain.generate(ids, **options), fast.generate(ids, **options))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_and_then_units_are_gone_from_the_files(tmp_path: Path) -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(
+                nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True, norm_first=True) for _ in range(5)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(2, 4, 16)
+    fast = pruned(pruned(model, x, BLOCKS), x, f"{PRUNE[:-1]},kinds=hidden,scope=layer}}")
+    fxopt.save_compact(fast, tmp_path)
+    assert {name.split(".")[1] for name in load_file(tmp_path / "model.safetensors")} == {"0", "1", "2"}
+    plain = load(Blocks(), tmp_path)
+    assert len(plain.blocks) == 3 and plain.blocks[2].linear1.out_features == 16
+    with torch.no_grad():
+        torch.testing.assert_close(plain(x), fast(x), rtol=1e-5, atol=1e-6)
 
 
 def test_other_models_are_loaded_by_the_function_beside_them(tmp_path: Path) -> None:
@@ -193,5 +241,5 @@ def test_padding_goes_behind_each_part() -> None:
 def test_a_configuration_without_fields_for_it_is_none() -> None:
     model = small("Llama")
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    assert configuration_of(type(model), model.config, wanted) is None
-    assert configuration_of(type(model), model.config, {"other": torch.Size([1])}) is None
+    assert configuration_of(type(model), model.config, wanted, ShorterLists()) is None
+    assert configuration_of(type(model), model.config, {"other": torch.Size([1])}, ShorterLists()) is None

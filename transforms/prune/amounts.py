@@ -62,9 +62,9 @@ class Ranking:
 
     @property
     def steps(self) -> list[int]:
-        """Return of how many units each group keeps a multiple; heads and experts are few, and not rounded."""
-        few = ("heads", "experts")
-        return [1 if g.kind in few else multiple for g, multiple in zip(self.groups, self.multiples, strict=True)]
+        """Return of how many units each group keeps a multiple; of units that are few it is one."""
+        many = ("channels", "hidden")
+        return [multiple if g.kind in many else 1 for g, multiple in zip(self.groups, self.multiples, strict=True)]
 
     def _left_of_each(self, share: float) -> list[int]:
         shares = [share if self.wanted.ratios is None else self.wanted.share_of(group.name) for group in self.groups]

@@ -12,37 +12,35 @@ from torch import Tensor, nn
 from ...errors import UsageError
 from ...passes.rewriting import holds_inputs_first
 from ...runtime.values import flatten, qualified, requires_grad, tensors_by_name
-from ...tracing.examples import Inputs
 from ...tracing.isolation import copied_module, in_phase, preserved
 from ...tracing.program import Program
 from ...tracing.recording import calls_intercepted, copy_inputs
 from .options import Options
 
-__all__ = ["each_batch", "input_norms", "is_fed_plainly", "summed_over_batches"]
+__all__ = ["each_batch", "gradients_of_batches", "input_norms", "is_fed_plainly"]
 
-_DRAWS = 16
-"""So often the results of an example call are summed with random signs, where no loss is given."""
+_DRAWS, _DRAWS_OF_BATCH = 16, 4
+"""So often the results of an example call, or of a batch, are summed with random signs, where there is no loss."""
 
 
-def summed_over_batches(program: Program, wanted: Options, of: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
-    """Return by name the sum over batches of a function of each parameter and its gradient, in evaluation mode."""
+def gradients_of_batches(program: Program, wanted: Options) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """Yield for each batch, by name, the parameters and their gradients, in evaluation mode."""
     model = copied_module(program.model).requires_grad_(True).eval()
-    sums: dict[str, Tensor] = {}
+    tensors, found = tensors_by_name(model), False
     # cuDNN computes no gradients of recurrent layers in evaluation.
     with torch.random.fork_rng(), torch.enable_grad(), torch.backends.cudnn.flags(enabled=False):
         torch.manual_seed(wanted.seed)
-        for number, loss in enumerate(_losses(model, program, wanted)):
-            model.zero_grad()
-            _scalar(loss, wanted, number).backward()
-            for name, tensor in tensors_by_name(model).items():
-                if tensor.grad is not None:
-                    found = of(tensor.detach(), tensor.grad)
-                    sums[name] = sums[name] + found if name in sums else found
-    if not sums:
+        for number, result in enumerate(_results(model, program, wanted)):
+            for loss in _losses(result, wanted, number):
+                model.zero_grad()
+                loss.backward(retain_graph=True)
+                batch = {name: (each.detach(), each.grad) for name, each in tensors.items() if each.grad is not None}
+                found = found or bool(batch)
+                yield batch
+    if not found:
         raise UsageError(
             f"criterion={wanted.criterion}: no gradient reached any parameter; give loss=, or example inputs"
         )
-    return sums
 
 
 def each_batch(wanted: Options, run: Callable[[Any], Any]) -> Iterator[Any]:
@@ -59,39 +57,35 @@ def each_batch(wanted: Options, run: Callable[[Any], Any]) -> Iterator[Any]:
         raise UsageError("pass 'prune': data= gives no batch; give a list, or a loader that is not used up")
 
 
-def _losses(model: nn.Module, program: Program, wanted: Options) -> Iterable[Any]:
-    """Yield the losses of the user's batches, or what the example calls give."""
+def _results(model: nn.Module, program: Program, wanted: Options) -> Iterable[Any]:
+    """Yield what the user's function gives for batches, or for example calls; without one, what the calls give."""
     loss: Any = wanted.loss
     if wanted.data is not None:
         return each_batch(wanted, lambda batch: loss(model, batch))
     if not program.whole_calls:
         raise UsageError(f"criterion={wanted.criterion} needs example_inputs, or data= with loss=")
-    return (each for call in program.whole_calls for each in _of_call(model, call, loss))
+    results = (model(*call.args, **call.kwargs) for call in program.whole_calls)
+    return results if loss is None else (loss(each) for each in results)
 
 
-def _of_call(model: nn.Module, call: Inputs, loss: Any) -> Iterator[Any]:
-    """Yield the loss of a call, or sums of its results with random signs.
+def _losses(result: Any, wanted: Options, number: int) -> Iterator[Tensor]:
+    """Yield a loss, or sums of results with random signs.
 
     Their squares are, in the mean over signs, by how much the results change (Hutchinson, 1990).
     """
-    if loss is not None:
-        yield loss(model(*call.args, **call.kwargs))
-        return
-    for _ in range(_DRAWS):
-        output = model(*call.args, **call.kwargs)
-        leaves = [leaf for leaf in flatten(output).values() if requires_grad(leaf)]
-        real = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves]
-        sums = [(leaf * (torch.randint_like(leaf, 2) * 2 - 1)).sum() for leaf in real]
-        yield torch.stack(sums).sum() if sums else None
-
-
-def _scalar(loss: Any, wanted: Options, number: int) -> Tensor:
     where = f"criterion={wanted.criterion}, batch {number}"
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise UsageError(f"{where}: loss= must give one number with a gradient")
-    if not bool(loss.detach().isfinite().all()):
-        raise UsageError(f"{where}: the loss is {loss.item()}; look for NaN or infinity in the data")
-    return loss
+    leaves = [leaf for leaf in flatten(result).values() if requires_grad(leaf)]
+    if not leaves:
+        raise UsageError(f"{where}: loss= must give one number, or results, with a gradient")
+    real = [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in leaves]
+    if not all(bool(leaf.detach().isfinite().all()) for leaf in real):
+        said = f"the loss is {real[0].item()}" if real[0].numel() == 1 else "the results are not finite"
+        raise UsageError(f"{where}: {said}; look for NaN or infinity in the data")
+    if wanted.loss is not None and isinstance(result, Tensor) and result.numel() == 1:
+        yield result.sum()
+        return
+    for _ in range(_DRAWS if wanted.data is None else _DRAWS_OF_BATCH):
+        yield torch.stack([(leaf * (torch.randint_like(leaf, 2) * 2 - 1)).sum() for leaf in real]).sum()
 
 
 def input_norms(program: Program, wanted: Options) -> dict[str, Tensor]:

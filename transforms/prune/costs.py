@@ -147,7 +147,7 @@ def multiples_of(program: Program, groups: Sequence[Group], round_to: int) -> li
 
 def _alignment(model: nn.Module, group: Group) -> int:
     """Return how many units have whole 16 bytes in every stacked matrix whose rows or columns a group cuts."""
-    if group.kind in ("heads", "experts") or group.size < 2:
+    if group.kind not in ("channels", "hidden") or group.size < 2:
         return 1
     tensors = tensors_by_name(model)
     cuts = [tensors[cut.tensor] for cut in group.cuts if cut.dim]

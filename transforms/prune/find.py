@@ -15,6 +15,7 @@ from ...runtime.state import packed
 from ...tracing.program import Program
 from .amounts import Ranking, chosen_for_target
 from .batches import is_fed_plainly
+from .blocks import blocks_of
 from .costs import Cost, DoesNotRun, cost_of, multiples_of, with_costs
 from .dependency_groups import Group, Refused, coupling
 from .masks import Target, Values, chosen, kernel_for, order_of_inputs, scores_of, targets, weakest_of
@@ -117,7 +118,7 @@ def _units(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
 
 def _scored(program: Program, wanted: Options) -> tuple[list[tuple[Group, Tensor]], list[Refused]]:
     """Return the groups that can be pruned, with the scores of their units, and what cannot."""
-    found = coupling(program)
+    found = blocks_of(program, wanted) if "blocks" in wanted.kinds else coupling(program)
     of_kind = [group for group in found.groups if group.kind in wanted.kinds]
     obstacles = [(group, _obstacle(program, group, wanted)) for group in of_kind]
     groups = [group for group, reason in obstacles if reason is None]

@@ -18,10 +18,12 @@ from ...passes.contract import Pass, check_option_types, check_options_read, mod
 
 __all__ = ["Kind", "Options", "check_names", "check_score", "check_scores", "check_weights"]
 
-Kind = Literal["channels", "heads", "hidden", "experts"]
-"""What a unit is: a channel of convolutions, an attention head, a hidden unit of linears, a whole expert."""
+Kind = Literal["channels", "heads", "hidden", "experts", "blocks"]
+"""What a unit is: a channel of convolutions, an attention head, a hidden unit of linears, a whole expert or block."""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_BY_DEFAULT = KINDS[:-1]
 
 Scores = Mapping[str, Tensor] | Callable[[str, Tensor], Tensor]
 
@@ -40,9 +42,9 @@ class Options(Pass):
     schedule: Literal["one_shot", "linear", "cubic"] = "one_shot"
     seed: int = 0
     criterion: Literal[
-        "magnitude", "lamp", "fpgm", "batchnorm", "taylor", "hessian", "wanda", "routing", "random"
+        "magnitude", "lamp", "fpgm", "batchnorm", "taylor", "hessian", "wanda", "routing", "influence", "random"
     ] = "magnitude"  # fmt: skip
-    kinds: tuple[Kind, ...] = KINDS
+    kinds: tuple[Kind, ...] = _BY_DEFAULT
     target: Literal["units", "parameters", "flops", "latency"] = "units"
     round_to: int = 1
     scores: Scores | None = field(default=None, compare=False, repr=False)
@@ -102,10 +104,14 @@ def _check_numbers(options: Options) -> None:
         raise _wrong("amount", amount, "give the share to remove, from 0 to below 1, such as 0.5")
     _ = options.kept_of
     if kinds in ((), None):
-        raise _wrong("kinds", (), f"give some of {', '.join(KINDS)}, or leave it out for all")
+        raise _wrong("kinds", (), f"give some of {', '.join(KINDS)}, or leave it out for all but blocks")
     for kind in cast("tuple[object, ...]", kinds) if isinstance(kinds, tuple) else ():
         if kind not in KINDS:
             raise _wrong("kinds", kind, f"give some of {', '.join(KINDS)}")
+    if isinstance(kinds, tuple) and "blocks" in kinds and len(options.kinds) > 1:
+        raise _wrong(
+            "kinds", options.kinds, "blocks go in a call of their own: give kinds=blocks, and prune the rest after it"
+        )
     if isinstance(round_to, bool) or not isinstance(round_to, int) or round_to < 1:
         raise _wrong("round_to", round_to, "give a number of units, 1 or more")
     if isinstance(options.seed, int) and not 0 <= options.seed < 2**63:

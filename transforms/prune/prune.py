@@ -32,7 +32,7 @@ class Prune(Options):
 
     Options:
         method: `magnitude` and `random` choose single weights; `nm` keeps N of M neighbours (`pattern`); `structured`
-            removes channels, heads, hidden units and experts.
+            removes channels, heads, hidden units, experts and whole residual blocks.
         amount: the share that goes, from 0 to below 1.
         scope: `global` ranks the weights of all layers together, `layer` takes the share from each, `row` from what
             each output is computed from.
@@ -50,16 +50,17 @@ class Prune(Options):
             larger; `taylor` and `hessian`, how the loss changes without them to first and to second order; `wanda`,
             magnitude times the norm of the inputs (single weights). Units also by `fpgm`, the distance to all others of
             their group; the scale of their `batchnorm`; how often tokens go to an expert (`routing`, of whole experts
-            alone); and `random`.
-        kinds: which units structured pruning removes: `channels`, `heads`, `hidden` units, whole `experts`; all by
-            default.
+            alone); how much a block changes what it is given (`influence`, of whole blocks alone); and `random`.
+        kinds: which units structured pruning removes: `channels`, `heads`, `hidden` units, whole `experts`, all of
+            these by default; or whole residual `blocks`, in a call of their own.
         target: what `amount` is a share of, for structured pruning: the `units`, or the model's `parameters`, `flops`
             or measured `latency`. A share of the parameters or flops is met within 0.02, or `optimize` raises
             BudgetError and says what was reached.
-        round_to: keep a multiple of so many channels or hidden units; heads and experts are few, and not rounded.
-        loss: of `taylor` and `hessian`: a function of the model's output or, with `data`, of the model and a batch; by
-            default how the outputs change on the example inputs.
-        data: of `taylor`, `hessian`, `wanda` and `routing`: batches, any iterable; `loss` runs the model on each.
+        round_to: keep a multiple of so many channels or hidden units; the others are few, and not rounded.
+        loss: of `taylor` and `hessian`: a function of the model's output or, with `data`, of the model and a batch; it
+            gives one number, or results, of which counts how much they change. By default the outputs on the examples.
+        data: of `taylor`, `hessian`, `wanda`, `routing` and `influence`: batches, any iterable; `loss` runs the model
+            on each.
     """
 
     numerics: ClassVar[Numerics] = Numerics.SEMANTIC

@@ -13,7 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from ...errors import UsageError
 from ...runtime.values import tensors_by_name
 from ...tracing.program import Program
-from .batches import each_batch, input_norms, summed_over_batches
+from .batches import each_batch, gradients_of_batches, input_norms
+from .blocks import influences
 from .dependency_groups import Cut, Group, choices_of
 from .masks import layer_adaptive
 from .options import Options, check_score
@@ -31,7 +32,7 @@ def scores_of_units(program: Program, groups: Sequence[Group], wanted: Options) 
     Scores are float64 on the CPU. UsageError: they are not finite.
     """
     criterion = CRITERIA[wanted.criterion] if wanted.scores is None else Criterion(_given)
-    scorer = cast("_Units", criterion.units)(program, wanted)
+    scorer = cast("_Units", criterion.units)(program, wanted, groups)
     found: list[Tensor | NoScores] = []
     for number, group in enumerate(groups):
         try:
@@ -43,7 +44,7 @@ def scores_of_units(program: Program, groups: Sequence[Group], wanted: Options) 
 
 _Scorer = Callable[[int, Group], Tensor]
 _Values = Callable[[str, Tensor], Tensor]
-_Units = Callable[[Program, Options], _Scorer]
+_Units = Callable[[Program, Options, Sequence[Group]], _Scorer]
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def check_criterion(wanted: Options) -> None:
     if (loss is not None or data is not None) and not criterion.runs:
         able = [n for n, each in CRITERIA.items() if each.runs]
         raise UsageError(f"pass 'prune': loss= and data= are for criterion={', '.join(able)}; leave them out")
-    if name in ("routing", "wanda") and loss is not None and data is None:
+    if name in ("routing", "wanda", "influence") and loss is not None and data is None:
         raise UsageError(f"pass 'prune': loss= of criterion={name} runs the model on batches; give these as data=")
     if data is not None and loss is None:
         raise UsageError("pass 'prune': data= needs loss=, a function of the model and a batch")
@@ -88,6 +89,9 @@ def _checked(scores: Tensor, group: Group, *, normalised: bool) -> Tensor:
         raise UsageError(f"the scores of '{group.name}' are not finite: NaN or infinity is in its weights or scores")
     mean = float(scores.mean())
     return scores / mean if mean > 0 and normalised else scores
+
+
+_NO_WEIGHT = "none of its tensors is a weight that says how much a unit counts"
 
 
 def _by_unit(values: Tensor, cut: Cut, size: int) -> Tensor:
@@ -110,7 +114,7 @@ def _weights(model: nn.Module, group: Group) -> list[tuple[Cut, Tensor]]:
 def _sums(model: nn.Module, group: Group, of: Callable[[str, Tensor], Tensor]) -> Tensor:
     parts = [_by_unit(of(cut.tensor, tensor), cut, group.size) for cut, tensor in _weights(model, group)]
     if not parts:
-        raise NoScores("none of its tensors is a weight that says how much a unit counts")
+        raise NoScores(_NO_WEIGHT)
     return torch.stack(parts).sum(0)
 
 
@@ -118,7 +122,7 @@ def _sizes(_program: Program, _wanted: Options) -> _Values:
     return lambda _, weight: weight.detach().abs()  # squares would rank them alike
 
 
-def _magnitude(program: Program, wanted: Options) -> _Scorer:
+def _magnitude(program: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     power = 1 if wanted.norm == "l1" else 2
 
     def size(_name: str, weight: Tensor) -> Tensor:
@@ -131,8 +135,8 @@ def _shares(_program: Program, _wanted: Options) -> _Values:
     return lambda _, weight: layer_adaptive(weight)
 
 
-def _lamp(program: Program, wanted: Options) -> _Scorer:
-    magnitude = _magnitude(program, wanted)
+def _lamp(program: Program, wanted: Options, groups: Sequence[Group]) -> _Scorer:
+    magnitude = _magnitude(program, wanted, groups)
     return lambda number, group: layer_adaptive(magnitude(number, group))
 
 
@@ -140,7 +144,7 @@ _ROWS = 256
 """Distances of so many units are computed at once."""
 
 
-def _fpgm(program: Program, _wanted: Options) -> _Scorer:
+def _fpgm(program: Program, _wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     """Sum the distances of a unit's weights to those of all others of its group: near the middle others stand for it.
 
     He et al., Filter Pruning via Geometric Median, 2019, equation 6; here over all slices of a unit.
@@ -149,7 +153,7 @@ def _fpgm(program: Program, _wanted: Options) -> _Scorer:
     def score(_number: int, group: Group) -> Tensor:
         parts = [_slices(tensor, cut, group.size) for cut, tensor in _weights(program.model, group)]
         if not parts:
-            raise NoScores("none of its tensors is a weight that says how much a unit counts")
+            raise NoScores(_NO_WEIGHT)
         units = torch.cat(parts, 1)
         return torch.cat([torch.cdist(some, units).sum(1) for some in torch.split(units, _ROWS)]).double()
 
@@ -165,7 +169,7 @@ def _slices(tensor: Tensor, cut: Cut, size: int) -> Tensor:
     return tensor.detach().float().cpu().movedim(cut.dim, 0).index_select(0, order).reshape(size, -1)
 
 
-def _batchnorm(program: Program, _wanted: Options) -> _Scorer:
+def _batchnorm(program: Program, _wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     def score(_number: int, group: Group) -> Tensor:
         parts: list[Tensor] = []
         for cut in group.cuts:
@@ -180,7 +184,7 @@ def _batchnorm(program: Program, _wanted: Options) -> _Scorer:
     return score
 
 
-def _random(_: Program, wanted: Options) -> _Scorer:
+def _random(_: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     def score(number: int, group: Group) -> Tensor:
         generator = torch.Generator().manual_seed(wanted.seed + number)
         return torch.rand(group.size, generator=generator, dtype=torch.float64)
@@ -192,9 +196,33 @@ def _taylor(program: Program, wanted: Options) -> _Values:
     """Sum, batch by batch, by how much the loss would change without each weight, to first order.
 
     Molchanov et al., Importance Estimation for Neural Network Pruning, 2019, equation 8, with magnitudes for squares.
-    A sum with signs would cancel: over batches, and over the weights of a unit, where the loss is at its lowest.
+    A sum with signs would cancel over batches, where the loss is at its lowest.
     """
-    return _named(summed_over_batches(program, wanted, lambda weight, gradient: (weight * gradient).abs()))
+    sums: dict[str, Tensor] = {}
+    for batch in gradients_of_batches(program, wanted):
+        _add(sums, {name: (weight * gradient).abs() for name, (weight, gradient) in batch.items()})
+    return _named(sums)
+
+
+def _taylor_of_units(program: Program, wanted: Options, groups: Sequence[Group]) -> _Scorer:
+    """Sum the squares of what the loss of each batch would change by without each unit, to first order.
+
+    Molchanov et al., 2019, equations 7 and 8: the weights of a unit go together, so they are summed with their signs.
+    """
+    found = [torch.zeros(group.size, dtype=torch.float64) for group in groups]
+    weights = [_weights(program.model, group) for group in groups]
+    for batch in gradients_of_batches(program, wanted):
+        for total, group, mine in zip(found, groups, weights, strict=True):
+            pairs = [(cut, batch[cut.tensor]) for cut, _ in mine if cut.tensor in batch]
+            parts = [_by_unit(weight * gradient, cut, group.size) for cut, (weight, gradient) in pairs]
+            total += torch.stack(parts).sum(0).square() if parts else 0
+
+    def score(number: int, _: Group) -> Tensor:
+        if not weights[number]:
+            raise NoScores(_NO_WEIGHT)
+        return found[number]
+
+    return score
 
 
 def _hessian(program: Program, wanted: Options) -> _Values:
@@ -203,7 +231,15 @@ def _hessian(program: Program, wanted: Options) -> _Values:
     LeCun et al., Optimal Brain Damage, 1990, equation 5. The diagonal of the Hessian is taken from squared gradients of
     batches: Theis et al., Faster gaze prediction with dense networks and Fisher pruning, 2018, equation 7.
     """
-    return _named(summed_over_batches(program, wanted, lambda weight, gradient: (weight * gradient).square() / 2))
+    sums: dict[str, Tensor] = {}
+    for batch in gradients_of_batches(program, wanted):
+        _add(sums, {name: (weight * gradient).square() / 2 for name, (weight, gradient) in batch.items()})
+    return _named(sums)
+
+
+def _add(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        sums[name] = sums[name] + value if name in sums else value
 
 
 def _wanda(program: Program, wanted: Options) -> _Values:
@@ -219,7 +255,7 @@ def _wanda(program: Program, wanted: Options) -> _Values:
 def _summed(weights: Callable[[Program, Options], _Values]) -> _Units:
     """Return what judges a unit by the sum over its weights."""
 
-    def make(program: Program, wanted: Options) -> _Scorer:
+    def make(program: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
         of = weights(program, wanted)
         return lambda _, group: _sums(program.model, group, of)
 
@@ -230,7 +266,7 @@ def _named(values: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
     return lambda name, tensor: values[name] if name in values else torch.zeros_like(tensor)
 
 
-def _routing(program: Program, wanted: Options) -> _Scorer:
+def _routing(program: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     """Count how often each expert is chosen, on the user's batches or the example inputs."""
     loss = cast("Any", wanted.loss)
 
@@ -251,7 +287,16 @@ def _routing(program: Program, wanted: Options) -> _Scorer:
     return score
 
 
-def _given(program: Program, wanted: Options) -> _Scorer:
+def _influence(program: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
+    def score(_: int, group: Group) -> Tensor:
+        if not group.blocks:
+            raise NoScores("criterion=influence compares what blocks are given and give, and these are none")
+        return torch.tensor(influences(program, wanted, [name for name, _ in group.blocks]), dtype=torch.float64)
+
+    return score
+
+
+def _given(program: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     scores = wanted.scores
 
     def of(name: str, tensor: Tensor) -> Tensor:
@@ -281,10 +326,11 @@ CRITERIA: Mapping[str, Criterion] = {
     "lamp": Criterion(_lamp, _shares, is_relative=True),
     "fpgm": Criterion(_fpgm),
     "batchnorm": Criterion(_batchnorm),
-    "taylor": Criterion(_summed(_taylor), _taylor, runs=True),
+    "taylor": Criterion(_taylor_of_units, _taylor, runs=True),
     "hessian": Criterion(_summed(_hessian), _hessian, runs=True),
     "wanda": Criterion(None, _wanda, runs=True),
     "routing": Criterion(_routing, runs=True),
+    "influence": Criterion(_influence, runs=True),
     "random": Criterion(_random),
 }
 """Name -> what it judges, and how."""

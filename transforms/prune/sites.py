@@ -104,7 +104,8 @@ class _SiteOf:
         """Return the modules that the site is in, under all their names; of replaced ones, those around them."""
         replaced = [module for each in self.chosen for module in each.group.replaced]
         listed = [each.group.listed for each in self.chosen if each.group.listed is not None]
-        for module in (*replaced, *listed):
+        skipped = [name.rpartition(".")[0] for each in self.chosen for name, _ in each.group.blocks]
+        for module in (*replaced, *listed, *skipped):
             yield from (name.rpartition(".")[0] for name in self._names(module))
         for tensor, _ in self.tensors:
             yield from (name.rpartition(".")[0] for name in self.program.analyses[TensorOwners].names(tensor))
@@ -149,6 +150,10 @@ class _SiteOf:
             "experts": [
                 [inside(group.listed), group.size, lists.setdefault(kept, len(lists))]
                 for group, kept in experts if group.listed is not None
+            ],
+            "skipped": [
+                [inside(name), length] for each in self.chosen for unit, (name, length) in enumerate(each.group.blocks)
+                if unit not in each.kept
             ],
             "replaced": sorted({inside(module) for each in self.chosen for module in each.group.replaced}),
             "hard_coded": sorted({module for each in self.chosen for module, _ in each.group.hard_coded}),

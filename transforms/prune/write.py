@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from ...compat import own_parameters, submodule, tensor_at, transient_buffers
 from ...errors import MatchFailure
 from ...layers.masked import masked_module, set_sparse
-from ...layers.resized import KeptExperts
+from ...layers.resized import KeptExperts, SkippedBlock
 from ...passes.rewriting import Edit
 from ...passes.sites import Site
 from ...runtime.state import Mask, Select, unpacked
@@ -47,6 +47,10 @@ def reference(site: Site, original: nn.Module) -> nn.Module:
             vars(module)["activation_relu_or_gelu"] = 0
     for module, size, number in site.data["norms"]:
         under_mode(original.get_submodule(module), KeptStatistics(size, lists[number]))
+    for name, length in site.data.get("skipped", ()):
+        around, _, last = name.rpartition(".")
+        block = original.get_submodule(name)
+        setattr(original.get_submodule(around), last, SkippedBlock.skipping(block, length).train(block.training))
     for module, size, number in site.data["routers"]:
         under_mode(original.get_submodule(module), WithoutExperts(size, lists[number]))
     return original
@@ -95,6 +99,8 @@ def _remove(site: Site, edit: Edit) -> None:
         edit.set_attribute(module, name, _without(old, [] if index is None else [index], gone, f"{module}.{name}"))
     for name, size, number in site.data["experts"]:
         _take_out(edit, name, size, lists[number])
+    for name, length in site.data.get("skipped", ()):
+        edit.replace_module(name, SkippedBlock.skipping(edit.owner.get_submodule(name), length))
 
 
 def _take_out(edit: Edit, name: str, size: int, kept: Sequence[int]) -> None:

@@ -72,11 +72,24 @@ def test_gradients_of_each_batch_count(criterion: Any) -> None:
     for batch in batches:
         model.zero_grad()
         model(batch).square().sum().backward()
-        for weight, rest in ((model[0].weight, 1), (model[2].weight, 0)):
-            change = weight.detach() * weight.grad
-            score += (change.abs() if criterion == "taylor" else change.square() / 2).sum(rest)
+        into, out = (layer.weight.detach() * layer.weight.grad for layer in (model[0], model[2]))
+        if criterion == "taylor":
+            score += (into.sum(1) + out.sum(0)).square()  # the weights of a unit go together
+        else:
+            score += into.square().sum(1) + out.square().sum(0)
     found = kept(model, criterion=criterion, data=batches, loss=lambda net, batch: net(batch).square().sum())
     assert found == strongest(score, 4)
+
+
+@pytest.mark.parametrize("criterion", ["taylor", "hessian"])
+def test_results_count_where_the_loss_is_at_its_lowest(criterion: Any) -> None:
+    """A loss that is met has no gradient; by how much the results change tells units apart all the same."""
+    model = mlp()
+    with torch.no_grad():
+        model[2].weight[:, [1, 4]] = 0
+    given = {"criterion": criterion, "amount": 0.25, "data": [X[:2], X[2:]]}
+    assert kept(model, loss=lambda net, batch: net(batch), **given) == [0, 2, 3, 5, 6, 7]
+    assert kept(model, loss=lambda net, batch: {"logits": net(batch), "other": batch}, **given) == [0, 2, 3, 5, 6, 7]
 
 
 def test_wanda_compares_the_weights_of_one_output_by_the_inputs_that_they_meet() -> None:

@@ -257,7 +257,12 @@ def _raises(_model: nn.Module, _batch: object) -> Tensor:
         ([], lambda net, x: net(x).sum(), "data= gives no batch"),
         ([0], _raises, "loss= raises for batch 0 of data=: ValueError: no such label"),
         ([1.0, float("nan")], lambda net, sign: net(torch.ones(1, 3, 6, 6)).sum() * sign, "batch 1: the loss is nan"),
-        ([1.0], lambda net, sign: net(torch.ones(1, 3, 6, 6)), "batch 0: loss= must give one number"),
+        (
+            [1.0],
+            lambda net, sign: net(torch.ones(1, 3, 6, 6)).detach(),
+            "batch 0: loss= must give one number, or results",
+        ),
+        ([1.0], lambda net, sign: net(torch.full((2, 3, 6, 6), torch.nan)), "batch 0: the results are not finite"),
     ],
 )
 def test_batches_that_tell_nothing_are_refused_with_what_to_look_for(residual: Any, data: Any, loss: Any, message: str):
@@ -330,7 +335,7 @@ def test_refusals_of_one_reason_are_one(residual: Any):
         ({"round_to": 0}, "round_to=0; give a number of units, 1 or more"),
         (
             {"criterion": "size"},
-            "criterion='size'; give magnitude, lamp, fpgm, batchnorm, taylor, hessian, wanda, routing or",
+            "criterion='size'; give magnitude, lamp, fpgm, batchnorm, taylor, hessian, wanda, routing, influence or",
         ),
         ({"target": "bytes"}, "target='bytes'; give units, parameters, flops or latency"),
         ({"loss": len}, "loss= and data= are for criterion=taylor"),

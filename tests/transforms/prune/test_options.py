@@ -57,7 +57,10 @@ def test_scores_are_no_text():
         ({"pattern": "1:4"}, "pattern= is for method=nm, and method=magnitude does not read it"),
         ({"method": "nm", "amount": 0.3}, "amount= is for method=magnitude and random and structured"),
         ({"seed": 3}, "seed= is for method=random"),
-        ({"method": "structured", "kinds": ()}, r"kinds=\(\); give some of channels, heads, hidden, experts, or leave"),
+        (
+            {"method": "structured", "kinds": ()},
+            r"kinds=\(\); give some of channels, heads, hidden, experts, blocks, or leave",
+        ),
         ({"method": "random", "scores": {}}, "scores= is for method=magnitude"),
         (
             {"method": "structured", "criterion": "routing", "loss": print},

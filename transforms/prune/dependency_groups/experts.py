@@ -20,7 +20,7 @@ from ....tracing.program import Program
 from ....tracing.recording import calls_intercepted, copy_inputs
 from .groups import Attribute, Coupling, Cut, Group, Number, Refused, Router
 
-__all__ = ["Choices", "Routing", "choices_of", "with_experts"]
+__all__ = ["Choices", "Routing", "choices_of", "weights_of", "with_experts"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +119,7 @@ class _Stack:
             yield from _rows(program, self.module, self.size)
         for unit, member in enumerate(self.members):
             for name, module in modules_by_name(program.module(member)).items():
-                for last, tensor in _tensors(module).items():
+                for last, tensor in weights_of(module).items():
                     if tensor.dim():
                         path = qualified(qualified(member, name) if name else member, last)
                         yield Cut(path, 0, (unit,) * len(tensor))
@@ -145,7 +145,7 @@ def _stacks(program: Program) -> Iterator[_Stack]:
             around, members = name.rpartition(".")[0], tuple(qualified(name, last) for last in item_names(module))
             if any(_routers(program, around, name, len(members))):
                 yield _Stack(name, around, len(members), members)
-        tensors = _tensors(module)
+        tensors = weights_of(module)
         sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors.values()}
         if len(sizes) == 1 and max(sizes) > 1 and any(tensor.dim() > 2 for tensor in tensors.values()):
             arounds = (name, name.rpartition(".")[0])
@@ -155,7 +155,7 @@ def _stacks(program: Program) -> Iterator[_Stack]:
                 yield _Stack(name, around, max(sizes))
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's own tensors that hold weights."""
     transient = transient_buffers(module)
     buffers = {name: each for name, each in own_buffers(module).items() if name not in transient}
@@ -197,7 +197,7 @@ def _group(program: Program, stack: _Stack, routing: Routing, choices: Choices) 
 
 def _rows(program: Program, owner: str, size: int) -> Iterator[Cut]:
     """Yield the tensors of a module that have a row for each expert."""
-    for last, tensor in _tensors(program.module(owner)).items():
+    for last, tensor in weights_of(program.module(owner)).items():
         if tensor.dim() and len(tensor) == size:
             yield Cut(qualified(owner, last), 0, tuple(range(size)))
 

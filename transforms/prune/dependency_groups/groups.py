@@ -80,6 +80,8 @@ class Group:
     router: Router | None = None  # of experts
     listed: str | None = None  # of experts that are modules, their list; `KeptExperts` comes in its place
 
+    blocks: tuple[tuple[str, int | None], ...] = ()  # whole blocks, with the length of the tuple that each gives
+
     @property
     def least(self) -> int:
         """Say how many units have to stay: as many experts as a token goes to."""

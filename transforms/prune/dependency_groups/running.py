@@ -22,11 +22,11 @@ from .dimension_tracker import DimensionTracker
 from .functions import Functions, Operators
 from .sizes import Size, Source, marked
 
-__all__ = ["RESULT", "run"]
+__all__ = ["CACHED", "RESULT", "cached_in", "run"]
 
 RESULT = "its width is that of the model's result"
 
-_CACHED = "the model's result has it in a cache for the next call; give use_cache=False among the example inputs"
+CACHED = "the model's result has it in a cache for the next call; give use_cache=False among the example inputs"
 
 
 def run(program: Program, tracker: DimensionTracker, *, training: bool) -> set[tuple[str, int]]:
@@ -44,9 +44,8 @@ def run(program: Program, tracker: DimensionTracker, *, training: bool) -> set[t
             with torch.enable_grad(), Functions(tracker), Operators(tracker):
                 result = inputs.run(model)
             tracker.operator = "the result"
-            shown = _tensors(result)
-            _fix(tracker, shown, RESULT)
-            _fix(tracker, [each for each in flatten(result).values() if not _is_among(each, shown)], _CACHED)
+            _fix(tracker, _tensors(result), RESULT)
+            _fix(tracker, cached_in(result), CACHED)
     return caller.ran
 
 
@@ -55,6 +54,12 @@ def _fix(tracker: DimensionTracker, values: Iterable[Any], reason: str) -> None:
     for tensor in values:
         for block in tracker.get(tensor).blocks if isinstance(tensor, Tensor) else ():
             tracker.fix(block.atoms, reason)
+
+
+def cached_in(result: Any) -> list[Any]:
+    """Return what objects in a model's result hold for the next call."""
+    shown = _tensors(result)
+    return [each for each in flatten(result).values() if not _is_among(each, shown)]
 
 
 def _is_among(value: Any, tensors: Sequence[Tensor]) -> bool:

@@ -241,3 +241,26 @@ def test_a_model_with_one_head_left_loads_without_example_inputs(tmp_path: Path)
     fxopt.save(fast, tmp_path / "bert.fxopt")
     loaded = fxopt.load(tmp_path / "bert.fxopt", model=kind(config).eval())
     assert torch.equal(loaded(ids).logits, fast(ids).logits)
+
+
+class _Dropping(nn.Module):
+    """Leaves a layer out by chance while it is trained, as Wav2Vec2 does (layerdrop)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.head = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if not (self.training and torch.rand([]) < 0.5):
+            x = x + self.layer(x).relu()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_layer_that_is_left_out_by_chance_keeps_its_groups(training: bool) -> None:
+    torch.manual_seed(0)
+    program = fxopt.capture(_Dropping().train(training), torch.randn(5, 4))
+    for seed in range(6):  # the draw that a graph was made for comes again, or not
+        torch.manual_seed(seed)
+        assert [group.size for group in coupling(program).groups] == [6]
