@@ -111,10 +111,12 @@ class KeptGraphs(Cache):
         self._lock = threading.Lock()
         self._kept = self._ordered = OrderedDict[Hashable, tuple[Any, ...]]()
 
-    def of(self, make: Callable[..., Any], *tensors: Tensor | None, key: Hashable = None) -> Any:
+    def of(
+        self, make: Callable[..., Any], *tensors: Tensor | None, key: Hashable = None, most: int | None = None
+    ) -> Any:
         """Return `make(*tensors)`, or what was made of these tensors before; `key` is what it depends on besides."""
         full = (key, *map(id, tensors))
-        made = super().of(make, *tensors, key=full)
+        made = super().of(make, *tensors, key=full, most=most)
         with self._lock:
             if full in self._ordered:
                 self._ordered.move_to_end(full)
