@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -85,8 +86,12 @@ def _by_hand(model: nn.Module, subject: Subject, budget: float) -> nn.Module:
     return model
 
 
-def _checkpointed(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: checkpoint(forward, x, use_reentrant=False)
+def _checkpointed(forward: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def run(x: Any) -> Any:
+        given = list(x) if isinstance(x, list) else x  # a DenseNet appends to it before it is computed again
+        return checkpoint(forward, given, use_reentrant=False)
+
+    return run
 
 
 def _compiled(model: nn.Module, example: Tensor, budget: float) -> Callable[[Tensor], Tensor]:
