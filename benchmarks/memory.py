@@ -2,11 +2,12 @@
 
     python benchmarks/memory.py --json benchmarks/results/memory.json
 
-GPT-2 of 24 blocks, ResNet-50 and a U-Net, on one thread. Bytes come from torch's profiler, which sees every allocation,
-and are exact: what is alive after the forward (but for its result), and the most at once in a step, gradients included;
-those of parameters are there already. Steps are timed in turn, in processor time; ratios to the plain model are medians
-over rounds. `by hand` checkpoints as many of the first blocks as the share that is not kept. `torch.compile` has its
-backend `aot_eager`: its partitioner decides what is computed again, and no kernels are generated.
+GPT-2 of 24 blocks, ResNet-50 and 18, DenseNet-121, a vision transformer and a U-Net, on one thread. Bytes come from
+torch's profiler, which sees every allocation, and are exact: what is alive after the forward (but for its result), and
+the most at once in a step, gradients included; those of parameters are there already. Steps are timed in turn, in
+processor time; ratios to the plain model are medians over rounds. `by hand` checkpoints as many of the first blocks as
+the share that is not kept. `torch.compile` has its backend `aot_eager`: its partitioner decides what is computed again,
+and no kernels are generated.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What a region or a single layer runs under: autocast, whose results are of the type that the caller computes in."""
+"""What regions and single layers run under: autocast, whose results are of the type that the caller computes in."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from ..runtime.graphs import Context
 from ..runtime.values import Remade, in_class, remade_by, subclass
 
-__all__ = ["AutocastLeaf", "ReturningAutocast", "in_autocast"]
+__all__ = ["AutocastLeaf", "KeptCasts", "ReturningAutocast", "in_autocast"]
 
 
 class ReturningAutocast(Context):
@@ -46,6 +47,27 @@ def _returned(value: Any, low: torch.dtype) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_returned(item, low) for item in cast("list[Any]", value))
     return value
+
+
+@dataclass(frozen=True)
+class KeptCasts:
+    """Let the casts of weights serve all autocast regions inside, as within one `torch.autocast`; change no types."""
+
+    changes_results: ClassVar[bool] = False
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Call `function`; casts are forgotten at its end, or at that of the user's own autocast around it."""
+        if torch.compiler.is_compiling():
+            return function(*args)
+        torch.autocast_increment_nesting()
+        try:
+            return function(*args)
+        finally:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+
+    def __str__(self) -> str:
+        return "casts of weights are kept"
 
 
 class AutocastLeaf(Remade):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..passes.sites import Cause, Reason
+from ..passes.verification import OVER_BUDGET
 
 __all__ = ["in_words"]
 
@@ -48,7 +49,8 @@ def _no_faster(cause: Cause, values: _Values) -> str:
 
 
 def _model_differs(values: _Values) -> str:
-    wrong = f"the model as handed over is wrong with it: {values['problem']}"
+    problem: str = values["problem"]
+    wrong = f"the model as handed over is {'' if problem.startswith(OVER_BUDGET) else 'wrong with it: '}{problem}"
     if "budget" not in values:
         return wrong
     unknown = "no time was left to find which rewrite it is, so all unproven ones were undone"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -27,7 +28,7 @@ class Column:
     """One way, at one budget.
 
     Attributes:
-        kind: "plain", "fxopt", "by hand" or "torch.compile".
+        kind: "plain", "torch.autocast", "fxopt's autocast", "fxopt", "by hand" or "torch.compile".
         budget: what was asked for.
         model: whose parameters are trained.
         call: the forward.
@@ -44,6 +45,9 @@ class Column:
 def columns(subject: Subject, model: nn.Module, example: Tensor, compiled_for: Sequence[float]) -> Iterator[Column]:
     """Yield every way of training a model; torch.compile's with some budgets only, since it takes minutes."""
     yield Column("plain", 1.0, model, model)
+    yield _under_autocast(copy.deepcopy(model))
+    fast = fxopt.optimize(model, "autocast", example_inputs=(example,), phase="train", measure=False)
+    yield Column("fxopt's autocast", 1.0, fast, fast)
     for budget in FINER:
         yield _fxopt(model, example, budget)
     for budget in BUDGETS[1:]:
@@ -52,6 +56,15 @@ def columns(subject: Subject, model: nn.Module, example: Tensor, compiled_for: S
     for budget in compiled_for:
         compiled = copy.deepcopy(model)
         yield Column("torch.compile", budget, compiled, _compiled(compiled, example, budget))
+
+
+def _under_autocast(model: nn.Module) -> Column:
+    def call(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            result = model(x)
+        return result.float()
+
+    return Column("torch.autocast", 1.0, model, call)
 
 
 def _fxopt(model: nn.Module, example: Tensor, budget: float) -> Column:
@@ -73,8 +86,12 @@ def _by_hand(model: nn.Module, subject: Subject, budget: float) -> nn.Module:
     return model
 
 
-def _checkpointed(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: checkpoint(forward, x, use_reentrant=False)
+def _checkpointed(forward: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def run(x: Any) -> Any:
+        given = list(x) if isinstance(x, list) else x  # a DenseNet appends to it before it is computed again
+        return checkpoint(forward, given, use_reentrant=False)
+
+    return run
 
 
 def _compiled(model: nn.Module, example: Tensor, budget: float) -> Callable[[Tensor], Tensor]:

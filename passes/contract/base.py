@@ -6,6 +6,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Self, cast
 
@@ -148,6 +149,13 @@ class Pass:
     def judgement(self, site: Site) -> Mapping[str, Any]:
         """Return the figures of a site that `find` has judged: `precision_error`, within the budget, and `speedup`."""
         return {}
+
+    def peer(self, model: nn.Module) -> AbstractContextManager[object] | None:
+        """Return a new context in which torch makes the same approximation of a whole model, or None.
+
+        What the original errs in it in training is allowed, beside the error budget.
+        """
+        return None
 
     def check_memory(self, before: int, after: int) -> None:
         """Raise BudgetError where a pass for memory has not kept its promise; asked where it found sites.

@@ -24,7 +24,7 @@ from ..contract import Pass
 from ..rewriting import Edit
 from ..sites import Numerics, Reason
 from ..timing import Stage
-from ..verification import modes_to_check
+from ..verification import modes_to_check, no_peer
 from .context import Check, RunContext
 from .groups import WITH_THE_WHOLE, Group, Race
 
@@ -151,6 +151,7 @@ class Comparison:
                 found += self._references.verdicts(
                     owner, map_state=state_map.forward, numerics=pass_.numerics, budget=pass_.error_budget,
                     keeps_form=pass_.keeps_form,
+                    peer=partial(pass_.peer, owner) if self._program.training else no_peer,
                 )  # fmt: skip
             if self._simulation is not None:
                 # What a lossy pass takes away does not come back: of these only the way there counts.

@@ -37,7 +37,7 @@ from .tolerances import (
 
 __all__ = [
     "Allowances", "Jumps", "Measured", "are_far_off", "beside_neighbours", "gradients_within", "is_drowned",
-    "learn_response", "within",
+    "learn_peer", "learn_response", "within",
 ]  # fmt: skip
 
 
@@ -184,12 +184,24 @@ def learn_response(responses: dict[str, float], exact: Quantities, other: Quanti
         responses[label] = max(responses.get(label, 0.0), _moved(exact[label], other.get(label))[0])
 
 
-def within(values: Quantities, budget: float, responses: Mapping[str, float] | None = None) -> dict[str, Tolerance]:
-    """Return tolerances that allow each tensor an error of `budget`, relative to its scale; integers may change. A
-    gradient is judged beside its neighbours where that hides it, and may move twice as far as in `responses`.
+def learn_peer(errors: dict[str, float], expected: Quantities, peer: Quantities) -> None:
+    """Note in `errors` how far off the original is where torch makes the same approximation."""
+    errors.update({label: _moved(expected[label], peer.get(label))[0] for label in _scales(expected)})
+
+
+def within(
+    values: Quantities, budget: float, responses: Mapping[str, float] | None = None,
+    peer: Mapping[str, float] | None = None,
+) -> dict[str, Tolerance]:  # fmt: skip
+    """Return tolerances that allow each tensor an error of `budget`, relative to its scale, and that of a `peer`
+    besides; integers may change. A gradient is judged beside its neighbours where that hides it, and may move twice as
+    far as in `responses`.
     """
-    units, moved = beside_neighbours(values, budget), responses or {}
-    allowed = {label: budget * unit + RESPONSE * moved.get(label, 0.0) for label, unit in units.items()}
+    units, moved, errors = beside_neighbours(values, budget), responses or {}, peer or {}
+    allowed = {
+        label: budget * unit + errors.get(label, 0.0) + RESPONSE * moved.get(label, 0.0)
+        for label, unit in units.items()
+    }
     return {label: Tolerance(0.0, allowed[label], unit, values[label].numel()) for label, unit in units.items()}
 
 

@@ -10,17 +10,20 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from .allowances import learn_response, within
+from .allowances import learn_peer, learn_response, within
 from .compare import bitwise_difference, distance, drift, form_difference
 from .outcome import Outcome, Quantities, is_gradient
 from .tolerances import DRIFT, DRIFT_UNITS, ENOUGH, LOUD, NATIVE_FACTOR, NOTHING, Tolerance
 from .translation import Objection
 
 __all__ = [
-    "TooFar", "Verdict", "check_attachment", "check_bits", "check_drift", "check_finite", "check_form", "check_memory",
-    "check_not_finite", "check_same_quantities", "check_structure", "drifts", "gaps_and_jumps", "judged",
-    "judged_within", "largest_gap", "overflowing_alike", "results_in",
+    "OVER_BUDGET", "TooFar", "Verdict", "check_attachment", "check_bits", "check_drift", "check_finite", "check_form",
+    "check_memory", "check_not_finite", "check_same_quantities", "check_structure", "drifts", "gaps_and_jumps",
+    "judged", "judged_within", "largest_gap", "overflowing_alike", "results_in",
 ]  # fmt: skip
+
+OVER_BUDGET = "over the budget"
+"""How the objection to an error begins that is larger than its budget."""
 
 _LEARNED = object()
 """There is nothing more to learn."""
@@ -163,13 +166,13 @@ def results_in(values: Quantities) -> Quantities:
     return {label: value for label, value in values.items() if label.startswith(("output", "input"))}
 
 
-def _error_around(expected: Quantities, found: Quantities, budget: float) -> float:
+def _error_around(expected: Quantities, found: Quantities, budget: float, peer: Mapping[str, float]) -> float:
     """Return the error of which gradients are the response: a few times that of the results, but no more than
-    `budget`; 0 where the results are further off than that themselves.
+    `budget`; 0 where the results are further off than they may be themselves.
     """
     wanted = results_in(expected)
     try:
-        return min(NATIVE_FACTOR * largest_gap(wanted, found, within(wanted, budget), ""), budget)
+        return min(NATIVE_FACTOR * largest_gap(wanted, found, within(wanted, budget, peer=peer), ""), budget)
     except TooFar:
         return 0.0
 
@@ -232,21 +235,26 @@ def judged(judge: Callable[[], float], learn: Callable[[], Iterable[object]]) ->
 def judged_within(
     scales: Quantities, before: Quantities, found: Quantities, budget: float,
     respond: Callable[[float], Iterable[Quantities]], where: str, *, fewer_infinities: bool,
+    peers: Callable[[], Iterable[Quantities]] = tuple,
 ) -> tuple[float, TooFar | None]:  # fmt: skip
     """Return what `judged` does, of errors within a budget relative to `scales`. Gradients may jump as the
-    original's: `respond` runs that on inputs and state that are off by an error.
+    original's: `respond` runs that on inputs and state that are off by an error. All may err as `peers` besides.
     """
-    responses: dict[str, float] = {}
+    responses, errors = dict[str, float](), dict[str, float]()
 
     def judge() -> float:
-        return largest_gap(before, found, within(scales, budget, responses), where, fewer_infinities=fewer_infinities)
+        allowed = within(scales, budget, responses, errors)
+        return largest_gap(before, found, allowed, where, fewer_infinities=fewer_infinities)
 
     def learn() -> Iterator[None]:
-        error = _error_around(before, found, budget)
+        for run in peers():
+            yield learn_peer(errors, before, run)
+        error = _error_around(before, found, budget, errors)
         for run in respond(error) if error else ():
             yield learn_response(responses, scales, run)
 
-    return judged(judge, learn)
+    error, reason = judged(judge, learn)
+    return error, None if reason is None else TooFar(f"{OVER_BUDGET} of {budget:g}: {reason}", reason.error)
 
 
 def overflowing_alike(native: object, exact: Tensor) -> Tensor:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import fx, nn
-from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ...runtime.graphs import Capture, Specialization, capture_of, fitting, required_capture, select
 from ...runtime.guards import GuardMiss
@@ -76,17 +75,3 @@ class _Runner(GraphRunner):
         if self.tape is not None:
             self.tape.at(n.meta.get("origin", n.name))
         return super().run_node(n)
-
-    def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _thawed(super().output(target, args, kwargs))
-
-
-def _thawed(value: Any) -> Any:
-    """Return a result with plain lists and dicts where the graph keeps immutable ones, as the module's code does."""
-    if isinstance(value, immutable_list):
-        return [_thawed(item) for item in cast("list[Any]", value)]
-    if isinstance(value, immutable_dict):
-        return {key: _thawed(item) for key, item in cast("dict[Any, Any]", value).items()}
-    if type(value) is tuple:
-        return tuple(_thawed(item) for item in cast("tuple[Any, ...]", value))
-    return value

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from .inputs import ServedCall
 from .outcome import Outcome
 from .runs import Runs
 
-__all__ = ["Data", "Reference", "Sample", "Sizes", "Use", "Used"]
+__all__ = ["Data", "Peer", "Reference", "Sample", "Sizes", "Use", "Used", "no_peer"]
 
 
 class Data(enum.Enum):
@@ -40,6 +41,14 @@ class Data(enum.Enum):
     def is_at_bends(self) -> bool:
         """Say whether the call is where functions have bends: at zero."""
         return self in (Data.ZEROS, Data.NOTHING)
+
+
+Peer = Callable[[], AbstractContextManager[object] | None]
+"""Opens what torch offers for the same approximation; None where it offers nothing."""
+
+
+def no_peer() -> None:
+    """Return that there is none."""
 
 
 class Sizes(enum.Enum):

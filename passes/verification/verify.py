@@ -39,7 +39,7 @@ from .inputs import Asked, ServedCall
 from .module_harness import ModuleHarness
 from .outcome import Outcome, Quantities, is_gradient
 from .runs import Runs
-from .samples import Data, Reference, Sample
+from .samples import Data, Peer, Reference, Sample, no_peer
 from .tolerances import ECHOES, JUMP_UNITS, PROBES, UNITS, Tolerance
 from .translation import MapState, Objection, Translation
 from .uses import check_uses
@@ -66,6 +66,7 @@ def verify(
     budget: float = 0.05,
     keeps_form: bool = True,
     least: Mapping[str, Tolerance] | None = None,
+    peer: Peer = no_peer,
 ) -> Verdict:
     """Compare a rewritten module with the `reference` that was taken before; see `tolerances` for how near is near.
 
@@ -81,8 +82,9 @@ def verify(
         budget: the error that `APPROXIMATE` allows, relative to the scale of each tensor; see `within`.
         keeps_form: whether the results of `SEMANTIC` keep their shapes and types.
         least: by label, what the rewritten module may err by in its own types, whatever the original does.
+        peer: opens what the original may run under in training whose error is allowed, beside the budget.
     """
-    check = _Check(reference, ModuleHarness(module), map_state, numerics, budget, keeps_form, least)
+    check = _Check(reference, ModuleHarness(module), map_state, numerics, budget, keeps_form, least, peer)
     try:
         check.run()
     except Objection as objection:
@@ -119,6 +121,7 @@ class _Check:
     budget: float
     keeps_form: bool
     least: Mapping[str, Tolerance] | None
+    peer: Peer
     meaning_error: float = 0.0
     precision_error: float = 0.0
     jump: float = 0.0
@@ -331,7 +334,16 @@ class _Check:
             near = () if runs is None else runs.around(sample.arguments, sample.state, error, PROBES)
             return (self.translation.quantities(run, sample.state) for run in near)
 
-        error, reason = judged_within(before, expected, found, self.budget, respond, where, fewer_infinities=True)
+        def peers() -> Iterator[Quantities]:
+            context = self.peer() if self.reference.conditions.gradients else None
+            if runs is not None and context is not None:
+                with context:
+                    run = runs.native(sample.arguments, sample.state)
+                yield self.translation.quantities(run, sample.state)
+
+        error, reason = judged_within(
+            before, expected, found, self.budget, respond, where, fewer_infinities=True, peers=peers
+        )
         if reason is None:
             error, jump = gaps_and_jumps(expected, found, within(before, self.budget))
             self.jump = max(self.jump, jump)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.fx.node import map_arg
 
 from ...compat import all_modules, fake_tensors, own_buffers, own_parameters
@@ -59,6 +60,21 @@ class GraphRunner(fx.Interpreter):
             for spent in self.user_to_last_uses.get(node, ()):
                 del self.env[spent]
         return None
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what a node is given, plain lists and dicts where the graph keeps immutable ones: guards ask."""
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return tuple(map(_thawed, args)), {name: _thawed(value) for name, value in kwargs.items()}
+
+
+def _thawed(value: Any) -> Any:
+    if isinstance(value, immutable_list):
+        return [_thawed(item) for item in cast("list[Any]", value)]
+    if isinstance(value, immutable_dict):
+        return {key: _thawed(item) for key, item in cast("dict[Any, Any]", value).items()}
+    if type(value) is tuple:
+        return tuple(_thawed(item) for item in cast("tuple[Any, ...]", value))
+    return value
 
 
 def changed_metas(owner: nn.Module, changed: Sequence[object]) -> Mapping[nn.Module, Mapping[fx.Node, Meta]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,14 +13,14 @@ from torch import nn
 
 from ...compat import own_children
 from ...errors import UsageError, one_line
-from ...layers.autocast import ReturningAutocast, in_autocast
+from ...layers.autocast import KeptCasts, ReturningAutocast, in_autocast
 from ...operators import operator_info
 from ...passes.contract import Pass, check_named
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.analyses import HashLevel, StructuralHash
 from ...tracing.program import Program
-from .find import Part, Search
+from .find import Part, Repeated, Search, repeated_around
 from .lists import FLOAT32, FOLLOWING, LOWER
 
 __all__ = ["Autocast"]
@@ -32,7 +33,8 @@ class Autocast(Pass):
     Before: y = softmax(linear(x))        After: y = softmax(autocast_0(x)), whose result is in float32 again
     Refuses: what a user's own autocast is around, what has hooks, values that are not in float32.
 
-    Softmax, norms, losses, exponentials, logarithms and sums stay in float32.
+    Losses, exponentials, logarithms and sums stay in float32; softmax, norms and powers do so but for what is bfloat16
+    already, where torch's autocast decides. In training the error of torch's autocast is allowed beside the budget.
 
     Options:
         dtype: what to compute in, bfloat16 or float16.
@@ -63,16 +65,21 @@ class Autocast(Pass):
             others = [word for word in self.keep if word not in known and not operator_info(word).name]
             check_named("autocast", "keep", others, model)
 
+    def peer(self, model: nn.Module) -> AbstractContextManager[object] | None:
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        return torch.autocast(device, self.dtype) if self.device in ("auto", device) else None
+
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        blocks, likeness = dict[str, list[Part]](), StructuralHash(HashLevel.TIMED)
-        for each in Search(program, self.keep, self.device).found():
+        blocks, likeness = dict[Repeated | str, list[Part]](), StructuralHash(HashLevel.TIMED)
+        for each in Search(program, self.keep, self.device, self.dtype).found():
             if isinstance(each, Part):
-                blocks.setdefault(_block(program, each.owner, likeness), []).append(each)
+                block = repeated_around(program, each.owner) or _block(program, each.owner, likeness)
+                blocks.setdefault(block, []).append(each)
             else:
                 yield each
         # The largest first: what one time budget allows is spent where the most is gained.
-        largest_first = sorted(blocks.values(), key=lambda parts: -sum(part.size for part in parts))
-        yield from (_site(program, parts) for parts in largest_first)
+        largest_first = sorted(blocks.items(), key=lambda block: -sum(part.size for part in block[1]))
+        yield from (_site(program, block, parts) for block, parts in largest_first)
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         if site.data.get("regions") == 0:
@@ -81,7 +88,10 @@ class Autocast(Pass):
         for place in site.places:
             with edit.at(place):
                 nodes = [place[label] for label in place.nodes]
-                edit.outline(nodes, name="autocast", context=ReturningAutocast(self.dtype, self.device))
+                if place.data.get("casts"):
+                    edit.outline(nodes, name="casts", context=KeptCasts())
+                else:
+                    edit.outline(nodes, name="autocast", context=ReturningAutocast(self.dtype, self.device))
 
 
 def _block(program: Program, owner: str, likeness: StructuralHash) -> str:
@@ -99,13 +109,16 @@ def _block(program: Program, owner: str, likeness: StructuralHash) -> str:
 _HOLDERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def _site(program: Program, parts: Sequence[Part]) -> Site:
-    """Return one site for the parts of a block, in all graphs of its modules."""
+def _site(program: Program, block: Repeated | str, parts: Sequence[Part]) -> Site:
+    """Return one site for the parts of a block, in all graphs of its modules, and for the calls of a repeated one."""
     gaining = dict.fromkeys(node.name for part in parts for node in part.gaining)
     detail = ", ".join(list(gaining)[:4]) + (f" and {len(gaining) - 4} more" if len(gaining) > 4 else "")
-    if len(parts) == 1:
+    if len(parts) == 1 and isinstance(block, str):
         return _place(program, parts[0], detail=detail, data={"regions": 1})
-    places = (_place(program, part, f"part_{number}_") for number, part in enumerate(parts))
+    places = [_place(program, part, f"part_{number}_") for number, part in enumerate(parts)]
+    if isinstance(block, Repeated):
+        nodes = {f"call_{number}": name for number, name in enumerate(block.nodes)}
+        places.append(Site(program, block.owner, nodes, block.specialization, data={"casts": 1}))
     return Site.over(program, *places, detail=detail)
 
 

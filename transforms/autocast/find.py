@@ -10,16 +10,17 @@ from torch import Tensor, fx, nn
 
 from ...compat import all_modules, has_hooks, own_parameters
 from ...layers.autocast import AutocastLeaf, ReturningAutocast
-from ...operators import canonical_name, operator_info, operator_of_module
+from ...operators import canonical_name, mutates, operator_info, operator_of_module
 from ...passes.contract import names_module
 from ...passes.sites import Refusal, Site
 from ...runtime.graphs import Context, WrappedRegion, capture_of, required_capture, specializations_of
+from ...runtime.guards import require
 from ...runtime.values import TensorMeta, is_leaf, qualified, user_class
 from ...tracing.program import CallSites, Program
 from .lists import Kind, kind_of_layer
-from .parts import in_float32, kind_of_operation, parts_of
+from .parts import in_float32, kind_of_operation, narrow_nodes, parts_of
 
-__all__ = ["Part", "Search"]
+__all__ = ["Part", "Repeated", "Search", "repeated_around"]
 
 
 class Part(NamedTuple):
@@ -35,11 +36,39 @@ class Part(NamedTuple):
 Found: TypeAlias = "Part | Site | Refusal"
 
 
+class Repeated(NamedTuple):
+    """Nodes of a graph from the first to the last of several calls of one module."""
+
+    owner: str
+    specialization: int
+    nodes: tuple[str, ...]
+
+
+def repeated_around(program: Program, owner: str) -> Repeated | None:
+    """Return the calls of the outermost module around `owner` that one graph calls more than once, if they can be one
+    region: of its weights, one cast serves all calls.
+    """
+    names = owner.split(".")
+    for count in range(1, len(names) + 1):
+        calls: dict[tuple[str, int], list[fx.Node]] = {}
+        for site in program.analyses[CallSites].of(program.module(".".join(names[:count]))):
+            calls.setdefault(site[:2], []).append(site.node)
+        for (caller, number), nodes in calls.items():
+            if len(nodes) > 1:
+                every = list(nodes[0].graph.nodes)
+                among = every[every.index(nodes[0]) : every.index(nodes[-1]) + 1]
+                among = [node for node in among if node.op not in _ENDS]
+                can_be_one = all(node.target is not require and not mutates(node) for node in among)
+                return Repeated(caller, number, tuple(node.name for node in among)) if can_be_one else None
+    return None
+
+
 class Search:
     """Go through the graphs of a model, from the root down; `keep` stays as it is, `device` is a type or "auto"."""
 
-    def __init__(self, program: Program, keep: Sequence[str], device: str) -> None:
+    def __init__(self, program: Program, keep: Sequence[str], device: str, dtype: torch.dtype) -> None:
         self.program, self.keep, self.device = program, keep, device
+        self._has_range = dtype is torch.bfloat16  # what may overflow in float16 stays in float32
         self._seen: set[nn.Module] = set()
         self._kinds: dict[nn.Module, Kind] = {}
 
@@ -158,7 +187,8 @@ class Search:
             kind = Kind.FLOAT32 if canonical_name(node) in self.keep else kind_of_operation(node)
         first = next((each for each in _tensors(node.meta.get("val")) if each.dtype is torch.float32), None)
         is_meant = first is not None and self._is_for(first.dtype, first.device)
-        return Kind.FLOAT32 if kind is Kind.LOWER and not is_meant else kind
+        is_left = (kind is Kind.LOWER and not is_meant) or (kind is Kind.ROUNDS and not self._has_range)
+        return Kind.FLOAT32 if is_left else kind
 
     def _is_for(self, dtype: torch.dtype, device: torch.device) -> bool:
         return dtype is torch.float32 and self.device in ("auto", device.type)
@@ -172,10 +202,23 @@ class Search:
             return self._kind_of_layer(user_class(type(module)))
         if module not in self._kinds:  # a region takes it in if it takes in all that it computes
             graphs = [each.graph for each in capture.specializations]
-            kinds = {self._kind(name, n) for graph in graphs for n in graph.nodes if n.op not in _ENDS}
-            worst_first = (Kind.FLOAT32, Kind.LOWER, Kind.FOLLOWS)
+            kinds = {kind for graph in graphs for kind in self._kinds_in(name, graph)}
+            worst_first = (Kind.FLOAT32, Kind.LOWER, Kind.ROUNDS, Kind.FOLLOWS)
             self._kinds[module] = next((kind for kind in worst_first if kind in kinds), Kind.FOLLOWS)
         return self._kinds[module]
+
+    def _kinds_in(self, owner: str, graph: fx.Graph) -> set[Kind]:
+        """Return the kinds of what a graph computes; what rounds and does not read from what gains there is no part."""
+
+        def judge(node: fx.Node) -> Kind:
+            return self._kind(owner, node)
+
+        kinds = {judge(node) for node in graph.nodes if node.op not in _ENDS}
+        if kinds >= {Kind.LOWER, Kind.ROUNDS}:
+            narrow = narrow_nodes(graph, judge)
+            if any(judge(node) is Kind.ROUNDS and node not in narrow for node in graph.nodes if node.op not in _ENDS):
+                kinds.add(Kind.FLOAT32)
+        return kinds
 
     def _is_kept(self, name: str, module: nn.Module) -> bool:
         return _autocast_of(module) is not None or any(names_module(word, name, module) for word in self.keep)

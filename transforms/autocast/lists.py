@@ -21,6 +21,8 @@ class Kind(enum.Enum):
     """It gains: a region is made around it."""
     FOLLOWS = "follows"
     """It belongs to a region where it reads what is computed there."""
+    ROUNDS = "rounds"
+    """It follows where all that it reads is bfloat16; else, and in float16, it stays in float32."""
     FLOAT32 = "float32"
     """It stays outside, and so in float32."""
 
@@ -41,6 +43,9 @@ FLOAT32 = frozenset(
     "margin_ranking_loss multi_margin_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss ctc_loss".split()
 )
 """What loses in 16 bits: powers, exponentials and logarithms, norms, sums over many terms, losses."""
+
+ROUNDING = frozenset("pow softmax softmin layer_norm group_norm rms_norm instance_norm".split())
+"""Of these: what torch computes in float32 within, so that of bfloat16, which has the range, it rounds once more."""
 
 FOLLOWING = frozenset(
     "batch_norm dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout prelu rrelu identity glu "
@@ -89,6 +94,8 @@ def kind_of_layer(cls: type[nn.Module]) -> Kind:
 
 def kind_of(name: str | None) -> Kind:
     """Return what a region does with an operator, by its canonical name; with an unknown one, nothing."""
+    if name in ROUNDING:
+        return Kind.ROUNDS
     if name is None or name in FLOAT32:
         return Kind.FLOAT32
     if name in LOWER:

@@ -13,7 +13,7 @@ from ...runtime.guards import require
 from ...runtime.values import TensorMeta
 from .lists import Kind, kind_of, kind_of_fused
 
-__all__ = ["Judge", "in_float32", "kind_of_operation", "parts_of"]
+__all__ = ["Judge", "in_float32", "kind_of_operation", "narrow_nodes", "parts_of"]
 
 Judge = Callable[[fx.Node], Kind]
 """Says what a region does with a node."""
@@ -48,8 +48,33 @@ def _holds_float32(meta: object) -> bool:
     return meta is None or isinstance(meta, _PLAIN)
 
 
+def narrow_nodes(graph: fx.Graph, judge: Judge) -> set[fx.Node]:
+    """Return the nodes whose results are in 16 bits where all that gains computes in these."""
+    narrow: set[fx.Node] = set()
+    for node in graph.nodes:
+        kind = judge(node)
+        if kind is Kind.LOWER or (kind in (Kind.FOLLOWS, Kind.ROUNDS) and _reads_narrow(node, narrow)):
+            narrow.add(node)
+    return narrow
+
+
+def _reads_narrow(node: fx.Node, narrow: set[fx.Node]) -> bool:
+    """Say whether the floats that a node reads are in 16 bits; a norm gives the type of its first operand."""
+    floats = [source for source in node.all_input_nodes if _has_floats(source.meta.get("val"))]
+    if node.op == "call_module" or kind_of_operation(node) is Kind.ROUNDS:
+        floats = floats[:1]
+    return bool(floats) and narrow.issuperset(floats)
+
+
+def _has_floats(meta: object) -> bool:
+    if isinstance(meta, TensorMeta):
+        return meta.dtype.is_floating_point and len(meta.shape) > 0
+    return isinstance(meta, (tuple, list)) and any(map(_has_floats, cast("Sequence[object]", meta)))
+
+
 def parts_of(graph: fx.Graph, judge: Judge) -> list[list[fx.Node]]:
     """Return what of a graph is to run in 16 bits: what gains, and what follows and reads from the part."""
+    narrow = narrow_nodes(graph, judge)
     # Levels count how often the way to a node enters or leaves: nodes of one level reach each other through nothing
     # else, so a connected set of them is convex; so is one of several that read the same.
     level: dict[fx.Node, int] = {}
@@ -65,7 +90,8 @@ def parts_of(graph: fx.Graph, judge: Judge) -> list[list[fx.Node]]:
     for node in graph.nodes:
         kind, sources = judge(node), node.all_input_nodes
         read = sources[:1] if mutates(node) else sources  # what is written to has to belong
-        inside = kind is Kind.LOWER or (kind is Kind.FOLLOWS and any(source in joined for source in read))
+        follows = kind is Kind.FOLLOWS or (kind is Kind.ROUNDS and node in narrow)
+        inside = kind is Kind.LOWER or (follows and any(source in joined for source in read))
         level[node] = max((level[source] + ((source in joined) is not inside) for source in sources), default=0)
         if inside:
             joined[node] = node

@@ -42,6 +42,7 @@ class Checkpoint(Pass):
     goal: ClassVar[Goal] = Goal.MEMORY
     phase: ClassVar[Phase] = Phase.TRAIN
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
+    profiles_itself: ClassVar[bool] = True  # a region runs the same operations: the whole model, run once, tells
 
     def __post_init__(self) -> None:
         limit_of(self.budget, 0)

@@ -22,8 +22,10 @@ _LABELS = 48
 _HELD_SETS = 12
 """So many sets of activations that are held across a place are told apart."""
 
-_RUNG = 16
-"""Between the plain model and the least, each amount of memory that is solved for is less by this part of it."""
+_RUNG, _WIDE_RUNG, _MANY = 16, 8, 1000
+"""Between the plain model and the least, each amount of memory that is solved for is less by this part of it; by the
+second where there are more regions to choose from than the third, for each solution takes a second then.
+"""
 
 _EXACT = 64
 """Up to so many regions to choose from, every schedule on the frontier is looked for."""
@@ -50,7 +52,7 @@ def _smallest(solver: _Solver, most: int) -> list[Schedule]:
     """Return schedules on the way to the least memory, found to within a rung: its last bytes are dear."""
     found: list[Schedule] = []
     too_small, enough = -1, most
-    while enough - too_small > max(enough // _RUNG, 1):
+    while enough - too_small > max(enough // solver.rung, 1):
         limit = max((too_small + enough) // 2, enough // 4)
         schedule = solver.solve(limit)
         if schedule is None:
@@ -66,11 +68,11 @@ def _ladder(solver: _Solver, smallest: Sequence[Schedule], most: int) -> Iterato
     if not smallest:
         return
     best = smallest[-1]
-    limit = best.peak + best.peak // _RUNG
+    limit = best.peak + best.peak // solver.rung
     while limit < most:
         best = solver.solve(limit, best.operations * _ROUNDED) or best
         yield best
-        limit += max(limit // _RUNG, 1)
+        limit += max(limit // solver.rung, 1)
 
 
 def front(found: Sequence[Schedule]) -> list[Schedule]:
@@ -106,6 +108,7 @@ class _Solver:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
+        self.rung = _RUNG if len(problem.spans) <= _MANY else _WIDE_RUNG
         self._regions: dict[int, list[tuple[Region, Recomputed]]] = defaultdict(list)
         for region in dict.fromkeys(problem.spans):
             self._regions[region.start].append((region, problem.recomputed(region)))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from ....tracing.program import deactivate
 from ...contract import Pass
 from ...sites import Cause, Numerics, Phase, Reason
 from ...timing import OutOfTimeError
-from ...verification import Original, modes_to_check
+from ...verification import Original, modes_to_check, no_peer
 from ..context import RunContext
 from ..halving import longest_right
 from ..history import Rewrite
@@ -160,8 +162,9 @@ class FinalCheck:
         model, keeps_form = self._to_be_equal_to(rewrites), all(rewrite.pass_.keeps_form for rewrite in rewrites)
         for original in self._runs_of_original(model or self._twin, rewrites):
             verdict = original.verdict(
-                program.model, map_state=map_state, budget=budget, only_runs=model is None, keeps_form=keeps_form
-            )
+                program.model, map_state=map_state, budget=budget, only_runs=model is None, keeps_form=keeps_form,
+                peer=partial(_peer, rewrites, program.model) if program.training else no_peer,
+            )  # fmt: skip
             if not verdict.ok:
                 return verdict.reason
         return ""
@@ -296,6 +299,12 @@ def _budget(rewrites: Sequence[Rewrite]) -> float | None:
     """Return the sum of the passes' error budgets; None where all keep the function."""
     budgets = {str(rewrite.pass_): rewrite.pass_.error_budget for rewrite in rewrites if _is_lossy(rewrite.pass_)}
     return sum(budgets.values()) if budgets else None
+
+
+def _peer(rewrites: Sequence[Rewrite], model: nn.Module) -> AbstractContextManager[object] | None:
+    """Return what a pass behind some rewrites says that torch approximates a model by, if one does."""
+    lossy = dict.fromkeys(rewrite.pass_ for rewrite in rewrites if _is_lossy(rewrite.pass_))
+    return next(filter(None, (pass_.peer(model) for pass_ in lossy)), None)
 
 
 def _value(rewrite: Rewrite) -> float:

@@ -37,7 +37,7 @@ from ..module_harness import ModuleHarness
 from ..outcome import Outcome, Quantities
 from ..reference import References
 from ..runs import Runs
-from ..samples import Reference
+from ..samples import Peer, Reference, no_peer
 from ..tape import SteadyDraws
 from ..tolerances import CLOSE, ECHOES, FEW_ROWS, JUMP_UNITS, NATIVE_FACTOR, Tolerance
 from ..translation import MapState, Objection, Translation
@@ -62,6 +62,7 @@ class _Rewritten:
     runs: Runs
     translation: Translation
     budget: float | None  # None where the rewrites keep the function
+    peer: Peer  # see `verify`
 
 
 @dataclass
@@ -166,16 +167,17 @@ class Original:
 
     def verdict(
         self, model: nn.Module, *, map_state: MapState = dict, budget: float | None = None, only_runs: bool = False,
-        keeps_form: bool = True,
+        keeps_form: bool = True, peer: Peer = no_peer,
     ) -> Verdict:  # fmt: skip
         """Return what a rewritten model is worth as it stands, in the flags, classes and hooks that it has. The
         rewrites may make an error of `budget` together, relative to the scale, where they do not keep the function
-        (None). Where it changes by design, the model `only_runs`, and its results keep their form, unless told not to.
+        (None), and in training that of a `peer` besides. Where it changes by design, the model `only_runs`, and its
+        results keep their form, unless told not to.
         """
         harness = ModuleHarness(model)
         with own_tensors(harness) if self._only_computes else nullcontext(StandIns()) as kept:
             after = Runs(harness, self._stage.conditions, kept=kept)
-            verdict = self._verdict(after, map_state, budget, only_runs=only_runs, keeps_form=keeps_form)
+            verdict = self._verdict(after, map_state, budget, peer, only_runs=only_runs, keeps_form=keeps_form)
         name = written_parameter(harness, kept)
         return Verdict(False, f"it writes to its parameter '{name}'", checked_in="its own types") if name else verdict
 
@@ -188,14 +190,14 @@ class Original:
         return leaves_tensors(self._stage.harness, self._stage.kept, [each.run.buffers for each in self._samples])
 
     def _verdict(
-        self, after: Runs, map_state: MapState, budget: float | None, *, only_runs: bool, keeps_form: bool
+        self, after: Runs, map_state: MapState, budget: float | None, peer: Peer, *, only_runs: bool, keeps_form: bool
     ) -> Verdict:
         stage = self._stage.harness
         try:
             state = {name: tensor.detach() for name, tensor in stage.state.items()}
             known = Reference(self._stage.conditions, state, frozenset(stage.plain))
             translation = Translation(known, after.harness, map_state)
-            rewritten = _Rewritten(after, translation, budget)
+            rewritten = _Rewritten(after, translation, budget, peer)
             translation.check_state()
             if only_runs or budget is not None:
                 translation.check_round_trip()
@@ -243,7 +245,7 @@ class Original:
         check_same_quantities(before, found)
         if after.budget is not None:
             check_form(results_in(before), found)
-            error = self._within(after.budget, sample, after.translation, before, found, where)
+            error = self._within(after.budget, sample, after, before, found, where)
         else:
             check_form(before, found)
             check_memory(sample.run, run)
@@ -272,15 +274,23 @@ class Original:
         return error
 
     def _within(
-        self, budget: float, sample: _Sample, translation: Translation, before: Quantities, found: Quantities,
-        where: str,
-    ) -> float:  # fmt: skip
+        self, budget: float, sample: _Sample, after: _Rewritten, before: Quantities, found: Quantities, where: str
+    ) -> float:
         """Return how far two runs are apart, within a budget; gradients may jump as those of the original do."""
 
         def respond(step: float) -> Iterator[Quantities]:
-            return self._around(sample.arguments, step, translation)
+            return self._around(sample.arguments, step, after.translation)
 
-        error, reason = judged_within(before, before, found, budget, respond, where, fewer_infinities=False)
+        def peers() -> Iterator[Quantities]:
+            context = after.peer() if self.gradients and sample.gradients else None
+            if context is not None:
+                with context:
+                    run = self._run(self._stage, sample.arguments)
+                yield after.translation.quantities(run, self._stage.harness.state)
+
+        error, reason = judged_within(
+            before, before, found, budget, respond, where, fewer_infinities=False, peers=peers
+        )
         if reason is not None:
             raise reason
         return error

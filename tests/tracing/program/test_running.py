@@ -48,3 +48,28 @@ def test_a_node_has_a_function_that_reads_tensors_anew() -> None:
     assert read() is model.layer.weight
     (negative,) = graph.find_nodes(op="call_method", target="neg")
     assert torch.equal(function_of_node(negative, model)(X), -X)
+
+
+class Outer(nn.Module):
+    """Calls a module with a list of tensors, as a DenseNet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Joining()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner([x, x + 1])
+
+
+class Joining(nn.Module):
+    def forward(self, parts: list[Tensor]) -> Tensor:
+        return torch.cat(parts, 1).relu()
+
+
+def test_a_runner_gives_plain_lists_so_that_the_graphs_of_children_hold() -> None:
+    model = fxopt.capture(Outer(), (X,)).model
+    graph = required_capture(model).specializations[0].graph
+    given: list[type] = []
+    model.inner.register_forward_pre_hook(lambda _, args: given.append(type(args[0])))
+    torch.testing.assert_close(GraphRunner(model, graph).run(X), Outer()(X))
+    assert given == [list]

@@ -111,6 +111,49 @@ def test_no_more_memory_than_with_each_block_checkpointed_by_hand(
     assert fall >= 0.45 * found.problem.saved  # gradients in flight are estimates
 
 
+class DenseLayer(nn.Module):
+    """A layer that reads all maps made before it; `efficient` computes what they are joined into again."""
+
+    def __init__(self, given: int, growth: int) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.BatchNorm2d(given), nn.Conv2d(given, 4 * growth, 1, bias=False)
+        self.norm2, self.conv2 = nn.BatchNorm2d(4 * growth), nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+        self.efficient = False
+
+    def narrowed(self, *maps: Tensor) -> Tensor:
+        return self.conv1(F.relu(self.norm1(torch.cat(maps, 1))))
+
+    def forward(self, maps: list[Tensor]) -> Tensor:
+        y = checkpoint(self.narrowed, *maps, use_reentrant=False) if self.efficient else self.narrowed(*maps)
+        return self.conv2(F.relu(self.norm2(y)))
+
+
+class DenseBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DenseLayer(8 + 4 * number, 4) for number in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = [x]
+        for layer in self.layers:
+            maps.append(layer(maps))
+        return torch.cat(maps, 1)
+
+
+def test_layers_that_are_called_with_lists_are_in_regions() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), DenseBlock(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).train()
+    x, by_hand = torch.randn(2, 3, 14, 14), copy.deepcopy(model)
+    for layer in by_hand[1].layers:
+        layer.efficient = True
+    fast = checkpointed((model, x), 0)
+    assert {status for status, _ in decisions(fast)} == {"applied"}
+    assert_bit_equal(model, fast, x)
+    uses = [memory_use(each, normalize_inputs((x,))) for each in (fast, by_hand, model)]
+    assert uses[0].live < uses[1].live < uses[2].live
+    assert uses[0].peak <= uses[1].peak < uses[2].peak
+
+
 def test_where_no_region_lowers_the_peak_none_is_made() -> None:
     model, x = nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 4), nn.Tanh()).train(), torch.randn(32, 4)
     ((status, reason),) = decisions(checkpointed((model, x), 0))
