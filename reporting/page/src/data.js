@@ -140,7 +140,7 @@ export function parentOf(path) {
 }
 
 /** Names in an order that keeps the order of both graphs where they agree. */
-function mergedNames(left, right) {
+export function mergedNames(left, right) {
   if (left === undefined || right === undefined) return [...(left ?? right ?? new Map()).keys()];
   const names = [];
   const waiting = [...left.keys()];

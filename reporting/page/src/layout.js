@@ -114,7 +114,7 @@ export function shortened(text, most) {
 
 function sizeOf(node, inner, picture) {
   const letters = Math.min(36, Math.max(labelOf(node, picture).length, (node.node.value || "").length * 0.82));
-  const width = Math.max(70, letters * LETTER + (node.child ? 30 : 16));
+  const width = Math.max(70, letters * (node.child ? LETTER + 0.5 : LETTER) + (node.child ? 30 : 16));
   if (inner === null) return { width, height: HEIGHT };
   return { width: Math.max(width, inner.width + 2 * PADDING), height: inner.height + HEAD + 2 * PADDING };
 }

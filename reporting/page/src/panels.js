@@ -3,6 +3,7 @@
 import { scaleLog } from "d3-scale";
 import { select } from "d3-selection";
 import { colourOf, figure, markOf, microseconds } from "./colours.js";
+import { mergedNames } from "./data.js";
 import { shortened } from "./layout.js";
 
 const MOST_ROWS = 200;
@@ -29,21 +30,22 @@ export function passesPanel(picture, state, act) {
   const gained = Math.max(1e-9, ...passes.map((pass) => pass.saved_us));
   const spent = Math.max(1e-9, ...passes.map((pass) => pass.seconds ?? 0));
   const rows = passes.map((pass, step) => {
+    const isIdle = !(pass.applied || pass.undone || pass.refused);
     const counts = ["applied", "undone", "refused"].filter((each) => pass[each]).map((each) => `${pass[each]} ${each}`);
     const bar = (kind, share, text) =>
       element("div", { class: `bar ${kind}`, title: text }, element("i", { style: `width:${share * 100}%` }), text);
     return element(
       "li",
-      { class: step === state.to - 1 ? "row current" : "row" },
+      { class: `row ${step === state.to - 1 ? "current" : ""} ${isIdle ? "idle" : ""}` },
       element(
         "button",
         { class: "link", onclick: () => act.stage(step + 1), title: pass.text },
         element("b", { class: "swatch", style: `background:${colourOf(step)}` }),
         pass.name,
       ),
-      element("span", { class: "soft" }, counts.join(", ") || "nothing to do"),
+      element("span", { class: "soft" }, counts.join(", ") || "no place found"),
       pass.saved_us > 0 ? bar("gain", pass.saved_us / gained, `${microseconds(pass.saved_us)} gained`) : undefined,
-      pass.seconds ? bar("cost", pass.seconds / spent, `${microseconds(pass.seconds * 1e6)} to prepare`) : undefined,
+      pass.seconds && !isIdle ? bar("cost", pass.seconds / spent, `${microseconds(pass.seconds * 1e6)} to prepare`) : undefined,
     );
   });
   return element("ol", { class: "rows" }, ...rows);
@@ -146,8 +148,7 @@ function moduleRows(picture, state, child, act) {
   parts.push(element("button", { onclick: () => act.open(child) }, `${word} ${child.split(".").pop()}`));
   parts.push(variantPick(picture, child, act));
   const [left, right] = [picture.graphAt(child, state.from), picture.graphAt(child, state.to)];
-  const names = [...new Set([...(left?.keys() ?? []), ...(right?.keys() ?? [])])];
-  parts.push(codeDiff(names.map((name) => [left?.get(name), right?.get(name)]), "graph"));
+  parts.push(codeDiff(mergedNames(left, right).map((name) => [left?.get(name), right?.get(name)]), "graph"));
   return parts;
 }
 

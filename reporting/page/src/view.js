@@ -188,7 +188,7 @@ export class View {
       .attr("height", ({ height }) => height)
       .style("fill", (box) => paint(box, side).fill)
       .style("stroke", (box) => paint(box, side).stroke);
-    drawn.select(".label").text((box) => shortened(box.label, letters(box, box.child ? 6.9 : 6.3)));
+    drawn.select(".label").text((box) => shortened(box.label, letters(box, box.child ? 7.4 : 6.4)));
     drawn.select(".value").text((box) => (box.inner ? "" : shortened(box[side].value || note(box), letters(box, 5.6))));
     drawn
       .select(".opener")
