@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from ...errors import UsageError
 from ...runtime.values import tensors_by_name
 from ...tracing.program import Program
-from .batches import each_batch, gradients_of_batches, input_norms
+from .batches import gradients_of_batches, input_norms, run_batches
 from .blocks import influences
 from .dependency_groups import Cut, Group, choices_of
 from .masks import layer_adaptive
@@ -263,13 +264,7 @@ def _summed(weights: Callable[[Program, Options], _Values]) -> _Units:
 
 def _routing(program: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     """Count how often each expert is chosen, on the user's batches or the example inputs."""
-    loss = cast("Any", wanted.loss)
-
-    def run(model: nn.Module) -> None:
-        for _ in each_batch(wanted, lambda batch: loss(model, batch)):
-            pass
-
-    choices = choices_of(program, None if wanted.data is None else run)
+    choices = choices_of(program, None if wanted.data is None else partial(run_batches, wanted=wanted))
 
     def score(_: int, group: Group) -> Tensor:
         if group.router is None:
