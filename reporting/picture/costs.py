@@ -150,7 +150,7 @@ class _Operations(DispatchMode):
         return result
 
 
-def _fastest(run: Callable[[], Any], repeats: int = 4) -> float:
+def _fastest(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
     """Return the seconds of the fastest of several runs."""
     taken: list[float] = []
     for _ in range(repeats):
