@@ -183,12 +183,11 @@ def report(model: nn.Module, example_inputs: object = None) -> Report:
         InputError: the model refuses its example inputs.
     """
     record = needed_record(model)
-    calls = list(normalize_inputs(example_inputs, model))
     profiles = None
-    if calls:
+    if example_inputs is not None:
         original = capture(restore(model), example_inputs)
-        call = next(iter(original.whole_calls), None)
-        profiles = None if call is None else (profile_of(original.model, call), profile_of(model, call))
+        for call in original.whole_calls[:1]:
+            profiles = profile_of(original.model, call), profile_of(model, call)
     return Report(record, misses_in(all_modules(model)), notes(record, model), model, profiles)
 
 

@@ -160,8 +160,8 @@ def _attributes(record: Record) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for site in _sites(record):
         for path, name, index, gone in site["data"].get("attributes", ()):
-            module = ".".join(part for part in (site["owner"], path) if part)
-            key = f"{module}.{name}".lstrip(".")
+            module = qualified(site["owner"], path)
+            key = qualified(module, name)
             value = found.get(key, getattr(record.skeleton.get_submodule(module), name))
             if index is None:
                 found[key] = value - gone

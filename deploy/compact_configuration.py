@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeVar, cast
 
@@ -32,7 +32,7 @@ _OTHERS = re.compile(r".*(vocab|patch|image|window|kernel|head_dim|chunk|batch|s
 class ShorterLists:
     """Lists of modules by name, with the name of each item, and whether it is left."""
 
-    stays: Mapping[str, Mapping[str, bool]] = field(default_factory=dict[str, Mapping[str, bool]])
+    stays: Mapping[str, Mapping[str, bool]]
 
     @property
     def gone(self) -> dict[str, list[int]]:

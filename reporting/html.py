@@ -68,13 +68,13 @@ def report_html(table: ReportTable) -> str:
 
 def report_page(table: ReportTable, diff: str, picture: Mapping[str, Any] | None) -> str:
     """Return the report, its picture, and the diff of the graphs before and after, as a page of its own."""
-    plan, lines = table.record.plan, "".join(map(_diff_line, diff.splitlines()))
+    plan = table.record.plan
     sections = {
         "": _figures(table),
         "What was done": _rewrites(table),
         "What was left as it was": _left(table),
         "What to know": _notes(table),
-        "The graphs before and after": f"<pre><code>{lines}</code></pre>" if diff else "",
+        "The graphs before and after": _lines(diff),
     }
     body = "\n".join(
         f"<section>{f'<h2>{escape(title)}</h2>' if title else ''}{content}</section>"
@@ -89,8 +89,7 @@ def report_page(table: ReportTable, diff: str, picture: Mapping[str, Any] | None
 
 def graphs_page(title: str, picture: Mapping[str, Any], text: str = "") -> str:
     """Return graphs that no pass has rewritten, or those of two models, as a page of its own; `text` stands below."""
-    lines = "".join(map(_diff_line, text.splitlines()))
-    body = f"<section><pre><code>{lines}</code></pre></section>" if lines else ""
+    body = f"<section>{_lines(text)}</section>" if text else ""
     versions = ", ".join(f"{name} {version}" for name, version in picture["versions"].items())
     return _page(title, _picture(picture) + body, versions)
 
@@ -143,6 +142,11 @@ def _left(table: ReportTable) -> str:
 
 def _notes(table: ReportTable) -> str:
     return "".join(f"<p class='note' style='{_NOTE}'>{escape(printable(note))}</p>" for note in table.notes)
+
+
+def _lines(text: str) -> str:
+    lines = "".join(map(_diff_line, text.splitlines()))
+    return f"<pre><code>{lines}</code></pre>" if lines else ""
 
 
 def _diff_line(line: str) -> str:

@@ -15,13 +15,9 @@ from ...tracing.program import Program
 from .effects import may_share, writes
 
 __all__ = [
-    "ReadsOutOfOrder",
-    "check_order_of_writes",
-    "check_runs_as_one",
-    "check_well_formed",
-    "has_write_between",
+    "ReadsOutOfOrder", "check_order_of_writes", "check_runs_as_one", "check_well_formed", "has_write_between",
     "is_same_graph",
-]
+]  # fmt: skip
 
 
 class ReadsOutOfOrder(MatchFailure):

@@ -12,9 +12,9 @@ import torch
 from torch import fx, nn
 
 from ...compat import DispatchMode
-from ...operators import flops_of
+from ...operators import flops_of, mutates
 from ...runtime.graphs import capture_of, select
-from ...runtime.values import Arguments, tensors_in
+from ...runtime.values import Arguments, qualified, tensors_in
 from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
 from ...tracing.program import GraphRunner
@@ -82,38 +82,32 @@ def profile_of(model: nn.Module, call: Inputs) -> Profile:
 
 def _inside(path: str, module: nn.Module, call: Arguments, profile: Profile) -> None:
     """Note what the nodes cost of the graph that a call runs, and of those of the modules that it calls."""
-    selected = None if capture_of(module) is None else select(module, *call)
-    if selected is None:
+    capture = capture_of(module)
+    selected = None if capture is None else select(module, *call)
+    if capture is None or selected is None:
         return
     specialization, given = selected
-    capture = capture_of(module)
-    number = capture.specializations.index(specialization) if capture is not None else 0
+    number = capture.specializations.index(specialization)
     name = f"{path}#{number}" if number else path
     if name in profile.nodes:  # the first call of a module that is called again stands for all
         return
     runner = _Timed(module, specialization.graph)
     profile.nodes[name] = runner.costs
     runner.run(*given)
-    for target, called in runner.called.items():
-        below = f"{path}.{target}" if path else target
+    for target, (node, called) in runner.called.items():
+        below = qualified(path, target)
         if below not in profile.modules:
-            profile.modules[below] = runner.costs[called.node]
-            _inside(below, module.get_submodule(target), called.call, profile)
-
-
-@dataclass(frozen=True)
-class _Called:
-    node: str
-    call: Arguments
+            profile.modules[below] = runner.costs[node]
+            _inside(below, module.get_submodule(target), called, profile)
 
 
 class _Timed(GraphRunner):
-    """Run a graph, each node several times, and note the first call of each module."""
+    """Run a graph, each node several times, and note the node and the arguments of the first call of each module."""
 
     def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
         super().__init__(module, graph)
         self.costs: dict[str, NodeCost] = {}
-        self.called: dict[str, _Called] = {}
+        self.called: dict[str, tuple[str, Arguments]] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if not n.op.startswith("call_"):
@@ -122,19 +116,13 @@ class _Timed(GraphRunner):
         read: list[Any] = [args, kwargs]
         if n.op == "call_module":
             module = self.fetch_attr(str(n.target))
-            self.called.setdefault(str(n.target), _Called(n.name, (args, kwargs)))
+            self.called.setdefault(str(n.target), (n.name, (args, kwargs)))
             read.append([*module.parameters(), *module.buffers()])
         results: list[Any] = []
         run = super().run_node
-        repeats = 1 if _writes(n) else _REPEATS
+        repeats = 1 if mutates(n) else _REPEATS  # what writes would write again
         self.costs[n.name] = _cost(lambda: results.append(run(n)), read, results, repeats)
         return results[0]
-
-
-def _writes(node: fx.Node) -> bool:
-    """Say whether a node may write into what it is given: then it runs once."""
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return bool(node.meta.get("writes")) or (name.endswith("_") and not name.startswith("_")) or "out" in node.kwargs
 
 
 def _cost(run: Callable[[], Any], read: Any, results: Sequence[Any] = (), repeats: int = _REPEATS) -> NodeCost:
@@ -162,7 +150,7 @@ class _Operations(DispatchMode):
         return result
 
 
-def _fastest(run: Callable[[], Any], repeats: int = 4) -> float:
+def _fastest(run: Callable[[], Any], repeats: int = _REPEATS) -> float:
     """Return the seconds of the fastest of several runs."""
     taken: list[float] = []
     for _ in range(repeats):

@@ -57,16 +57,12 @@ def picture_of(
         now = record.graphs_after.get(name)
         graphs.add(name, *versions, *(() if now is None else ((NOW, now),)))
     return {
-        "schema_version": SCHEMA_VERSION,
-        "title": user_class(type(record.skeleton)).__name__,
+        **_shown(graphs, record.skeleton, model),
         "headline": headline(record),
         "summary": [[title, text] for title, text in summary(record).items()],
         "notes": list(notes),
         "versions": {"fxopt": record.plan.fxopt, "torch": record.plan.torch},
         "passes": _passes(record),
-        "modules": _modules(record.skeleton, model),
-        **graphs.packed(),
-        "sources": _sources(graphs.distinct, model),
         "sites": [_site(each) for each in record.plan.decisions],
         "opaque": [list(each) for each in record.opaque],
         "costs": None if profiles is None else _costs(*profiles),
@@ -85,20 +81,21 @@ def picture_of_programs(before: Program, after: Program | None = None) -> dict[s
     counts = {"applied": 0, "undone": 0, "refused": 0}
     difference = {"name": "difference", "text": "", **counts, "seconds": None, "saved_us": 0}
     return {
-        "schema_version": SCHEMA_VERSION,
-        "title": user_class(type(before.model)).__name__,
+        **_shown(graphs, before.model, (after or before).model),
         "headline": str(before.coverage()).partition("\n")[0],
-        "summary": [],
-        "notes": [],
         "versions": {"fxopt": VERSION, "torch": str(torch.__version__)},
         "passes": [] if after is None else [difference],
-        "modules": _modules(before.model, (after or before).model),
-        **graphs.packed(),
-        "sources": _sources(graphs.distinct, before.model),
-        "sites": [],
         "opaque": [[each.name, each.location or "", each.reason] for each in before.opaque.values()],
-        "costs": None,
     }
+
+
+def _shown(graphs: _Graphs, before: nn.Module, after: nn.Module) -> dict[str, Any]:
+    """Return graphs and modules as plain values; nothing else is known of two models."""
+    return {
+        "schema_version": SCHEMA_VERSION, "title": user_class(type(before)).__name__, "summary": [], "notes": [],
+        "sites": [], "costs": None, "modules": _modules(before, after), "sources": _sources(graphs.distinct, before),
+        "graphs": [_packed(each) for each in graphs.distinct], "history": graphs.history,
+    }  # fmt: skip
 
 
 class _Graphs:
@@ -116,10 +113,6 @@ class _Graphs:
     def add(self, name: str, *versions: tuple[int, GraphView | None]) -> None:
         """Note what a graph was until passes of these numbers."""
         self.history[name] = [(step, -1 if graph is None else self._number(graph)) for step, graph in versions]
-
-    def packed(self) -> dict[str, Any]:
-        """Return the graphs and their history as plain values."""
-        return {"graphs": [_packed(each) for each in self.distinct], "history": self.history}
 
     def _number(self, graph: GraphView) -> int:
         number = self._known.setdefault(graph, len(self.distinct))

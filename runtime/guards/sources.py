@@ -15,32 +15,9 @@ from .outside import cells_of, globals_of
 from .spelling import attribute_text, told_name, written
 
 __all__ = [
-    "SELF",
-    "TOLD",
-    "Applied",
-    "Argument",
-    "Attribute",
-    "Constant",
-    "Dictionary",
-    "Globals",
-    "Item",
-    "Known",
-    "Method",
-    "Read",
-    "Source",
-    "Term",
-    "Writer",
-    "attribute_at",
-    "children_of",
-    "constant",
-    "is_outside",
-    "is_training",
-    "item_of",
-    "key_of",
-    "length_of",
-    "module_at",
-    "reader",
-    "type_of",
+    "SELF", "TOLD", "Applied", "Argument", "Attribute", "Constant", "Dictionary", "Globals", "Item", "Known", "Method",
+    "Read", "Source", "Term", "Writer", "attribute_at", "children_of", "constant", "is_outside", "is_training",
+    "item_of", "key_of", "length_of", "module_at", "reader", "type_of",
 ]  # fmt: skip
 
 Read = Callable[["Source"], Any]

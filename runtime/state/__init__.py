@@ -29,9 +29,10 @@ from .quantized_steps import (
     QuantizeTrained,
     QuantizeWeight,
     dequantized,
+    numbers_in,
     powers_of,
     quantized,
-    text_of_exponents,
+    text_of_numbers,
 )
 from .sharding import (
     InParts,
@@ -62,9 +63,8 @@ __all__ = [
     "ADDED_TENSORS", "ELEMENT_WISE", "RECORD_KEY", "SETTLED", "STATE_MAP", "VIEWS", "Concatenate", "Holder", "InParts",
     "KeepsOriginalNames", "Loading", "Mask", "QuantizeByData", "QuantizeSmoothed", "QuantizeTrained",
     "QuantizeWeight", "Rename", "Select", "Stack", "StateMap", "StateStep", "absent_from_checkpoints", "add_child",
-    "all_parameters", "check_type", "checkpointing_class", "cut_from_sharded",
-    "dequantized", "element_wise", "functional_state", "gathered",
-    "holder_of", "is_element_wise", "leave_to_other_ranks", "merge", "packed", "powers_of", "quantized",
-    "refuse_sharded", "sharded_like", "sharded_state", "steps_by_element", "text_of_exponents", "translate_optimizer",
-    "unpacked", "whole_state", "writes_files",
+    "all_parameters", "check_type", "checkpointing_class", "cut_from_sharded", "dequantized", "element_wise",
+    "functional_state", "gathered", "holder_of", "is_element_wise", "leave_to_other_ranks", "merge", "numbers_in",
+    "packed", "powers_of", "quantized", "refuse_sharded", "sharded_like", "sharded_state", "steps_by_element",
+    "text_of_numbers", "translate_optimizer", "unpacked", "whole_state", "writes_files",
 ]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,8 +16,8 @@ from ..values import DTYPES
 from .state_steps import StateStep
 
 __all__ = [
-    "FORMATS", "QuantizeByData", "QuantizeSmoothed", "QuantizeTrained", "QuantizeWeight", "dequantized", "powers_of",
-    "quantized", "text_of_exponents",
+    "FORMATS", "QuantizeByData", "QuantizeSmoothed", "QuantizeTrained", "QuantizeWeight", "dequantized", "numbers_in",
+    "powers_of", "quantized", "text_of_numbers",
 ]  # fmt: skip
 
 FORMATS = {"int8": 127, "int4": 7, "float8": 448}
@@ -95,7 +94,7 @@ class QuantizeSmoothed(QuantizeWeight):
     So the way there and back is exact but for the rounding to numbers.
     """
 
-    exponents: str  # of each input, as `text_of_exponents` writes them
+    exponents: str  # of each input, int8, as `text_of_numbers` writes them
 
     kind: ClassVar[str] = "quantize_smoothed"
 
@@ -111,8 +110,6 @@ class QuantizeSmoothed(QuantizeWeight):
         factors = powers_of(self.exponents, weight.shape[1 - self.dim], sign).to(weight)
         return weight * (factors if self.dim == 0 else factors.unsqueeze(-1))
 
-    __str__ = QuantizeWeight.__str__
-
 
 @dataclass(frozen=True)
 class QuantizeByData(QuantizeWeight):
@@ -121,25 +118,26 @@ class QuantizeByData(QuantizeWeight):
     kind: ClassVar[str] = "quantize_by_data"
     by_data: ClassVar[bool] = True
 
-    __str__ = QuantizeWeight.__str__
+
+def text_of_numbers(numbers: Tensor) -> str:
+    """Return the bytes of numbers, [count], as text in base 64."""
+    return base64.b64encode(numbers.cpu().view(torch.uint8).numpy().tobytes()).decode("ascii")
 
 
-def text_of_exponents(exponents: Tensor) -> str:
-    """Return whole numbers from -128 to 127 as text: a byte each, in base 64."""
-    return base64.b64encode(exponents.cpu().to(torch.int8).numpy().tobytes()).decode("ascii")
+def numbers_in(text: str, count: int, dtype: torch.dtype, what: str) -> Tensor:
+    """Return the numbers, [count], that `text_of_numbers` wrote; else a StateError says `what` cannot be read."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise StateError(f"the {what} cannot be read: {error}") from error
+    if len(data) != count * dtype.itemsize:
+        raise StateError(f"the {what} have {len(data)} bytes; {count} numbers have {count * dtype.itemsize}")
+    return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
 def powers_of(text: str, count: int, sign: int = 1) -> Tensor:
-    """Return two to each of the numbers, times `sign`, that `text_of_exponents` wrote: float32, [count].
-    Raises a StateError where the text is none, or of another length.
-    """
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise StateError(f"the scales of inputs cannot be read: {error}") from error
-    if len(data) != count:
-        raise StateError(f"there are {len(data)} scales of inputs; the weight has {count} inputs")
-    exponents = np.frombuffer(data, dtype=np.int8).astype(np.int32)
+    """Return two to each of the exponents in a text, times `sign`: float32, [count]; StateError as `numbers_in`."""
+    exponents = numbers_in(text, count, torch.int8, "scales of inputs").numpy().astype(np.int32)
     return torch.from_numpy(np.ldexp(np.ones(count, dtype=np.float32), sign * exponents))
 
 

@@ -145,8 +145,6 @@ class Rename(_OfOne):
     def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return tensors
 
-    __str__ = StateStep.__str__
-
 
 @dataclass(frozen=True)
 class Stack(_OfMany):
@@ -167,8 +165,6 @@ class Stack(_OfMany):
             raise StateError(f"'{self.new}' has shape {list(stacked.shape)}; it stacks {len(self.olds)} tensors")
         # Slices of a tensor that lies otherwise in memory have gaps, which checkpoint writers refuse.
         return [tensor.contiguous() for tensor in stacked.detach().unbind(0)]
-
-    __str__ = StateStep.__str__
 
 
 @dataclass(frozen=True)
@@ -206,8 +202,6 @@ class Concatenate(_OfMany):
             expected = f"dimension {self.dim} must be {sum(self.sizes)} long"
             raise StateError(f"'{self.new}' has shape {list(whole.shape)}; {expected}")
         return torch.split(whole.detach(), list(self.sizes), self.dim)
-
-    __str__ = StateStep.__str__
 
 
 @dataclass(frozen=True)

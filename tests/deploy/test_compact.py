@@ -241,5 +241,5 @@ def test_padding_goes_behind_each_part() -> None:
 def test_a_configuration_without_fields_for_it_is_none() -> None:
     model = small("Llama")
     wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    assert configuration_of(type(model), model.config, wanted, ShorterLists()) is None
-    assert configuration_of(type(model), model.config, {"other": torch.Size([1])}, ShorterLists()) is None
+    assert configuration_of(type(model), model.config, wanted, ShorterLists({})) is None
+    assert configuration_of(type(model), model.config, {"other": torch.Size([1])}, ShorterLists({})) is None

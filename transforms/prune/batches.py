@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from ...tracing.program import Program
 from ...tracing.recording import calls_intercepted, copy_inputs
 from .options import Options
 
-__all__ = ["each_batch", "gradients_of_batches", "input_norms", "is_fed_plainly"]
+__all__ = ["gradients_of_batches", "input_norms", "is_fed_plainly", "run_batches"]
 
 _DRAWS, _DRAWS_OF_BATCH = 16, 4
 """So often the results of an example call, or of a batch, are summed with random signs, where there is no loss."""
@@ -43,12 +42,18 @@ def gradients_of_batches(program: Program, wanted: Options) -> Iterator[dict[str
         )
 
 
-def each_batch(wanted: Options, run: Callable[[Any], Any]) -> Iterator[Any]:
-    """Yield what `run` gives for each of the user's batches; UsageError: there is none, or it raises."""
-    number = -1
+def run_batches(model: nn.Module, wanted: Options) -> None:
+    """Run a model on each of the user's batches; raise as `_of_batches`."""
+    for _ in _of_batches(model, wanted):
+        pass
+
+
+def _of_batches(model: nn.Module, wanted: Options) -> Iterator[Any]:
+    """Yield what the user's function gives for a model and each batch; UsageError: there is none, or it raises."""
+    number, loss = -1, cast("Any", wanted.loss)
     for number, batch in enumerate(wanted.data or ()):
         try:
-            found = run(batch)
+            found = loss(model, batch)
         except Exception as error:  # whatever the user's code raises
             raised = f"{type(error).__name__}: {error}"
             raise UsageError(f"pass 'prune': loss= raises for batch {number} of data=: {raised}") from error
@@ -61,7 +66,7 @@ def _results(model: nn.Module, program: Program, wanted: Options) -> Iterable[An
     """Yield what the user's function gives for batches, or for example calls; without one, what the calls give."""
     loss: Any = wanted.loss
     if wanted.data is not None:
-        return each_batch(wanted, lambda batch: loss(model, batch))
+        return _of_batches(model, wanted)
     if not program.whole_calls:
         raise UsageError(f"criterion={wanted.criterion} needs example_inputs, or data= with loss=")
     results = (model(*call.args, **call.kwargs) for call in program.whole_calls)
@@ -100,10 +105,7 @@ def input_norms(program: Program, wanted: Options) -> dict[str, Tensor]:
             squares[module] = squares[module] + found if module in squares else found
         return original(module, *args, **kwargs)
 
-    with ExitStack() as stack:
-        for context in (preserved(program.model), in_phase(program.model, False), torch.no_grad()):
-            stack.enter_context(context)
-        stack.enter_context(calls_intercepted(watch))
+    with preserved(program.model), in_phase(program.model, False), torch.no_grad(), calls_intercepted(watch):
         _run(program, wanted)
     found = {program.names.name(module): (module, each) for module, each in squares.items() if module in program.names}
     return {qualified(name, "weight"): _as_weight(module, each.sqrt()) for name, (module, each) in found.items()}
@@ -129,10 +131,8 @@ def _as_weight(module: nn.Module, norms: Tensor) -> Tensor:
 
 
 def _run(program: Program, wanted: Options) -> None:
-    loss: Any = wanted.loss
     if wanted.data is not None:
-        for _ in each_batch(wanted, lambda batch: loss(program.model, batch)):
-            pass
+        run_batches(program.model, wanted)
         return
     if not program.whole_calls:
         raise UsageError(f"criterion={wanted.criterion} needs example_inputs, or data= with loss=")

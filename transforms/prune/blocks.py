@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ from ...runtime.values import qualified, tensors_by_name, tensors_in, user_class
 from ...tracing.isolation import copied_module, in_phase, preserved
 from ...tracing.program import Program, TensorOwners
 from ...tracing.recording import calls_intercepted, copy_inputs
-from .batches import each_batch
+from .batches import run_batches
 from .dependency_groups import CACHED, Coupling, Cut, Group, Refused, cached_in, weights_of
 from .options import Options
 
@@ -110,19 +109,14 @@ def _watched(program: Program, blocks: Iterable[str], *, wanted: Options | None)
         _note(seen[names[module]], module, call, result, is_new=is_new and wanted is None)
         return result
 
-    with ExitStack() as stack:
-        for context in (preserved(program.model), in_phase(program.model, False), torch.no_grad()):
-            stack.enter_context(context)
-        stack.enter_context(calls_intercepted(watch))
-        if wanted is None or wanted.data is None:
-            for call in program.whole_calls:
-                result = copy_inputs(call).run(program.model)
-                for each in seen.values() if cached_in(result) else ():
-                    each.is_cached = True
-        else:
-            loss = cast("Any", wanted.loss)
-            for _ in each_batch(wanted, lambda batch: loss(program.model, batch)):
-                pass
+    with preserved(program.model), in_phase(program.model, False), torch.no_grad(), calls_intercepted(watch):
+        if wanted is not None and wanted.data is not None:
+            run_batches(program.model, wanted)
+            return seen
+        for call in program.whole_calls:
+            result = copy_inputs(call).run(program.model)
+            for each in seen.values() if cached_in(result) else ():
+                each.is_cached = True
     return seen
 
 

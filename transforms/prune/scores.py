@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from ...errors import UsageError
 from ...runtime.values import tensors_by_name
 from ...tracing.program import Program
-from .batches import each_batch, gradients_of_batches, input_norms
+from .batches import gradients_of_batches, input_norms, run_batches
 from .blocks import influences
 from .dependency_groups import Cut, Group, choices_of
 from .masks import layer_adaptive
@@ -198,10 +199,7 @@ def _taylor(program: Program, wanted: Options) -> _Values:
     Molchanov et al., Importance Estimation for Neural Network Pruning, 2019, equation 8, with magnitudes for squares.
     A sum with signs would cancel over batches, where the loss is at its lowest.
     """
-    sums: dict[str, Tensor] = {}
-    for batch in gradients_of_batches(program, wanted):
-        _add(sums, {name: (weight * gradient).abs() for name, (weight, gradient) in batch.items()})
-    return _named(sums)
+    return _summed_over_batches(program, wanted, torch.abs)
 
 
 def _taylor_of_units(program: Program, wanted: Options, groups: Sequence[Group]) -> _Scorer:
@@ -231,15 +229,17 @@ def _hessian(program: Program, wanted: Options) -> _Values:
     LeCun et al., Optimal Brain Damage, 1990, equation 5. The diagonal of the Hessian is taken from squared gradients of
     batches: Theis et al., Faster gaze prediction with dense networks and Fisher pruning, 2018, equation 7.
     """
+    return _summed_over_batches(program, wanted, lambda change: change.square() / 2)
+
+
+def _summed_over_batches(program: Program, wanted: Options, of: Callable[[Tensor], Tensor]) -> _Values:
+    """Sum over batches what is made of the first-order change of each weight; 0 where no gradient reaches one."""
     sums: dict[str, Tensor] = {}
     for batch in gradients_of_batches(program, wanted):
-        _add(sums, {name: (weight * gradient).square() / 2 for name, (weight, gradient) in batch.items()})
-    return _named(sums)
-
-
-def _add(sums: dict[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, value in values.items():
-        sums[name] = sums[name] + value if name in sums else value
+        for name, (weight, gradient) in batch.items():
+            value = of(weight * gradient)
+            sums[name] = sums[name] + value if name in sums else value
+    return lambda name, tensor: sums[name] if name in sums else torch.zeros_like(tensor)
 
 
 def _wanda(program: Program, wanted: Options) -> _Values:
@@ -262,19 +262,9 @@ def _summed(weights: Callable[[Program, Options], _Values]) -> _Units:
     return make
 
 
-def _named(values: Mapping[str, Tensor]) -> Callable[[str, Tensor], Tensor]:
-    return lambda name, tensor: values[name] if name in values else torch.zeros_like(tensor)
-
-
 def _routing(program: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     """Count how often each expert is chosen, on the user's batches or the example inputs."""
-    loss = cast("Any", wanted.loss)
-
-    def run(model: nn.Module) -> None:
-        for _ in each_batch(wanted, lambda batch: loss(model, batch)):
-            pass
-
-    choices = choices_of(program, None if wanted.data is None else run)
+    choices = choices_of(program, None if wanted.data is None else partial(run_batches, wanted=wanted))
 
     def score(_: int, group: Group) -> Tensor:
         if group.router is None:

@@ -61,13 +61,13 @@ def find(options: Options, program: Program) -> Iterable[Site | Refusal]:
 
 def _prepared(options: Options, program: Program, layers: Sequence[Candidate]) -> Make:
     """Return what makes the layers that stand in the place of these, once data have told what is best for each."""
-    treated = _treated(options, program, layers) if options.calibrates and not program.replaying else {}
-    unseen = options.calibrates and not program.replaying
+    calibrates = options.calibrates and not program.replaying
+    treated = _treated(options, program, layers) if calibrates else {}
 
     def make(module: nn.Module) -> Instead:
         linear = linear_of(module)
         objection = "" if linear is None else _objection(options, linear, weight_of(module))
-        if not objection and unseen and linear is not None and module not in treated:
+        if not objection and calibrates and linear is not None and module not in treated:
             objection = "the calibration data never reaches it"
         if objection:
             raise MatchFailure(objection)
@@ -80,17 +80,16 @@ def _treated(options: Options, program: Program, layers: Sequence[Candidate]) ->
     if is_on_meta(program.model):
         raise CalibrationError("the model is on the meta device; load its weights, then calibrate")
     form, _ = _LAYERS[options.scheme]
-    linear = {layer.name: (layer.module, each) for layer in layers if (each := linear_of(layer.module)) is not None}
+    linear_layers = {layer.name: each for layer in layers if (each := linear_of(layer.module)) is not None}
+    modules = {layer.name: layer.module for layer in layers if layer.name in linear_layers}
+    inputs = {name: linear.channels[0] for name, linear in linear_layers.items()}
     data = calls(options.calibration, options.batches, program, f"method={options.method}")
     found: dict[nn.Module, Treatment] = {}
-    inputs = {name: each.channels[0] for name, (_, each) in linear.items()}
-    modules = {name: module for name, (module, _) in linear.items()}
     for part in statistics(program, modules, inputs, data, options.method == "gptq"):
         for name, seen in part.items():
-            module, layer = linear[name]
-            if _objection(options, layer, weight_of(module)):
-                continue
-            found[module] = treatment(options, form, weight_of(module).movedim(int(layer.inputs_first), 0), seen)
+            linear, weight = linear_layers[name], weight_of(modules[name])
+            if not _objection(options, linear, weight):
+                found[modules[name]] = treatment(options, form, weight.movedim(int(linear.inputs_first), 0), seen)
     return found
 
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import MatchFailure, StateError
+from ...errors import MatchFailure
 from ...layers.quantized import quantized_by_rows
-from ...runtime.state import dequantized, powers_of, quantized, text_of_exponents
+from ...runtime.state import dequantized, numbers_in, powers_of, quantized, text_of_numbers
 from .gptq import gptq
 from .options import Options
 from .statistics import InputStatistics
@@ -71,7 +68,7 @@ def treatment(options: Options, form: str, weight: Tensor, seen: InputStatistics
     if not options.bias_correction:
         return found
     off = trial.weight.float() - trial.rounded(found).float()
-    return Treatment(found.exponents, _text_of_shift(off @ seen.mean), found.weight)
+    return Treatment(found.exponents, text_of_numbers((off @ seen.mean).bfloat16()), found.weight)
 
 
 def _candidates(options: Options, form: str, weight: Tensor, seen: InputStatistics) -> Iterator[Treatment]:
@@ -104,7 +101,7 @@ def _powers(scales: Tensor) -> str:
     known = logarithms.isfinite()
     middle = logarithms[known].median() if known.any() else torch.zeros(())
     exponents = torch.where(known, logarithms - middle, 0.0).round().clamp(-_MOST, _MOST)
-    return text_of_exponents(exponents) if exponents.any() else ""
+    return text_of_numbers(exponents.to(torch.int8)) if exponents.any() else ""
 
 
 @dataclass(frozen=True)
@@ -135,17 +132,6 @@ class _Trial:
         return powers_of(found.exponents, self.weight.shape[1]) if found.exponents else torch.ones(())
 
 
-def _text_of_shift(shift: Tensor) -> str:
-    """Return numbers in bfloat16 as text: two bytes each, in base 64."""
-    return base64.b64encode(shift.bfloat16().view(torch.int16).numpy().tobytes()).decode("ascii")
-
-
 def shift_of(text: str, count: int) -> Tensor:
     """Return the shift of a bias, float32 [count], from the text in a plan, or raise a StateError."""
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise StateError(f"the shift of a bias cannot be read: {error}") from error
-    if len(data) != 2 * count:
-        raise StateError(f"the shift of a bias has {len(data) // 2} numbers; the layer has {count} outputs")
-    return torch.from_numpy(np.frombuffer(data, dtype=np.int16).copy()).view(torch.bfloat16).float()
+    return numbers_in(text, count, torch.bfloat16, "shifts of a bias").float()

@@ -326,7 +326,7 @@ def test_damaged_plans_are_refused(name: str, text: str):
     model = with_outliers()
     data = fxopt.plan(by(model, "int8_dynamic", "smoothquant", bias_correction=True)).to_json()
     data["decisions"][0]["site"]["data"][name] = text
-    with pytest.raises(FxoptError, match=r"scales of inputs|shift of a bias"):
+    with pytest.raises(FxoptError, match=r"scales of inputs|shifts of a bias"):
         fxopt.optimize(model, plan=fxopt.Plan.from_json(data, "the plan"), example_inputs=(NEW,))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -52,17 +51,13 @@ class Choices:
 
 def choices_of(program: Program, run: Callable[[nn.Module], None] | None = None) -> Choices:
     """Return what a program's modules choose while it runs, on its example inputs or as `run` runs the model."""
-    watch = _Watch(program)
-    with ExitStack() as stack:
-        for context in (preserved(program.model), in_phase(program.model, False), torch.no_grad()):
-            stack.enter_context(context)
-        stack.enter_context(calls_intercepted(watch.call))
-        stack.enter_context(watch)
+    watch, model = _Watch(program), program.model
+    with preserved(model), in_phase(model, False), torch.no_grad(), calls_intercepted(watch.call), watch:
         if run is not None:
-            run(program.model)
+            run(model)
         else:
             for call in program.whole_calls:
-                copy_inputs(call).run(program.model)
+                copy_inputs(call).run(model)
     return watch.choices
 
 
