@@ -10,10 +10,11 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -146,6 +147,17 @@ class Converted:
     once: set[Any] = field(default_factory=set[Any])  # the shapes that did not come again since they were compared
     passing: set[Any] = field(default_factory=set[Any])  # those that came once, and were not compared
     doubted: bool = False  # writes that torch does not count may have gone unseen
+    is_lent: Callable[[], bool] | None = None  # where sessions read others' memory: whether that is as it was
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether it serves tensors as they are."""
+        return self.unchanged.same(*tensors) and (self.is_lent is None or self.is_lent())
+
+    def lent(self, tensors: Sequence[Tensor], unchanged: Unchanged) -> Converted | None:
+        """Return the same for other tensors; None where they hold other numbers."""
+        read = [old for (old, *_), new in zip(self.noted, tensors, strict=True) if old.data_ptr() != new.data_ptr()]
+        is_lent = partial(Unchanged(read).same, *read) if read else None
+        return replace(self, unchanged=unchanged, is_lent=is_lent) if self.holds(tensors) else None
 
     @property
     def example(self) -> Sequence[Tensor]:
@@ -208,8 +220,8 @@ class Converted:
 
     def move_to(self, tensors: Sequence[Tensor]) -> None:
         """Know the same numbers in other memory; compile anew what holds on to the old one."""
-        self.unchanged, self.noted = Unchanged(tensors), _notes_of(tensors)
-        self.compile.computation.take(tensors)
+        self.unchanged, self.noted, self.is_lent = Unchanged(tensors), _notes_of(tensors), None
+        self.compile = replace(self.compile, computation=self.compile.computation.of(tensors))
         if self.compile.engine.shares_memory:
             self.by_threads = {threads: self.compile(threads) for threads in self.by_threads}
             self.fixed = {key: cast("Any", self.by_threads[key[0]]).fixed(self.example) for key in self.fixed}
@@ -247,14 +259,12 @@ def converted(
         _users.add(os.getpid())
         start, unchanged = time.perf_counter(), Unchanged(tensors)
         for held in known:
-            if not held.doubted and held.holds(tensors):
-                return replace(held, unchanged=unchanged)
+            if not held.doubted and (lent := held.lent(tensors, unchanged)) is not None:
+                return lent
         if not _takes_others.get():
             raise OtherNumbers("what is made up to verify a rewrite is no reason to convert")
         example = [x.detach().clone() for x in inputs]
-        computation = _Computation(graph, tensors)
-        computation.eval()
-        compile_ = _Compile(engine, computation, example, dtype)
+        compile_ = _Compile(engine, _Computation(graph, tensors), example, dtype)
         result = Converted(unchanged, compile_, _notes_of(tensors), sum_of(tensors))
         result.fix()
         result.seconds = time.perf_counter() - start
@@ -267,11 +277,7 @@ class _Computation(nn.Module):
     def __init__(self, graph: fx.Graph, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._source = graph
-        self.take(tensors)
-
-    def take(self, tensors: Sequence[Tensor]) -> None:
-        """Compute with these tensors, and what is derived of them."""
-        graph = copy_graph(self._source)
+        graph = copy_graph(graph)
         for node in [node for node in graph.nodes if node.target in CHECKS]:
             graph.erase_node(node)
         read = with_derived(graph, tensors)
@@ -282,6 +288,11 @@ class _Computation(nn.Module):
             self._spent.setdefault(node, []).append(operand)
         for number, tensor in enumerate(read):
             self.register_buffer(f"tensor{number}", tensor.detach())
+        self.eval()
+
+    def of(self, tensors: Sequence[Tensor]) -> _Computation:
+        """Return the same computation with other tensors, and what is derived of them."""
+        return _Computation(self._source, tensors)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Run node by node: what traces it looks for each value among the local variables, which are few here."""

@@ -178,13 +178,13 @@ class DelegatedRegion(Keeping):
         with self._lock:
             held = self._converted.get(_key_of(tensors)) or next(iter(self._converted.values()), None)
             self.left = ""
-            if held is not None and not is_forked() and (held.doubted or not held.unchanged.same(*tensors)):
+            if held is not None and not is_forked() and (held.doubted or not held.is_of(tensors)):
                 self._convert(held.example, tensors)
 
     def held(self, tensors: Sequence[Tensor]) -> Converted | None:
         """Return what the engine made of these tensors, if they are as they were then."""
         held = self._converted.get(_key_of(tensors))
-        return held if held is not None and not held.doubted and held.unchanged.same(*tensors) else None
+        return held if held is not None and not held.doubted and held.is_of(tensors) else None
 
     def _current(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Converted | None:
         """Return what the engine made of the tensors as they are now; None where it holds others."""
@@ -193,7 +193,7 @@ class DelegatedRegion(Keeping):
         key = _key_of(tensors)
         with self._lock:
             held = self._converted.get(key)  # another thread may have been here
-            if held is not None and held.unchanged.same(*tensors):
+            if held is not None and held.is_of(tensors):
                 if not held.doubted or held.checksum == sum_of(tensors):
                     held.doubted = False
                     return held
@@ -271,6 +271,8 @@ class DelegatedRegion(Keeping):
                 )
             else:
                 self._give_up(error)
+            return own
+        if not agree and not held.is_of(operands[self.inputs :]):  # another thread writes to the tensors
             return own
         if agree is not None and len(held.by_shapes) < MOST_SHAPES:
             held.by_shapes[key] = session if agree else None

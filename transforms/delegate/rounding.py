@@ -18,7 +18,7 @@ _SUMS = frozenset(("add", "iadd"))
 
 def share_rounding(graph: fx.Graph) -> None:
     """Let the sum behind a convolution read what layers read of the same activation, rounded to 8 bits, and round
-    before max pooling, where that is the same: so engines keep 8 bits between layers.
+    before max pooling, where that is the same for all readers: so engines keep 8 bits between layers.
 
     Before: y = conv2(relu(conv1(x))) + x, with x rounded in conv1    After: x' = rounded(x); y = conv2(...) + x'
     """
@@ -28,9 +28,11 @@ def share_rounding(graph: fx.Graph) -> None:
         if len(ranges) != 1 or any(mutates(user) and user.args[0] is x for user in x.users):
             continue
         sums = [user for user in x.users if _adds_convolution(user, x)]
-        start = _before_pooling(x)
+        readers = [*layers, *sums]
+        is_for_all = all(user in readers or user.target is to_numbers for user in x.users)
+        start = _before_pooling(x) if is_for_all else x
         if sums or start is not x:
-            _round(start, x, ranges.pop(), [*layers, *sums])
+            _round(start, x, ranges.pop(), readers)
 
 
 def _layers(x: fx.Node) -> Iterator[fx.Node]:

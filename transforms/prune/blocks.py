@@ -124,7 +124,8 @@ def _note(seen: _Seen, module: nn.Module, call: tuple[Any, Any], result: Any, *,
     given, tensors = hidden_state(*call), list(tensors_in(result))
     if given is not None and not given.numel():
         return
-    if given is None or not tensors or given.dim() < 2 or tensors[0].shape != given.shape:
+    is_stream = given is not None and given.is_floating_point() and given.dim() > 1
+    if given is None or not is_stream or not tensors or tensors[0].shape != given.shape:
         seen.is_plain = True
         return
     if is_new:
@@ -148,8 +149,10 @@ def _is_residual(module: nn.Module, call: tuple[Any, Any]) -> bool:
         args, kwargs = copy.deepcopy(call)
         results += [next(tensors_in(made(*args, **kwargs)))]
         given = cast("Tensor", hidden_state(*call))
-        given.copy_(1 - given)
-    return not torch.equal(*results)
+        given.data = (
+            1 - given.data.nan_to_num()
+        )  # in memory of its own: a tensor that was expanded cannot be written to
+    return not torch.allclose(*results, rtol=0, atol=0, equal_nan=True)
 
 
 def _shared(program: Program, blocks: Iterable[str]) -> str | None:

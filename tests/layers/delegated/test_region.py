@@ -31,12 +31,13 @@ class Fake(Engine):
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.compiled, self.calls = clock, 0, 0
-        self.off, self.error, self.rows = 0.0, "", 0
+        self.off, self.error, self.rows, self.reads_memory = 0.0, "", 0, False
 
     def compile(self, function: Any, example: Sequence[Tensor], dtype: torch.dtype, threads: int) -> Any:
         self.compiled += 1
         self.clock.now += 10.0
-        function = copy.deepcopy(function)  # the numbers of now
+        if not self.reads_memory:
+            function = copy.deepcopy(function)  # the numbers of now
 
         def session(inputs: Sequence[Tensor]) -> list[Tensor]:
             self.calls += 1
@@ -308,6 +309,23 @@ def test_threads(engine: Fake) -> None:
     assert not failed
 
 
+def test_what_is_written_while_results_are_compared_is_no_reason_to_do_without(
+    engine: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region, of = made(), layer()
+    own, values = region._own, iter([2.0])
+
+    def written(*operands: Any) -> Any:
+        for value in values:  # once, as by another thread
+            nn.init.constant_(of.weight, value)
+        return own(*operands)
+
+    monkeypatch.setattr(region, "_own", written)
+    for _ in range(12):
+        call(region, of)
+    assert calls_of_engine(engine, lambda: call(region, of))
+
+
 @pytest.mark.parametrize(
     ("copied", "compiled"), [(copy.deepcopy, 1), (lambda region: pickle.loads(pickle.dumps(region)), 2)]
 )
@@ -325,6 +343,19 @@ def test_copies_take_what_was_converted_of_the_same_numbers(
     call(other, another)
     call(region, of)
     assert engine.compiled == compiled + 1
+
+
+def test_a_copy_has_its_own_numbers_where_the_engine_reads_the_memory_of_the_first(engine: Fake) -> None:
+    region, of = made(), layer()
+    engine.reads_memory = True
+    call(region, of)
+    other, another = copy.deepcopy(region), copy.deepcopy(of)
+    assert calls_of_engine(engine, lambda: call(other, another)) and engine.compiled == 1
+    nn.init.constant_(of.weight, 2.0)
+    for _ in range(12):
+        call(other, another)
+    assert engine.compiled == 2  # in the time of a conversion its own operations ran
+    assert calls_of_engine(engine, lambda: call(other, another)) == 1
 
 
 def test_refresh_converts_at_once_and_copies_that_are_gone_are_let_go(engine: Fake) -> None:

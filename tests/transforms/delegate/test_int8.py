@@ -106,6 +106,23 @@ def test_a_sum_behind_a_convolution_and_pooling_read_what_is_rounded_once(engine
     assert pooled in total.args
 
 
+class Pooled(Net):
+    """Returns what it pools, too."""
+
+    def forward(self, x: Tensor) -> Any:
+        pooled = self.pool(torch.relu(self.norm(self.first(x))))
+        return self.third(torch.relu(self.second(pooled))), pooled
+
+
+@one_engine
+def test_what_others_read_of_a_pooling_is_not_rounded(engine: str) -> None:
+    model = Pooled().eval()
+    fast = fxopt.optimize(model, [static(), Delegate(engine, torch.int8)], example_inputs=X, measure=False)
+    assert regions(fast)
+    with torch.no_grad():
+        assert fast(X)[1].unique().numel() > 256
+
+
 class Twice(nn.Module):
     """Two layers of the same activation, of which a check is asked first."""
 

@@ -249,6 +249,46 @@ def test_what_does_not_go_together(options: dict[str, Any], message: str) -> Non
         prune(Stack(), X, **options)
 
 
+class Queries(Stack):
+    """Gives its blocks the same numbers for each row, in the same memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:1].expand(3, -1, -1))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, mask: Tensor, x: Tensor) -> Tensor:
+        return x + self.linear(x) * mask
+
+
+class MaskFirst(Stack):
+    """Its blocks take a mask of the shape of the stream before the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Masked() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x > 0, x)
+        return self.head(x)
+
+
+def test_a_stream_may_be_expanded_and_is_no_mask() -> None:
+    def decided(model: nn.Module) -> list[str]:
+        pass_ = Prune(method="structured", kinds=("blocks",), scope="layer")
+        fast = fxopt.optimize(model.eval(), pass_, example_inputs=(X,), measure=False)
+        return [each.status for each in fxopt.plan(fast).decisions]
+
+    assert decided(Queries()) == ["applied"]
+    with pytest.warns(UserWarning, match="nothing"):
+        assert decided(MaskFirst()) == []
+
+
 def test_influence_is_of_blocks_alone() -> None:
     fast = prune(Stack(), X, kinds=("hidden",))
     assert {each.status for each in fxopt.plan(fast).decisions} == {"refused"}
