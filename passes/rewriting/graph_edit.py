@@ -105,7 +105,7 @@ class GraphEdit:
 
     @property
     def touched(self) -> set[nn.Module]:
-        """Return the modules of the site, and those around it that are changed, such as the holder of a replaced one."""
+        """Return the modules of the site, and those that are changed around it, such as who held a replaced one."""
         return {*all_modules(self.owner), *self._journal.changed}
 
     # -- the graph -------------------------------------------------------------------------------------------------
