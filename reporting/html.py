@@ -44,7 +44,7 @@ _STYLES = """
 }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: min(1640px, 96vw);
   padding: 0 1.25rem; box-sizing: border-box; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2rem 0 0.5rem; }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 2rem 0 0.5rem; }
 p.pipeline, pre { font-family: ui-monospace, monospace; font-size: 0.85rem; overflow-wrap: anywhere; }
 p.versions { color: var(--soft); font-size: 0.85rem; margin-top: 2.5rem; }
 section { overflow-x: auto; }

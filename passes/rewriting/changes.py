@@ -154,6 +154,11 @@ class Journal:
         self._kept: set[nn.Module] = set()
         self._changed: dict[nn.Module, None] = {}
 
+    @property
+    def changed(self) -> Collection[nn.Module]:
+        """Return the modules that are changed."""
+        return self._changed.keys()
+
     def note(self, undo: Callable[[], object]) -> None:
         """Note a change by what takes it back."""
         self._undo.append(undo)

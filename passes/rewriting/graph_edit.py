@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import Argument
 
+from ...compat import all_modules
 from ...errors import CaptureError
 from ...operators import derived
 from ...runtime.graphs import (
@@ -101,6 +102,11 @@ class GraphEdit:
     def changed_owners(self) -> list[str]:
         """Return the names of the modules whose graphs are changed."""
         return list(self._graphs)
+
+    @property
+    def touched(self) -> set[nn.Module]:
+        """Return the modules of the site, and those that are changed around it, such as who held a replaced one."""
+        return {*all_modules(self.owner), *self._journal.changed}
 
     # -- the graph -------------------------------------------------------------------------------------------------
 

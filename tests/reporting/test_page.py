@@ -180,3 +180,23 @@ def test_a_long_graph_is_drawn_where_it_is_looked_at(browser: Any, tmp_path: Pat
     drawn = shown.labels("after")
     assert "torch.relu" in drawn and len(drawn) < 200
     assert shown.page.evaluate("window.picturePage.view.level.boxes.length") == 1502
+
+
+def test_a_result_hangs_on_what_it_is_put_together_of(browser: Any, tmp_path: Path):
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+
+    class HeadWithANameThatIsLongerThanTheWindowOfAPhone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return outputs.SequenceClassifierOutput(logits=self.head(x))
+
+    x = torch.randn(1, 2)
+    shown = Opened(
+        browser, written(tmp_path / "r.html", HeadWithANameThatIsLongerThanTheWindowOfAPhone(), x), width=390
+    )
+    assert shown.labels("after") == ["x", "head: Linear", "output"]
+    assert shown.page.eval_on_selector_all(".pane.after .edge", "found => found.length") == 2
+    assert shown.page.evaluate("document.documentElement.scrollWidth") <= 390

@@ -69,7 +69,8 @@ def found_in(program: Program, engines: Sequence[str], *, required: bool, in_8_b
         if regions:
             sites.append(_site(program, owner, found, engines, required=required))
     if in_8_bits and not sites:
-        yield Refusal("no layer of quantize{scheme=int8_static} is where an engine could compute it", "(root)")
+        text = "no layer of quantize{scheme=int8_static} is where an engine could compute it"
+        yield Refusal(f"{text}; list that pass before, with calibration=", "(root)")
     taken = sum(max(sum(heavy_count(r.computed) for r in each.cut.regions) for each in site.found) for site in sites)
     heavy = sum(_heavy_in(program, owner) for owner in program.captures) if sites else 0
     is_chosen = required or program.replaying or not program.measuring

@@ -49,7 +49,7 @@ def around(rewrites: Sequence[Rewrite], unwanted: Collection[Rewrite]) -> list[R
     touched: set[nn.Module] = set()
     found: list[Rewrite] = []
     for rewrite in rewrites:
-        modules = all_modules(rewrite.edit.owner)
+        modules = rewrite.edit.touched
         if rewrite in unwanted or not touched.isdisjoint(modules):
             found.append(rewrite)
             touched.update(modules)

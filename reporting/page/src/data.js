@@ -74,7 +74,12 @@ export class Picture {
       const child = node.op === "call_module" ? joined(path, node.target) : undefined;
       found.push({ name, path, before, after, node, change, step, child });
     }
-    return all ? found : membersAsOne(found);
+    if (all) return found;
+    for (const item of found.filter(({ node }) => node.op === "output")) {
+      item.before &&= readingThrough(left, item.before);
+      item.after &&= readingThrough(right, item.after);
+    }
+    return membersAsOne(found);
   }
 
   /** Costs of a node or a module on one side: [microseconds, operations, bytes], or undefined. */
@@ -111,6 +116,12 @@ function nodeOf([name, op, target, inputs, value, source, line, madeBy], nodes) 
 function isMinor(node) {
   const isSmall = !node.madeBy.length || node.op === "call_method" || SMALL.test(node.target);
   return node.op === "get_attr" || (CALLS.has(node.op) && !node.value && isSmall);
+}
+
+/** A node that reads what the minor nodes do that it reads: a result is often put together by such. */
+function readingThrough(graph, node) {
+  const reads = (name) => (isMinor(graph.get(name)) ? graph.get(name).inputs.flatMap(reads) : [name]);
+  return { ...node, inputs: [...new Set(node.inputs.flatMap(reads))] };
 }
 
 /** Members of a list that are called alike are one box: the first, which stands for all. */

@@ -262,3 +262,40 @@ def test_rounds_of_several_races_tell_together_what_each_leaves_open() -> None:
     race = Race({"": Timings(rounds)})
     assert all_slower([race]) is None
     assert all_slower([race, race]) == ""
+
+
+class Swapped(nn.Tanh):
+    """What `Swap` puts in the place of a layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Swap(Pass):
+    """Put another module in the place of each `Tanh`."""
+
+    goal: ClassVar[Goal] = Goal.SPEED
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+
+    def find(self, program: Program) -> Iterator[Site]:
+        for name, module in program.model.named_modules():
+            if type(module) is nn.Tanh:
+                yield Site(program, name, {})
+
+    def rewrite(self, site: Site, edit: Edit) -> None:
+        edit.replace_module("", Swapped())
+
+
+def test_a_replaced_layer_that_goes_leaves_its_siblings_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swapped(model: nn.Module) -> set[str]:
+        return {name for name, module in model.named_modules() if isinstance(module, Swapped)}
+
+    class Costly(Races):
+        def _cost(self, model: nn.Module) -> float:
+            return 100.0 + sum(9.0 if name == "0.0" else -1.0 for name in swapped(model))
+
+    budget = TimeBudget(100.0, forward=0.01, timing=80.0)
+    monkeypatch.setattr(timing, "time_candidates", Costly(lambda *_: 0.0, budget))
+    pairs = nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Tanh()) for _ in range(2))).eval()
+    manager = manager_of(fxopt.capture(pairs, (X,)), budget=budget)
+    manager.run([Swap()])
+    assert swapped(manager.program.model) == {"0.1", "1.0", "1.1"}
+    assert {each.label for each in manager.decisions if each.status == "applied"} == {"0.1", "1.0", "1.1"}

@@ -170,7 +170,8 @@ def test_what_is_saved_and_changed_goes_with_the_quantized_layers(engine: str) -
 def test_without_quantized_layers_there_is_nothing_to_do(engine: str) -> None:
     with pytest.warns(NothingDoneWarning):
         fast = fxopt.optimize(net(), Delegate(engine, torch.int8), example_inputs=X, measure=False)
-    assert reasons(fast)["(root)"] == "no layer of quantize{scheme=int8_static} is where an engine could compute it"
+    assert reasons(fast)["(root)"].startswith("no layer of quantize{scheme=int8_static} is where an engine could")
+    assert reasons(fast)["(root)"].endswith("list that pass before, with calibration=")
 
 
 @one_engine
