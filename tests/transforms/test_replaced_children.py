@@ -93,6 +93,7 @@ def by_settings(model: nn.Module, path: str) -> None:
 
 @pytest.fixture(scope="module", params=["pack", "fold_batchnorm", "inference"])
 def pair(request: pytest.FixtureRequest) -> tuple[Net, Net]:
+    torch.manual_seed(0)  # of some networks all units are dead, and nothing that is replaced matters
     model = Net().eval()
     fast = fxopt.optimize(model, request.param, example_inputs=(X,), measure=False)
     torch.testing.assert_close(fast(X), model(X))

@@ -127,13 +127,14 @@ def test_results_are_those_of_one_state(change: str) -> None:
 @pytest.mark.parametrize("change", ["swapped", "data", "set", "gone"])
 def test_tensors_are_compared_while_they_change(change: str) -> None:
     tensors = [nn.Parameter(torch.full((64,), float(number))) for number in range(40)]
-    is_over = threading.Event()
+    is_over, noting = threading.Event(), threading.Lock()
 
     def change_all(_: int) -> None:
         for place, old in enumerate(tensors):
             new = nn.Parameter(old.detach() + 1)
             if change == "swapped":
-                torch.utils.swap_tensors(old, new)
+                with noting:  # torch's own `detach` reads what a swap puts elsewhere, without holding the GIL
+                    torch.utils.swap_tensors(old, new)
             elif change == "data":
                 old.data = new.data
             elif change == "set":
@@ -147,7 +148,8 @@ def test_tensors_are_compared_while_they_change(change: str) -> None:
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         now = tuple(tensors)
-        noted = Unchanged(now)
+        with noting:
+            noted = Unchanged(now)
         for _ in range(5):
             noted.same(*tensors)
     is_over.set()
