@@ -117,13 +117,6 @@ def test_options_are_checked_before_the_work(
     assert {path: path.read_bytes() for path in zoo.iterdir() if path.is_file()} == before
 
 
-def test_the_formats_are_those_that_there_are():
-    from fxopt.cli.commands import FormatOption
-    from fxopt.reporting.exports import FORMATS
-
-    assert list(FormatOption) == list(FORMATS)
-
-
 def test_a_configuration_is_a_model_with_inputs(fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("transformers")
     with folder_of_modules(zoo, monkeypatch, configured=CONFIGURATION):
