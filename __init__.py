@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from .passes.contract import Pass
     from .passes.rewriting import Edit, Match, Pattern, anything, either, module, operation
     from .passes.sites import Cause, Goal, Numerics, OwnForward, Phase, Refusal, Site
+    from .reporting.exports import to_networkx
     from .reporting.report import Report
     from .runtime.graphs import Context
     from .runtime.record import Decision, Plan
@@ -109,6 +110,7 @@ _PLACES = {
     "runtime.record": "Decision Plan",
     "runtime.state": "Concatenate Mask Rename Select Stack StateStep",
     "passes.sites": "Cause Goal Numerics OwnForward Phase Refusal Site",
+    "reporting.exports": "to_networkx",
     "reporting.report": "Report",
     "tracing.recording": "recording",
     "tracing.examples": "Inputs",
@@ -137,8 +139,8 @@ __all__ = [
     "StateWarning", "SwapKernels", "SyncBatchnorm", "TensorParallel", "UnverifiedWarning", "UsageError",
     "VerificationError", "__version__", "anything", "capture", "either", "element_wise", "export", "graphs",
     "list_passes", "load", "load_state_dict", "module", "no_sync", "operation", "optimize", "plan", "recording",
-    "refresh", "register_operator", "report", "restore", "save", "save_compact", "state_dict", "translate_optimizer",
-    "translate_state",
+    "refresh", "register_operator", "report", "restore", "save", "save_compact", "state_dict", "to_networkx",
+    "translate_optimizer", "translate_state",
 ]  # fmt: skip
 
 

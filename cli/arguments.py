@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch import fx, nn
+from torch import nn
 
 from .. import api
 from ..deploy.archive import factory_of
@@ -16,8 +16,9 @@ from ..deploy.opening import FileKind, kind_of_file
 from ..deploy.source import inputs_beside, load_weights, read_inputs
 from ..errors import UsageError
 from ..runtime.record import record_of
+from ..tracing.program import Program
 
-__all__ = ["factory_for", "graphs_of", "open_model", "weights_of_both"]
+__all__ = ["factory_for", "open_model", "program_of", "weights_of_both"]
 
 ANYTHING = "all"
 """Trusting this package trusts a file altogether."""
@@ -35,7 +36,8 @@ def open_model(
         built, example_inputs = _read(Path(model), trust, given)
     else:
         spec = importable(model)
-        built, example_inputs = build_model(spec), inputs_beside(spec) if given is None else None
+        built = build_model(spec)
+        example_inputs = inputs_beside(spec, built) if given is None else None
     if weights is not None:
         load_weights(built, weights)
     return built, example_inputs if given is None else given
@@ -54,7 +56,7 @@ def _read(path: Path, trust: Sequence[str] | None, given: object) -> tuple[nn.Mo
         return load_exported(path)
     built = api.load(path, trust=True if trust and ANYTHING in trust else trust or (), example_inputs=given)
     factory = factory_of(path) if kind is FileKind.RECIPE and given is None else None
-    return built, None if factory is None else inputs_beside(factory)  # loading has imported it, as it may
+    return built, None if factory is None else inputs_beside(factory, built)  # loading has imported it, as it may
 
 
 def factory_for(model: str) -> str | None:
@@ -68,6 +70,6 @@ def factory_for(model: str) -> str | None:
     return factory_of(model)
 
 
-def graphs_of(model: nn.Module, example_inputs: object) -> Mapping[str, fx.Graph]:
-    """Return the graphs that a model runs, or would run if it were captured."""
-    return api.graphs(model) if record_of(model) is not None else api.capture(model, example_inputs).graphs
+def program_of(model: nn.Module, example_inputs: object) -> Program:
+    """Return the graphs that a model runs, or would run if it were captured, with the model."""
+    return Program(model) if record_of(model) is not None else api.capture(model, example_inputs)

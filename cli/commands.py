@@ -22,6 +22,7 @@ from .interrupts import noting_interrupts, stop_if_interrupted
 from .prechecks import (
     check_cold,
     check_name,
+    check_picture,
     check_pipeline,
     check_read,
     check_tolerance,
@@ -65,7 +66,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="MODEL is package.module:factory or path/to/file.py:factory, with example_inputs() beside the factory, a "
-    "file saved by fxopt, a .pt2 file, or, with --trust all, a pickled model.",
+    "configuration such as transformers:BertConfig, a file saved by fxopt, a .pt2 file, or, with --trust all, a "
+    "pickled model. Example: fxopt inspect transformers:BertConfig",
 )
 
 
@@ -76,8 +78,21 @@ class PhaseOption(StrEnum):
     EVAL = "eval"
 
 
+class FormatOption(StrEnum):
+    """How graphs are written for other tools."""
+
+    DOT = "dot"
+    MERMAID = "mermaid"
+    JSON = "json"
+    MODEL_EXPLORER = "model-explorer"
+
+
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="package.module:factory, file.py:factory, or a file with a model.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="package.module:factory, file.py:factory, transformers:NAMEConfig, or a file with a model.",
+    ),
 ]
 Passes = Annotated[
     str | None,
@@ -100,6 +115,7 @@ Trust = Annotated[
         metavar="PACKAGE", help="Allow a saved MODEL to import this package; all: any code. May be given again."
     ),
 ]
+Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the graphs here.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 
 
@@ -137,7 +153,7 @@ def common(
     """Hold the options that stand before the command."""
 
 
-@app.command()
+@app.command(epilog="Example: fxopt optimize transformers:BertConfig -o bert.fxopt --report bert.html")
 def optimize(
     model: Model,
     passes: Passes = None,
@@ -158,10 +174,7 @@ def optimize(
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Optimize a model and report what was done.
-
-    Example: fxopt optimize zoo.models:heads -p 'fuse_ensembles{lowering=bmm}' -o heads.fxopt
-    """
+    """Optimize a model and report what was done."""
     check_pipeline(passes)
     check_cold(cold, measure)
     check_written("-o", output, model)
@@ -190,7 +203,7 @@ def optimize(
     stop_if_interrupted()
     if output is not None:
         api.save(fast, output, factory=factory)
-    _tell(fast, save_plan, report, as_json)
+    _tell(fast, example_inputs, save_plan, report, as_json)
 
 
 def _check_values(passes: str | None, time_budget: str | None) -> None:
@@ -203,7 +216,7 @@ def _check_values(passes: str | None, time_budget: str | None) -> None:
         parse(passes)
 
 
-@app.command()
+@app.command(epilog="Example: fxopt export bert.fxopt --trust transformers -o bert.pt2")
 def export(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the .pt2 file here.")],
@@ -213,10 +226,7 @@ def export(
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Export a model in evaluation mode as a .pt2 file, which runs without the model's code.
-
-    Example: fxopt export heads.fxopt --trust zoo --inputs inputs.safetensors -o heads.pt2
-    """
+    """Export a model in evaluation mode as a .pt2 file, which runs without the model's code."""
     check_written("-o", output, model, suffix=".pt2")
     check_read(model, weights=weights, inputs=inputs)
     from .. import api
@@ -226,7 +236,7 @@ def export(
     _show({"path": str(output)} if as_json else f"wrote {output}, equal to the model\n", as_json)
 
 
-@app.command()
+@app.command(epilog="Example: fxopt inspect transformers:ViTConfig --html vit.html")
 def inspect(
     model: Model,
     weights: Weights = None,
@@ -234,59 +244,61 @@ def inspect(
     graph: Annotated[
         str | None, typer.Option(metavar="NAME", help="Print the graph of this module; (root) is the model itself.")
     ] = None,
+    html: Html = None,
+    form: Annotated[FormatOption | None, typer.Option("--format", help="Print all graphs in this format.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write what --format gives here.")
+    ] = None,
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Show which modules can be captured, and what was done to a saved model.
-
-    Example: fxopt inspect zoo.models:heads --graph heads.0
-    """
+    """Show which modules can be captured, and what was done to a saved model."""
     check_read(model, weights=weights, inputs=inputs)
-    from .. import api
-    from ..errors import UsageError, did_you_mean
-    from ..reporting.inspection import inspection, inspection_json
-    from ..runtime.record import record_of
-    from .arguments import graphs_of
+    check_picture(model, form, output, html, graph=graph, as_json=as_json)
+    from .pictures import inspected, one_graph, write_format
 
     opened, example_inputs = _open(model, weights, inputs, trust)
     if graph is not None:
-        graphs = {name or "(root)": found for name, found in graphs_of(opened, example_inputs).items()}
-        name = graph or "(root)"
-        if name not in graphs:
-            raise UsageError(f"no graph for module {graph!r}{did_you_mean(name, graphs)}")
-        return _show({"graph": str(graphs[name])} if as_json else f"{graphs[name]}\n", as_json)
-    if record_of(opened) is not None:
-        report = api.report(opened)
-        return _show(report.to_json() if as_json else report.table(), as_json)
-    program = api.capture(opened, example_inputs)
-    return _show(inspection_json(program) if as_json else inspection(program), as_json)
+        text = one_graph(opened, example_inputs, graph)
+        return _show({"graph": text} if as_json else f"{text}\n", as_json)
+    found = inspected(opened, example_inputs, costs=html is not None or form is not None)
+    if html is not None:
+        found.write_page(html)
+    if form is not None:
+        text = write_format(found.picture(), form, output)
+        if output is None:
+            return _show(text)
+    return _show(found.to_json() if as_json else found.text(), as_json)
 
 
-@app.command()
+@app.command(epilog="Example: fxopt diff transformers:BertConfig bert.fxopt --trust transformers --html changes.html")
 def diff(
     a: Model,
     b: Model,
     weights: BothWeights = None,
     inputs: Inputs = None,
+    html: Html = None,
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the graphs of two models; exit with 1 if they differ.
-
-    Example: fxopt diff zoo.models:heads heads.fxopt --trust zoo
-    """
+    """Compare the graphs of two models; exit with 1 if they differ."""
     check_read(a, b, weights=weights, inputs=inputs)
+    check_written("--html", html, a, b)
     from ..reporting.diff import diff_graphs
-    from .arguments import graphs_of, weights_of_both
+    from .arguments import program_of, weights_of_both
+    from .pictures import write_comparison
 
     state = weights_of_both(a, b, weights)
-    found = [graphs_of(*_open(model, state[model], inputs, trust)) for model in (a, b)]
-    text = diff_graphs(*({name: str(graph) for name, graph in graphs.items()} for graphs in found))
+    before, after = (program_of(*_open(model, state[model], inputs, trust)) for model in (a, b))
+    graphs = [{name: str(graph) for name, graph in each.graphs.items()} for each in (before, after)]
+    text = diff_graphs(*graphs)
+    if html is not None:
+        write_comparison(html, f"{a} and {b}", before, after, text)
     _show({"equal": not text, "diff": text} if as_json else text or "no difference\n", as_json)
     raise typer.Exit(1 if text else 0)
 
 
-@app.command()
+@app.command(epilog="Example: fxopt verify transformers:BertConfig bert.fxopt --trust transformers")
 def verify(
     a: Model,
     b: Model,
@@ -303,7 +315,7 @@ def verify(
 ) -> None:
     """Run two models on the same inputs and compare their results, in float64 too; exit with 1 if they differ.
 
-    The inputs of A are used; if A has none, those of B. Example: fxopt verify zoo.models:heads heads.fxopt --trust zoo
+    The inputs of A are used; if A has none, those of B.
     """
     check_tolerance(tolerance)
     check_read(a, b, weights=weights, inputs=inputs)
@@ -327,17 +339,14 @@ def verify(
     raise typer.Exit(0 if comparison.equal else 1)
 
 
-@app.command()
+@app.command(epilog="Example: fxopt passes fuse_ensembles")
 def passes(
     name: Annotated[
         str | None, typer.Argument(metavar="PASS", help="Describe this pass or preset.", autocompletion=complete_name)
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the passes and presets, or describe one.
-
-    Example: fxopt passes fuse_ensembles
-    """
+    """List the passes and presets, or describe one."""
     name = check_name(name)
     if as_json or name not in (None, *PRESETS) or entry_points():
         from ..reporting.catalogue import catalogue, catalogue_json
@@ -347,12 +356,9 @@ def passes(
         _show(listing(name, own_summaries()))
 
 
-@app.command()
+@app.command(epilog="Example: fxopt doctor --json")
 def doctor(as_json: Json = False) -> None:
-    """Check the installation; exit with 1 if something that fxopt needs is missing.
-
-    Example: fxopt doctor --json
-    """
+    """Check the installation; exit with 1 if something that fxopt needs is missing."""
     from ..reporting.environment import checks
 
     found = checks()
@@ -361,15 +367,12 @@ def doctor(as_json: Json = False) -> None:
     raise typer.Exit(0 if all(check.ok for check in found) else 1)
 
 
-@app.command()
+@app.command(epilog="Example: fxopt cache --clear")
 def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all that are kept.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show how many decisions of earlier runs are kept for models that are optimized again, or remove them.
-
-    Example: fxopt cache --clear
-    """
+    """Show how many decisions of earlier runs are kept for models that are optimized again, or remove them."""
     from ..decision_files import DecisionFiles
     from ..settings import current
     from ..storage import byte_text
@@ -385,7 +388,7 @@ def cache(
         _show(f"{'removed' if clear else 'cached'} decisions: {count}, {byte_text(size)} in {folder}\n")
 
 
-@app.command()
+@app.command(epilog="Example: fxopt demo --compile")
 def demo(
     compile_: Annotated[bool, typer.Option("--compile", help="Also time torch.compile; this takes a minute.")] = False,
     heads: Annotated[int, typer.Option(min=1, help="Members of the ensemble.")] = 128,
@@ -393,10 +396,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
     as_json: Json = False,
 ) -> None:
-    """Make an ensemble of 128 heads faster, and show that nothing else changed.
-
-    Example: fxopt demo --compile
-    """
+    """Make an ensemble of 128 heads faster, and show that nothing else changed."""
     from ..demo import Demo
 
     result = Demo(heads, batch, steps, compile_, show=_hide if as_json else _show).run()
@@ -431,11 +431,11 @@ def _preset_for(model: nn.Module, phase: PhaseOption | None) -> str:
     return "training" if model.training else "inference"
 
 
-def _tell(fast: nn.Module, plan: Path | None, report: Path | None, as_json: bool) -> None:
-    """Write and print what was done to a model."""
+def _tell(fast: nn.Module, inputs: object, plan: Path | None, report: Path | None, as_json: bool) -> None:
+    """Write and print what was done to a model; a page also has what its nodes cost on the example inputs."""
     from .. import api
 
-    done = api.report(fast)
+    done = api.report(fast, None if report is None else inputs)
     if plan is not None:
         api.plan(fast).save(plan)
     if report is not None:

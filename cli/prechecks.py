@@ -6,13 +6,14 @@ import json
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 from ..errors import InputError, UsageError, did_you_mean
 from ..known_passes import PRESETS, check_names, pass_names
 
 __all__ = [
-    "check_cold", "check_name", "check_pipeline", "check_read", "check_tolerance", "check_written", "complete_name",
-    "complete_pipeline",
+    "check_cold", "check_name", "check_picture", "check_pipeline", "check_read", "check_tolerance", "check_written",
+    "complete_name", "complete_pipeline", "times_beside",
 ]  # fmt: skip
 
 _MARKS = ("manifest.json", "archive_format")
@@ -64,11 +65,11 @@ def _check_model(model: str) -> None:
         raise UsageError(f"{model!r}: there is no file {place}.py")
 
 
-def check_written(option: str, path: Path | None, *models: str, suffix: str = "") -> None:
+def check_written(option: str, path: Path | None, *models: str, suffix: str = "", kind: str = "") -> None:
     """Raise `InputError` unless what an option names can be written, and none of the `models` that are read is lost."""
     if path is None:
         return
-    example, kind, is_one = _WRITTEN[option]
+    example, kind, is_one = _WRITTEN[kind or option]
     if path.is_dir():
         raise InputError(f"{option} {path} is a folder; name a file in it, as {path / example}")
     if not path.parent.is_dir():
@@ -80,6 +81,27 @@ def check_written(option: str, path: Path | None, *models: str, suffix: str = ""
         raise InputError(f"{option} {path} is the model that is read; write to another file")
     if path.exists() and not is_one(path):
         raise InputError(f"{option} {path} is there and is no {kind}; it is not overwritten: write to another file")
+
+
+def check_picture(
+    model: str, form: str | None, output: Path | None, html: Path | None, *, graph: str | None, as_json: bool
+) -> None:
+    """Raise `UsageError` for options of `inspect` that contradict each other, `InputError` where nothing is written."""
+    if output is not None and form is None:
+        raise UsageError("-o needs a format, as --format dot; --html writes a page")
+    if graph is not None and (form is not None or html is not None):
+        raise UsageError("--graph prints one graph, --format and --html show all; leave --graph out")
+    if as_json and form is not None and output is None:
+        raise UsageError("--json and --format both say what is printed; leave one out, or add -o FILE")
+    check_written("--html", html, model)
+    check_written("-o", output, model, kind="picture")
+    if output is not None and form == "model-explorer":
+        check_written("-o", times_beside(output), model, kind="picture")
+
+
+def times_beside(path: Path) -> Path:
+    """Return where the times of nodes are written, for the file of a model that Model Explorer shows."""
+    return path.with_name(f"{path.stem}.time.json")
 
 
 def check_cold(cold: bool, measure: bool | None) -> None:
@@ -120,12 +142,29 @@ def _is_report(path: Path) -> bool:
         return False
 
 
+def _is_picture(path: Path) -> bool:
+    try:
+        text = path.read_text(encoding="utf-8")
+        if text.startswith(("digraph ", "flowchart TD\n")):
+            return True
+        found: object = json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        return False
+    if not isinstance(found, dict):
+        return False
+    kept = cast("dict[str, object]", found)
+    times = [isinstance(each, dict) and "gradient" in each for each in kept.values()]
+    return "graphs" in kept or (bool(times) and all(times))
+
+
 _WRITTEN: dict[str, tuple[str, str, Callable[[Path], bool]]] = {
     "-o": ("model.fxopt", "saved model", _is_saved_model),
     "--save-plan": ("plan.json", "plan", _is_plan),
     "--report": ("report.html", "report", _is_report),
+    "--html": ("graphs.html", "page of fxopt", _is_report),
+    "picture": ("graphs.dot", "picture of fxopt", _is_picture),
 }
-"""Option -> a name for what it writes, what that is, and whether a file is one."""
+"""Option, or kind of file -> a name for what it writes, what that is, and whether a file is one."""
 
 
 def complete_name(incomplete: str) -> list[str]:

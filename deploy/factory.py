@@ -15,6 +15,7 @@ from typing import Any, cast
 from torch import nn
 
 from ..errors import InputError, UsageError, did_you_mean, one_line
+from .configurations import is_configuration, model_of_configuration
 
 __all__ = [
     "build_model", "find_factory", "import_module", "importable", "is_trusted", "module_of", "name_class", "owner_of",
@@ -36,17 +37,28 @@ def find_factory(spec: str) -> Callable[[], object]:
         raise UsageError(f"{spec!r} is of type {type(found).__name__}, not a function or class that builds a model")
     missing = _required_parameters(found)
     if missing:
-        raise UsageError(f"{spec!r} needs arguments ({', '.join(missing)}); name a function that needs none")
+        configuration: Any = getattr(found, "config_class", None)
+        other = (
+            f"its configuration, {module_name}:{configuration.__name__}"
+            if configuration
+            else "a function that needs none"
+        )
+        raise UsageError(f"{spec!r} needs arguments ({', '.join(missing)}); name {other}")
     return found
 
 
 def build_model(spec: str) -> nn.Module:
-    """Return the model that a factory builds; raise `InputError` if it raises or returns something else."""
+    """Return the model that a factory builds, or that of the configuration of `transformers` that it returns.
+
+    Raises `InputError` if it raises or returns something else.
+    """
     factory = find_factory(spec)
     try:
         model = factory()
     except (Exception, SystemExit) as error:
         raise InputError(f"{spec!r} raised {type(error).__name__}: {one_line(error)}") from error
+    if is_configuration(model):
+        return model_of_configuration(model)
     if not isinstance(model, nn.Module):
         raise InputError(f"{spec!r} returned {type(model).__name__}, expected a torch.nn.Module")
     return model

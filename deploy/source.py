@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, one_line
 from ..settings import weights_only
+from .configurations import inputs_for
 from .factory import import_module, module_of
 
 __all__ = ["inputs_beside", "load_weights", "read_inputs"]
@@ -21,11 +22,14 @@ BESIDE = "example_inputs"
 _PICKLES = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 
 
-def inputs_beside(spec: str) -> object:
-    """Return what `example_inputs()` in the factory's module returns, None if there is no such function."""
+def inputs_beside(spec: str, model: nn.Module | None = None) -> object:
+    """Return what `example_inputs()` in the factory's module returns.
+
+    Without such a function, return inputs drawn for a `model` of `transformers`, or None.
+    """
     function: Any = getattr(import_module(module_of(spec)), BESIDE, None)
     if function is None:
-        return None
+        return None if model is None else inputs_for(model)
     try:
         return function() if callable(function) else function
     except (Exception, SystemExit) as error:

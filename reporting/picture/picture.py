@@ -69,9 +69,11 @@ def picture_of(
     }
 
 
-def picture_of_programs(before: Program, after: Program | None = None) -> dict[str, Any]:
+def picture_of_programs(
+    before: Program, after: Program | None = None, profile: Profile | None = None
+) -> dict[str, Any]:
     """Return the same of a model that no pass has rewritten, or of two that are compared: as if a pass had made the
-    second of the first.
+    second of the first. A profile says what the nodes of the one model cost.
     """
     graphs, second = _Graphs(), (after or before).graphs
     first = before.graphs
@@ -86,6 +88,7 @@ def picture_of_programs(before: Program, after: Program | None = None) -> dict[s
         "versions": {"fxopt": VERSION, "torch": str(torch.__version__)},
         "passes": [] if after is None else [difference],
         "opaque": [[each.name, each.location or "", each.reason] for each in before.opaque.values()],
+        **({} if profile is None else {"costs": _costs(profile, profile)}),
     }
 
 

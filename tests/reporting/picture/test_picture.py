@@ -67,7 +67,7 @@ def test_decisions_are_in_their_places(fast: nn.Module):
     sites = fxopt.report(fast).picture()["sites"]
     found = {site["pass"]: site for site in sites if site["status"] == "applied"}
     assert found["fold_batchnorm"]["graph"] == "stem"
-    assert isinstance(found["fuse_ensembles"]["precision_error"], float)
+    assert found["fuse_ensembles"]["nodes"] and isinstance(found["fuse_ensembles"]["precision_error"], float)
 
 
 def test_costs_are_those_of_both_models(fast: nn.Module, inputs: torch.Tensor):
