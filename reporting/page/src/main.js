@@ -24,7 +24,7 @@ class Page {
     this.layout = new Layout();
     this.state = {
       from: 0, to: picture.stages, open: new Set(), all: false, heat: "none", picked: undefined, tab: "passes",
-      status: "", panes: innerWidth < 760 ? "after" : "both", step: false,
+      status: "", panes: innerWidth < 760 || !picture.stages ? "after" : "both", step: false,
     };
     this.build(root);
     this.view = new View(this.parts.panes, {
