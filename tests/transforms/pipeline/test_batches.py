@@ -84,8 +84,9 @@ def of_schedule(schedule: str) -> dict[str, float]:
     torch.manual_seed(1)
     batch, target = padded(), torch.randint(3, 50, (ROWS, 7))
     rows = [{name: tensor[number : number + 1] for name, tensor in batch.items()} for number in range(2)]
+    full = {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
     model = gpt2()
-    fast = staged(model, f"schedule={schedule},microbatches={ROWS}", [batch, *rows])
+    fast = staged(model, f"schedule={schedule},microbatches={ROWS}", [batch, full])
     return {
         "one padded row": apart(fast, model, batch, target),
         "evaluated padded": evaluated(fast, model, batch),
