@@ -58,14 +58,14 @@ class Layout:
             if isinstance(node.target, Holds):
                 node.target.forget_unreadable()
 
-    def tensors(self, model: nn.Module) -> dict[int, dict[int, Tensor]]:
-        """Return, by stage, the parameters and buffers that it needs, by id."""
+    def tensors(self, model: nn.Module, parts: Sequence[StagePart] | None = None) -> dict[int, dict[int, Tensor]]:
+        """Return, by stage, the parameters and buffers that it needs, by id; of some `parts`, or of all."""
         everywhere = {node for node in self.repeated if node.op in ("get_attr", "call_module")}
         return {
             part.number: {
                 id(tensor): tensor for node in (*part.nodes, *everywhere) for tensor in _tensors_of(node, model)
             }
-            for part in self.parts
+            for part in (self.parts if parts is None else parts)
         }
 
     def called(self, model: nn.Module) -> dict[nn.Module, set[int]]:

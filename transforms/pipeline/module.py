@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, distributed, fx, nn
 
 from ...compat import modules_by_name
-from ...errors import FxoptError, UsageError
+from ...errors import FxoptError, GuardError, UsageError
 from ...layers.sync_batch_norm import BATCH_NORMS
 from ...runtime.values import map_tensors, tensors_within
 from ...tracing.examples import Inputs, normalize_inputs
@@ -17,11 +18,12 @@ from ...tracing.isolation import preserved
 from .layout import Layout
 from .part import Placement, RankPart
 from .running import Feed, Forms, Relay, StageModule, Ways
+from .together import Together
 
 __all__ = ["PipelineModule", "Schedule", "check_norms", "divided", "rows_of"]
 
 
-Schedule = Literal["1f1b", "gpipe", "interleaved"]
+Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v"]
 """The order of forwards and backwards; classes of `torch.distributed.pipelining` run them."""
 
 Loss = Callable[[Any, Any], Tensor]
@@ -36,16 +38,19 @@ class PipelineModule(RankPart):
     """One rank's stages of a model: `step` trains all stages together, a call evaluates them."""
 
     def __init__(self, model: nn.Module, layouts: Sequence[Layout], schedule: Schedule, microbatches: int) -> None:
-        placement = Placement.of(model, layouts)
+        placement = Placement.of(model, layouts, turns=schedule == "zero_bubble_v")
         super().__init__(model, placement)
         for layout in layouts:
             layout.forget_unreadable()
         self._count, self._schedule, self._microbatches = len(layouts[0].parts), schedule, microbatches
-        self._placement = placement
-        self._feed, self._prepared = Feed(), dict[Any, _Prepared]()
+        self._placement, self._together = placement, Together()
+        self._feed, self._prepared, self._unfit = Feed(), dict[Any, _Prepared](), defaultdict[Any, dict[int, str]](dict)
         self._ways = Ways(layouts, model)
         self.stages = placement.own
-        vars(self)["_runs"] = {number: StageModule(layouts, number, model, self._feed) for number in self.stages}
+        halves = schedule in ("zero_bubble", "zero_bubble_v")
+        vars(self)["_runs"] = {
+            number: StageModule(layouts, number, model, self._feed, halves=halves) for number in self.stages
+        }
 
     @property
     def stage(self) -> int:
@@ -70,17 +75,16 @@ class PipelineModule(RankPart):
             GuardError: the batch is of another kind than the example inputs.
         """
         calls, failed = self._divided(batch, target)
-        if not self._prepared:
-            self._agree(calls, failed)
-        if failed is not None:
-            raise failed
-        schedule, self._feed.plain = self._ready(calls[0])
+        self._together.agree(failed, self._given(*calls[:1]))
+        schedule, self._feed.plain = self._ready(calls)
         self._loss, self._scale = loss, len(calls) if reduction == "mean" else 1
         losses: list[Tensor] = []
         numbers = torch.arange(len(calls))
         with self._placement.synchronised(), torch.enable_grad():
             schedule.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
+        error, self._feed.error = self._feed.error, None
         self._feed.ways, self._feed.targets = (), ()
+        self._together.raise_any(error, "; the gradients of this step are incomplete: zero them before the next one")
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for each in losses:
             total += each.detach()
@@ -106,39 +110,50 @@ class PipelineModule(RankPart):
             check_norms(self._whole)
             calls = divided(call, self._microbatches)
             self._feed.targets = divided_target(target, rows_of(call), len(calls))
-            self._feed.ways = [self._ways.of(self._here(each)) for each in calls]
+            self._feed.ways = [self._way(each) for each in calls]
         except FxoptError as error:
             return (), error
         return calls, None
 
-    def _agree(self, calls: Sequence[Inputs], failed: FxoptError | None) -> None:
-        """Raise UsageError, before the first step, where another rank was given something else."""
-        everyone: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, (None if failed is None else str(failed), list(map(_form, calls[:1]))))
-        for rank, (message, form) in enumerate(everyone):
-            if message is not None and failed is None:
-                raise UsageError(f"rank {rank} cannot take its batch: {message}")
-            if message is None and failed is None and form != everyone[0][1]:
-                raise UsageError(
-                    f"rank {rank} was given a batch of another form than rank 0; all stages take the same batch: the "
-                    "ranks of one pipeline need no DistributedSampler"
-                )
+    def _way(self, call: Inputs) -> tuple[int, dict[fx.Node, Any]]:
+        """Return the way of a call among those that are not known to be unfit for calls of its form."""
+        unfit = self._unfit[_form(call), self.training]
+        try:
+            return self._ways.of(self._here(call), unfit)
+        except GuardError:
+            unfit.clear()  # it may have been for data
+            raise
 
-    def _ready(self, call: Inputs) -> _Prepared:
+    def _given(self, *calls: Inputs) -> object:
+        """Return what has to be the same on all ranks."""
+        return list(map(_form, calls)), [way for way, _ in self._feed.ways], self.training
+
+    def _ready(self, calls: Sequence[Inputs]) -> _Prepared:
         """Return the schedule for batches of a form; the first one of a form goes through all stages once before."""
-        ways = [way for way, _ in self._feed.ways]
-        key = (_form(call), frozenset(ways), self.training)
-        if key not in self._prepared:
-            self._prepared[key] = self._prepare([ways.index(way) for way in sorted(set(ways))])
-        return self._prepared[key]
+        while True:
+            ways = [way for way, _ in self._feed.ways]
+            key = (_form(calls[0]), frozenset(ways), self.training)
+            if key not in self._prepared:
+                first = {way: ways.index(way) for way in sorted(set(ways))}
+                self._feed.plain = {}
+                with preserved(self._whole), torch.enable_grad():
+                    seen = {number: self._relayed(calls[number], number) for number in first.values()}
+                if None in seen.values():
+                    self._feed.ways = [self._way(each) for each in calls]
+                    continue
+                self._prepared[key] = self._prepare([each for each in seen.values() if each is not None])
+            return self._prepared[key]
 
-    def _prepare(self, numbers: Sequence[int]) -> _Prepared:
-        """Send one microbatch of each way through all stages, to learn what crosses, and return the schedule."""
-        self._feed.plain = {}
-        seen: list[dict[int, Forms]] = []
-        for number in numbers:
-            with preserved(self._whole), torch.enable_grad():
-                seen.append(self._relay.run(number))
+    def _relayed(self, call: Inputs, number: int) -> dict[int, Forms] | None:
+        """Send a microbatch through all stages; return what crosses, or None where another way has to be tried."""
+        try:
+            return self._relay.run(number)
+        except GuardError as error:  # a check of sizes that only a stage knows
+            self._unfit[_form(call), self.training][self._feed.ways[number][0]] = str(error)
+            return None
+
+    def _prepare(self, seen: Sequence[dict[int, Forms]]) -> _Prepared:
+        """Return the schedule for what crosses on each way."""
         self._feed.results.clear()
         forms, count, loss_form = seen[0], self._count, (torch.empty((), device="meta"),)
         crossing = [{k: [(t.shape, t.dtype, t.requires_grad) for t in each[k]] for k in each} for each in seen]
@@ -149,35 +164,46 @@ class PipelineModule(RankPart):
             )
         from torch.distributed import pipelining  # it brings torch's compiler along: only where it is used
 
+        for number, run in self._runs.items():
+            run.sent = forms.get(number + 1, loss_form)
         stages = [
-            pipelining.PipelineStage(
-                run, number, count, self._device, input_args=forms[number], output_args=forms.get(number + 1, loss_form)
-            )
+            pipelining.PipelineStage(run, number, count, self._device, input_args=forms[number], output_args=run.sent)
             for number, run in self._runs.items()
         ]
         classes = {
             "1f1b": pipelining.Schedule1F1B,
             "gpipe": pipelining.ScheduleGPipe,
             "interleaved": pipelining.ScheduleInterleaved1F1B,
+            "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+            "zero_bubble_v": pipelining.ScheduleZBVZeroBubble,
         }
         # The loss is divided: torch would divide all gradients, those of earlier steps, too, and tied ones twice.
-        given: Any = stages if self._schedule == "interleaved" else stages[0]
+        given: Any = stages[0] if self._schedule in ("1f1b", "gpipe") else stages
         schedule: Any = classes[self._schedule]
         made = schedule(given, n_microbatches=self._microbatches, loss_fn=self._loss_of, scale_grads=False)
         return made, dict(self._feed.plain)
 
     def _loss_of(self, _: Any, number: Tensor) -> Tensor:
-        result = self._feed.results.pop(int(number))
-        return self._loss(result, self._feed.targets[int(number)]) / self._scale
+        try:
+            return self._loss(self._feed.results.pop(int(number)), self._feed.targets[int(number)]) / self._scale
+        except Exception as error:  # raised after the step, for which the other ranks wait; or the model's came before
+            self._feed.error = self._feed.error or error
+            return torch.zeros((), device=self._device, requires_grad=True)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return on every rank what the model returns, without gradients; all ranks call this with the same batch."""
-        call = _one_call(Inputs(*args, **kwargs))
-        with torch.no_grad():
-            self._feed.ways, self._feed.plain = [self._ways.of(self._here(call))], {}
-            self._relay.run(0)
+        call, seen = _one_call(Inputs(*args, **kwargs)), None
+        while seen is None:
+            failed, self._feed.ways, self._feed.plain = None, (), {}
+            try:
+                self._feed.ways = [self._way(call)]
+            except FxoptError as error:
+                failed = error
+            self._together.agree(failed, self._given(call))
+            with torch.no_grad():
+                seen = self._relayed(call, 0)
         results = [map_tensors(lambda tensor: tensor.cpu(), self._feed.results.pop(0, None))]
         distributed.broadcast_object_list(results, src=self._last_rank)
         return self._here(results[0])
@@ -190,11 +216,11 @@ class PipelineModule(RankPart):
 
     @property
     def _relay(self) -> Relay:
-        return Relay(self._runs, self._count, self._device)
+        return Relay(self._runs, self._placement.rank_of, self._device, self._together)
 
     @property
     def _last_rank(self) -> int:
-        return (self._count - 1) % distributed.get_world_size()
+        return self._placement.rank_of[-1]
 
 
 def _form(call: Inputs) -> tuple[Any, ...]:

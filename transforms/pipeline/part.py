@@ -46,15 +46,17 @@ class Tied:
 class Placement:
     """This rank's share of a model."""
 
+    rank_of: Sequence[int]  # by stage
     own: tuple[int, ...]  # its stages
     stages_of: Mapping[int, Collection[int]]  # id of a tensor -> the stages that need it
     called: Mapping[nn.Module, Collection[int]]  # module that is called -> by which stages
     tied: tuple[Tied, ...]  # the parameters that other ranks hold, too
 
     @classmethod
-    def of(cls, model: nn.Module, layouts: Sequence[Layout]) -> Placement:
-        """Return this rank's share; every rank calls this."""
-        rank, size = distributed.get_rank(), distributed.get_world_size()
+    def of(cls, model: nn.Module, layouts: Sequence[Layout], *, turns: bool = False) -> Placement:
+        """Return this rank's share; every rank calls this. `turns`: the second half of the stages goes back."""
+        rank, size, count = distributed.get_rank(), distributed.get_world_size(), len(layouts[0].parts)
+        rank_of = [count - 1 - stage if turns and stage >= size else stage % size for stage in range(count)]
         stages_of: dict[int, set[int]] = {}
         called: dict[nn.Module, set[int]] = {}
         for layout in layouts:
@@ -67,7 +69,7 @@ class Placement:
         for tensor in everything:
             stages_of.setdefault(id(tensor), {0})  # nothing reads it, but checkpoints have it
         shared = {
-            parameter: tuple(sorted({stage % size for stage in stages_of[id(parameter)]}))
+            parameter: tuple(sorted({rank_of[stage] for stage in stages_of[id(parameter)]}))
             for parameter in everything
             if isinstance(parameter, nn.Parameter)
         }
@@ -79,7 +81,8 @@ class Placement:
         for parameter, ranks in shared.items():
             if rank in ranks:
                 distributed.broadcast(parameter.detach(), src=ranks[0], group=groups[ranks])
-        return cls(tuple(range(rank, len(layouts[0].parts), size)), stages_of, called, tied)
+        own = tuple(stage for stage in range(count) if rank_of[stage] == rank)
+        return cls(rank_of, own, stages_of, called, tied)
 
     def free(self, model: nn.Module) -> None:
         """Take out of a model what no stage of this rank needs."""

@@ -37,8 +37,10 @@ class Pipeline(Pass):
         on each other, or whose forward could not be captured.
 
     Options:
-        stages: how many; by default one for each process, two with the schedule `interleaved`.
-        schedule: `1f1b`, `gpipe` or `interleaved`, of `torch.distributed.pipelining`.
+        stages: how many; by default one for each process, two with the schedules below that interleave.
+        schedule: `1f1b`, `gpipe`, or with several stages on each process `interleaved`, `zero_bubble` (it also divides
+            the backward) or `zero_bubble_v` (likewise, and the last stage is where the first one is), of
+            `torch.distributed.pipelining`.
         microbatches: how many a batch is divided into; by default two for each process.
         cost: what the stages are balanced by: `flops`, or `time` as measured on rank 0.
     """
@@ -53,7 +55,7 @@ class Pipeline(Pass):
     trains_by_call: ClassVar[bool] = False  # it has `.step`
 
     def check(self, model: nn.Module) -> None:
-        require_process_group(self.name, max(2, (self.stages or 2) // (2 if self.schedule == "interleaved" else 1)))
+        require_process_group(self.name, max(2, (self.stages or 2) // self._each))
         self._check_sizes(distributed.get_world_size())
         check_norms(model)
 
@@ -88,7 +90,12 @@ class Pipeline(Pass):
         return PipelineModule(model, layouts, self.schedule, self._microbatches(distributed.get_world_size()))
 
     def _stages(self, processes: int) -> int:
-        return self.stages or processes * (2 if self.schedule == "interleaved" else 1)
+        return self.stages or processes * self._each
+
+    @property
+    def _each(self) -> int:
+        """Return how many stages a process has, unless told."""
+        return 1 if self.schedule in ("1f1b", "gpipe") else 2
 
     def _microbatches(self, processes: int) -> int:
         return self.microbatches or 2 * processes
@@ -97,12 +104,17 @@ class Pipeline(Pass):
         stages, microbatches = self._stages(processes), self._microbatches(processes)
         if stages < 1 or microbatches < 1:
             raise UsageError("pass 'pipeline': give a positive number of stages and of microbatches")
-        if self.schedule == "interleaved" and (stages % processes or stages < 2 * processes):
+        if self.schedule == "zero_bubble_v" and stages != 2 * processes:
+            raise UsageError(
+                f"pass 'pipeline': {stages} stages do not fit schedule zero_bubble_v on {processes} processes; give "
+                f"stages={2 * processes}"
+            )
+        if self._each > 1 and (stages % processes or stages < 2 * processes):
             fits = f"a multiple of {processes}, at least {2 * processes}"
             raise UsageError(
                 f"pass 'pipeline': {stages} stages do not fit {processes} interleaved processes; give {fits}"
             )
-        if self.schedule != "interleaved" and stages != processes:
+        if self._each == 1 and stages != processes:
             raise UsageError(
                 f"pass 'pipeline': {stages} stages do not fit {processes} processes; run "
                 f"{launch_command(stages)}, or give stages={processes}"
@@ -112,7 +124,7 @@ class Pipeline(Pass):
                 f"pass 'pipeline': schedule 1f1b needs at least as many microbatches as stages: {stages}, not "
                 f"{microbatches}"
             )
-        if self.schedule == "interleaved" and microbatches % max(1, microbatches // processes):
+        if self.schedule in ("interleaved", "zero_bubble") and microbatches % max(1, microbatches // processes):
             raise UsageError(
                 f"pass 'pipeline': {microbatches} microbatches do not fit {processes} interleaved processes; give a "
                 f"multiple of {processes}"

@@ -116,6 +116,7 @@ def farthest(one: dict[str, Tensor], other: dict[str, Tensor], factor: float = 1
 
 CASES = (
     (roberta, "interleaved"), (gpt2, "1f1b"), (gpt2, "gpipe"), (resnet, "interleaved"), (frozen, "1f1b"),
+    (gpt2, "zero_bubble"), (resnet, "zero_bubble"), (gpt2, "zero_bubble_v"), (resnet, "zero_bubble_v"),
 )  # fmt: skip
 
 
@@ -313,6 +314,7 @@ def on_rank_refused() -> dict[str, str]:
         "norms": optimized("pipeline", frozen),
         "thawed": said(lambda: thawed.step(inputs, target, loss)),
         "no inputs": said(lambda: fxopt.optimize(made(resnet)[0], "pipeline")),
+        "turning": optimized("pipeline{stages=6,schedule=zero_bubble_v}"),
         "tiny": said(lambda: fxopt.optimize(nn.Linear(2, 2), "pipeline", example_inputs=torch.randn(4, 2))),
         "weights": optimized("pipeline", of_other_weights),
         "after all": str(float(fast.step(batch, target, loss)) > 0),
@@ -326,7 +328,8 @@ def on_rank_refused() -> dict[str, str]:
 def test_like_one_process_on_the_whole_batch(of_ranks: list[dict[str, Any]], make: Callable[[], Made], schedule: str):
     for rank, each in enumerate(of_ranks):
         found = each["trained"][f"{make.__name__} {schedule}"]
-        assert found["stages"] == ((rank, rank + 2) if schedule == "interleaved" else (rank,))
+        loop = (rank, rank + 2) if schedule in ("interleaved", "zero_bubble") else (rank,)
+        assert found["stages"] == ((rank, 3 - rank) if schedule == "zero_bubble_v" else loop)
         for name in ("loss", "gradients", "accumulated", "norm", "clipped", "trained", "evaluated"):
             assert found[name] < 1e-9, name
         assert found["has gradients"] and found["own"] and found["untouched"] == 0
@@ -369,6 +372,10 @@ def test_every_way_through_the_model_that_examples_show(of_ranks: list[dict[str,
         ("no batch", "UsageError: example_inputs is of type int"),
         ("stages", "UsageError: pass 'pipeline': 3 stages do not fit 2 processes; run `torchrun --nproc-per-node=3"),
         ("interleaved stages", "UsageError: pass 'pipeline': 3 stages do not fit 2 interleaved processes"),
+        (
+            "turning",
+            "UsageError: pass 'pipeline': 6 stages do not fit schedule zero_bubble_v on 2 processes; give stages",
+        ),
         ("microbatches", "UsageError: pass 'pipeline': schedule 1f1b needs at least as many microbatches as stages"),
         ("norms", "UsageError: 'down.0.norm' is a BatchNorm2d in training"),
         ("thawed", "UsageError: "),
