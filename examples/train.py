@@ -30,7 +30,6 @@ from rich.progress import track
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
-from transformers import ResNetConfig, ResNetForImageClassification
 
 import fxopt
 
@@ -48,6 +47,8 @@ Made = tuple[nn.Module, Dataset[tuple[Tensor, ...]]]
 
 def resnet() -> Made:
     """Return a small ResNet, and images for it."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
     sizes: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
     return ResNetForImageClassification(ResNetConfig(num_labels=CLASSES, **sizes)), images()
 
@@ -200,6 +201,12 @@ def join(backend: str) -> None:
     store, rank, size = next(distributed.rendezvous("env://", timeout=PATIENCE))
     fresh = distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     fresh.set_timeout(PATIENCE)
+    fresh.set(f"here/{rank}", "")
+    for other in range(size):
+        try:
+            fresh.wait([f"here/{other}"])
+        except RuntimeError as error:
+            raise SystemExit(f"rank {rank}: rank {other} did not start within {PATIENCE}") from error
     distributed.init_process_group(backend, timeout=PATIENCE, store=fresh, rank=rank, world_size=size)
 
 
@@ -213,7 +220,9 @@ def main(
         join("nccl" if torch.cuda.is_available() else "gloo")
     torch.backends.cudnn.benchmark = True
     several = joins and distributed.get_world_size() > 1
-    losses = train(make, ("distributed" if several else "training") if passes is None else passes, epochs, checkpoint)
+    with fxopt.ending_together():  # where one process fails, the others say which
+        chosen = ("distributed" if several else "training") if passes is None else passes
+        losses = train(make, chosen, epochs, checkpoint)
     if joins:
         gc.collect()  # the model goes before its process group, whose threads could wait for it for ever otherwise
         distributed.destroy_process_group()
