@@ -94,12 +94,11 @@ def happens_at(owner: Any, name: str, happens: str, call: int) -> None:
 def place(train: ModuleType, moment: str, rank: int) -> tuple[Any, str, int]:
     """Return the function that a moment is in, and in which of its calls."""
     from fxopt.passes import timing
-    from fxopt.passes.driver import run
     from fxopt.passes.pipeline import Ranks
 
     return {
         "restart": (train, "join", 1),
-        "capture": (run, "_captured", 1),
+        "capture": (fxopt.Program, "__init__", 1),
         "agreement": (Ranks, "exchange", 2),
         "timing": (timing, "time_candidates", 1),
         "finalize": (fxopt.Ddp, "finalize", 1),
