@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .layers.replica import no_sync
     from .operators import OpInfo, register_operator
     from .passes.contract import Pass
+    from .passes.pipeline import ending_together
     from .passes.rewriting import Edit, Match, Pattern, anything, either, module, operation
     from .passes.sites import Cause, Goal, Numerics, OwnForward, Phase, Refusal, Site
     from .reporting.exports import to_networkx
@@ -106,6 +107,7 @@ _PLACES = {
     "layers.replica": "no_sync",
     "operators": "OpInfo register_operator",
     "passes.contract": "Pass",
+    "passes.pipeline": "ending_together",
     "passes.rewriting": "Edit Match Pattern anything either module operation",
     "runtime.record": "Decision Plan",
     "runtime.state": "Concatenate Mask Rename Select Stack StateStep",
@@ -137,10 +139,10 @@ __all__ = [
     "Phase", "Pipeline", "PipelineError", "Plan", "PlanError", "Program", "Prune", "Qat", "Quantize", "Refusal",
     "Release", "Rename", "Report", "Select", "Site", "SparseMessagePassing", "Stack", "StateError", "StateStep",
     "StateWarning", "SwapKernels", "SyncBatchnorm", "TensorParallel", "UnverifiedWarning", "UsageError",
-    "VerificationError", "__version__", "anything", "capture", "either", "element_wise", "export", "graphs",
-    "list_passes", "load", "load_state_dict", "module", "no_sync", "operation", "optimize", "plan", "recording",
-    "refresh", "register_operator", "report", "restore", "save", "save_compact", "state_dict", "to_networkx",
-    "translate_optimizer", "translate_state",
+    "VerificationError", "__version__", "anything", "capture", "either", "element_wise", "ending_together",
+    "export", "graphs", "list_passes", "load", "load_state_dict", "module", "no_sync", "operation", "optimize", "plan",
+    "recording", "refresh", "register_operator", "report", "restore", "save", "save_compact", "state_dict",
+    "to_networkx", "translate_optimizer", "translate_state",
 ]  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
-    "BatchNorm", "after_backward", "after_forward", "before_forward", "broadcast_together", "shard_again",
-    "shared_store", "sync_batch_norm",
+    "BatchNorm", "after_backward", "after_forward", "before_forward", "broadcast_together", "is_of_a_collective",
+    "shard_again", "shared_store", "sync_batch_norm",
 ]  # fmt: skip
 
 
@@ -47,6 +47,11 @@ def broadcast_together(tensors: Sequence[Tensor]) -> None:
     if tensors:
         detached = [tensor.detach() for tensor in tensors]
         cast("Any", distributed)._broadcast_coalesced(distributed.group.WORLD, detached, _MESSAGE_BYTES, 0)
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Say whether torch raised an error because another rank took no part in an operation; gloo's have no type."""
+    return isinstance(error, distributed.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 def shard_again(module: nn.Module) -> None:

@@ -2,6 +2,9 @@
 
     python examples/train.py
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train.py --checkpoint /tmp/resnet.pt
+    python -m torch.distributed.launch --nproc-per-node 2 examples/train.py
+    srun --ntasks 2 python examples/train.py          (with MASTER_ADDR and MASTER_PORT)
+    python examples/train.py --model mine:made        (a model and data of your own)
 
 Everything that a training script holds meets the optimized model here: a `DistributedSampler` with an uneven last
 batch, pinned memory, gradient accumulation without needless synchronization, a learning-rate schedule, a `GradScaler`
@@ -15,7 +18,8 @@ import argparse
 import gc
 import math
 import os
-from collections.abc import Iterator
+import pkgutil
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -25,8 +29,7 @@ import torch
 from rich.progress import track
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from transformers import ResNetConfig, ResNetForImageClassification
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import fxopt
 
@@ -38,11 +41,16 @@ PATIENCE = timedelta(minutes=2)
 """How long a process waits for another before it fails, and all start again: half an hour if nothing is said."""
 
 
-def plain_model() -> nn.Module:
-    """Return a small ResNet; the seed is the same in every process."""
-    torch.manual_seed(SEED)
+Made = tuple[nn.Module, Dataset[tuple[Tensor, ...]]]
+"""A model, and what it learns from: pairs of an input and the number of its class."""
+
+
+def resnet() -> Made:
+    """Return a small ResNet, and images for it."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
     sizes: dict[str, Any] = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
-    return ResNetForImageClassification(ResNetConfig(num_labels=CLASSES, **sizes))
+    return ResNetForImageClassification(ResNetConfig(num_labels=CLASSES, **sizes)), images()
 
 
 def images() -> TensorDataset:
@@ -60,21 +68,22 @@ class Training:
     """The model, what trains it, and how far it is.
 
     Args:
+        made: the model, and its data.
         passes: of fxopt, as a pipeline; "" trains the plain model.
         epochs: how many there will be, for the learning rate.
         checkpoint: the file to resume from, and to write to; None: neither.
     """
 
-    def __init__(self, passes: str, epochs: int, checkpoint: Path | None) -> None:
+    def __init__(self, made: Made, passes: str, epochs: int, checkpoint: Path | None) -> None:
         self.rank = distributed.get_rank() if distributed.is_initialized() else 0
         self.world = distributed.get_world_size() if distributed.is_initialized() else 1
-        self.device = torch.device("cuda", self.rank) if torch.cuda.is_available() else torch.device("cpu")
-        self.data = images()
+        self.device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+        model, self.data = made
         self.sampler = DistributedSampler(self.data, self.world, self.rank, seed=SEED)  # type: ignore[arg-type]
         on_gpu = self.device.type == "cuda"
         self.loader = DataLoader(self.data, batch_size=BATCH // self.world, sampler=self.sampler, pin_memory=on_gpu)
-        model = plain_model().to(self.device)
-        example = {"pixel_values": torch.zeros(BATCH // self.world, 3, 16, 16, device=self.device)}
+        model = model.to(self.device)
+        example = torch.stack([self.data[number][0] for number in range(BATCH // self.world)]).to(self.device)
         self.model = fxopt.optimize(model, passes, example_inputs=example) if passes else model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.batches = math.ceil(len(self.sampler) / (BATCH // self.world))
@@ -115,7 +124,8 @@ class Training:
     def loss(self, pictures: Tensor, labels: Tensor) -> Tensor:
         """Return the cross entropy."""
         with torch.autocast(self.device.type, torch.float16, enabled=self.scaler.is_enabled()):
-            return F.cross_entropy(self.model(pixel_values=pictures).logits, labels)
+            output = self.model(pictures)
+            return F.cross_entropy(getattr(output, "logits", output), labels)
 
     def step(self) -> None:
         """Change the weights, and the learning rate with them."""
@@ -167,33 +177,62 @@ class Training:
         self.total = totals[self.rank]
 
 
+def local_rank() -> int:
+    """Return the number of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def named_as_by_torchrun() -> None:
+    """Give the variables of a SLURM step the names that torchrun has for them, where it did not start this process."""
+    if "WORLD_SIZE" in os.environ or int(os.environ.get("SLURM_NTASKS", "1")) == 1:
+        return
+    names = {"RANK": "PROCID", "WORLD_SIZE": "NTASKS", "LOCAL_RANK": "LOCALID", "MASTER_ADDR": "LAUNCH_NODE_IPADDR"}
+    for name, of_slurm in names.items():
+        if name not in os.environ:
+            os.environ[name] = os.environ[f"SLURM_{of_slurm}"]
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 10000))
+
+
 def join(backend: str) -> None:
     """Initialize the process group; after a restart torchrun's store still holds the addresses of those that are gone.
 
     See issue 135712 of PyTorch. On several nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead.
     """
-    store, rank, size = next(distributed.rendezvous("env://"))
+    store, rank, size = next(distributed.rendezvous("env://", timeout=PATIENCE))
     fresh = distributed.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    fresh.set_timeout(PATIENCE)
+    fresh.set(f"here/{rank}", "")
+    for other in range(size):
+        try:
+            fresh.wait([f"here/{other}"])
+        except RuntimeError as error:
+            raise SystemExit(f"rank {rank}: rank {other} did not start within {PATIENCE}") from error
     distributed.init_process_group(backend, timeout=PATIENCE, store=fresh, rank=rank, world_size=size)
 
 
-def main(passes: str | None = None, epochs: int = 4, checkpoint: Path | None = None) -> list[float]:
+def main(
+    passes: str | None = None, epochs: int = 4, checkpoint: Path | None = None, make: Callable[[], Made] = resnet
+) -> list[float]:
     """Train, print and return the mean loss of each epoch that ran."""
-    under_torchrun = "WORLD_SIZE" in os.environ
-    if under_torchrun:
+    named_as_by_torchrun()
+    joins = "WORLD_SIZE" in os.environ
+    if joins:
         join("nccl" if torch.cuda.is_available() else "gloo")
     torch.backends.cudnn.benchmark = True
-    several = under_torchrun and distributed.get_world_size() > 1
-    losses = train(("distributed" if several else "training") if passes is None else passes, epochs, checkpoint)
-    if under_torchrun:
+    several = joins and distributed.get_world_size() > 1
+    with fxopt.ending_together():  # where one process fails, the others say which
+        chosen = ("distributed" if several else "training") if passes is None else passes
+        losses = train(make, chosen, epochs, checkpoint)
+    if joins:
         gc.collect()  # the model goes before its process group, whose threads could wait for it for ever otherwise
         distributed.destroy_process_group()
     return losses
 
 
-def train(passes: str, epochs: int, checkpoint: Path | None) -> list[float]:
+def train(make: Callable[[], Made], passes: str, epochs: int, checkpoint: Path | None) -> list[float]:
     """Train a new model; it is gone afterwards."""
-    training = Training(passes, epochs, checkpoint)
+    torch.manual_seed(SEED)  # the same in every process
+    training = Training(make(), passes, epochs, checkpoint)
     losses: list[float] = []
     while training.epoch < epochs:
         losses.append(training.run())
@@ -203,8 +242,19 @@ def train(passes: str, epochs: int, checkpoint: Path | None) -> list[float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--passes", help="of fxopt, as a pipeline; '' for the plain model")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--checkpoint", type=Path, help="written after each step, and resumed from if it is there")
-    main(**vars(parser.parse_args()))
+    parser.add_argument(
+        "--model", dest="make", type=pkgutil.resolve_name, default=resnet, metavar="PACKAGE:FACTORY",
+        help="a function without arguments, such as mine:made for `def made()` in mine.py. It returns (model, data): "
+        "an nn.Module, and a Dataset of pairs (input, number of the class); model(inputs) gives logits, or has .logits",
+    )  # fmt: skip
+    parser.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # torch.distributed.launch gives it
+    arguments = vars(parser.parse_args())
+    given = arguments.pop("local_rank")
+    if given is not None:
+        os.environ.setdefault("LOCAL_RANK", str(given))
+    main(**arguments)

@@ -9,19 +9,21 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from torch import distributed, nn
 
 from ...compat.distributed import shared_store
-from ...errors import BudgetError, FxoptError, InputError, PassError, StateError, UsageError
+from ...errors import BudgetError, FxoptError, InputError, PassError, StateError, UsageError, one_line
 from ...runtime.record import Decision, Plan
 from ...runtime.values import tensors_by_name
 from ..contract import Pass
 
-__all__ = ["Ranks", "heard_of_any", "on_all_ranks", "optimized_on_all", "ranks"]
+__all__ = ["Ranks", "heard_of_any", "named", "on_all_ranks", "optimized_on_all", "ranks"]
 
 T = TypeVar("T")
 _OF_THE_USER = {kind.__name__: kind for kind in (UsageError, BudgetError, InputError, StateError)}
@@ -36,6 +38,10 @@ class Store(Protocol):
 
     def get(self, key: str, /) -> bytes: ...
 
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def wait(self, keys: list[str], timeout: timedelta = ..., /) -> None: ...
+
 
 @dataclass
 class Ranks:
@@ -49,20 +55,25 @@ class Ranks:
     def exchange(self, mine: Any, judge: Callable[[Sequence[Any]], Any]) -> Any:
         """Return on all ranks what rank 0 makes of what all say, in JSON; UsageError where one is silent."""
         self.said += 1
-        self.store.set(f"{self.said}/{self.rank}", json.dumps(mine))
-        if self.rank == 0:
-            everyone = [json.loads(self._heard(f"{self.said}/{rank}", rank)) for rank in range(self.size)]
-            self.store.set(f"{self.said}/all", json.dumps(judge(everyone)))
-        return json.loads(self._heard(f"{self.said}/all", 0))
-
-    def _heard(self, key: str, rank: int) -> bytes:
         try:
-            return self.store.get(key)
+            self.store.set(f"{self.said}/{self.rank}", json.dumps(mine))
+            if self.rank == 0:
+                everyone = [json.loads(self.store.get(f"{self.said}/{rank}")) for rank in range(self.size)]
+                self.store.set(f"{self.said}/all", json.dumps(judge(everyone)))
+            return json.loads(self.store.get(f"{self.said}/all"))
         except RuntimeError as error:
+            what = one_line(error).partition(", keys")[0]
             raise UsageError(
-                f"rank {rank} did not answer ({str(error).splitlines()[0]}); where a process group is initialized, "
-                "every rank calls fxopt.optimize, with the same model and passes; one rank alone can repeat a plan"
+                f"{named(self._silent())} did not answer ({what}): killed, hangs, or never called "
+                "fxopt.optimize; where a process group is initialized, every rank calls it, with the same model and "
+                "passes; one rank alone can repeat a plan"
             ) from error
+
+    def _silent(self) -> list[int]:
+        """Return the ranks that others wait for; rank 0 where all have spoken, or where its store is gone."""
+        with suppress(RuntimeError):
+            return [r for r in range(self.size) if not self.store.check([f"{self.said}/{r}"])] or [0]
+        return [0]
 
 
 def ranks() -> Ranks | None:
@@ -102,6 +113,11 @@ def heard_of_any(ranks: Ranks | None, mine: str) -> str:
 
 def _first_failure(everyone: Sequence[str]) -> tuple[int, str] | None:
     return next(((rank, message) for rank, message in enumerate(everyone) if message), None)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return some ranks in words: `rank 1`, `ranks 1, 3`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 Result = tuple[nn.Module, Plan]

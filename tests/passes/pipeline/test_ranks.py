@@ -100,8 +100,22 @@ def test_whatever_is_raised_reaches_all(
 def test_a_rank_that_does_not_take_part_is_named() -> None:
     store = distributed.HashStore()
     store.set_timeout(timedelta(milliseconds=50))
-    with pytest.raises(UsageError, match=r"rank 1 did not answer .*every rank calls fxopt.optimize"):
+    with pytest.raises(UsageError, match=r"rank 1 did not answer .*never called fxopt.optimize"):
         Ranks(0, 2, store).exchange("here", list)
+
+
+def test_the_silent_rank_is_named_not_the_first_that_waits_for_it() -> None:
+    store = distributed.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+
+    def act(rank: int) -> str:
+        with pytest.raises(UsageError) as raised:
+            Ranks(rank, 3, store).exchange("here", list)
+        return str(raised.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, last = pool.map(act, (0, 2))
+    assert first.startswith("rank 1 did not answer") and last.startswith("rank 1 did not answer")
 
 
 def test_models_and_passes_are_compared() -> None:
