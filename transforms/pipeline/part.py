@@ -77,7 +77,7 @@ class Placement:
         }
         tied = tuple(Tied(p, groups[ranks], ranks[0] == rank) for p, ranks in shared.items() if rank in ranks)
         for parameter, ranks in shared.items():
-            if rank in ranks:
+            if rank in ranks and not parameter.is_meta:
                 distributed.broadcast(parameter.detach(), src=ranks[0], group=groups[ranks])
         return cls(tuple(range(rank, len(layouts[0].parts), size)), stages_of, called, tied)
 
