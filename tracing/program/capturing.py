@@ -291,9 +291,13 @@ def _reads_same(capture: Capture, first: nn.Module, module: nn.Module) -> bool:
     ours, theirs = numbers_of(first), numbers_of(module)
     if any(ours.get(name) != theirs.get(name) for name in capture.reads):
         return False
-    read = [(guard, _arguments(guard)) for each in capture.specializations for guard in each.guards]
-    of_self = [guard for guard, arguments in read if SELF in arguments]
-    if any(len(arguments) > 1 for guard, arguments in read if SELF in arguments):
+    of_self = {
+        guard: _arguments(guard)
+        for each in capture.specializations
+        for guard in each.guards
+        if SELF in _arguments(guard)
+    }
+    if any(len(arguments) > 1 for arguments in of_self.values()):
         return False  # it compares what the module has with what it is given
     return all(guard.holds({"self": first}) == guard.holds({"self": module}) for guard in of_self)
 
