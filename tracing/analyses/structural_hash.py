@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from ...compat import REGIONS, children_of, modules_by_name, own_buffers, own_parameters
 from ...operators import Cache
 from ...runtime.graphs import FOUND, capture_of
-from ...runtime.values import PLAIN_TYPES, Factors, qualified, user_class
+from ...runtime.values import PLAIN_TYPES, Factors, is_leaf, qualified, user_class
 from ..examples import Inputs
 
-__all__ = ["Described", "HashLevel", "StructuralHash"]
+__all__ = ["Described", "HashLevel", "StructuralHash", "numbers_of"]
 
 _PLAIN = frozenset((*PLAIN_TYPES, torch.Size))
 _HOOKS = tuple(name for name in nn.Module().__dict__ if "_hooks" in name)
@@ -29,6 +29,8 @@ class HashLevel(enum.Enum):
 
     TRACED = "traced"
     """What a trace of one, or an analysis of its graphs, says holds for the other: both hold the very same objects."""
+    NUMBERED = "numbered"
+    """As `TRACED` if no trace reads a whole number in which the two differ, such as the number of a layer."""
     REWRITTEN = "rewritten"
     """A rewrite does the same to both: other graphs of equal code, and other dataclasses of equal fields, will do."""
     TIMED = "timed"
@@ -121,6 +123,8 @@ class StructuralHash:
         """Return the attributes that do not count, such as the number of a layer that no graph reads."""
         if self._alike is HashLevel.TRACED:
             return _SKIPPED
+        if self._alike is HashLevel.NUMBERED:
+            return _SKIPPED if is_leaf(module) else _SKIPPED | numbers_of(module).keys()
         capture = capture_of(module)
         if capture is None:
             return _SKIPPED | _GRAPHS
@@ -167,10 +171,19 @@ class StructuralHash:
         return self._alike is HashLevel.REWRITTEN and issubclass(kind, Cache)
 
     def _object(self, value: Any, parts: _Parts) -> Hashable:
-        if self._alike is HashLevel.TRACED or not dataclasses.is_dataclass(value) or isinstance(value, type):
+        if (
+            self._alike in (HashLevel.TRACED, HashLevel.NUMBERED)
+            or not dataclasses.is_dataclass(value)
+            or isinstance(value, type)
+        ):
             return cast("type[Any]", type(value)) if self._alike is HashLevel.TIMED else _Same(value)
         names = (field.name for field in dataclasses.fields(value))
         return type(value), tuple(self._value(getattr(value, name), parts) for name in names)
+
+
+def numbers_of(module: nn.Module) -> dict[str, int]:
+    """Return the attributes of a module that are whole numbers."""
+    return {name: value for name, value in vars(module).items() if type(value) is int}
 
 
 def _named_tensors(held: Iterable[tuple[str, _Parts]]) -> dict[int, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .changes import Change, Changes, Watch, is_repeatable
 from .copying import Holding, copied_module, held_in, parts_of, plain_registries, shallow_clone, skeleton_of
+from .numbers import KnownNumbers, moved_to_meta
 from .parameter_data import ParameterData, trusted
 from .preserve import AttributeState, Contents, ModelState, in_phase, memory_of, preserved, restoring
 from .surroundings import (
@@ -19,8 +20,9 @@ from .surroundings import (
 )
 
 __all__ = [
-    "AttributeState", "AutocastState", "Change", "Changes", "Contents", "Holding", "ModelState", "ParameterData",
-    "Watch", "autocast_state_now", "compiles", "copied_module", "eagerly", "held_in", "in_phase", "is_in_compiled",
-    "is_repeatable", "memory_of", "outside_inference_mode", "parts_of", "patching", "plain_registries", "preserved",
-    "redirect", "restoring", "rewrite_lock", "shallow_clone", "skeleton_of", "trusted",
+    "AttributeState", "AutocastState", "Change", "Changes", "Contents", "Holding", "KnownNumbers", "ModelState",
+    "ParameterData", "Watch", "autocast_state_now", "compiles", "copied_module", "eagerly", "held_in", "in_phase",
+    "is_in_compiled", "is_repeatable", "memory_of", "moved_to_meta", "outside_inference_mode", "parts_of", "patching",
+    "plain_registries", "preserved", "redirect", "restoring", "rewrite_lock", "shallow_clone", "skeleton_of",
+    "trusted",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from ...compat import BORROWED, REGIONS, all_modules, own_buffers, own_parameter
 from ...errors import InputError
 from ...runtime.graphs import FOUND, context_regions
 from ...runtime.values import INTERNAL, ChangeCounts, RandomState, plain_tensors, put_members_back, same_members
+from .numbers import KnownNumbers
 from .parameter_data import ParameterData, data_of, storage_of
 
 __all__ = ["AttributeState", "Contents", "ModelState", "in_phase", "memory_of", "preserved", "restoring"]
@@ -231,10 +232,11 @@ def preserved(model: nn.Module) -> Generator[None]:
 @contextmanager
 def restoring(state: ModelState, assigned: dict[nn.Module, frozenset[str]] | None = None) -> Generator[None]:
     """Put `state` back on leaving, and fill in which attributes were `assigned`, by module. On the meta device, what is
-    made without a device is made there meanwhile.
+    made without a device is made there meanwhile, and what forwards decide by is known as far as can be.
     """
     try:
-        with torch.device("meta") if state.is_meta else nullcontext(), state.data.watched():
+        on_meta = (torch.device("meta"), KnownNumbers()) if state.is_meta else (nullcontext(), nullcontext())
+        with on_meta[0], on_meta[1], state.data.watched():
             yield
     finally:
         state.restore(assigned)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...compat import all_modules, is_torch_wrapper, own_buffers
 from ...runtime.graphs import Capture, Specialization, capture_of, install, required_capture, uninstall
-from ...runtime.guards import Source, require
+from ...runtime.guards import SELF, Argument, Guard, Source, require
 from ...runtime.values import (
     ModelNames,
     Signature,
@@ -25,7 +25,7 @@ from ...runtime.values import (
     runs_as_sequential,
     signature_of,
 )
-from ..analyses import StructuralHash
+from ..analyses import HashLevel, StructuralHash, numbers_of
 from ..examples import Untraceable
 from ..isolation import compiles, is_in_compiled
 from ..reads import raised_at
@@ -116,8 +116,8 @@ class _Capturer:
         self._sequentials = SequentialCaptures()
         self._stateful: dict[nn.Module, bool] = {}
         self._signatures: dict[Any, list[Signature]] = {}
-        self._alike: dict[Hashable, Capture] = {}
-        self._hash = StructuralHash()
+        self._alike: dict[Hashable, list[tuple[nn.Module, Capture]]] = {}
+        self._hash = StructuralHash(HashLevel.NUMBERED)
         self._active: dict[int, tuple[Capture, Capture]] = {}
         self._longer: dict[int, tuple[Capture, Capture]] = {}
         self.uncertain = False
@@ -144,14 +144,16 @@ class _Capturer:
         )
 
     def _shared(self, name: str, module: nn.Module, calls: Sequence[Call | None]) -> Capture | Opaque:
-        """Return the capture of the first module that is alike, where there is one."""
+        """Return the capture of a module that is alike, where there is one."""
         key = self._key(module, calls)
-        if key is None or key not in self._alike:
-            found = self._traced(name, module, calls)
-            if key is None or isinstance(found, Opaque):
-                return found
-            self._alike[key] = found
-        return self._alike[key]
+        alike = [] if key is None else self._alike.setdefault(key, [])
+        known = next((capture for first, capture in alike if _reads_same(capture, first, module)), None)
+        if known is not None:
+            return known
+        found = self._traced(name, module, calls)
+        if isinstance(found, Capture):
+            alike.append((module, found))
+        return found
 
     def _key(self, module: nn.Module, calls: Sequence[Call | None]) -> Hashable | None:
         """Return everything that the trace of a module may depend on, or None if that cannot be said."""
@@ -282,6 +284,26 @@ class _Capturer:
                 for inner in all_modules(module)
             )
         return known
+
+
+def _reads_same(capture: Capture, first: nn.Module, module: nn.Module) -> bool:
+    """Tell whether graphs of the first module hold for one that may differ from it in whole numbers."""
+    ours, theirs = numbers_of(first), numbers_of(module)
+    if any(ours.get(name) != theirs.get(name) for name in capture.reads):
+        return False
+    of_self = {
+        guard: _arguments(guard)
+        for each in capture.specializations
+        for guard in each.guards
+        if SELF in _arguments(guard)
+    }
+    if any(len(arguments) > 1 for arguments in of_self.values()):
+        return False  # it compares what the module has with what it is given
+    return all(guard.holds({"self": first}) == guard.holds({"self": module}) for guard in of_self)
+
+
+def _arguments(guard: Guard) -> set[Source]:
+    return {part for source in guard.sources() for part in source.all() if isinstance(part, Argument)}
 
 
 def _fits(signature: Signature, call: Call | None) -> bool:

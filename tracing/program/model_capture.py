@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from ...compat import all_modules, has_lazy_parameters, submodule
@@ -14,7 +13,7 @@ from ...errors import InputError, ModeError, UsageError
 from ...runtime.graphs import Capture, Region, capture_of, context_regions, install, required_capture, uninstall
 from ...runtime.values import ModelNames, is_container, is_leaf, is_meta, map_tensors, runs_as_sequential
 from ..examples import Generating, Inputs, normalize_inputs
-from ..isolation import ModelState, in_phase, restoring
+from ..isolation import ModelState, in_phase, moved_to_meta, restoring
 from ..reads import checks_exact_types
 from ..recording import Recording, disagreeing, expectations, generated_calls, record
 from .capturing import Captures, Opaque, capture_modules
@@ -38,11 +37,7 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
         raise UsageError("example_inputs has calls of parts of the model only; give a call of the model itself, too")
     if not is_meta(model):
         return inputs
-
-    def to_meta(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("meta")
-
-    moved = map_tensors(to_meta, tuple((call.args, call.kwargs) for call in inputs))
+    moved = map_tensors(moved_to_meta, tuple((call.args, call.kwargs) for call in inputs))
     return tuple(Inputs.of_part(call.module, *a, **kw) for call, (a, kw) in zip(inputs, moved, strict=True))
 
 

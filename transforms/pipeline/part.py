@@ -79,7 +79,7 @@ class Placement:
         }
         tied = tuple(Tied(p, groups[ranks], ranks[0] == rank) for p, ranks in shared.items() if rank in ranks)
         for parameter, ranks in shared.items():
-            if rank in ranks:
+            if rank in ranks and not parameter.is_meta:
                 distributed.broadcast(parameter.detach(), src=ranks[0], group=groups[ranks])
         own = tuple(stage for stage in range(count) if rank_of[stage] == rank)
         return cls(rank_of, own, stages_of, called, tied)

@@ -165,7 +165,10 @@ def _difference(model: nn.Module, layouts: Sequence[Layout], call: Inputs, count
         rows = sum(piece.shape[0] for piece in pieces if piece.ndim)
         if count > 1 and (not tensor.ndim or rows != tensor.shape[0]):
             continue
-        reason = distance(tensor, torch.cat(pieces) if count > 1 else pieces[0], half_the_digits(tensor)).reason
+        joined = torch.cat(pieces) if count > 1 else pieces[0]
+        if tensor.is_meta:  # there are no numbers to compare
+            continue
+        reason = distance(tensor, joined, half_the_digits(tensor)).reason
         if reason:
             return f"output {number} {reason}"
     return ""

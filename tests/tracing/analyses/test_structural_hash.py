@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.operators import Cache
+from fxopt.runtime.graphs import capture_of
 from fxopt.runtime.values import Factors, ModelNames, meta_key, tensors_by_name
 from fxopt.tracing.analyses import HashLevel, StructuralHash
 from fxopt.tracing.examples import Inputs
@@ -290,3 +291,32 @@ def test_dead_calls_are_erased_only_where_they_do_nothing():
     assert fast[1].inner.count == 2
     applied = [d.label for d in fxopt.plan(fast).decisions if d.status == "applied"]
     assert applied == ["0", "2"]
+
+
+class Numbered(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class ReadsInside(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.inner = Numbered(number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.inner.number if self.inner.number != 1 else self.inner(x)
+
+
+def test_captures_are_shared_unless_a_number_that_differs_is_read():
+    model = nn.Sequential(*(ReadsInside(number) for number in (1, 2, 3, 3)))
+    x = torch.randn(2, 4)
+    expected = model(x)
+    captured = fxopt.capture(model, x).model
+    torch.testing.assert_close(captured(x), expected)
+    outer = [id(capture_of(each)) for each in captured]
+    assert len(set(outer)) == 3 and outer[2] == outer[3]
+    assert len({id(capture_of(each.get_submodule("inner"))) for each in captured}) == 1

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.errors import InputError
 from fxopt.runtime.graphs import capture_of
+from fxopt.tracing.isolation import KnownNumbers
 
 
 class Heads(nn.Module):
@@ -137,3 +139,60 @@ def test_a_forward_that_wants_another_device_says_so() -> None:
         model = Explicit()
     with pytest.raises(fxopt.InputError, match="device cpu"):
         fxopt.capture(model, (torch.randn(2, 4),))
+
+
+class Deciding(nn.Module):
+    """Decide by the numbers of positions, and of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor, by_weight: bool = False) -> Tensor:
+        positions = torch.arange(x.shape[1]).expand(x.shape[0], -1)
+        packed = (positions.diff(dim=1) != 1).cumsum(-1)
+        x = self.linear(x)
+        if not (packed[:, -1] == 0).all():
+            return x * 2
+        if by_weight and self.linear.weight.sum() > 0:
+            return x * 3
+        return x * 5 if (lengths > 2).any() else x * 7
+
+
+@pytest.mark.parametrize("longest", [2, 3])
+def test_forwards_decide_by_numbers_that_depend_on_no_weight(longest: int):
+    given = torch.randn(2, 3, 4), torch.tensor([1, longest])
+    with torch.device("meta"):
+        model = Deciding()
+    program = fxopt.capture(model, given)
+    assert not program.opaque
+    plain = Deciding()
+    assign(program.model, plain.state_dict())
+    torch.testing.assert_close(program.model(*given), plain(*given))
+    other = given[0], torch.tensor([1, 5 - longest])
+    torch.testing.assert_close(program.model(*other), plain(*other))
+
+
+def test_numbers_that_are_not_known_are_refused():
+    with torch.device("meta"):
+        model, x = Deciding(), torch.randn(2, 3, 4)
+        lengths = torch.tensor([1, 3]).to("meta")
+    with pytest.raises(InputError, match="give example inputs with data, on the CPU"):
+        fxopt.capture(model, (x, lengths))
+    with pytest.raises(InputError, match="use a smaller model of the same class"):
+        fxopt.capture(model, (x, torch.tensor([1, 3]), True))
+
+
+def test_numbers_that_were_overwritten_are_not_known():
+    with torch.device("meta"), KnownNumbers():
+        known = torch.zeros(3)
+        assert not bool(known.any())
+        view = known[1:]
+        view.add_(torch.empty(2))
+        for changed in (known, view):
+            with pytest.raises(RuntimeError, match="does not have"):
+                bool(changed.any())
+        assert torch.arange(4)[2:].nonzero().shape == (2, 1)
+        assert torch.arange(4).cpu().tolist() == [0, 1, 2, 3]
+        with pytest.raises(RuntimeError, match="does not have"):
+            bool(torch.rand(3).any())

@@ -1,0 +1,63 @@
+"""Plans of models that are larger than one process: made on the meta device, in one process of a group that is fake."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+import torch
+from torch import distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fxopt
+from fxopt.runtime.graphs import capture_of
+
+_RANKS = 8
+
+
+def llama(layers: int = 8) -> LlamaForCausalLM:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
+    config = LlamaConfig(num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8, **sizes)
+    with torch.device("meta"):
+        return LlamaForCausalLM(config).train()
+
+
+def batch() -> dict[str, object]:
+    return {"input_ids": torch.zeros(2, 6, dtype=torch.long), "use_cache": False}
+
+
+@pytest.fixture
+def ranks() -> Generator[None]:
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=_RANKS)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_layers_that_differ_in_their_number_share_their_graphs():
+    program = fxopt.capture(llama(), batch())
+    assert not program.opaque
+    layers = program.model.model.layers
+    for name in ("", "self_attn", "mlp"):
+        assert len({id(capture_of(layer.get_submodule(name))) for layer in layers}) == 1
+
+
+def test_layers_whose_number_is_read_do_not_share():
+    program = fxopt.capture(llama(3), {**batch(), "use_cache": True})
+    assert len({id(capture_of(layer.self_attn)) for layer in program.model.model.layers}) == 3
+
+
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fsdp", "model.layers.0 and 7 more"),
+        ("tensor_parallel", "rows of model.layers.7.mlp.down_proj"),
+        ("pipeline", f"{_RANKS} stages"),
+    ],
+)
+def test_a_plan_without_weights(text: str, said: str):
+    fast = fxopt.optimize(llama(), text, example_inputs=batch())
+    report = str(fxopt.report(fast))
+    assert said in report
+    assert "not compared: the model is on the meta device" in report
