@@ -6,6 +6,7 @@ import atexit
 import importlib.util
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,6 +37,9 @@ def _put_checkout_on_path() -> None:
 
 if not _fxopt_is_this_checkout():
     _put_checkout_on_path()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a background job; what tests start would have it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("FXOPT_ENGINES", "0")  # tests of presets are of fxopt's own rewrites; those of engines name them
 os.environ.setdefault("FXOPT_CACHE", "0")  # each test decides anew; those of the cache have folders of their own
