@@ -92,7 +92,7 @@ class _Session:
         self._outputs = range(len(self._compiled.outputs))
         self._computed = set[tuple[torch.Size, ...]]()  # shapes that it can compute
         self._failed = ""
-        self._local = threading.local()
+        self._local, self._one_at_a_time = threading.local(), threading.Lock()
 
     def fixed(self, example: Sequence[Tensor]) -> _Session:
         """Return a session for inputs of the shapes of `example` alone."""
@@ -106,7 +106,8 @@ class _Session:
             request = self._local.request = self._compiled.create_infer_request()
         for place, value in enumerate(inputs):
             request.set_input_tensor(place, self._tensor(value.numpy(), shared_memory=True))
-        self._compute(request, tuple([value.shape for value in inputs]))
+        with self._one_at_a_time:  # as the engine does anyway; so none computes while another fails
+            self._compute(request, tuple([value.shape for value in inputs]))
         # The request writes to its own memory again at its next call.
         return [torch.from_numpy(request.get_output_tensor(place).data).clone() for place in self._outputs]
 
