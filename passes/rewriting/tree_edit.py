@@ -334,7 +334,7 @@ class TreeEdit(GraphEdit):
         super().finish()
         for module, name in self._attributes:
             for owner, path in _modules_around(self.program.model, module):
-                self._follow_attribute(owner, f"{path}.{name}" if path else name, getattr(module, name))
+                self._follow_attribute(owner, qualified(path, name), getattr(module, name))
         if self._others:
             for module, metas in changed_metas(self.program.module(self._whole.owner), self._others).items():
                 self._set_metas(module, metas)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...runtime.values import qualified
 from ..picture import NOW
 
 __all__ = ["Drawn", "Group", "Side", "grouped", "sides_of"]
@@ -171,5 +172,4 @@ def _module(graph: str) -> str:
 
 def _called(graph: str, row: Sequence[Any]) -> str | None:
     """Return the qualified name of the module that a node calls."""
-    owner = _module(graph)
-    return None if row[1] != "call_module" else f"{owner}.{row[2]}" if owner else str(row[2])
+    return qualified(_module(graph), str(row[2])) if row[1] == "call_module" else None

@@ -14,7 +14,7 @@ from ...operators import canonical_name, operator_of_module
 from ...passes.rewriting import Held, Match, only_graph, reason_against_inlining, unmet_guards
 from ...runtime.graphs import Specialization
 from ...runtime.guards import SELF, Argument, Attribute, Guard, is_switch
-from ...runtime.values import user_class
+from ...runtime.values import qualified, user_class
 from ...tracing.program import Program
 from .decompositions import Spelled, spelled, uncast
 from .occurrences import Occurrence
@@ -97,7 +97,7 @@ def _called(program: Program, owner: str, node: fx.Node, kernel: Kernel) -> Iter
         return
     if not all(_is_sealed(guard, module) for guard in unmet_guards(module, specialization, given)):
         return
-    inside = f"{owner}.{node.target}" if owner else str(node.target)
+    inside = qualified(owner, str(node.target))
     for found in _spelled(program, inside, result, kernel):
         operands = _from_outside(found, specialization, given, str(node.target))
         rest = (each for each in specialization.graph.nodes if each.op not in ("placeholder", "get_attr", "output"))

@@ -23,8 +23,11 @@ class Page {
     this.picture = picture;
     this.layout = new Layout();
     this.state = {
-      from: 0, to: picture.stages, open: new Set(), all: false, heat: "none", picked: undefined, tab: "passes",
+      to: picture.stages, open: new Set(), all: false, heat: "none", picked: undefined, tab: "passes",
       status: "", panes: innerWidth < 760 || !picture.stages ? "after" : "both", step: false,
+      get from() {
+        return this.step ? Math.max(0, this.to - 1) : 0;
+      },
     };
     this.build(root);
     this.view = new View(this.parts.panes, {
@@ -59,7 +62,7 @@ class Page {
     );
     const from = element(
       "select",
-      { "aria-label": "compare with", onchange: on((input) => this.compare(input.value === "step")) },
+      { "aria-label": "compare with", onchange: on((input) => this.set({ step: input.value === "step" })) },
       element("option", { value: "first" }, "beside the original"),
       element("option", { value: "step" }, "beside the pass before"),
     );
@@ -111,12 +114,7 @@ class Page {
   }
 
   stage(to) {
-    const bounded = Math.max(0, Math.min(this.picture.stages, to));
-    return this.set({ to: bounded, from: this.state.step ? Math.max(0, bounded - 1) : 0 });
-  }
-
-  compare(step) {
-    return this.set({ step, from: step ? Math.max(0, this.state.to - 1) : 0 });
+    return this.set({ to: Math.max(0, Math.min(this.picture.stages, to)) });
   }
 
   open(path) {
@@ -357,7 +355,6 @@ class Page {
     const stage = Number(given.get("stage") ?? picture.stages);
     state.to = Number.isInteger(stage) ? Math.max(0, Math.min(picture.stages, stage)) : picture.stages;
     state.step = given.get("beside") === "pass";
-    state.from = state.step ? Math.max(0, state.to - 1) : 0;
     state.open = new Set((given.get("open") ?? "").split(",").filter((path) => path && picture.hasGraph(path)));
     state.heat = given.get("heat") in HEATS ? given.get("heat") : "none";
     if (!picture.data.costs && ["time", "flops", "bytes"].includes(state.heat)) state.heat = "none";
