@@ -263,7 +263,7 @@ def converted(
                 return lent
         if not _takes_others.get():
             raise OtherNumbers("what is made up to verify a rewrite is no reason to convert")
-        example = [x.detach().clone() for x in inputs]
+        example = [x.detach().clone(memory_format=torch.contiguous_format) for x in inputs]  # as at each call
         compile_ = _Compile(engine, _Computation(graph, tensors), example, dtype)
         result = Converted(unchanged, compile_, _notes_of(tensors), sum_of(tensors))
         result.fix()

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from .unchanged_guards import Opened, UnchangedGuard
+from .without_gradient import WithoutGradient
 
-__all__ = ["Opened", "UnchangedGuard"]
+__all__ = ["Opened", "UnchangedGuard", "WithoutGradient"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ...compat import is_registered_operator, own_buffers, own_children, own_parameters
+from ...compat import has_hooks, is_registered_operator, own_buffers, own_children, own_parameters
 from ...compat.calls import DIRECT
 from ...layers.folded import expect_one_of
 from ...layers.packed import keep_narrow
 from ...layers.quantized import ON_NUMBERS, StaticLayer
-from ...layers.written_out import Opened, UnchangedGuard
+from ...layers.written_out import Opened, UnchangedGuard, WithoutGradient
 from ...operators import info_of, mutates, reached
 from ...passes.rewriting import (
     Checks,
@@ -32,7 +33,15 @@ from ...passes.rewriting import (
     received,
     writes,
 )
-from ...runtime.graphs import Capture, Region, Specialization, capture_of, copy_graph
+from ...runtime.graphs import (
+    Capture,
+    ContextRegion,
+    Region,
+    Specialization,
+    capture_of,
+    copy_graph,
+    required_capture,
+)
 from ...runtime.guards import (
     SELF,
     Applied,
@@ -46,7 +55,8 @@ from ...runtime.guards import (
     module_at,
     require,
 )
-from ...runtime.values import INTERNAL, PLAIN_TYPES, is_plain_structure, keep, qualified, user_class
+from ...runtime.values import INTERNAL, PLAIN_TYPES, is_plain_structure, keep, map_leaves, qualified, user_class
+from ...tracing.analyses import may_draw
 from ...tracing.program import Program
 from ...tracing.rules import leaf_graph
 
@@ -150,11 +160,10 @@ def flattened(program: Program, name: str, specialization: Specialization, *, st
     layers that compute in 8 bits by ranges known before, where `static`.
     """
     owner = program.module(name)
-    writer = _Writer(program, name, owner, static)
+    writer, inputs = _written(program, name, specialization, static, draws=owner.training)
+    if not owner.training and any(map(_may_draw, writer.graph.nodes)):
+        writer, inputs = _written(program, name, specialization, static, draws=True)
     placeholders = specialization.graph.find_nodes(op="placeholder")
-    inputs = [writer.input(node, specialization.argument(node)) for node in placeholders]
-    writer.graph.output(writer.run(specialization.graph, ("", ""), inputs))
-    shorten(writer.graph)
     keep_narrow(writer.graph, exactly=True)
     writer.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr" and not only_builds(node))
     writer.note_computed(specialization.guards, "")
@@ -168,6 +177,22 @@ def flattened(program: Program, name: str, specialization: Specialization, *, st
     return Flat(flat, writer.calls, frozenset(writer.found), writer.closed)
 
 
+def _may_draw(node: fx.Node) -> bool:
+    return node.op == "call_module" or (may_draw(node) and not only_builds(node))
+
+
+def _written(
+    program: Program, name: str, specialization: Specialization, static: bool, *, draws: bool
+) -> tuple[_Writer, list[fx.Node]]:
+    """Return what wrote a graph with the calls of a module, and its inputs there."""
+    writer = _Writer(program, name, program.module(name), static, draws)
+    placeholders = specialization.graph.find_nodes(op="placeholder")
+    inputs = [writer.input(node, specialization.argument(node)) for node in placeholders]
+    writer.graph.output(writer.run(specialization.graph, ("", ""), inputs))
+    shorten(writer.graph)
+    return writer, inputs
+
+
 def is_written_out(guard: Guard) -> bool:
     """Say whether a condition is that of a graph in which calls were written out."""
     return asks_unchanged(guard, compiled=False)
@@ -176,9 +201,9 @@ def is_written_out(guard: Guard) -> bool:
 class _Writer(Opener):
     """Write what a module calls into one graph. A place is the path of a module, and what stood there before."""
 
-    def __init__(self, program: Program, name: str, owner: nn.Module, static: bool) -> None:
+    def __init__(self, program: Program, name: str, owner: nn.Module, static: bool, draws: bool) -> None:
         self.program, self.name, self.owner, self.graph = program, name, owner, fx.Graph()
-        self._opens_static = static
+        self._opens_static, self._draws = static, draws
         self.guards: list[Guard] = []  # conditions of the graphs that were opened, as those of the owner
         self.calls, self.closed = 0, dict[str, str]()
         self.found: dict[str, Opened] = {}  # the modules that were opened
@@ -212,6 +237,8 @@ class _Writer(Opener):
         """Write any other node, or return what is known of it."""
         if node.target is require and _is_met(*args[:2]):
             return None
+        if self._only_keeps_generators(node):
+            return True  # a check that fails has nothing to take back
         target = qualified(place[0], str(node.target)) if node.op in ("call_module", "get_attr") else node.target
         parent, _, last = str(target).rpartition(".")
         if node.op == "get_attr" and self._is_mode(parent, last):
@@ -220,7 +247,8 @@ class _Writer(Opener):
             return None
         new = self.graph.create_node(node.op, target, args, kwargs, node.name)
         new.meta = dict(node.meta)
-        if node.target not in ON_NUMBERS and writes(node, self.program, qualified(self.name, place[0])):
+        is_pure = node.target in ON_NUMBERS or node.target is bool or only_builds(node)
+        if not is_pure and writes(node, self.program, qualified(self.name, place[0])):
             overwritten = _overwritten(new) if mutates(node) else ()
             if overwritten and all(each in self._fresh for each in overwritten):
                 self._fresh.add(new)  # what was computed since the start
@@ -247,6 +275,8 @@ class _Writer(Opener):
         """Write what a called module computes; None where it stays a call."""
         path = qualified(place[0], str(node.target))
         module = self.owner.get_submodule(path)
+        if isinstance(module, ContextRegion) and module.context.gradients is False:
+            return self._without_gradient(node, module, place, args, kwargs)
         reason = reason_against_opening(module)
         if reason is not None or isinstance(module, Region) or not _is_held(self.owner, path):
             self.closed[path] = reason or ""
@@ -257,7 +287,7 @@ class _Writer(Opener):
         found = (
             self._leaf(module, path, args, kwargs)
             if capture is None
-            else self._captured(module, capture, path, args, kwargs)
+            else self._captured(module, capture, path, node, args, kwargs)
         )
         if found is None:
             self.closed.setdefault(path, "")
@@ -266,6 +296,32 @@ class _Writer(Opener):
         result = self.run(graph, (path, place[1] or str(node.meta.get("origin", node.name))), inputs)
         self.calls += 1
         return (result,)
+
+    def _without_gradient(
+        self, node: fx.Node, region: ContextRegion, place: tuple[str, str], args: Any, kwargs: Any
+    ) -> tuple[Any] | None:
+        """Write a part of a forward that runs under `no_grad`, whose results pass no gradient on; None where it stays a
+        call.
+        """
+        capture, name = required_capture(region), qualified(self.name, place[0])
+        given, fitting = bound(capture, args, kwargs), capture.specializations
+        may_open = given is not None and len(fitting) == 1 and region.context.kind != "inference_mode"
+        inputs = received(fitting[0], given, fx.Node) if may_open and not has_hooks(region) else None
+        if (
+            inputs is None or lasting_guards(region, fitting[0], given)
+            or any(writes(node, self.program, name) for node in fitting[0].graph.nodes)
+        ):  # fmt: skip
+            self.closed[qualified(place[0], str(node.target))] = f"it opens {region.context}"
+            return None
+
+        def stopped(leaf: Any) -> Any:
+            if not isinstance(leaf, fx.Node) or leaf in inputs:
+                return leaf
+            new = self.graph.call_function(WithoutGradient(), (leaf,))
+            new.meta = dict(leaf.meta)
+            return new
+
+        return (map_leaves(stopped, self.run(fitting[0].graph, place, inputs)),)
 
     def _leaf(self, module: nn.Module, path: str, args: Any, kwargs: Any) -> tuple[fx.Graph, Sequence[Any]] | None:
         graph, settings = leaf_body(module), settings_of(module)
@@ -295,14 +351,15 @@ class _Writer(Opener):
         return node
 
     def _captured(
-        self, module: nn.Module, capture: Capture, path: str, args: Any, kwargs: Any
+        self, module: nn.Module, capture: Capture, path: str, node: fx.Node, args: Any, kwargs: Any
     ) -> tuple[fx.Graph, Sequence[Any]] | None:
         given = bound(capture, args, kwargs)
         fitting = [each for each in capture.specializations if each.runs_in_mode(module)]
         if given is None or len(fitting) != 1 or not self._may_restart(fitting[0].graph):
             return None
         inputs = received(fitting[0], given, fx.Node)
-        if inputs is None or not isinstance(fitting[0].graph.output_node().args[0], (fx.Node, tuple)):
+        gives = fitting[0].graph.output_node().args[0]
+        if inputs is None or not (isinstance(gives, (fx.Node, tuple)) or (isinstance(gives, list) and _are_read(node))):
             return None
         lasting = [guard for guard in lasting_guards(module, fitting[0], given) if not asks_unchanged(guard)]
         asked = {guard: self._of_owner(guard, path, given) for guard in lasting}
@@ -316,8 +373,14 @@ class _Writer(Opener):
 
     def _may_restart(self, graph: fx.Graph) -> bool:
         """Say whether the owner may start over where a check in a graph fails: nothing was written before."""
-        targets = {node.target for node in graph.nodes if node.op == "call_function"}
+        targets = {
+            node.target for node in graph.nodes if node.op == "call_function" and not self._only_keeps_generators(node)
+        }
         return require not in targets or (keep not in targets and not self._has_written)
+
+    def _only_keeps_generators(self, node: fx.Node) -> bool:
+        """Say whether a node keeps nothing but the state of random generators, and nothing draws."""
+        return node.target is keep and not self._draws and not node.args and dict(node.kwargs) == {"random": True}
 
     def _of_owner(self, guard: Guard, path: str, given: Mapping[str, Any]) -> Guard | None:
         """Return the condition of a module's graph as one of the owner's; None where it is on what is computed."""
@@ -330,6 +393,11 @@ class _Writer(Opener):
                 return None
             replaced[argument] = source
         return guard.over(replaced)
+
+
+def _are_read(call: fx.Node) -> bool:
+    """Say whether of a list that a call returns only items are read."""
+    return all(user.target in (operator.getitem, len) for user in call.users)
 
 
 def _is_met(value: object, expected: object) -> bool:
