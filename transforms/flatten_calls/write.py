@@ -303,14 +303,13 @@ class _Writer(Opener):
         """Write a part of a forward that runs under `no_grad`, whose results pass no gradient on; None where it stays a
         call.
         """
-        capture, name = required_capture(region), qualified(self.name, place[0])
+        capture, owner = required_capture(region), qualified(self.name, place[0])
         given, fitting = bound(capture, args, kwargs), capture.specializations
-        may_open = given is not None and len(fitting) == 1 and region.context.kind != "inference_mode"
-        inputs = received(fitting[0], given, fx.Node) if may_open and not has_hooks(region) else None
-        if (
-            inputs is None or lasting_guards(region, fitting[0], given)
-            or any(writes(node, self.program, name) for node in fitting[0].graph.nodes)
-        ):  # fmt: skip
+        inputs = None
+        if given is not None and len(fitting) == 1 and not lasting_guards(region, fitting[0], given):
+            inputs = received(fitting[0], given, fx.Node)
+        may_not_open = region.context.kind == "inference_mode" or has_hooks(region)
+        if inputs is None or may_not_open or any(writes(n, self.program, owner) for n in fitting[0].graph.nodes):
             self.closed[qualified(place[0], str(node.target))] = f"it opens {region.context}"
             return None
 

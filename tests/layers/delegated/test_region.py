@@ -103,6 +103,19 @@ def calls_of_engine(engine: Fake, run: Callable[[], object]) -> int:
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["openvino", "onnxruntime"])
+def test_a_region_may_be_prepared_with_what_lies_in_any_order(name: str) -> None:
+    pytest.importorskip(name)
+    graph = fx.Graph()
+    given, *tensors = map(graph.placeholder, ("x", "v", "w"))
+    inner = graph.call_function(F.linear, (given, tensors[0]))
+    graph.output((graph.call_function(F.linear, (inner, tensors[1])),))
+    region, x, v, w = DelegatedRegion(name, graph, 1), torch.randn(8, 4).t(), torch.randn(6, 8), torch.randn(3, 6)
+    region.prepare([x], [v, w])
+    with torch.no_grad():
+        torch.testing.assert_close(region(x, v, w)[0], x @ v.t() @ w.t(), atol=1e-5, rtol=1e-4)
+
+
 def test_new_shapes_are_compared_once(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     region, of, own = made(), layer(), list[int]()
     original = region._own

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import EngineWarning, StateError
-from fxopt.layers.delegated.conversion import converted, key_of
 from fxopt.storage import byte_text
 from fxopt.transforms.delegate.delegate import Engine, engine_named
 
@@ -72,14 +71,6 @@ def test_without_example_inputs_nothing_is_handed_over() -> None:
     assert not regions(fast)
     fast = fxopt.optimize(model, "inference{engine=auto}", verify=False)
     assert any(each.pass_name == "delegate" for each in fxopt.plan(fast).decisions)
-
-
-@engines
-def test_a_region_may_be_prepared_with_what_lies_in_any_order(engine: str) -> None:
-    model, x = linears(), torch.randn(8, 4).t()
-    (region,) = regions(delegated(model, engine))
-    found = converted(engine_named(engine), region.graph, [x], list(model.parameters()), torch.float32, ())
-    torch.testing.assert_close(found.session(key_of([x]))([x.contiguous()])[0], model(x), atol=1e-5, rtol=1e-4)
 
 
 # -- results ---------------------------------------------------------------------------------------------------------
