@@ -25,6 +25,7 @@ _LEAST_KEPT, _LEAST_FOR_COMPARING = 0.25, 0.1
 """Nor less than these parts, for both and for comparing: a small model's forwards take the least of it."""
 _LEAST_FOR_LEAVING = 0.25
 """However short a budget is, rewrites are written within so many seconds, and the last comparison takes as many."""
+_OF_ALL_FOR_LEFT = 1.5  # so much of a budget is over when the check of what was left to the whole model ends
 _OF_TIMING = 0.75  # sites are timed in this part of the time for sites; the rest is for checking what won
 _OF_ONE_RACE = 0.7  # no race takes more than this part of the time that is left for timing: others may follow
 _TELLING_SECONDS = 0.25  # a race of this time tells a small gain from none
@@ -254,8 +255,11 @@ class TimeBudget:
 
     @property
     def end_of_check(self) -> float:
-        """Return how many seconds may be spent when the check of what was left to the whole model ends."""
-        return max(self._in_all, 2 * _LEAST_FOR_LEAVING)
+        """Return how many seconds may be spent when the check of what was left to the whole model ends.
+
+        It may end beyond the budget, since otherwise all that was left would go: 128 heads stayed a loop.
+        """
+        return max(_OF_ALL_FOR_LEFT * self._in_all, 2 * _LEAST_FOR_LEAVING)
 
     @property
     def values(self) -> dict[str, Any]:
