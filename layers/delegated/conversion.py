@@ -49,6 +49,8 @@ so many times as long as others."""
 _ROUNDS, _FEWEST, _SECONDS, _GAINS = 8, 3, 0.15, 0.95
 """A session for one shape is timed in so many rounds, or fewer that take this time, and kept if it takes this part of
 the time of the other one; see decision 036."""
+_SMALL, _GAINS_OF_SMALL = 1 << 27, 0.98
+"""Tensors of so many bytes may be held twice for a smaller gain."""
 
 _users = set[int]()  # the process in which engines were used first, by its id; a fork of it has that, too
 
@@ -215,7 +217,8 @@ class Converted:
                 start = time.thread_time()
                 each(self.example)
                 times[is_fixed].append(time.thread_time() - start)
-        if min(times[True]) <= _GAINS * min(times[False]):
+        is_small = sum(tensor.nbytes for tensor, *_ in self.noted) <= _SMALL
+        if min(times[True]) <= (_GAINS_OF_SMALL if is_small else _GAINS) * min(times[False]):
             self.fixed[key] = session
 
     def move_to(self, tensors: Sequence[Tensor]) -> None:
