@@ -58,7 +58,12 @@ def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return max(float((one[name] - tensor).abs().max()) for name, tensor in other.items()) / scale
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor that may be split; every process calls this."""
+    return getattr(tensor, "full_tensor", lambda: tensor)()
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return the gradients by name, those of sharded parameters whole."""
     found = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in found.items() if g is not None}
+    return {name: whole(gradient) for name, gradient in found.items() if gradient is not None}

@@ -217,16 +217,7 @@ class TensorParallel(Pass):
         yield from refusals
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
-        from torch.distributed.tensor.parallel import parallelize_module
+        from .write import split  # with torch's parts for tensors that are split: only where it is used
 
-        from .write import column_style, row_style
-
-        mesh = mesh_of_same_weights(model, self.name)
-        plan = {
-            name: style(holds_inputs_first(model.get_submodule(name)))
-            for site in sites
-            for role, style in (("columns", column_style), ("rows", row_style))
-            for name in site.data[role]
-        }
-        # Every process has the whole weights: nothing needs to be sent.
-        return parallelize_module(model, mesh, plan, src_data_rank=None)
+        split(sites[0].program, [site.data for site in sites], mesh_of_same_weights(model, self.name))
+        return model

@@ -2,23 +2,60 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-__all__ = ["column_style", "row_style"]
+from ...compat import own_children
+from ...layers.replicated import replicate_parameters
+from ...passes.rewriting import holds_inputs_first
+from ...runtime.graphs import specializations_of
+from ...tracing.program import Program, TensorReads
+
+__all__ = ["split"]
 
 
-def column_style(transposed: bool) -> ParallelStyle:
+def split(program: Program, blocks: Sequence[Mapping[str, Sequence[str]]], mesh: DeviceMesh) -> None:
+    """Split the layers that `blocks` name over the processes of a mesh; their other parameters are replicated.
+
+    Layers that are on other ranks are left out.
+    """
+    model, plan = program.model, dict[str, ParallelStyle]()
+    here = program.names.modules
+    for block in blocks:
+        plan |= {name: _column_style(holds_inputs_first(here[name])) for name in block["columns"] if name in here}
+        plan |= {name: _row_style(holds_inputs_first(here[name])) for name in block["rows"] if name in here}
+    readers = _readers(program)
+    # Every process has the whole weights: nothing needs to be sent.
+    parallelize_module(model, mesh, plan, src_data_rank=None)
+    replicate_parameters(model, mesh, lambda parameter: readers[parameter])
+
+
+def _readers(program: Program) -> Mapping[nn.Parameter, Sequence[nn.Module]]:
+    """Return, by parameter, the modules that may read it though it is not their own."""
+    reads, found = program.analyses[TensorReads], defaultdict[nn.Parameter, list[nn.Module]](list)
+    for parameter in program.model.parameters():
+        for reader in reads.readers_of(parameter):
+            found[parameter].append(program.module("" if reader == "(root)" else reader))
+    for module in program.names.distinct:
+        if not specializations_of(module) and any(own_children(module).values()):  # nothing shows what it reads
+            for parameter in module.parameters():
+                found[parameter].append(module)
+    return found
+
+
+def _column_style(transposed: bool) -> ParallelStyle:
     """Return the style that splits a layer by its outputs; `transposed` is a weight [in, out]."""
     return _Conv1dColumns() if transposed else ColwiseParallel()
 
 
-def row_style(transposed: bool) -> ParallelStyle:
+def _row_style(transposed: bool) -> ParallelStyle:
     """Return the style that splits a layer by its inputs."""
     return _Conv1dRows() if transposed else RowwiseParallel()
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from across_ranks import apart, gradients, said
+from across_ranks import apart, gap, gradients, said, whole
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fxopt
 
@@ -41,14 +42,20 @@ def models() -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
 def on_rank_real() -> Any:
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
-    for model, inputs in models():
+    for (model, inputs), flags in zip(models(), ({"foreach": True}, {"fused": True}, {}), strict=True):
         model = model.double()
         plain = copy.deepcopy(model)
-        own, theirs = (torch.optim.AdamW(each.parameters(), 0.01) for each in (model, plain))
+        own, theirs = (torch.optim.AdamW(each.parameters(), 0.01, **flags) for each in (model, plain))
         fast = fxopt.optimize(model, "tensor_parallel", example_inputs=inputs, optimizer=own)
+        norms = list[Tensor]()
         for each, optimizer in ((fast, own), (plain, theirs)):
             each(**inputs).logits.square().mean().backward()
+            norms.append(whole(nn.utils.clip_grad_norm_(each.parameters(), 0.01)))
             optimizer.step()
+        moments, known = (
+            {name: whole(state["exp_avg"]) for name, state in get_optimizer_state_dict(of, by)["state"].items()}
+            for of, by in ((fast, own), (plain, theirs))
+        )
         split = sum(type(parameter.data).__name__ == "DTensor" for parameter in fast.parameters())
         loaded = copy.deepcopy(model)
         loaded.load_state_dict(fxopt.state_dict(fast))
@@ -56,6 +63,7 @@ def on_rank_real() -> Any:
         differences = apart(gradients(fast), gradients(plain)), apart(loaded.state_dict(), plain.state_dict())
         fxopt.load_state_dict(fast, model.state_dict())
         differences += (apart(fxopt.state_dict(fast), model.state_dict()),)
+        differences += gap(*norms), apart(moments, known)
         found[type(model).__name__] = sites, split, differences
     return found
 
@@ -72,8 +80,9 @@ def test_real_models_have_the_gradients_of_one_process(of_ranks: list[dict[str, 
         assert rows["GPT2LMHeadModel"] == [["transformer.h.0.mlp.c_proj"]]
         assert len(rows["BertForSequenceClassification"]) == 4
         assert rows["LlamaForCausalLM"] == [["model.layers.0.self_attn.o_proj"], ["model.layers.0.mlp.down_proj"]]
-        for _, split, (gradient, stepped, loaded) in each["real"].values():
+        for _, split, (gradient, stepped, loaded, norm, moments) in each["real"].values():
             assert gradient < 1e-9 and stepped < 1e-9 and loaded == 0 and split > 3
+            assert norm < 1e-9 and moments < 1e-9
 
 
 def test_processes_with_other_weights_are_refused(of_ranks: list[dict[str, Any]]) -> None:
