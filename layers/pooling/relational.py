@@ -55,9 +55,9 @@ class RO3Pooling(nn.Module):
     nodes and edges but for rounding; shares without weights are exact.
 
     Args:
-        channels: if given, features pass a linear layer before. The means, how many triples there are of each type and
-            the logarithms of that are standardized as by a batch norm, and pass a perceptron of this width. Otherwise
-            nothing is learned.
+        channels: if given, features pass a linear layer before. The means pass a perceptron of this width, and with
+            them how many triples there are of each type and the logarithms of that, standardized as by a batch norm.
+            Otherwise nothing is learned.
         structure: how triples are told apart.
         in_channels: number of features of x where something is learned; `channels` by default.
         edge_channels: number of features of an edge, from which its weight is learned (a linear layer and a sigmoid);
@@ -107,9 +107,8 @@ class RO3Pooling(nn.Module):
         self.before = self.after = self.gate = self.norm = None
         if channels is not None and self.in_channels is not None:
             self.before = nn.Linear(self.in_channels, channels, device=device, dtype=dtype)
-            width = self.num_types * (channels + 2)
-            self.norm = Standardized(width, device=device)
-            widening = nn.Linear(width, channels, device=device, dtype=dtype)
+            self.norm = Standardized(2 * self.num_types, device=device)
+            widening = nn.Linear(self.num_types * (channels + 2), channels, device=device, dtype=dtype)
             self.after = nn.Sequential(widening, nn.ReLU(), nn.Linear(channels, channels, device=device, dtype=dtype))
         if edge_channels is not None:
             self.gate = nn.Linear(edge_channels, 1, device=device, dtype=dtype)
@@ -149,8 +148,8 @@ class RO3Pooling(nn.Module):
         means, counts, triples = self._pooled(hidden, edge_index, edge_attr, batch, count)
         if self.after is None or self.norm is None:
             return torch.cat([means, counts / triples.clamp(min=1)], 1).to(x.dtype)
-        known = torch.cat([means, counts, counts.clamp(min=0).log1p()], 1)
-        return self.after(self.norm(known, triples > 0).to(hidden.dtype)) * (triples > 0).to(hidden.dtype)
+        numbers = self.norm(torch.cat([counts, counts.clamp(min=0).log1p()], 1), triples > 0)
+        return self.after(torch.cat([means, numbers], 1).to(hidden.dtype)) * (triples > 0).to(hidden.dtype)
 
     def _pooled(
         self, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None, batch: Tensor, count: int

@@ -49,8 +49,10 @@ def full_name(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def edges_before(program: Program, owner: str, x: fx.Node) -> fx.Node | Refusal:
-    """Return the edges of the message passing before features `x`, or the call that coarsened; or why neither."""
+def edges_before(program: Program, owner: str, x: fx.Node, batch: Any) -> fx.Node | Refusal:
+    """Return the edges of the message passing before features `x`, or the call that coarsened; or why neither. What
+    `batch` picks for each node, its graph's, is in the order of the nodes.
+    """
     at = qualified(owner, x.name)
     found: dict[fx.Node, int | None] = {}
     seen, queue = {x}, [x]
@@ -59,6 +61,8 @@ def edges_before(program: Program, owner: str, x: fx.Node) -> fx.Node | Refusal:
         edges = _edges_of(program, owner, node)
         if edges is not None:
             found[edges] = _number_of_rows(node)
+            continue
+        if isinstance(batch, fx.Node) and _is_of_graphs(node, batch):
             continue
         inside = program.callee(owner, node).modules() if node.op == "call_module" else ()
         if any(hasattr(each, "propagate") for each in inside):
@@ -161,6 +165,19 @@ def _module_keeps(program: Program, path: str, module: nn.Module) -> bool:
     graphs = () if capture is None else [each.graph for each in capture.specializations]
     return bool(graphs) and all(
         _keeps_rows(program, path, node) for graph in graphs for node in graph.nodes if _carries_rows(node)
+    )
+
+
+def _is_of_graphs(node: fx.Node, batch: fx.Node) -> bool:
+    """Say whether a node gives each row what its graph has (`pooled[batch]`), as virtual nodes do."""
+    is_picked = canonical_name(node) == "index_select" and node.args[1:2] == (0,)
+    if not is_picked and getattr(node.target, "__name__", "") != "getitem":
+        return False
+    index = node.args[-1]
+    return index is batch or (
+        isinstance(index, fx.Node)
+        and batch.target is getattr
+        and (index.target, index.args) == (batch.target, batch.args)
     )
 
 

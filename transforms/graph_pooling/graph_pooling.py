@@ -28,8 +28,10 @@ _FUNCTIONS = {"global_mean_pool": "mean", "global_add_pool": "add", "global_max_
 _AGGREGATIONS = {"MeanAggregation": "mean", "SumAggregation": "add", "MaxAggregation": "max"}
 _READOUTS = ("mean", "add", "max")
 _SOURCES = (*_READOUTS, "topk", "sag", "asap", "edge")
-_BASIC = "torch_geometric.nn.aggr.basic."
+_AGGREGATION, _BASIC = "torch_geometric.nn.aggr.", "torch_geometric.nn.aggr.basic."
 _OTHERS = {
+    "Set2Set": "Set2Set reads the nodes by an LSTM and gives twice as many features: what follows would not fit",
+    "SortAggregation": "SortAggregation gives the features of k sorted nodes side by side: what follows would not fit",
     "edge": "EdgePooling scores edges and joins pairs of nodes: its weights cannot score single nodes",
     "asap": "ASAPooling shares nodes out among clusters: its weights have no place where clusters are disjoint",
 }
@@ -41,8 +43,8 @@ class GraphPooling(Pass):
     """Pool graphs over triples of nodes: `RO3Pooling` for readouts, `RO3TriadPooling` for coarsening.
 
     Before: y = global_mean_pool(x, batch)        After: y = self.ro3_pooling(x, edge_index, None, batch)
-    Refuses: a readout before which no edge_index, or more than one, goes into message passing; coarsening that returns
-    other things than `TopKPooling` does.
+    Refuses: a readout before which no edge_index, or more than one, goes into message passing; other aggregations;
+    coarsening that returns other things than `TopKPooling` does.
 
     The model computes something else then and has new parameters: train it.
 
@@ -96,6 +98,9 @@ class GraphPooling(Pass):
         if kind in _READOUTS:
             return self._readout(program, owner, index, node)
         at = qualified(owner, str(node.target))
+        if kind not in COARSENING.values():
+            why = _OTHERS.get(kind, f"{kind} is another function than mean, sum and maximum")
+            return Refusal(f"{why}; use RO3Pooling in the model's code", at)
         if kind in _OTHERS:
             return Refusal(f"{_OTHERS[kind]}; use RO3TriadPooling in the model's code", at)
         if getattr(program.callee(owner, node), "min_score", None) is not None:
@@ -113,7 +118,7 @@ class GraphPooling(Pass):
             return Refusal(f"its features have {len(shape)} dimensions; RO3Pooling takes [nodes, features]", at)
         if given.get("ptr") is not None or given.get("dim", -2) not in (-2, 0):
             return Refusal("it aggregates over ptr or another dimension", at)
-        edges = edges_before(program, owner, x)
+        edges = edges_before(program, owner, x, given.get("batch"))
         if isinstance(edges, Refusal):
             return edges
         data = {"channels": int(shape[1]), "kind": "readout", "place": _place(program, owner, node)}
@@ -208,8 +213,8 @@ def _kind(program: Program, owner: str, node: fx.Node) -> str | None:
     if node.op != "call_module":
         return None
     called = full_name(program.callee(owner, node))
-    if called.startswith(_BASIC):
-        return _AGGREGATIONS.get(called.removeprefix(_BASIC))
+    if called.startswith(_AGGREGATION):
+        return _AGGREGATIONS.get(called.removeprefix(_BASIC), called.rpartition(".")[2])
     return COARSENING.get(called)
 
 

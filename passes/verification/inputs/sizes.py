@@ -150,26 +150,29 @@ def _halved_often(size: int) -> int:
 
 
 def _few_nodes(arguments: Arguments) -> Arguments | None:
-    """Return the call with the first nodes of a graph, and as many edges for each; None where nothing is like
-    edges. Where these nodes are of several graphs it is the edges among them, so that none joins two graphs.
+    """Return the call with the first nodes of a graph, and as many edges for each; of several graphs the first whole
+    ones, with their edges. None where nothing is like edges.
     """
     rows, leaves = rows_of(arguments), leaves_of(arguments)
     edges = next((each for each in leaves if is_of_edges(each, rows)), None)
     if edges is None or rows <= _NODES:
         return None
-    count = edges.shape[1]
+    count, nodes = edges.shape[1], _NODES
     within = torch.arange(count, device=edges.device)[: max(1, count * _NODES // rows)]
-    if any(_ascends(each) and len(each) == rows and each[0] != each[_NODES - 1] for each in leaves):
-        within = (edges < _NODES).all(0).nonzero().flatten()
+    numbered = (each for each in leaves if _ascends(each) and len(each) == rows)
+    of_graphs = next((each for each in numbered if each[0] != each[_NODES]), None)
+    if of_graphs is not None:
+        nodes = int((of_graphs[:_NODES] < of_graphs[_NODES]).sum())
+        within = (edges < nodes).all(0).nonzero().flatten()
         if not len(within):
             return None
 
     def cut(tensor: Tensor) -> Tensor:
         if tensor is edges:
-            return tensor[:, within] % _NODES
+            return tensor[:, within] % nodes
         if not tensor.dim() or len(tensor) not in (rows, count):
             return tensor
-        return tensor.detach()[:_NODES] if len(tensor) == rows else tensor.detach()[within]
+        return tensor.detach()[:nodes] if len(tensor) == rows else tensor.detach()[within]
 
     return map_tensors(cut, arguments)
 

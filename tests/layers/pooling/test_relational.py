@@ -333,3 +333,20 @@ def test_statistics_stay_wide_and_are_forgotten():
     assert pool.norm.batches == 1
     pool.reset_parameters()
     assert pool.norm.batches == 0 and not pool.norm.mean.any() and (pool.norm.variance == 1).all()
+
+
+def test_features_that_all_graphs_share_are_in_evaluation_what_they_were_in_training():
+    torch.manual_seed(0)
+    x, batch = torch.ones(39, 1), torch.arange(3).repeat_interleave(13)
+    nodes = torch.arange(13)
+    circulant = [
+        torch.stack([nodes, (nodes + step) % 13]) + 13 * graph for graph in range(3) for step in (1, graph + 2)
+    ]
+    edges, pool = torch.cat(circulant, 1), RO3Pooling(8, "distance", in_channels=1)
+    optimizer = torch.optim.Adam(pool.parameters(), lr=0.05)
+    for _ in range(10):
+        optimizer.zero_grad()
+        pool(x, edges, batch=batch).sum().backward()
+        optimizer.step()
+    trained = pool(x, edges, batch=batch)
+    torch.testing.assert_close(pool.eval()(x, edges, batch=batch), trained, rtol=1e-3, atol=1e-3)

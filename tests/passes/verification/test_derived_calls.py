@@ -297,9 +297,18 @@ def test_no_edge_of_a_derived_call_joins_two_graphs() -> None:
     edges = torch.randint(10, (2, 900)) + torch.arange(900) % 20 * 10
     graphs = (torch.randn(200, 4), edges, torch.randn(900, 3), batch), {}
     few = next(iter(smaller(graphs)))
-    for (x, among, of_edges, graph), _ in (few, resized(few, {0: {64: 65}}), resized(graphs, {0: {200: 201}})):
+    for (x, among, of_edges, graph), _ in (few, resized(few, {0: {60: 61}}), resized(graphs, {0: {200: 201}})):
         assert len(x) == len(graph) and among.shape[1] == len(of_edges) > 0
         assert torch.equal(graph[among[0]], graph[among[1]]) and bool((graph[1:] >= graph[:-1]).all())
+
+
+def test_a_smaller_call_of_a_batch_of_graphs_has_whole_ones() -> None:
+    batch = torch.arange(8).repeat_interleave(torch.tensor([20, 30, 25, 40, 10, 20, 30, 25]))
+    edges = torch.combinations(torch.arange(200)).t()
+    edges = edges[:, batch[edges[0]] == batch[edges[1]]]
+    (x, among, graph), _ = next(iter(smaller(((torch.randn(200, 4), edges.flip(1), batch), {}))))
+    assert graph.bincount().tolist() == [20, 30] and len(x) == 50
+    assert sorted(among.t().tolist()) == sorted(edges[:, (edges < 50).all(0)].t().tolist())
 
 
 def test_pairs_of_numbers_that_name_no_rows_are_no_edges() -> None:

@@ -237,6 +237,19 @@ def test_two_places_of_one_module_are_two_in_the_report():
     assert all(label in str(fxopt.report(fast)) for label in labels)
 
 
+class VirtualNode(Classifier):
+    def forward(self, x, edge_index, batch):
+        x = self.conv(x, edge_index).relu()
+        of_graph = pyg.global_add_pool(x, batch)
+        return self.head(pyg.global_mean_pool(x + of_graph[batch], batch))
+
+
+def test_what_a_virtual_node_adds_keeps_the_order_of_nodes():
+    fast = swapped(VirtualNode().eval())
+    assert statuses(fast) == ["applied", "applied"]
+    assert fast(*graphs(4)).shape == (4, 3)
+
+
 class TwoGraphs(Classifier):
     def forward(self, x, edge_index, batch):
         return self.head(pyg.global_mean_pool(self.conv(x, edge_index) + self.conv(x, edge_index.flip(0)), batch))
@@ -269,9 +282,17 @@ class Unpooled(Classifier):
         return self.head(self.conv(x, edge_index))
 
 
+class Aggregating(Classifier):
+    def forward(self, x, edge_index, batch):
+        return self.readout(self.conv(x, edge_index), batch)
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
+        (Aggregating(pyg.Set2Set(WIDTH, 2)), "Set2Set reads the nodes by an LSTM and gives twice as many features"),
+        (Aggregating(pyg.SortAggregation(4)), "SortAggregation gives the features of k sorted nodes side by side"),
+        (Aggregating(pyg.SoftmaxAggregation()), "SoftmaxAggregation is another function than mean, sum and maximum"),
         (TwoGraphs(), "several edge_index"),
         (Selecting(), "no longer those that edge_index names"),
         (WithoutEdges(), "no message passing"),
