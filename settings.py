@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import UsageError, expect
 
-__all__ = ["Measure", "Settings", "current", "weights_only"]
+__all__ = ["Measure", "Settings", "current", "environment_with", "on_trial", "weights_only"]
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -81,6 +81,25 @@ def current(environment: Mapping[str, str] | None = None) -> Settings:
         if text := source.get(variable):
             given[field_.name] = _READERS[field_.name](variable, text)
     return Settings(**given)
+
+
+def environment_with(**variables: str) -> dict[str, str]:
+    """Return the environment of this process with other variables, for a process that it starts."""
+    return {**os.environ, **variables}
+
+
+@contextmanager
+def on_trial(folder: Path) -> Generator[None]:
+    """Keep no decisions of what is tried out meanwhile, and write reproducers into a folder that goes afterwards."""
+    names = {"FXOPT_CACHE": "0", "FXOPT_REPRODUCER_DIR": str(folder)}
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from .. import api
@@ -16,18 +18,29 @@ from ..deploy.opening import FileKind, kind_of_file
 from ..deploy.source import inputs_beside, load_weights, read_inputs
 from ..errors import UsageError
 from ..runtime.record import record_of
+from ..tracing.examples import Inputs, check_whole, normalize_inputs
 from ..tracing.program import Program
+from .prechecks import MAKE_INPUTS
 
-__all__ = ["factory_for", "open_model", "program_of", "weights_of_both"]
+__all__ = ["calls_for", "factory_for", "open_both", "open_model", "program_of", "script_factory", "weights_of_both"]
 
 ANYTHING = "all"
 """Trusting this package trusts a file altogether."""
 
 
 def open_model(
-    model: str, weights: Path | None = None, inputs: Path | None = None, trust: Sequence[str] | None = None
+    model: str,
+    weights: Path | None = None,
+    inputs: Path | None = None,
+    trust: Sequence[str] | None = None,
+    seed: int = 0,
 ) -> tuple[nn.Module, object]:
-    """Return the model that MODEL means, and its example inputs (by default those beside the factory), or None."""
+    """Return the model that MODEL means, and its example inputs (by default those beside the factory), or None.
+
+    A factory that draws its weights draws the same ones for the same `seed`.
+    """
+    random.seed(seed)
+    torch.manual_seed(seed)
     # Like `python -m`, find the user's own modules in the folder the command is run in.
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -41,6 +54,25 @@ def open_model(
     if weights is not None:
         load_weights(built, weights)
     return built, example_inputs if given is None else given
+
+
+def open_both(
+    a: str, b: str, weights: Path | None, inputs: Path | None, trust: Sequence[str] | None, seed: int
+) -> tuple[nn.Module, nn.Module, tuple[Inputs, ...]]:
+    """Return two models, and the calls to run both on: those of the first, or else of the second."""
+    state = weights_of_both(a, b, weights)
+    before, own = open_model(a, state[a], inputs, trust, seed)
+    after, others = open_model(b, state[b], None, trust, seed)
+    return before, after, calls_for(before, others if own is None else own)
+
+
+def calls_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
+    """Return the calls of a model that example inputs mean; raise `UsageError` if there is none, or one of a part."""
+    calls = normalize_inputs(example_inputs, model)
+    if not calls:
+        raise UsageError(f"there are no example inputs; {MAKE_INPUTS}")
+    check_whole(calls)
+    return calls
 
 
 def weights_of_both(a: str, b: str, weights: Path | None) -> Mapping[str, Path | None]:
@@ -68,6 +100,11 @@ def factory_for(model: str) -> str | None:
             f"{model} does not say how its model is built, so it cannot be saved; leave -o out, or use fxopt export"
         )
     return factory_of(model)
+
+
+def script_factory(model: str) -> str | None:
+    """Return how a script builds MODEL; None where that takes a file."""
+    return None if Path(model).is_file() else importable(model)
 
 
 def program_of(model: nn.Module, example_inputs: object) -> Program:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import typer
 from torch import nn
 
 from .. import api
@@ -16,14 +17,16 @@ from ..reporting.exports import FORMATS, json_text, times_of_nodes
 from ..reporting.html import graphs_page
 from ..reporting.inspection import inspection, inspection_json
 from ..reporting.picture import picture_of_programs, profile_of
-from ..runtime.record import record_of
+from ..reporting.wording import printable
+from ..runtime.record import needed_record, record_of
 from ..runtime.values import user_class
 from ..storage import write_atomically
 from ..tracing.program import Program
+from .app import note
 from .arguments import program_of
-from .prechecks import times_beside
+from .prechecks import ALL, times_beside
 
-__all__ = ["Inspected", "inspected", "one_graph", "write_comparison", "write_format"]
+__all__ = ["Inspected", "inspected", "note_graphs", "one_graph", "write_comparison", "write_format"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,20 @@ def one_graph(model: nn.Module, example_inputs: object, name: str) -> str:
     if wanted not in graphs:
         raise UsageError(f"no graph for module {name!r}{did_you_mean(wanted, graphs)}")
     return str(graphs[wanted])
+
+
+def note_graphs(model: nn.Module, wanted: str) -> None:
+    """Print the graphs that a pass (or each) changed, as they were behind it, on standard error, as compilers do."""
+    record = needed_record(model)
+    for step, text in enumerate(record.plan.pipeline):
+        if wanted not in (ALL, text.partition("{")[0]):
+            continue
+        note(f"after {text}:")
+        for name, versions in record.graph_versions.items():
+            if any(number == step for number, _ in versions):
+                later = [graph for number, graph in versions if number > step]
+                graph = later[0] if later else record.graphs_after.get(name)
+                typer.echo(f"{printable(name) or '(root)'}: {graph or 'it is gone'}", err=True)
 
 
 def write_format(picture: Mapping[str, Any], form: str, output: Path | None) -> str:

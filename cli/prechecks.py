@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +13,16 @@ from ..errors import InputError, UsageError, did_you_mean
 from ..known_passes import PRESETS, check_names, pass_names
 
 __all__ = [
-    "check_cold", "check_name", "check_picture", "check_pipeline", "check_read", "check_tolerance", "check_written",
-    "complete_name", "complete_pipeline", "times_beside",
+    "ALL", "MAKE_INPUTS", "check_cold", "check_name", "check_picture", "check_pipeline", "check_print_after",
+    "check_read", "check_tolerance", "check_values", "check_written", "complete_name", "complete_pipeline",
+    "times_beside",
 ]  # fmt: skip
 
 _MARKS = ("manifest.json", "archive_format")
 """What a zip file has, in the root or one folder below, that fxopt or torch.export wrote."""
+MAKE_INPUTS = "write example_inputs() beside the factory, or give --inputs FILE"
+ALL = "all"
+"""Instead of the name of a pass: each."""
 _HEAD = 1000
 """So many letters of a page tell whose it is."""
 
@@ -30,6 +35,22 @@ def check_pipeline(text: str | None) -> None:
         why = "an option without braces; shells take braces away: quote them, as -p 'inference{dtype=bfloat16}'"
         raise UsageError(f"-p {text}: {why}")
     check_names(text)
+
+
+def check_values(passes: str | None, time_budget: str | None = None) -> None:
+    """Refuse wrong options of passes, and budgets, before the model is built; torch is imported for that."""
+    from ..passes.pipeline import parse
+    from ..passes.timing import BudgetRequest
+
+    BudgetRequest.of(time_budget)
+    if passes:
+        parse(passes)
+
+
+def check_print_after(name: str | None) -> None:
+    """Raise `UsageError` for what is no pass, nor all of them."""
+    if name not in (None, ALL, *(known := pass_names())):
+        raise UsageError(f"--print-after: unknown pass {name!r}{did_you_mean(str(name), [*known, ALL])}")
 
 
 def check_name(name: str | None) -> str | None:
@@ -74,6 +95,8 @@ def check_written(option: str, path: Path | None, *models: str, suffix: str = ""
         raise InputError(f"{option} {path} is a folder; name a file in it, as {path / example}")
     if not path.parent.is_dir():
         raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"{option} {path}: nothing can be written into {path.parent.resolve()}; name another folder")
     if suffix and path.suffix not in ("", suffix):
         raise InputError(f"{option} {path}: this writes {suffix} files; name it {path.with_suffix(suffix)}")
     read = (Path(model.partition(":")[0]) for model in models)
@@ -157,11 +180,26 @@ def _is_picture(path: Path) -> bool:
     return "graphs" in kept or (bool(times) and all(times))
 
 
+def _is_script(path: Path) -> bool:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return "Made by fxopt reduce." in file.read(_HEAD)
+    except (OSError, ValueError):
+        return False
+
+
+def _is_numbers(path: Path) -> bool:
+    script = path.with_suffix(".py")
+    return script.is_file() and _is_script(script) and repr(path.name) in script.read_text(encoding="utf-8")
+
+
 _WRITTEN: dict[str, tuple[str, str, Callable[[Path], bool]]] = {
     "-o": ("model.fxopt", "saved model", _is_saved_model),
     "--save-plan": ("plan.json", "plan", _is_plan),
     "--report": ("report.html", "report", _is_report),
     "--html": ("graphs.html", "page of fxopt", _is_report),
+    "script": ("reduced.py", "script of fxopt", _is_script),
+    "numbers": ("reduced.pt", "file of numbers of a script beside it", _is_numbers),
     "picture": ("graphs.dot", "picture of fxopt", _is_picture),
 }
 """Option, or kind of file -> a name for what it writes, what that is, and whether a file is one."""

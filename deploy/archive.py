@@ -35,7 +35,7 @@ from .container import (
 from .factory import build_model, find_factory, is_trusted, module_of, name_class, owner_of
 from .source import inputs_beside
 
-__all__ = ["Replay", "check_kind", "factory_of", "load", "save"]
+__all__ = ["Replay", "check_kind", "factory_of", "load", "plan_of", "save"]
 
 KIND = "recipe"
 FORMER_KIND = "standalone"
@@ -130,6 +130,12 @@ def factory_of(path: str | os.PathLike[str]) -> str | None:
     """Return how an archive says its model is built, without building it."""
     where = Path(path)
     return _Description(where, read_manifest(where)).factory
+
+
+def plan_of(path: str | os.PathLike[str]) -> Plan:
+    """Return the plan in an archive; nothing that it names is imported."""
+    _, members = read_container(path, (PLAN, WEIGHTS))
+    return Plan.from_json(read_json(Path(path), PLAN, members[PLAN]), f"the plan in {path}")
 
 
 def check_kind(where: Path, manifest: Mapping[str, Any]) -> None:

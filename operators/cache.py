@@ -203,6 +203,10 @@ class Cache:
     def _keep(self, key: Hashable, noted: Unchanged, tensors: Sequence[Tensor | None], made: Any) -> None:
         self._kept[key] = noted, made  # at once: another thread sees the old pair or the new one
 
+    def kept(self) -> list[Any]:
+        """Return everything that was made and is kept."""
+        return [made for _, made in tuple(self._kept.values())]
+
     def last(self, key: Hashable = None) -> Any:
         """Return what was made last; None if nothing is kept."""
         kept = self._kept.get(key)

@@ -31,6 +31,10 @@ class Keeping:
             held: Iterable[object] = cast("Any", value) if isinstance(value, (tuple, list)) else (value,)
             yield from (each for each in held if isinstance(each, Cache))
 
+    def kept(self) -> list[Any]:
+        """Return everything that was made and is kept."""
+        return [made for each in self._caches() for made in each.kept()]
+
     def forget_all(self) -> None:
         """Let everything be made anew."""
         for each in self._caches():

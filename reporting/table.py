@@ -52,12 +52,16 @@ class ReportTable:
         yield Text(headline(self.record), style="bold")
         for title, text in summary(self.record).items():
             yield Text(f"{title:<18}{text}")
+        yield from self.decided(options)
+        yield from (Text(printable(message), style="yellow") for message in self.notes)
+
+    def decided(self, options: ConsoleOptions) -> Iterator[RenderableType]:
+        """Yield what stands, then what was left and why."""
         if self.rows:
             yield from self._lines() if options.max_width < NARROW else self._table(options.is_terminal)
         if self.left:
             yield Text()
             yield from map(_left_line, self.left)
-        yield from (Text(printable(message), style="yellow") for message in self.notes)
 
     def _table(self, terminal: bool) -> Iterator[RenderableType]:
         table = Table(box=box.SIMPLE_HEAD if terminal else box.MARKDOWN)

@@ -36,7 +36,7 @@ HOUSE = (
     ("cuda_ops",),
     ("operators",),
     ("compat", "known_passes", "pass_order", "storage"),
-    ("collection", "decision_files", "progress_bar", "settings"),
+    ("collection", "decision_files", "interrupts", "progress_bar", "settings"),
     ("errors",),
     ("version",),
 )

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import signal
-import threading
 import time
 import warnings
 import zlib
@@ -15,7 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -23,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from ...compat import dispatch_modes_off, version_of
+from ...interrupts import interruptible
 from ...operators import Unchanged, sample_of, why_unseen
 from ...runtime.graphs import copy_graph
 from ..folded import CHECKS
@@ -89,35 +87,6 @@ def as_converted() -> Generator[None]:
         _takes_others.reset(token)
 
 
-@contextmanager
-def _interruptible() -> Generator[None]:
-    """Raise what the handler of Ctrl-C raised, though native code has made an error of its own of it."""
-    own = signal.getsignal(signal.SIGINT)
-    if not callable(own) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    raised: list[BaseException] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        try:
-            own(number, frame)
-        except BaseException as error:
-            raised.append(error)
-            raise
-
-    signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    except Exception as error:
-        if raised:
-            raise raised[0] from error
-        raise
-    finally:
-        signal.signal(signal.SIGINT, own)
-    if raised:
-        raise raised[0]
-
-
 @dataclass
 class _Compile:
     """Compile a computation for a number of threads."""
@@ -128,7 +97,7 @@ class _Compile:
     dtype: torch.dtype
 
     def __call__(self, threads: int) -> Session:
-        with warnings.catch_warnings(), torch.no_grad(), _interruptible():
+        with warnings.catch_warnings(), torch.no_grad(), interruptible():
             warnings.simplefilter("ignore")  # torch.jit is deprecated, and tracing tells of each size it reads
             return self.engine.compile(self.computation, self.example, self.dtype, threads)
 

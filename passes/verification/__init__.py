@@ -15,6 +15,7 @@ from .inputs import (
     perturbed_inputs,
     perturbed_state,
     smaller,
+    with_rows,
 )
 from .reference import References, reference, worst
 from .samples import Data, Reference, Sizes, no_peer
@@ -29,5 +30,5 @@ __all__ = [
     "Original", "Reference", "References", "Sizes", "Tape", "Tolerance", "Verdict", "depends_on_mode", "distance",
     "double_defaults", "form_difference", "gradients_within", "half_the_digits", "jittered", "modes_to_check",
     "narrow", "neighbours", "no_peer", "perturbed_inputs", "perturbed_state", "reference", "rounding", "scale_of",
-    "smaller", "verify", "widened", "worst",
+    "smaller", "verify", "widened", "with_rows", "worst",
 ]  # fmt: skip

@@ -6,16 +6,12 @@ import base64
 import gzip
 import json
 import re
-import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from support.command_line import HEADS, folder_of_modules
-
-from fxopt.cli import app
 
 SOURCE = HEADS + "\ndef example_inputs():\n    return torch.ones(3, 4)\n\ndef heads():\n    return Heads().eval()\n"
 CONFIGURATION = """
@@ -133,14 +129,3 @@ def test_names_of_configurations_are_checked(fxopt: Fxopt):
     pytest.importorskip("transformers")
     assert "did you mean 'BertConfig'?" in fxopt("inspect", "transformers:BertConfg").err
     assert "name its configuration, transformers:BertConfig" in fxopt("inspect", "transformers:BertModel").err
-
-
-def test_each_help_ends_with_an_example_that_is_understood(fxopt: Fxopt):
-    group = typer.main.get_command(app)
-    for name, command in group.commands.items():  # type: ignore[attr-defined]
-        shown = " ".join(fxopt(name, "--help").out.split())
-        found = re.search(r"Example: (fxopt .*)\Z", shown)
-        assert found is not None, name
-        _, called, *arguments = shlex.split(found[1])
-        assert called == name
-        command.make_context(name, arguments)

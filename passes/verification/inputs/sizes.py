@@ -12,7 +12,7 @@ from .noise import perturbed_inputs
 
 __all__ = [
     "FEW_AND_ODD", "another_size", "few_rows", "inner_sizes", "is_of_edges", "larger", "leaves_of", "longer",
-    "many_rows", "named_tensors", "resized", "rows_of", "smaller", "swapped", "uneven",
+    "many_rows", "named_tensors", "resized", "rows_of", "smaller", "swapped", "uneven", "with_rows",
 ]  # fmt: skip
 
 _LEAST = 3
@@ -112,6 +112,12 @@ def swapped(arguments: Arguments, *pairs: tuple[Tensor, Tensor]) -> Arguments:
     for old, new in pairs:
         arguments = map_tensors(lambda x, old=old, new=new: new if x is old else x, arguments)
     return arguments
+
+
+def with_rows(arguments: Arguments, count: int) -> Arguments | None:
+    """Return a call with so many rows: what there is repeats, or ends earlier; None where it has no rows."""
+    rows = rows_of(arguments)
+    return resized(arguments, {0: {rows: count}}) if rows else None
 
 
 # Fewer
