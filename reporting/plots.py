@@ -110,6 +110,7 @@ def _titled(axes: Axes, title: str, labels: Sequence[str], left_out: int = 0) ->
     axes.set_ylim(max(len(labels), 1) - 0.5, -0.5)
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
 
 
 def _most(decisions: Iterable[Decision], weight: Callable[[Decision], float]) -> tuple[list[Decision], int]:
@@ -180,11 +181,22 @@ def _errors(record: Record) -> _Panel | None:
                 if error > 0.0:
                     colour = colours[each.pass_name]
                     axes.plot(error, row, marker, markersize=5, color=colour, mfc="white" if marker == "D" else colour)
-        axes.set_xscale("log")
+        _scientific(axes, [error for each in shown for error in _two_errors(each) if error > 0.0])
         sensitive = ": how sensitive each layer is" if lossy else ""
         _titled(axes, f"error by place{sensitive} (diamond: in float64, dot: as it runs)", [*map(_place, shown)], more)
 
     return _Panel(len(shown), draw)
+
+
+def _scientific(axes: Axes, values: Sequence[float]) -> None:
+    """Label an axis of errors, by their magnitude where they are far apart."""
+    if max(values) > 2 * _WIDE_RANGE * min(values):
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_formatter("")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+    else:
+        axes.locator_params(axis="x", nbins=5)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
 
 
 def _two_errors(decision: Decision) -> list[float]:
@@ -208,7 +220,7 @@ def _memory(record: Record) -> _Panel | None:
         if limit is not None:
             axes.plot([limit, limit], [-0.45, 0.45], color=_LEFT, linewidth=2)
             budget = f"; line: the budget of checkpoint, {byte_text(limit)}"
-        _titled(axes, f"memory before and after{budget}", [pair.label for pair in pairs])
+        _titled(axes, f"memory before (grey) and after (green){budget}", [pair.label for pair in pairs])
 
     return _Panel(2 * len(pairs), draw)
 
@@ -254,7 +266,7 @@ def _times(profiles: tuple[Profile, Profile] | None) -> _Panel | None:
 
     def draw(axes: Axes) -> None:
         _bars(axes, pairs, duration)
-        title = "time by layer before and after, each run by itself"
+        title = "time by layer before (grey) and after (green), each run by itself"
         _titled(axes, title, [pair.label for pair in pairs], max(len(inner) - len(most), 0))
 
     return _Panel(2 * len(pairs), draw)
@@ -275,8 +287,8 @@ def _operations(record: Record) -> _Panel:
 
     def draw(axes: Axes) -> None:
         _bars(axes, pairs, lambda count: f"{count:.0f}")
-        title = "operations of the rewritten graphs before and after" if pairs else "no graph was rewritten"
-        _titled(axes, title, [pair.label for pair in pairs])
+        title = "operations of the rewritten graphs before (grey) and after (green)"
+        _titled(axes, title if pairs else "no graph was rewritten", [pair.label for pair in pairs])
 
     return _Panel(max(2 * len(pairs), 1), draw)
 
