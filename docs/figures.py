@@ -140,14 +140,16 @@ def draw_page(page: Page, folder: Path) -> None:
     torch.manual_seed(0)
     model, images = ViTForImageClassification(config).eval(), torch.randn(4, 3, 96, 96)
     path = folder / "vit.html"
-    fxopt.report(fxopt.optimize(model, "inference", example_inputs=images), images).to_html(path)
+    fast = fxopt.optimize(model, "inference", example_inputs=images)
+    fxopt.report(fast, images).to_html(path)
+    stage = fxopt.plan(fast).pipeline.index("flatten_calls")  # what is called is still there before it
     around = next(name.rpartition(".")[0] for name, each in model.named_modules() if name.endswith(".0.mlp"))
     parts = around.split(".")
     inside = [".".join(parts[:end]) for end in range(1, len(parts) + 1)] + [f"{around}.mlp"]
-    for name, width in {"report-page": 1304, "report-page-narrow": 390}.items():
+    for name, width in {"report-page": 1360, "report-page-narrow": 390}.items():
         page.set_viewport_size({"width": width, "height": 900})
         page.goto("about:blank")
-        page.goto(f"{path.as_uri()}#open={','.join(inside)}&node={around}/mlp")
+        page.goto(f"{path.as_uri()}#stage={stage}&open={','.join(inside)}&node={around}/mlp")
         page.wait_for_selector("#picture[data-ready]")
         page.wait_for_timeout(300)
         shown = page.locator("#picture").bounding_box() or {}
