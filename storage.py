@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Generator
@@ -13,11 +14,14 @@ from typing import BinaryIO
 
 from .errors import expect
 
-__all__ = ["as_path", "atomic_file", "byte_text", "write_atomically"]
+__all__ = ["as_path", "atomic_file", "byte_text", "parse_bytes", "write_atomically"]
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """What writing raises without the name of the file."""
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_BYTES = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]+)\s*")
 
 
 def as_path(path: str | os.PathLike[str], name: str = "path") -> Path:
@@ -32,6 +36,13 @@ def byte_text(count: float) -> str:
         if count >= unit:
             return f"{count / unit:.3g} {name}"
     return f"{count:.0f} bytes"
+
+
+def parse_bytes(text: str) -> float | None:
+    """Return how many bytes a number with a unit says, such as `2GiB` or `512 MB`; None if it says none."""
+    parts = _BYTES.fullmatch(text)
+    unit = _UNITS.get(parts[2].lower()) if parts else None
+    return None if parts is None or unit is None else float(parts[1]) * unit
 
 
 def write_atomically(path: str | os.PathLike[str], data: str | bytes, *, durable: bool = True) -> None:

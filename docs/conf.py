@@ -22,6 +22,7 @@ autodoc_default_options = {"member-order": "bysource", "show-inheritance": True}
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Options", "params_style")]  # what passes call their fields
 html_theme = "furo"
 html_title = "fxopt"
 exclude_patterns = ["_build"]

@@ -59,10 +59,12 @@ section:first-of-type td:first-child { white-space: nowrap; }
 """
 
 
-def report_html(table: ReportTable) -> str:
-    """Return the report's headline, figures, rows and reasons as one element."""
+def report_html(table: ReportTable, plot: bytes = b"") -> str:
+    """Return the report's headline, figures, rows, reasons and its plot, a PNG, as one element."""
     parts = [f"<p style='margin:4px 0'><b>{escape(headline(table.record))}</b></p>", _figures(table)]
     parts += [_rewrites(table), _left(table), _notes(table)]
+    if plot:
+        parts.append(f"<img alt='plot' style='max-width:100%' src='data:image/png;base64,{_base64(plot)}'/>")
     return f"<div style='overflow-x:auto;font-size:90%'>{''.join(parts)}</div>"
 
 
@@ -111,11 +113,15 @@ def _picture(picture: Mapping[str, Any] | None) -> str:
     if picture is None:
         return ""
     text = json.dumps(picture, allow_nan=False, separators=(",", ":"))
-    data = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    data = _base64(gzip.compress(text.encode(), mtime=0))
     return (
         f"<style>{_built('page.css')}</style>\n<div id='picture'></div>\n"
         f"<script type='text/plain' id='picture-data'>{data}</script>\n<script>{_built('page.js')}</script>\n"
     )
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
 
 
 @cache

@@ -11,6 +11,7 @@ from ..storage import as_path, write_atomically
 from .diff import diff_graphs
 from .html import report_html, report_page
 from .picture import Profile, picture_of
+from .plots import figure_of, has_matplotlib, png_of
 from .table import ReportTable
 from .wording import headline, summary
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
 
+    from matplotlib.figure import Figure
     from torch import nn
 
     from ..runtime.graphs import Miss
@@ -94,6 +96,22 @@ class Report:
             raise StateError("the report has no model, whose graphs a picture shows; use fxopt.report(model)")
         return picture_of(self.record, self.model, self.profiles, self.notes)
 
+    def plot(self) -> Figure:
+        """Return a matplotlib figure of what there are figures of; notebooks show it, `savefig` writes it.
+
+        - Speed of the model and of each place that was timed, with intervals of 95%; what was undone is hollow.
+        - The error of each rewrite. Of lossy passes, as `quantize`, it says how sensitive each layer is.
+        - Memory of a training step before and after, with the budget of `checkpoint`; the share of each layer that
+          `prune` removed.
+        - Time by layer, if the report was made with example inputs.
+        - If there is nothing of these: the operations of the rewritten graphs.
+
+        A panel has 24 rows at most: those that matter most, and the number of the others.
+
+        Raises `UsageError` if matplotlib is not installed (`pip install "fxopt[plots]"`).
+        """
+        return figure_of(self.record, self.profiles)
+
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write picture, table and diff as a page that needs nothing else; a file there is replaced whole, or stays.
 
@@ -108,5 +126,5 @@ class Report:
         return f"<{type(self).__name__}: {headline(self.record)}; whole model {summary(self.record)['whole model']}>"
 
     def _repr_html_(self) -> str:
-        """Show the report in a notebook."""
-        return report_html(self.table())
+        """Show the report in a notebook, with the plot if matplotlib is installed."""
+        return report_html(self.table(), png_of(self.plot()) if has_matplotlib() else b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
@@ -73,6 +74,38 @@ def test_every_pass_has_a_page_and_a_row():
     index = (ROOT / "docs" / "passes" / "index.md").read_text(encoding="utf-8")
     ((_, listed),) = re.findall(r"```\{toctree\}\n((?::.*\n)*)\n([\s\S]*?)```", index)
     assert sorted(listed.split()) == sorted(own)
+
+
+def test_every_pass_has_a_figure_of_its_own():
+    """`make figures` makes them from the examples on the pages."""
+    from fxopt.known_passes import pass_names
+
+    for name in (name for name, origin in pass_names().items() if origin == "fxopt"):
+        text = (ROOT / "docs" / "passes" / f"{name}.md").read_text(encoding="utf-8")
+        assert f"(../pictures/passes/{name}.png)" in text
+        assert (ROOT / "docs" / "pictures" / "passes" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_code():
+    rooms = (path for path in ROOT.iterdir() if path.is_dir() and path.name not in ("tests", "docs", "benchmarks"))
+    files = [*ROOT.glob("*.py"), *(file for room in rooms if room.name[0] != "." for file in room.rglob("*.py"))]
+    said = "\n".join(
+        node.value
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]*)` \|", page, re.MULTILINE)
+    parts = [part for message in messages for part in message.split("…") if len(part) > 3]
+    assert len(messages) > 30
+    assert [part for part in parts if part not in said] == []
+
+
+def test_the_gallery_has_every_example():
+    page = ROOT / "docs" / "gallery.md"
+    linked = set(re.findall(r"\(\.\./examples/(\w+\.\w+)\)", page.read_text(encoding="utf-8")))
+    assert linked == {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")}
 
 
 def test_the_first_screen_of_the_readme_has_both_commands():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,7 +12,7 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...runtime.graphs import WrappedRegion
-from ...storage import byte_text
+from ...storage import byte_text, parse_bytes
 from ...tracing.program import Program
 from .find import Choice, Choices, Stretch, choices
 from .recomputation import Recomputation, counts
@@ -118,17 +117,12 @@ def _site(program: Program, stretch: Stretch) -> Site:
     return Site(program, units[0].owner, nodes, units[0].specialization, detail=f"{count}: {detail}{how}", data=data)
 
 
-_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_BYTES = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]+)\s*")
-
-
 def limit_of(budget: float | str, saved: int) -> float:
     """Return how many bytes a budget allows: a share of `saved`, or text with a unit; UsageError if it is neither."""
     if isinstance(budget, str):
-        parts = _BYTES.fullmatch(budget)
-        unit = _UNITS.get(parts[2].lower()) if parts else None
-        if parts is not None and unit is not None:
-            return float(parts[1]) * unit
+        allowed = parse_bytes(budget)
+        if allowed is not None:
+            return allowed
     elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0 <= budget <= 1:
         return budget * saved
     raise UsageError(

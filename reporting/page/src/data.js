@@ -70,8 +70,10 @@ export class Picture {
       if (before === undefined && left !== undefined) change = "added";
       else if (after === undefined && right !== undefined) change = "removed";
       else if (before !== undefined && after !== undefined && before.line !== after.line) change = "changed";
-      const step = change === "same" ? -1 : this.stepBetween(path, name, from, to);
+      let step = change === "same" ? -1 : this.stepBetween(path, name, from, to);
       const child = node.op === "call_module" ? joined(path, node.target) : undefined;
+      const replaced = change === "same" && child !== undefined ? this.replacedBy(child) : -1;
+      if (replaced >= from && replaced < to) [change, step] = ["changed", replaced];
       found.push({ name, path, before, after, node, change, step, child });
     }
     if (all) return found;
@@ -91,9 +93,19 @@ export class Picture {
     return this.data.costs?.[side].modules[path];
   }
 
-  className(path) {
+  /** The class of a module at a stage. */
+  className(path, stage = this.stages) {
     const [before, after] = this.data.modules[path] ?? [];
-    return (after ?? before)?.[0] ?? "";
+    const isBefore = stage <= this.replacedBy(path);
+    return ((isBefore ? before : after) ?? before)?.[0] ?? "";
+  }
+
+  /** The number of the pass that put another class into the place of a module, or -1; graphs stay as they are then. */
+  replacedBy(path) {
+    const [before, after] = this.data.modules[path] ?? [];
+    if (!before || !after || before[0] === after[0]) return -1;
+    const steps = (this.sitesOf.get(path) ?? []).filter(({ status }) => status === "applied").map(({ step }) => step);
+    return steps.length ? Math.max(...steps) : this.stages - 1;
   }
 
   /** The decisions at a node, or in the whole graph where `name` is undefined. */

@@ -9,8 +9,19 @@ const LANE = 26;
 const LANES = 8;
 const PADDING = 12;
 const HEAD = 26;
-const LETTER = 7.1;
+const LONGEST = 48; // letters of a name that count for the width of its box
+const WIDEST = 270;
+export const SPARE = 36; // beside the name of a module: its margins, and the sign that opens it
 export const HEIGHT = 36;
+
+const FAMILY = "system-ui, sans-serif";
+export const FONTS = { module: `600 12px ${FAMILY}`, name: `12px ${FAMILY}`, value: `10.5px ${FAMILY}` }; // as in page.css
+const pen = document.createElement("canvas").getContext("2d");
+const widths = new Map();
+
+export function fontOf({ node }) {
+  return node.op === "call_module" ? FONTS.module : FONTS.name;
+}
 
 export class Layout {
   constructor() {
@@ -34,7 +45,8 @@ export class Layout {
       nodes.map(async (node) => {
         const isOpen = node.child !== undefined && state.open.has(node.child) && picture.hasGraph(node.child);
         const inner = isOpen && !inside.has(node.child) ? await this.of(picture, node.child, state, inside) : null;
-        return { ...node, label: labelOf(node, picture), inner, ...sizeOf(node, inner, picture) };
+        const [was, label] = [state.from, state.to].map((stage) => labelOf(node, picture, stage));
+        return { ...node, label, labels: { before: was, after: label }, inner, ...sizeOf(node, inner, [was, label]) };
       }),
     );
     const place = new Map(items.flatMap((item, number) => (item.members ?? [item.name]).map((name) => [name, number])));
@@ -91,12 +103,12 @@ function openInside(state, path) {
   return [...state.open].filter((each) => each.startsWith(head)).sort();
 }
 
-export function labelOf({ node, child, members, last: lastOne }, picture) {
-  if (members) return `${node.target} … ${lastOne}: ${members.length} ${picture.className(child)}`;
+export function labelOf({ node, child, members, last: lastOne }, picture, stage) {
+  if (members) return `${node.target} … ${lastOne}: ${members.length} ${picture.className(child, stage)}`;
   const last = node.target.split(".").slice(-2).join(".");
   switch (node.op) {
     case "call_module":
-      return `${node.target}: ${picture.className(child) || "module"}`;
+      return `${node.target}: ${picture.className(child, stage) || "module"}`;
     case "call_method":
       return `.${node.target}()`;
     case "call_function":
@@ -108,13 +120,29 @@ export function labelOf({ node, child, members, last: lastOne }, picture) {
   }
 }
 
-export function shortened(text, most) {
-  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
+/** How wide a text is: letters differ by more than twice. */
+export function widthOf(text, font) {
+  const known = `${font}\n${text}`;
+  if (!widths.has(known)) {
+    if (widths.size > 50000) widths.clear();
+    pen.font = font;
+    widths.set(known, pen.measureText(text).width);
+  }
+  return widths.get(known);
 }
 
-function sizeOf(node, inner, picture) {
-  const letters = Math.min(36, Math.max(labelOf(node, picture).length, (node.node.value || "").length * 0.82));
-  const width = Math.max(70, letters * (node.child ? LETTER + 0.5 : LETTER) + (node.child ? 30 : 16));
+/** As much of a text as there is room for. */
+export function fitted(text, room, font) {
+  if (widthOf(text, font) <= room) return text;
+  let end = Math.floor((text.length * room) / widthOf(text, font));
+  while (end > 1 && widthOf(`${text.slice(0, end)}…`, font) > room) end -= 1;
+  return `${text.slice(0, end)}…`;
+}
+
+function sizeOf(node, inner, labels) {
+  const named = labels.map((label) => widthOf(label.slice(0, LONGEST), fontOf(node)));
+  const text = Math.max(...named, widthOf((node.node.value || "").slice(0, LONGEST), FONTS.value));
+  const width = Math.max(70, Math.min(WIDEST, text) + (node.child ? SPARE : SPARE / 2));
   if (inner === null) return { width, height: HEIGHT };
   return { width: Math.max(width, inner.width + 2 * PADDING), height: inner.height + HEAD + 2 * PADDING };
 }

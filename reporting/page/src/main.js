@@ -366,11 +366,19 @@ class Page {
   }
 }
 
+/** Let the browser do what waits: no task should take long. */
+function pause() {
+  return new Promise((done) => setTimeout(done));
+}
+
 async function start() {
   const root = document.getElementById("picture");
   try {
     const data = await decoded(document.getElementById("picture-data").textContent);
-    const page = new Page(root, new Picture(data));
+    await pause();
+    const picture = new Picture(data);
+    await pause();
+    const page = new Page(root, picture);
     window.picturePage = page;
     await page.ready;
     root.dataset.ready = "true";

@@ -4,7 +4,6 @@ import { scaleLog } from "d3-scale";
 import { select } from "d3-selection";
 import { colourOf, figure, markOf, microseconds } from "./colours.js";
 import { mergedNames } from "./data.js";
-import { shortened } from "./layout.js";
 
 const MOST_ROWS = 200;
 
@@ -220,4 +219,8 @@ export function rooflinePanel(picture, act) {
     .text(({ path, side, took, y: reached }) => `${placeOf(path)} ${side}: ${microseconds(took)}, ${figure(reached, "FLOP/s")}`);
   const roofText = `This machine: ${figure(peak, "FLOP/s")} in float32, ${figure(bandwidth, "B/s")}. Hollow: before; filled: after.`;
   return element("div", {}, box, element("p", { class: "soft" }, roofText));
+}
+
+function shortened(text, most) {
+  return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }

@@ -3,7 +3,7 @@
 import { select } from "d3-selection";
 import { curveBasis, line } from "d3-shape";
 import { zoom, zoomIdentity } from "d3-zoom";
-import { HEIGHT, flat, shortened } from "./layout.js";
+import { FONTS, HEIGHT, SPARE, fitted, flat, fontOf } from "./layout.js";
 
 const MOST_DRAWN = 900; // more boxes at a time are drawn as one shape for each colour, without words
 const SIDES = ["before", "after"];
@@ -181,15 +181,15 @@ export class View {
       .order()
       .attr("transform", ({ x, y }) => `translate(${x},${y})`)
       .attr("class", (box) => boxClass(box, this.handlers.isPicked(box)));
-    const letters = ({ width, child }, each) => Math.max(4, Math.floor((width - (child ? 26 : 12)) / each));
+    const room = ({ width, child }) => width - (child ? SPARE - 4 : SPARE / 2 - 2);
     drawn
       .select("rect")
       .attr("width", ({ width }) => width)
       .attr("height", ({ height }) => height)
       .style("fill", (box) => paint(box, side).fill)
       .style("stroke", (box) => paint(box, side).stroke);
-    drawn.select(".label").text((box) => shortened(box.label, letters(box, box.child ? 7.4 : 6.4)));
-    drawn.select(".value").text((box) => (box.inner ? "" : shortened(box[side].value || note(box), letters(box, 5.6))));
+    drawn.select(".label").text((box) => fitted(box.labels[side], room(box), fontOf(box)));
+    drawn.select(".value").text((box) => (box.inner ? "" : fitted(box[side].value || note(box), room(box), FONTS.value)));
     drawn
       .select(".opener")
       .attr("x", ({ width }) => width - 16)
@@ -200,7 +200,7 @@ export class View {
       .attr("cy", 3)
       .style("display", (box) => (paint(box, side).mark ? null : "none"))
       .style("fill", (box) => paint(box, side).mark);
-    drawn.select("title").text((box) => `${box.label}${box.node.source ? `\n${box.node.source}` : ""}`);
+    drawn.select("title").text((box) => `${box.labels[side]}${box.node.source ? `\n${box.node.source}` : ""}`);
   }
 }
 
