@@ -1,11 +1,12 @@
 """Quantized models beside float32, eager and compiled, and beside torchao's own entry points.
 
-    python benchmarks/quantization.py --json benchmarks/results/quantization.json
+    python benchmarks/quantization.py --missing --json benchmarks/results/quantization.json
     python benchmarks/quantization.py --only "linear batch 8" bert --rounds 5
 
 Each round calls every way once, interleaved, on one thread. Ratios are the time of float32 eager over that of the way,
 with their 95% interval. What is compiled is compiled with freezing, and nothing is taken from a cache. Preparation is
-all that a way does before its second call. Of a decoder one call generates tokens; tokens a second are shown.
+all that a way does before its second call. Of a decoder one call generates tokens; tokens a second are shown. The file
+is written after each case: an interrupted run keeps what it has, and `--missing` goes on with the rest.
 """
 
 from __future__ import annotations
@@ -91,12 +92,27 @@ def measure(name: str, case: Case, rounds: int, ways: list[str]) -> dict[str, An
     return {"case": name, "ways": cells}
 
 
+def known(path: Path | None) -> dict[str, dict[str, Any]]:
+    """Return the rows of an earlier run, by case."""
+    if path is None or not path.exists():
+        return {}
+    return {row["case"]: row for row in json.loads(path.read_text(encoding="utf-8"))["cases"]}
+
+
+def write(path: Path, rows: list[dict[str, Any]], rounds: int, load: float) -> None:
+    """Write what was measured until now, with the load of the machine at the start and now."""
+    machine = {**described(), "load_average": [round(load, 1), round(os.getloadavg()[0], 1)]}
+    report = {"schema_version": 1, "machine": machine, "rounds": rounds, "cases": rows}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), help="cases")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=[], help="beside float32 eager; default: all")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--missing", action="store_true", help="leave out cases that the file has")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -105,11 +121,11 @@ def main() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         inductor: Any = importlib.import_module("torch._inductor.config")
         inductor.freezing = True
-        rows = [measure(name, CASES[name], arguments.rounds, arguments.ways) for name in arguments.only]
-    machine = {**described(), "load_average": [round(load, 1), round(os.getloadavg()[0], 1)]}
-    report = {"schema_version": 1, "machine": machine, "rounds": arguments.rounds, "cases": rows}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        rows = known(arguments.json) if arguments.missing else {}
+        for name in [name for name in arguments.only if name not in rows]:
+            rows[name] = measure(name, CASES[name], arguments.rounds, arguments.ways)
+            if arguments.json:
+                write(arguments.json, [rows[each] for each in CASES if each in rows], arguments.rounds, load)
 
 
 if __name__ == "__main__":

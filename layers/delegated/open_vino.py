@@ -52,7 +52,7 @@ class OpenVINO(Engine):
         traced = cast("Any", torch.jit).trace(computation, tuple(example), check_trace=False)
         decoder = decoders.TorchScriptPythonDecoder(traced, example_input=tuple(example))
         model = frontend.convert(frontend.load(decoder))
-        if dtype is torch.int8:
+        if dtype is not torch.float32:
             _fold_ranges(openvino, model)
         settings = {
             "INFERENCE_PRECISION_HINT": _PRECISION[dtype], "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
+from ...compat.packed import why_no_packing
 from ...errors import UsageError
 from ...layers.delegated import Engine, engine_named, engines
 from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...tracing.program import Program
-from .find import found_in
+from .find import found_in, has_8_bits
 from .write import Way, write
 
 __all__ = ["Delegate"]
@@ -22,6 +23,8 @@ __all__ = ["Delegate"]
 AUTO = "auto"
 _BUDGETS = {torch.float32: 0.02, torch.bfloat16: 0.02, torch.int8: 0.05}
 """What can be computed in, with the error that it may make by default; float32 is judged by its rounding."""
+_OTHER = {torch.bfloat16: torch.float32, torch.int8: torch.bfloat16}
+"""What engines are tried in, too. In `int8` as such the floats are in float32; layers of 8 bits stay so in both."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,9 @@ class Delegate(Pass):
     Options:
         engine: `auto` takes the fastest of those installed; else a name: `openvino`, `onnxruntime` or `aoti`.
         dtype: what is computed in: `float32`, or `bfloat16` within a float32 model, by engines that do. Where `float32`
-            is faster, or `bfloat16` not within the budget, it is `float32`. `int8` stands for the layers of
-            `quantize{scheme=int8_static}`, with what is around them in float32.
+            is faster, or `bfloat16` not within the budget, it is `float32`. `int8` has the layers of
+            `quantize{scheme=int8_static}` in 8 bits, those of `int8_dynamic` in floats on their rounded weights, and
+            floats in `bfloat16` or `float32`, whatever is fastest.
         budget: the error that may be made, relative to the scale of each tensor; by default 0.02 of `bfloat16`, and
             0.05 of `int8`, beside the quantized model.
     """
@@ -81,12 +85,16 @@ class Delegate(Pass):
         """Return in which ways engines can be used, `missing` ones too, by what plans call them; or why in none."""
         asked = self._asked
         reasons = {name: "" if missing else engine.reason_against(self.dtype) for name, engine in asked.items()}
-        lossy = self.dtype is not torch.float32
-        ways = {name: Way(name, self.dtype, *[self.error_budget] * lossy) for name in asked if not reasons[name]}
-        if self.dtype is torch.bfloat16 and (ways or self.engine == AUTO):
-            exact = (name for name, each in asked.items() if missing or not each.reason_against(torch.float32))
-            ways |= {f"{name} float32": Way(name) for name in exact}
+        ways = {name: self._way(name, self.dtype) for name in asked if not reasons[name]}
+        other = _OTHER.get(self.dtype)
+        is_slow = self.dtype is torch.int8 and not missing and why_no_packing(torch.bfloat16)
+        if other is not None and not is_slow and (ways or self.engine == AUTO):
+            able = [name for name, each in asked.items() if missing or not each.reason_against(other)]
+            ways |= {f"{name} {str(other).removeprefix('torch.')}": self._way(name, other) for name in able}
         return ways, "" if ways else "; ".join(reasons.values())
+
+    def _way(self, engine: str, dtype: torch.dtype) -> Way:
+        return Way(engine) if dtype is torch.float32 else Way(engine, dtype, self.error_budget)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         # What a plan hands to an engine that is missing here is computed by the model's own operations.
@@ -94,8 +102,15 @@ class Delegate(Pass):
         if reason:
             yield Refusal(reason, "(root)")
             return
-        yield from found_in(program, tuple(ways), required=self.engine != AUTO, in_8_bits=self.dtype is torch.int8)
+        in_8_bits = self.dtype is torch.int8
+        for each in found_in(program, tuple(ways), required=self.engine != AUTO, in_8_bits=in_8_bits):
+            if in_8_bits and isinstance(each, Site) and not has_8_bits(each.found):
+                # The most likely one first: it is taken where no time is left for a race.
+                order = sorted(ways, key=lambda way: ways[way].dtype is torch.int8)
+                yield replace(each, choices=tuple(order))
+            else:
+                yield each
 
     def rewrite(self, site: Site, edit: Edit) -> None:
         ways, _ = self._ways(missing=True)
-        write(site, edit, ways[site.choice or next(iter(ways))])
+        write(site, edit, ways[site.choice or next(iter(ways))], in_8_bits=self.dtype is torch.int8)

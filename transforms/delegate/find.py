@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -24,7 +24,7 @@ from .kinds import heavy_count, is_in_8_bits
 from .regions import Cut, Region
 from .rounding import share_rounding
 
-__all__ = ["Found", "found_in", "look"]
+__all__ = ["Found", "found_in", "has_8_bits", "look"]
 
 _LEAST_SHARE = 0.8
 """Regions of less than this part of a model gain less together than the passes that would find their graphs taken."""
@@ -49,8 +49,8 @@ class Found:
 
 
 def found_in(program: Program, engines: Sequence[str], *, required: bool, in_8_bits: bool) -> Iterator[Site | Refusal]:
-    """Yield the outermost modules that have regions for an engine, and why others have none; with `in_8_bits` only
-    those in which layers of `quantize{scheme=int8_static}` are.
+    """Yield the outermost modules that have regions for an engine, and why others have none; layers of `quantize` are
+    opened if `in_8_bits`.
     """
     if program.training:
         yield Refusal("the model is in training; call model.eval() first", "(root)", Cause.IN_TRAINING)
@@ -64,13 +64,8 @@ def found_in(program: Program, engines: Sequence[str], *, required: bool, in_8_b
             closed = {path: why for path, why in each.flat.closed.items() if why}
             yield from (Refusal(why, qualified(owner, path)) for path, why in closed.items())
         regions = [region for each in found for region in each.cut.regions]
-        if in_8_bits and not any(is_in_8_bits(node) for region in regions for node in region.computed):
-            continue
         if regions:
             sites.append(_site(program, owner, found, engines, required=required))
-    if in_8_bits and not sites:
-        text = "no layer of quantize{scheme=int8_static} is where an engine could compute it"
-        yield Refusal(f"{text}; list that pass before, with calibration=", "(root)")
     taken = sum(max(sum(heavy_count(r.computed) for r in each.cut.regions) for each in site.found) for site in sites)
     heavy = sum(_heavy_in(program, owner) for owner in program.captures) if sites else 0
     is_chosen = required or program.replaying or not program.measuring
@@ -79,6 +74,11 @@ def found_in(program: Program, engines: Sequence[str], *, required: bool, in_8_b
         yield Refusal(f"{text}; name an engine to have them all the same", "(root)")
         return
     yield from sites
+
+
+def has_8_bits(found: Iterable[Found]) -> bool:
+    """Say whether layers of `quantize{scheme=int8_static}` are in a region."""
+    return any(is_in_8_bits(node) for each in found for region in each.cut.regions for node in region.computed)
 
 
 def _outermost(program: Program, *, in_8_bits: bool) -> Iterator[tuple[str, list[Found]]]:
@@ -130,7 +130,7 @@ def look(program: Program, owner: str, together: Sequence[str] = (), *, in_8_bit
             continue
         if any(earlier.flat.specialization.fits(fitting) for earlier in result):
             continue  # that one runs
-        flat = flattened(program, owner, specialization, static=in_8_bits)
+        flat = flattened(program, owner, specialization, quantized=in_8_bits)
         if in_8_bits:
             share_rounding(flat.specialization.graph)
         runner = _Runner(module, flat, fitting)

@@ -31,12 +31,12 @@ class Way:
     budget: float = math.inf
 
 
-def write(site: Site, edit: Edit, way: Way) -> None:
+def write(site: Site, edit: Edit, way: Way, *, in_8_bits: bool) -> None:
     """Put graphs with regions before those that are there; raise MatchFailure where the engine does not take one.
 
     Where a plan is repeated, such regions compute by their own operations, and one line says so.
     """
-    found = site.found if site.found is not None else look(edit.program, site.owner, in_8_bits=way.dtype is torch.int8)
+    found = site.found if site.found is not None else look(edit.program, site.owner, in_8_bits=in_8_bits)
     written = [(each, _written(each, edit, way)) for each in found if each.cut.regions]
     if not written:
         raise MatchFailure("no region is left for an engine")

@@ -17,7 +17,7 @@ from ...compat import has_hooks, is_registered_operator, own_buffers, own_childr
 from ...compat.calls import DIRECT
 from ...layers.folded import expect_one_of
 from ...layers.packed import keep_narrow
-from ...layers.quantized import ON_NUMBERS, StaticLayer
+from ...layers.quantized import ON_NUMBERS, Int8DynamicLinear, QuantizedLayer, StaticLayer, TiedInt8Linear
 from ...layers.written_out import Opened, UnchangedGuard, WithoutGradient
 from ...operators import info_of, mutates, reached
 from ...passes.rewriting import (
@@ -110,6 +110,26 @@ def _norm_in_evaluation(module: nn.Module) -> fx.Graph | None:
     return graph
 
 
+def _in_floats(layer: QuantizedLayer) -> fx.Graph:
+    """Return the graph of a linear layer with the weight that its numbers stand for."""
+    graph = fx.Graph()
+    x = graph.placeholder("input")
+    tensors = {**own_parameters(layer), **own_buffers(layer)}
+    held = {name: graph.get_attr(name) for name, each in tensors.items() if each is not None}
+    weight = held.get("weight")
+    if weight is None:
+        scales = graph.call_method("reshape", (held["weight_scales"], -1, 1))
+        weight = graph.call_method("type_as", (graph.call_method("mul", (held["weight_values"], scales)), x))
+    if "factors" in held:
+        weight = graph.call_method("mul", (weight, graph.call_method("type_as", (held["factors"], x))))
+    bias = held.get("bias")
+    if "shift" in held:
+        shift = graph.call_method("type_as", (held["shift"], x))
+        bias = shift if bias is None else graph.call_method("add", (bias, shift))
+    graph.output(graph.call_function(F.linear, (x, weight, bias)))
+    return graph
+
+
 def shorten(graph: fx.Graph) -> None:
     """Let a graph call what functions call in the end, and write ReLUs into results that nothing else reads."""
     for node in list(graph.nodes):
@@ -155,14 +175,14 @@ class Flat:
     closed: dict[str, str]  # name of each module that is called as before -> why; "" where that is as it mostly is
 
 
-def flattened(program: Program, name: str, specialization: Specialization, *, static: bool = False) -> Flat:
+def flattened(program: Program, name: str, specialization: Specialization, *, quantized: bool = False) -> Flat:
     """Return one of a module's graphs with all calls written out that can be, by the modules' present modes; those of
-    layers that compute in 8 bits by ranges known before, where `static`.
+    layers of 8 bits, where `quantized`: by ranges that are known before, or in floats where a call would find them.
     """
     owner = program.module(name)
-    writer, inputs = _written(program, name, specialization, static, draws=owner.training)
+    writer, inputs = _written(program, name, specialization, quantized, draws=owner.training)
     if not owner.training and any(map(_may_draw, writer.graph.nodes)):
-        writer, inputs = _written(program, name, specialization, static, draws=True)
+        writer, inputs = _written(program, name, specialization, quantized, draws=True)
     placeholders = specialization.graph.find_nodes(op="placeholder")
     keep_narrow(writer.graph, exactly=True)
     writer.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr" and not only_builds(node))
@@ -182,10 +202,10 @@ def _may_draw(node: fx.Node) -> bool:
 
 
 def _written(
-    program: Program, name: str, specialization: Specialization, static: bool, *, draws: bool
+    program: Program, name: str, specialization: Specialization, quantized: bool, *, draws: bool
 ) -> tuple[_Writer, list[fx.Node]]:
     """Return what wrote a graph with the calls of a module, and its inputs there."""
-    writer = _Writer(program, name, program.module(name), static, draws)
+    writer = _Writer(program, name, program.module(name), quantized, draws)
     placeholders = specialization.graph.find_nodes(op="placeholder")
     inputs = [writer.input(node, specialization.argument(node)) for node in placeholders]
     writer.graph.output(writer.run(specialization.graph, ("", ""), inputs))
@@ -201,9 +221,9 @@ def is_written_out(guard: Guard) -> bool:
 class _Writer(Opener):
     """Write what a module calls into one graph. A place is the path of a module, and what stood there before."""
 
-    def __init__(self, program: Program, name: str, owner: nn.Module, static: bool, draws: bool) -> None:
+    def __init__(self, program: Program, name: str, owner: nn.Module, quantized: bool, draws: bool) -> None:
         self.program, self.name, self.owner, self.graph = program, name, owner, fx.Graph()
-        self._opens_static, self._draws = static, draws
+        self._opens_quantized, self._draws = quantized, draws
         self.guards: list[Guard] = []  # conditions of the graphs that were opened, as those of the owner
         self.calls, self.closed = 0, dict[str, str]()
         self.found: dict[str, Opened] = {}  # the modules that were opened
@@ -281,14 +301,13 @@ class _Writer(Opener):
         if reason is not None or isinstance(module, Region) or not _is_held(self.owner, path):
             self.closed[path] = reason or ""
             return None
-        if self._opens_static and isinstance(module, StaticLayer) and len(args) == 1:
+        if self._opens_quantized and isinstance(module, StaticLayer) and len(args) == 1:
             return (self._static(module, path, node, args[0], kwargs),)
         capture = capture_of(module)
-        found = (
-            self._leaf(module, path, args, kwargs)
-            if capture is None
-            else self._captured(module, capture, path, node, args, kwargs)
-        )
+        if capture is not None:
+            found = self._captured(module, capture, path, node, args, kwargs)
+        else:
+            found = self._dynamic(module, path, args) or self._leaf(module, path, args, kwargs)
         if found is None:
             self.closed.setdefault(path, "")
             return None
@@ -328,6 +347,13 @@ class _Writer(Opener):
             return None
         self.found[path] = Opened.leaf(path, module, settings)
         return graph, args
+
+    def _dynamic(self, module: nn.Module, path: str, args: Any) -> tuple[fx.Graph, Sequence[Any]] | None:
+        """Return the graph of a layer that rounds its input at each call, without that."""
+        if not self._opens_quantized or not isinstance(module, (Int8DynamicLinear, TiedInt8Linear)) or len(args) != 1:
+            return None
+        self.found[path] = Opened.computed(path, module, ())
+        return _in_floats(module), args
 
     def _static(self, module: StaticLayer, path: str, node: fx.Node, x: Any, kwargs: Mapping[str, Any]) -> fx.Node:
         """Write the call of a layer that computes in 8 bits as one of what it computes."""

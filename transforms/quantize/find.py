@@ -24,9 +24,10 @@ from ...runtime.values import user_class
 from ...settings import Measure
 from ...tracing.program import Program, is_on_meta
 from ...tracing.recording import Call
+from .judging import Measurement, with_metric
 from .layers import Candidate, already_quantized, reason_against_layer
 from .options import Options
-from .within import Measurement, left_in_floats, with_metric
+from .within import left_in_floats
 from .write import Instead
 
 __all__ = ["Found", "Make", "found"]
@@ -158,12 +159,12 @@ def _judged(
     found: dict[nn.Module, tuple[Instead | None, Judgement]] = {}
     with torch.no_grad():
         for alike in kinds.values():
-            found |= _Trial(alike, calls, make, options).judgements(measuring)
+            found |= _Alike(alike, calls, make, options).judgements(measuring)
     return [_Choice(layer, *found[layer.module], options) for layer in layers]
 
 
 @dataclass
-class _Trial:
+class _Alike:
     """Layers of one kind, beside the same in small numbers."""
 
     modules: Sequence[nn.Module]

@@ -63,7 +63,7 @@ _NEEDS_DATA = (
 
 def treatment(options: Options, form: str, weight: Tensor, seen: InputStatistics) -> Treatment:
     """Return what is best for a weight, [outputs, inputs], on the inputs seen: rounding alone unless that errs more."""
-    trial = _Trial(form, options.group, weight.detach().cpu(), seen.rows, options.scheme == "int8_dynamic")
+    trial = _OnRows(form, options.group, weight.detach().cpu(), seen.rows, options.scheme == "int8_dynamic")
     found = min(_candidates(options, form, trial.weight, seen), key=trial.error)
     if not options.bias_correction:
         return found
@@ -105,7 +105,7 @@ def _powers(scales: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _OnRows:
     """A weight and rows of its inputs, on which treatments are compared."""
 
     form: str

@@ -1,4 +1,4 @@
-"""Engines compute layers of `quantize{scheme=int8_static}` in 8 bits, as these do but for rounding."""
+"""Engines compute layers of `quantize{scheme=int8_static}` in 8 bits, but for rounding; others in floats."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import engines, one_engine, openvino_only, reasons, regions
+from support.engines import engines, one_engine, openvino_only, regions
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.compat.packed import why_no_packing
 from fxopt.compat.quantized import why_no_static_int8
 from fxopt.errors import NothingDoneWarning
 from fxopt.operators import canonical_name
@@ -22,6 +23,7 @@ from fxopt.transforms.quantize import Quantize
 
 pytestmark = pytest.mark.skipif(bool(why_no_static_int8()), reason="needs exact sums of 8-bit products")
 pytest.importorskip("torchao")
+Conv1D: Any = pytest.importorskip("transformers.pytorch_utils").Conv1D
 
 X = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 
@@ -166,12 +168,66 @@ def test_what_is_saved_and_changed_goes_with_the_quantized_layers(engine: str) -
     assert [each.dtype for each in regions(again)] == [torch.int8]
 
 
-@one_engine
-def test_without_quantized_layers_there_is_nothing_to_do(engine: str) -> None:
-    with pytest.warns(NothingDoneWarning):
-        fast = fxopt.optimize(net(), Delegate(engine, torch.int8), example_inputs=X, measure=False)
-    assert reasons(fast)["(root)"].startswith("no layer of quantize{scheme=int8_static} is where an engine could")
-    assert reasons(fast)["(root)"].endswith("list that pass before, with calibration=")
+class Tied(nn.Module):
+    """A head that is tied to an embedding, behind layers of which one holds its weight the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.norm = nn.Embedding(50, 64), nn.LayerNorm(64)
+        self.one, self.two, self.head = nn.Linear(64, 64), Conv1D(64, 64), nn.Linear(64, 50, bias=False)
+        self.head.weight = self.words.weight
+        with torch.no_grad():
+            self.norm.weight[[3, 17]] = 60.0  # so that inputs are scaled
+            self.two.weight.mul_(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(self.norm(x))
+        return self.head(x + torch.relu(self.two(x)))
+
+
+ROWS = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(1))
+
+
+def dynamic(method: str) -> Quantize:
+    found = {"calibration": [ROWS, -ROWS], "bias_correction": True} if method != "rtn" else {}
+    return Quantize(method=method, **found)  # pyright: ignore[reportArgumentType]
+
+
+@engines
+@pytest.mark.parametrize("method", ["rtn", "smoothquant"])
+def test_layers_that_round_at_each_call_are_floats_to_an_engine(engine: str, method: str, computed: list[str]) -> None:
+    model = Tied().eval()
+    passes: list[Any] = [dynamic(method), Delegate(engine, torch.int8)]
+    quantized = fxopt.optimize(model, passes[:1], example_inputs=ROWS, measure=False)
+    fast = fxopt.optimize(model, passes, example_inputs=ROWS, measure=False)
+    (region,) = regions(fast)
+    assert [canonical_name(node) for node in region.graph.nodes].count("linear") == 3
+    assert {type(each).__name__ for each in fast.children()} >= {"Int8DynamicLinear", "TiedInt8Linear"}
+    computed.clear()
+    for x in (ROWS, ROWS[:1], -2 * ROWS):
+        assert off(fast, quantized, x) < 0.05
+        assert off(fast, model, x) < off(quantized, model, x)
+    assert computed
+    for one, other in ((fast, quantized), (copy.deepcopy(fast).double(), copy.deepcopy(quantized).double())):
+        x = ROWS.to(one.norm.weight.dtype).requires_grad_()
+        found, expected = (torch.autograd.grad(each(x).sum(), x)[0] for each in (one, other))
+        assert float((found - expected).norm()) < 0.1 * float(expected.norm())
+    fast.load_state_dict({name: 2 * each for name, each in fast.state_dict().items()})
+    quantized.load_state_dict({name: 2 * each for name, each in quantized.state_dict().items()})
+    assert off(fast, quantized, ROWS) < 0.05
+    again = fxopt.optimize(Tied().eval(), plan=fxopt.plan(fast), example_inputs=ROWS)
+    assert regions(again)
+
+
+@openvino_only
+def test_floats_are_tried_in_bfloat16_and_float32(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = Delegate(engine, torch.int8)._ways()[0]
+    assert {name: way.dtype for name, way in ways.items()} == {
+        engine: torch.int8, **({} if why_no_packing(torch.bfloat16) else {f"{engine} bfloat16": torch.bfloat16})
+    }  # fmt: skip
+    monkeypatch.setattr("fxopt.transforms.delegate.delegate.why_no_packing", lambda _: "no instructions")
+    assert list(Delegate(engine, torch.int8)._ways()[0]) == [engine]
 
 
 @one_engine
@@ -186,6 +242,9 @@ def test_the_preset_lets_engines_compute_quantized_layers(monkeypatch: pytest.Mo
     monkeypatch.setattr("fxopt.known_passes.has_engines", lambda: True)
     fast = fxopt.optimize(net(), [static(), "inference{dtype=int8}"], example_inputs=X, measure=False)
     assert [each.dtype for each in regions(fast)] == [torch.int8]
+    floats = fxopt.optimize(net(), "inference{dtype=int8}", example_inputs=X, measure=False)
+    kind = torch.int8 if why_no_packing(torch.bfloat16) else torch.bfloat16  # where nothing is timed, the first one
+    assert [each.dtype for each in regions(floats)] == [kind]
 
 
 def test_what_others_trace_has_fake_quantization() -> None:

@@ -16,8 +16,9 @@ from ....passes.kinds import error_of
 from ....runtime.state import dequantized, quantized
 from ....tracing.examples import Inputs
 from ....tracing.program import Program
+from ..judging import ComparedRun, Judge, Measurement
 from ..options import Options
-from ..within import ComparedRun, Judge, Measurement, costs, left_out
+from ..within import costs, left_out
 
 __all__ = ["Sensitivity", "sensitivity"]
 

@@ -12,9 +12,9 @@ from ....passes.sites import Cause, Refusal, Site
 from ....tracing.examples import Inputs
 from ....tracing.program import Program
 from ...calibration import calls, ranges_of
+from ..judging import with_metric
 from ..layers import CONVOLUTIONS, candidates
 from ..options import Options
-from ..within import with_metric
 from .find import Chain, Link, chains
 from .sensitivity import Sensitivity, sensitivity
 
