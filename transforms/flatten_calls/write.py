@@ -328,7 +328,11 @@ class _Writer(Opener):
         if given is not None and len(fitting) == 1 and not lasting_guards(region, fitting[0], given):
             inputs = received(fitting[0], given, fx.Node)
         may_not_open = region.context.kind == "inference_mode" or has_hooks(region)
-        if inputs is None or may_not_open or any(writes(n, self.program, owner) for n in fitting[0].graph.nodes):
+        if (
+            inputs is None
+            or may_not_open
+            or any(node.op == "get_attr" or writes(node, self.program, owner) for node in fitting[0].graph.nodes)
+        ):  # constants are the region's own
             self.closed[qualified(place[0], str(node.target))] = f"it opens {region.context}"
             return None
 

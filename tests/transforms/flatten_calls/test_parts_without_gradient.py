@@ -42,6 +42,15 @@ class Counting(nn.Module):
         return x * 2
 
 
+class Constant(nn.Module):
+    """A part that makes a tensor of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scaled = x * (torch.arange(6) / torch.arange(1, 7))
+        return x + scaled
+
+
 class Listing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -115,6 +124,12 @@ def test_a_part_that_writes_stays_a_call() -> None:
     fast = flat(model)
     assert torch.equal(fast(X), model(X))
     assert torch.equal(fast[0].seen, model[0].seen)  # type: ignore[index]
+
+
+def test_a_part_with_constants_of_its_own_stays_a_call() -> None:
+    model = two(Constant)
+    fast = fxopt.optimize(model, "fold_constants,flatten_calls", example_inputs=X, measure=False)
+    assert torch.equal(fast(X), model(X))
 
 
 @pytest.mark.parametrize("adds", [False, True])
