@@ -48,11 +48,11 @@ PASSES: dict[str, Make] = {
     "checkpoint": _of("checkpoint{budget=0}", kinds="blocks convolutions", training=True),
     "delegate": _of(
         "delegate{engine=openvino}", "delegate{engine=onnxruntime}", "flatten_calls,delegate",
-        kinds="mlp blocks convolutions gated written tied",
+        kinds="mlp blocks convolutions gated written tied stopped",
     ),
     "eliminate_common_subexpressions": partial(forwards.forwards, "eliminate_common_subexpressions"),
     "eliminate_dead_code": partial(forwards.forwards, "eliminate_dead_code"),
-    "flatten_calls": _of("flatten_calls", kinds="mlp blocks convolutions gated tied", training=False),
+    "flatten_calls": _of("flatten_calls", kinds="mlp blocks convolutions gated tied stopped", training=False),
     "fold_batchnorm": layers.norms,
     "fold_constants": partial(forwards.forwards, "fold_constants"),
     "fuse_ensembles": ensembles.ensembles,

@@ -51,6 +51,33 @@ class Written(nn.Module):
         return {"hidden": hidden, "out": self.out(hidden)}
 
 
+class Angles(nn.Module):
+    """Turns its input by angles that pass no gradient on, as rotary embeddings do; gives both in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            angles = self.into(x).tanh() * 3
+            sin = angles.sin()
+        return [x * angles.cos(), x.flip(-1) * sin]
+
+
+class Stopped(nn.Module):
+    """Angles, dropout, and a check of numbers behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles, self.out = Angles(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = self.angles(x)
+        y = self.out(F.dropout(cos + sin, 0.1, self.training))
+        return y if bool(torch.isfinite(y).all()) else torch.nan_to_num(y)
+
+
 class Recurrent(nn.Module):
     """An LSTM over a sequence and a head on its last step."""
 
@@ -160,5 +187,5 @@ def network(random: Random, kinds: str) -> tuple[str, partial[nn.Module], Maker]
         return f"convolutions, {order}", partial(_shaken_convolutions, order, random.choice([1, 2]), bias), images(3)
     if kind == "recurrent":
         return f"recurrent, both={bias}", partial(Recurrent, bias), rows(WIDTH, 4)
-    simple = {"gated": Gated, "written": Written, "tied": Tied}[kind]
+    simple = {"gated": Gated, "written": Written, "tied": Tied, "stopped": Stopped}[kind]
     return kind, partial(simple), rows(WIDTH)

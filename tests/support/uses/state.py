@@ -139,7 +139,7 @@ def archives(subject: Subject) -> Outcome:
     held: list[nn.Module] = []
     with tempfile.TemporaryDirectory() as folder, quiet():
         path = Path(folder) / "model.fxopt"
-        found = {"save": attempt(lambda: fxopt.save(model, path, factory="support.catalog:sample"))}
+        found = {"save": attempt(lambda: fxopt.save(model, path, factory="support.small_models:Ensemble"))}
         loading = attempt(
             lambda: held.append(fxopt.load(path, model=subject.build(), example_inputs=subject.arguments()))
         )
