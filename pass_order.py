@@ -44,7 +44,7 @@ ORDER: Mapping[str, Order] = MappingProxyType(
         "quantize": Order(  # with its options it says more of fold_batchnorm
             destroys={
                 **_all("prune fuse_ensembles qat", "it works on the weights as they were"),
-                **_all("fsdp tensor_parallel", "layers with small numbers cannot be split over processes"),
+                **_all("fsdp tensor_parallel parallel", "layers with small numbers cannot be split over processes"),
             },
             includes=("sparse_message_passing", "flatten_calls", "pack"),  # for what it leaves
         ),
@@ -79,7 +79,11 @@ ORDER: Mapping[str, Order] = MappingProxyType(
         ),
         "fsdp": Order(before=("ddp",), destroys={"ddp": "fsdp averages gradients over the processes already"}),
         "tensor_parallel": Order(
-            before=("ddp", "fsdp"), destroys=_all("ddp fsdp", "all processes have the same rows")
+            before=("ddp", "fsdp"), destroys=_all("ddp fsdp", "all processes have the same rows; use parallel{...}")
+        ),
+        "parallel": Order(
+            before=("ddp", "fsdp", "tensor_parallel", "pipeline"),
+            destroys=_all("ddp fsdp tensor_parallel pipeline", "it has an option for each of them"),
         ),
     }
 )  # fmt: skip

@@ -49,6 +49,11 @@ def replicate_parameters(
         reader.register_forward_hook(plain.after, always_call=True)
 
 
+def _is_whole(tensor: object) -> bool:
+    """Say whether a tensor is a DTensor of which every process has all: FSDP2 has gathered it, if it is sharded."""
+    return is_sharded(tensor) and all(placement.is_replicate() for placement in cast("Any", tensor).placements)
+
+
 class _Plain:
     """Puts plain tensors in the place of some DTensors while a module runs."""
 
@@ -60,7 +65,7 @@ class _Plain:
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Put them there; a hook before the forward."""
         held = [((holder, name), own_parameters(holder)[name]) for holder, name in self._places]
-        replaced = [(place, cast("nn.Parameter", tensor)) for place, tensor in held if is_sharded(tensor)]
+        replaced = [(place, cast("nn.Parameter", tensor)) for place, tensor in held if _is_whole(tensor)]
         for (holder, name), parameter in replaced:
             cast("dict[str, Tensor]", own_parameters(holder))[name] = self._plain(parameter)
         self._replaced.append(replaced)

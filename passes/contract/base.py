@@ -135,6 +135,13 @@ class Pass:
         """Say whether the pass acts on the finished model: it has `finalize`, and no `rewrite`."""
         return type(self).finalize is not Pass.finalize
 
+    def rows(self, rank: int, size: int) -> tuple[int, int]:
+        """Return which rows of a batch a rank of so many trains on, by number, and of how many.
+
+        Ranks of equal numbers get the same rows; gradients are averaged over all. By default `averages` decides.
+        """
+        return (rank, size) if self.averages else (0, 1)
+
     def check(self, model: nn.Module) -> None:
         """Raise UsageError, before any work, for a model or process that the pass can do nothing for."""
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ...compat import all_modules
 from ...compat.distributed import shard_again
 from ...errors import StateError
-from ..values import is_sharded, tensors_by_name
+from ..values import is_sharded, tensors_by_name, whole_tensor
 from .state_map import StateMap, listing
 
 __all__ = [
@@ -64,7 +64,7 @@ def gathered(state: Mapping[str, Any], state_map: StateMap, *, whole: bool = Tru
     Every rank calls it where tensors are sharded. Unless `whole`, only tensors that are merged or cut are gathered.
     """
     wanted = (name for name, value in state.items() if is_sharded(value) and (whole or name in state_map.origins))
-    moved = {name: state[name].full_tensor() for name in wanted}  # in the same order on every rank
+    moved = {name: whole_tensor(state[name]) for name in wanted}  # in the same order on every rank
     if not moved:
         return dict(state)
     # The others have their original names already.

@@ -19,7 +19,18 @@ from .generators import ANNOUNCES, RandomState, announce, generators_now, take_b
 from .held_tensors import ChangeCounts, change_count, held_tensors, plain_tensors
 from .leaves import CONTAINERS, counts_items, is_container, is_leaf, is_library, is_scripted, runs_as_sequential
 from .meta import Meta, TensorMeta, meta_key, meta_of
-from .names import INTERNAL, ModelNames, all_inside, all_tensors, is_meta, is_sharded, qualified, tensors_by_name
+from .names import (
+    INTERNAL,
+    ModelNames,
+    all_inside,
+    all_tensors,
+    is_meta,
+    is_sharded,
+    own_part,
+    qualified,
+    tensors_by_name,
+    whole_tensor,
+)
 from .objects import (
     copied_object,
     has_attributes,
@@ -57,7 +68,7 @@ __all__ = [
     "counts_items", "empty_module", "flatten", "generators_now", "given", "graft", "has_attributes", "held_tensors",
     "in_class", "is_container", "is_leaf", "is_library", "is_meta", "is_namedtuple", "is_object", "is_plain_structure",
     "is_scripted", "is_sharded", "is_whole", "keep", "map_leaves", "map_tensors", "meta_key", "meta_of", "objects_in",
-    "parts_of", "plain", "plain_tensors", "put_members_back", "qualified", "remade_by", "requires_grad",
+    "own_part", "parts_of", "plain", "plain_tensors", "put_members_back", "qualified", "remade_by", "requires_grad",
     "runs_as_sequential", "same_kind", "same_members", "signature_of", "state_of", "structure", "subclass", "take_back",
-    "tensors_by_name", "tensors_in", "tensors_within", "user_class",
+    "tensors_by_name", "tensors_in", "tensors_within", "user_class", "whole_tensor",
 ]  # fmt: skip

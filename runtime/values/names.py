@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -18,8 +18,10 @@ __all__ = [
     "all_tensors",
     "is_meta",
     "is_sharded",
+    "own_part",
     "qualified",
     "tensors_by_name",
+    "whole_tensor",
 ]
 
 INTERNAL = frozenset(nn.Module().__dict__)
@@ -61,6 +63,16 @@ def is_sharded(tensor: object) -> bool:
     """Say whether a tensor is a `DTensor`, as sharding makes them; nothing is imported to find out."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """Return what this process has of a tensor: of one that is not sharded, all."""
+    return cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, gathered where it is sharded: every process that has a part calls this."""
+    return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
 def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from ...passes.contract import Pass, device_type, mesh_of_same_weights, require_
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program
 from .find import Units
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Fsdp"]
 
@@ -68,17 +71,21 @@ class Fsdp(Pass):
         yield from search.refusals
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
+        units = [[model.get_submodule(name) for name in site.data["modules"]] for site in sites]
+        self.shard(model, units, mesh_of_same_weights(model, self.name))
+        return model
+
+    def shard(self, root: nn.Module, units: Sequence[list[nn.Module]], mesh: DeviceMesh) -> None:
+        """Let FSDP2 gather each unit by itself; the root is the last. A mesh of two dimensions replicates, too."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = mesh_of_same_weights(model, self.name)
         inside = MixedPrecisionPolicy(self.dtype, reduce_dtype=torch.float32 if self.dtype else None)
-        own = next((parameter.dtype for parameter in model.parameters()), None)
+        own = next((parameter.dtype for parameter in root.parameters()), None)
         around = MixedPrecisionPolicy(
             self.dtype, reduce_dtype=inside.reduce_dtype, output_dtype=own if self.dtype else None
         )
-        for site in sites:
-            modules = [model.get_submodule(name) for name in site.data["modules"]]
-            is_root = modules == [model]
+        for modules in units:
+            is_root = modules == [root]
             # What the root has left is needed again at once for the backward: FSDP2 keeps it, unless told otherwise.
             fully_shard(
                 modules if len(modules) > 1 else modules[0],
@@ -86,7 +93,6 @@ class Fsdp(Pass):
                 mp_policy=around if is_root else inside,
                 reshard_after_forward=None if is_root and self.reshard else self.reshard,
             )
-        return model
 
 
 def check_parameters(model: nn.Module) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .line import Line
 from .module import PipelineModule
 from .pipeline import Pipeline
 
-__all__ = ["Pipeline", "PipelineModule"]
+__all__ = ["Line", "Pipeline", "PipelineModule"]

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed, fx, nn
 
-from ...compat import modules_by_name
+from ...compat import all_modules, modules_by_name
+from ...compat.distributed import shard_again
 from ...errors import FxoptError, GuardError, UsageError
 from ...layers.sync_batch_norm import BATCH_NORMS
-from ...runtime.values import map_tensors, tensors_within
+from ...runtime.values import map_tensors, tensors_within, whole_tensor
 from ...tracing.examples import Inputs, normalize_inputs
 from ...tracing.isolation import preserved
 from .layout import Layout
+from .line import Line
 from .part import Placement, RankPart
 from .running import Feed, Forms, Relay, StageModule, Ways
 from .together import Together
@@ -37,13 +40,15 @@ _Prepared = tuple[Any, Mapping[fx.Node, Any]]
 class PipelineModule(RankPart):
     """One rank's stages of a model: `step` trains all stages together, a call evaluates them."""
 
-    def __init__(self, model: nn.Module, layouts: Sequence[Layout], schedule: Schedule, microbatches: int) -> None:
-        placement = Placement.of(model, layouts, turns=schedule == "zero_bubble_v")
+    def __init__(
+        self, model: nn.Module, layouts: Sequence[Layout], schedule: Schedule, microbatches: int, line: Line
+    ) -> None:
+        placement = Placement.of(model, layouts, line, turns=schedule == "zero_bubble_v")
         super().__init__(model, placement)
         for layout in layouts:
             layout.forget_unreadable()
         self._count, self._schedule, self._microbatches = len(layouts[0].parts), schedule, microbatches
-        self._placement, self._together = placement, Together()
+        self._placement, self._together = placement, Together(line)
         self._feed, self._prepared, self._unfit = Feed(), dict[Any, _Prepared](), defaultdict[Any, dict[int, str]](dict)
         self._ways = Ways(layouts, model)
         self.stages = placement.own
@@ -51,6 +56,22 @@ class PipelineModule(RankPart):
         vars(self)["_runs"] = {
             number: StageModule(layouts, number, model, self._feed, halves=halves) for number in self.stages
         }
+
+    @property
+    def called(self) -> set[nn.Module]:
+        """Return the modules that this rank's stages call, and those inside them."""
+        calls = (module for module, stages in self._placement.called.items() if not stages.isdisjoint(self.stages))
+        return {inside for module in calls for inside in all_modules(module)}
+
+    def divide_stage(self, divide: Callable[[StageModule], None]) -> None:
+        """Let `divide` split the parameters of this rank's one stage over the ranks that have the same stage."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        (stage,) = self._runs.values()
+        stage.add_module("model", self._whole)
+        divide(stage)
+        now = dict(self.named_parameters())
+        tied = tuple(replace(each, parameter=now[names[each.parameter]]) for each in self._placement.tied)
+        self._placement = replace(self._placement, tied=tied)
 
     @property
     def stage(self) -> int:
@@ -88,7 +109,7 @@ class PipelineModule(RankPart):
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for each in losses:
             total += each.detach()
-        distributed.broadcast(total, src=self._last_rank)  # every rank is told
+        distributed.broadcast(total, src=self._last_rank, group=self._line.group)  # every rank is told
         return total
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -97,8 +118,8 @@ class PipelineModule(RankPart):
         gradients = self._placement.counted(parameters)
         total = torch.zeros((), device=self._device, dtype=torch.float64)
         for gradient in gradients:
-            total += gradient.detach().double().square().sum()
-        distributed.all_reduce(total)
+            total += whole_tensor(gradient.detach().double().square().sum())
+        distributed.all_reduce(total, group=self._line.group)
         norm = total.sqrt()
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
@@ -138,6 +159,7 @@ class PipelineModule(RankPart):
                 self._feed.plain = {}
                 with preserved(self._whole), torch.enable_grad():
                     seen = {number: self._relayed(calls[number], number) for number in first.values()}
+                    self._shard_again()
                 if None in seen.values():
                     self._feed.ways = [self._way(each) for each in calls]
                     continue
@@ -167,7 +189,7 @@ class PipelineModule(RankPart):
         for number, run in self._runs.items():
             run.sent = forms.get(number + 1, loss_form)
         stages = [
-            pipelining.PipelineStage(run, number, count, self._device, input_args=forms[number], output_args=run.sent)
+            pipelining.PipelineStage(run, number, count, self._device, forms[number], run.sent, group=self._line.group)
             for number, run in self._runs.items()
         ]
         classes = {
@@ -204,8 +226,9 @@ class PipelineModule(RankPart):
             self._together.agree(failed, self._given(call))
             with torch.no_grad():
                 seen = self._relayed(call, 0)
+            self._shard_again()
         results = [map_tensors(lambda tensor: tensor.cpu(), self._feed.results.pop(0, None))]
-        distributed.broadcast_object_list(results, src=self._last_rank)
+        distributed.broadcast_object_list(results, src=self._last_rank, group=self._line.group)
         return self._here(results[0])
 
     def _here(self, value: Any) -> Any:
@@ -213,6 +236,11 @@ class PipelineModule(RankPart):
         if isinstance(value, Inputs):
             return Inputs(*self._here(value.args), **self._here(value.kwargs))
         return map_tensors(lambda tensor: tensor.to(self._device), value)
+
+    def _shard_again(self) -> None:
+        """Free what FSDP2 has gathered for a forward that no backward follows."""
+        for module in (module for run in self._runs.values() for module in all_modules(run)):
+            shard_again(module)
 
     @property
     def _relay(self) -> Relay:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +14,9 @@ from torch import Tensor, distributed, nn
 from ...compat import all_modules, own_buffers, own_children, own_parameters, tensor_at
 from ...errors import StateError
 from ...runtime.state import STATE_MAP, VIEWS, InParts, StateMap, StateStep
-from ...runtime.values import all_tensors
+from ...runtime.values import all_tensors, own_part, whole_tensor
 from .layout import Layout
+from .line import Line
 
 __all__ = ["Placement", "RankPart"]
 
@@ -46,17 +48,19 @@ class Tied:
 class Placement:
     """This rank's share of a model."""
 
+    line: Line  # the ranks of all stages
     rank_of: Sequence[int]  # by stage
     own: tuple[int, ...]  # its stages
     stages_of: Mapping[int, Collection[int]]  # id of a tensor -> the stages that need it
-    called: Mapping[nn.Module, Collection[int]]  # module that is called -> by which stages
+    called: Mapping[nn.Module, AbstractSet[int]]  # module that is called -> by which stages
     tied: tuple[Tied, ...]  # the parameters that other ranks hold, too
 
     @classmethod
-    def of(cls, model: nn.Module, layouts: Sequence[Layout], *, turns: bool = False) -> Placement:
+    def of(cls, model: nn.Module, layouts: Sequence[Layout], line: Line, *, turns: bool = False) -> Placement:
         """Return this rank's share; every rank calls this. `turns`: the second half of the stages goes back."""
-        rank, size, count = distributed.get_rank(), distributed.get_world_size(), len(layouts[0].parts)
-        rank_of = [count - 1 - stage if turns and stage >= size else stage % size for stage in range(count)]
+        rank, size, count = distributed.get_rank(), line.size, len(layouts[0].parts)
+        places = [count - 1 - stage if turns and stage >= size else stage % size for stage in range(count)]
+        rank_of = [line.ranks[place] for place in places]
         stages_of: dict[int, set[int]] = {}
         called: dict[nn.Module, set[int]] = {}
         for layout in layouts:
@@ -75,14 +79,16 @@ class Placement:
         }
         shared = {parameter: ranks for parameter, ranks in shared.items() if len(ranks) > 1}
         groups: dict[tuple[int, ...], Any] = {
-            ranks: distributed.new_group(list(ranks)) for ranks in sorted(set(shared.values()))
+            ranks: distributed.new_group(list(ranks), use_local_synchronization=True)
+            for ranks in sorted(set(shared.values()))
+            if rank in ranks
         }
         tied = tuple(Tied(p, groups[ranks], ranks[0] == rank) for p, ranks in shared.items() if rank in ranks)
         for parameter, ranks in shared.items():
             if rank in ranks and not parameter.is_meta:
                 distributed.broadcast(parameter.detach(), src=ranks[0], group=groups[ranks])
         own = tuple(stage for stage in range(count) if rank_of[stage] == rank)
-        return cls(rank_of, own, stages_of, called, tied)
+        return cls(line, rank_of, own, stages_of, called, tied)
 
     def free(self, model: nn.Module) -> None:
         """Take out of a model what no stage of this rank needs."""
@@ -121,7 +127,7 @@ class Placement:
         for tied, earlier in zip(trained, before, strict=True):
             made = tied.parameter.grad
             gradient = torch.zeros_like(tied.parameter) if made is None else made
-            distributed.all_reduce(gradient, group=tied.group)
+            distributed.all_reduce(own_part(gradient), group=tied.group)
             tied.parameter.grad = gradient if earlier is None else earlier.add_(gradient)
 
     def counted(self, parameters: Collection[nn.Parameter]) -> list[Tensor]:
@@ -152,7 +158,7 @@ class RankPart(InParts):
         placement.free(model)
         # The very registries: what is moved, loaded or replaced in one is so in the other.
         vars(self).update(_modules=own_children(model), _parameters=own_parameters(model), _buffers=own_buffers(model))
-        vars(self).update(_whole=model, training=model.training)
+        vars(self).update(_whole=model, training=model.training, _line=placement.line)
         self._names, self._elsewhere = names, frozenset(names) - frozenset(model.state_dict())
         own = {id(parameter) for parameter in model.parameters()}
         absent = {name: parameter for name, parameter in parameters.items() if id(parameter) not in own}
@@ -171,17 +177,18 @@ class RankPart(InParts):
 
     def whole_state_dict(self) -> dict[str, Tensor]:
         """Return the state of all stages; every rank calls this, and gets it all."""
-        own: dict[str, Tensor] = {name: tensor.detach() for name, tensor in self.state_dict().items()}
-        everyone: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(everyone, {name: (t.shape, t.dtype) for name, t in own.items()})
+        own: dict[str, Tensor] = {name: whole_tensor(tensor.detach()) for name, tensor in self.state_dict().items()}
+        everyone: list[Any] = [None] * self._line.size
+        forms_here = {name: (t.shape, t.dtype) for name, t in own.items()}
+        distributed.all_gather_object(everyone, forms_here, group=self._line.group)
         found: dict[str, Tensor] = {}
-        for rank, forms in enumerate(everyone):
+        for rank, forms in zip(self._line.ranks, everyone, strict=True):
             for name, (shape, dtype) in forms.items():
                 if name in found:
                     continue
                 has = rank == distributed.get_rank()
                 found[name] = own[name].contiguous() if has else torch.empty(shape, dtype=dtype, device=self._device)
-                distributed.broadcast(found[name], src=rank)
+                distributed.broadcast(found[name], src=rank, group=self._line.group)
         return {name: found.pop(name) for name in self._names if name in found} | found
 
     def parameters_elsewhere(self) -> dict[str, nn.Parameter]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from ...tracing.recording import copy_inputs
 from .costs import Cost
 from .find import find_stages, other_routes
 from .layout import Layout
+from .line import Line
 from .module import PipelineModule, Schedule, check_norms, divided, rows_of
 from .running import Feed, StageModule, Ways
 
@@ -56,7 +57,11 @@ class Pipeline(Pass):
 
     def check(self, model: nn.Module) -> None:
         require_process_group(self.name, max(2, (self.stages or 2) // self._each))
-        self._check_sizes(distributed.get_world_size())
+        self.check_for(model, distributed.get_world_size())
+
+    def check_for(self, model: nn.Module, processes: int) -> None:
+        """Raise UsageError for a model, or a number of processes, that stages do not do for."""
+        self._check_sizes(processes)
         check_norms(model)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
@@ -86,8 +91,12 @@ class Pipeline(Pass):
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         require_same_weights(model, self.name)
-        layouts = [Layout.of(model, route) for route in sites[0].data["routes"]]
-        return PipelineModule(model, layouts, self.schedule, self._microbatches(distributed.get_world_size()))
+        return self.cut(model, sites[0].data["routes"], Line.of())
+
+    def cut(self, model: nn.Module, routes: Sequence[Mapping[str, Any]], line: Line) -> PipelineModule:
+        """Return this rank's part of a model, whose other stages are on the other ranks of a line."""
+        layouts = [Layout.of(model, route) for route in routes]
+        return PipelineModule(model, layouts, self.schedule, self._microbatches(line.size), line)
 
     def _stages(self, processes: int) -> int:
         return self.stages or processes * self._each

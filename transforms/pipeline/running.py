@@ -91,8 +91,10 @@ class StageModule(nn.Module):
         run = self._runs[way]
         return run.steps.run({**self.feed.plain, **repeated, **dict(zip(run.received, received, strict=True))})
 
-    def forward(self, *received: Tensor, number: Tensor) -> tuple[Tensor, ...]:
-        """Run one microbatch; what the last stage returns is in the feed."""
+    def forward(self, *received: Tensor, number: Tensor, alone: bool = False) -> Any:
+        """Run one microbatch; what the last stage returns is in the feed. `alone`: as `run` does, by no schedule."""
+        if alone:
+            return self.run(received, int(number))
         try:
             result = self.run(received, int(number))
         except Exception as error:  # the other ranks wait for what this one sends: raised after the step
@@ -194,7 +196,7 @@ class Relay:
         here = [self.device if isinstance(value, torch.device) else value for value in received[1]]
         stage.receive_plain(number, here)
         seen[key] = tuple(map(_described, received[0]))
-        result = stage.run(received[0], number)
+        result = stage(*received[0], number=torch.tensor(number), alone=True)
         stage.check_halves(received[0], list(tensors_within(result if stage.is_last else result[0])))
         if stage.is_last:
             stage.feed.results[number] = result

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .tensor_parallel import TensorParallel
+from .tensor_parallel import TensorParallel, blocks_in
 
-__all__ = ["TensorParallel"]
+__all__ = ["TensorParallel", "blocks_in"]

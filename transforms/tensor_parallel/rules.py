@@ -18,9 +18,9 @@ __all__ = ["SplitBlock", "SplitCall", "SplitSize", "SplitTensor", "Stop", "parts
 class Stop(Exception):
     """A value that is split reaches what has to have the whole of it; the message says what."""
 
-    def __init__(self, reason: str, *, is_near: bool = True) -> None:
+    def __init__(self, reason: str, *, is_near: bool = True, is_uneven: bool = False) -> None:
         super().__init__(reason)
-        self.is_near = is_near
+        self.is_near, self.is_uneven = is_near, is_uneven  # whether all but a reason, or a number, fits
 
 
 @dataclass(eq=False)
@@ -286,7 +286,9 @@ def _reshaped(call: SplitCall) -> SplitTensor:
     if place is None:
         raise Stop(f"'{call.node.name}' takes the dimension that is split apart")
     if after[place] % call.processes and before[part.dim] != after[place]:
-        raise Stop(f"{after[place]} heads do not divide by {call.processes} processes ('{call.node.name}')")
+        raise Stop(
+            f"{after[place]} heads do not divide by {call.processes} processes ('{call.node.name}')", is_uneven=True
+        )
     if canonical_name(call.node) != "flatten":
         _check_written_size(call, place, len(after))
     return SplitTensor(place - len(after), part.block)

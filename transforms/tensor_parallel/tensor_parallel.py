@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import distributed, fx, nn
 
+from ...errors import UsageError
 from ...operators import operator_info, operator_of_module
 from ...passes.contract import Pass, device_type, mesh_of_same_weights, require_process_group
 from ...passes.rewriting import Opener, holds_inputs_first, layer_of, substituted
@@ -19,15 +20,19 @@ from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners
 from .rules import SplitBlock, SplitCall, SplitSize, SplitTensor, Stop, parts_in, result_of
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 __all__ = ["TensorParallel", "blocks_in"]
 
 _HARMLESS = ("dtype", "device", "requires_grad")
 """What may be asked of a tensor without its numbers."""
 
 
-def blocks_in(program: Program, processes: int) -> tuple[list[SplitBlock], list[Refusal]]:
+def blocks_in(program: Program, processes: int, *, must_divide: bool = False) -> tuple[list[SplitBlock], list[Refusal]]:
     """Return the layers that can be split together, and the blocks that almost can.
-    What cannot be a block is left whole, and the rest is looked at again.
+    What cannot be a block is left whole, and the rest is looked at again. UsageError for heads or layers whose number
+    alone does not fit, where it `must_divide`.
     """
     left_out, refusals = set[str](), list[Refusal]()
     while True:
@@ -40,6 +45,10 @@ def blocks_in(program: Program, processes: int) -> tuple[list[SplitBlock], list[
         if not stopped:
             return blocks, refusals
         for block in stopped:
+            if block.stop is not None and block.stop.is_uneven and block.stop.is_near and must_divide:
+                raise UsageError(
+                    f"'{block.columns[0]}' cannot be split: {block.stop}; give another number of processes"
+                )
             if block.stop is not None and block.stop.is_near:
                 refusals.append(Refusal(str(block.stop), at=block.columns[0]))
             left_out.update(block.columns)
@@ -50,7 +59,11 @@ def _uneven(program: Program, block: SplitBlock, processes: int) -> Stop | None:
     for layer in (layer_of(program.module(name)) for name in block.columns):
         outputs = 0 if layer is None else layer.channels[1]
         if outputs % processes:
-            return Stop(f"its {outputs} outputs do not divide by {processes} processes", is_near=bool(block.rows))
+            return Stop(
+                f"its {outputs} outputs do not divide by {processes} processes",
+                is_near=bool(block.rows),
+                is_uneven=True,
+            )
     return None
 
 
@@ -217,7 +230,17 @@ class TensorParallel(Pass):
         yield from refusals
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
+        self.split(sites[0].program, [site.data for site in sites], mesh_of_same_weights(model, self.name))
+        return model
+
+    def split(
+        self,
+        program: Program,
+        blocks: Sequence[Mapping[str, Sequence[str]]],
+        mesh: DeviceMesh,
+        around: Sequence[nn.Module] = (),
+    ) -> None:
+        """Split the layers that `blocks` name over a mesh; `around`: what reads parameters outside of the model."""
         from .write import split  # with torch's parts for tensors that are split: only where it is used
 
-        split(sites[0].program, [site.data for site in sites], mesh_of_same_weights(model, self.name))
-        return model
+        split(program, blocks, mesh, around)

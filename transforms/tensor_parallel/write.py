@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from ...compat import own_children
+from ...compat import own_children, own_parameters
 from ...layers.replicated import replicate_parameters
 from ...passes.rewriting import holds_inputs_first
 from ...runtime.graphs import specializations_of
@@ -21,20 +21,25 @@ from ...tracing.program import Program, TensorReads
 __all__ = ["split"]
 
 
-def split(program: Program, blocks: Sequence[Mapping[str, Sequence[str]]], mesh: DeviceMesh) -> None:
-    """Split the layers that `blocks` name over the processes of a mesh; their other parameters are replicated.
+def split(
+    program: Program,
+    blocks: Sequence[Mapping[str, Sequence[str]]],
+    mesh: DeviceMesh,
+    around: Sequence[nn.Module] = (),
+) -> None:
+    """Split the layers that `blocks` name over the processes of a mesh; all other parameters are replicated.
 
-    Layers that are on other ranks are left out.
+    Layers that are on other ranks are left out. `around`: modules outside of the model that read its parameters.
     """
     model, plan = program.model, dict[str, ParallelStyle]()
-    here = program.names.modules
+    here = {name: module for name, module in program.names.modules.items() if own_parameters(module)}
     for block in blocks:
         plan |= {name: _column_style(holds_inputs_first(here[name])) for name in block["columns"] if name in here}
         plan |= {name: _row_style(holds_inputs_first(here[name])) for name in block["rows"] if name in here}
     readers = _readers(program)
     # Every process has the whole weights: nothing needs to be sent.
     parallelize_module(model, mesh, plan, src_data_rank=None)
-    replicate_parameters(model, mesh, lambda parameter: readers[parameter])
+    replicate_parameters(model, mesh, lambda parameter: (*around, *readers[parameter]))
 
 
 def _readers(program: Program) -> Mapping[nn.Parameter, Sequence[nn.Module]]:

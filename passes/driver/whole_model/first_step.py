@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -13,7 +13,7 @@ from ....compat import all_modules
 from ....compat.distributed import shard_again
 from ....errors import one_line
 from ....runtime.graphs import trial_step
-from ....runtime.values import RandomState, is_sharded, tensors_in
+from ....runtime.values import RandomState, tensors_in, whole_tensor
 from ....tracing.examples import Inputs
 from ....tracing.isolation import in_phase, preserved
 from ....tracing.recording import copy_inputs
@@ -50,7 +50,7 @@ class FirstStep:
         step, reason = cls(pass_, call, ranks, True, {}), ""
         try:
             gradients, draws = step._gradients(model)
-            if draws and not pass_.averages:
+            if draws and ranks is not None and pass_.rows(ranks.rank, ranks.size)[1] < ranks.size:
                 # Of a tensor that is split, each rank draws its own part of a dropout: without any, then.
                 step.training = False
                 gradients, _ = step._gradients(model)
@@ -70,8 +70,8 @@ class FirstStep:
         tolerances, problem = gradients_within(self.expected, self._share), ""
         for name, expected in self.expected.items():
             # All of them on every rank: whole tensors are gathered from all.
-            gradient = _whole(found.get(name))
-            actual = torch.zeros_like(expected) if gradient is None else gradient
+            gradient = found.get(name)
+            actual = torch.zeros_like(expected) if gradient is None else whole_tensor(gradient)
             wrong = form_difference(expected, actual) or distance(expected, actual, tolerances[name]).reason
             problem = problem or (f"the gradient of '{name}' {wrong}" if wrong else "")
         return problem
@@ -86,13 +86,14 @@ class FirstStep:
     @property
     def _weight(self) -> float:
         """Return what this rank's loss is multiplied by: the mean over all ranks is one."""
-        if self.ranks is None or not self.pass_.averages:
+        if self.ranks is None:
             return 1.0
-        return 2.0 * (self.ranks.rank + 1) / (self.ranks.size + 1)
+        number, count = self.pass_.rows(self.ranks.rank, self.ranks.size)
+        return 2.0 * (number + 1) / (count + 1)
 
     def _average(self, model: nn.Module) -> None:
         """Make the expected gradients the means over all ranks, where the pass lets these be averaged."""
-        if self.ranks is None or not self.pass_.averages:
+        if self.ranks is None or self.pass_.rows(self.ranks.rank, self.ranks.size)[1] == 1:
             return
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, parameter in trained.items():
@@ -124,9 +125,3 @@ def _upstream(output: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(_SEED)
     weights = torch.rand(output.shape, generator=generator) + 0.5
     return (weights / max(1, output.numel())).to(output.device, output.dtype)
-
-
-def _whole(gradient: Tensor | None) -> Tensor | None:
-    if is_sharded(gradient):
-        return cast("Any", gradient).full_tensor()
-    return gradient
