@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from torch import fx
+from torch import fx, nn
 from torch.autograd import Function
 
 from ...errors import UsageError
@@ -84,8 +84,10 @@ def leaf(function: Callable[..., Any]) -> Any:
     """
     if isinstance(function, (FunctionCall, LeafCall)):
         return function
-    if isinstance(function, type) and issubclass(function, Function):
-        return FunctionCall(function)
-    if not callable(function) or isinstance(function, type) or hasattr(function, "named_modules"):
+    if isinstance(function, type):
+        made = FunctionCall(function) if issubclass(function, Function) else None
+    else:
+        made = LeafCall(function) if callable(function) and not isinstance(function, nn.Module) else None
+    if made is None:
         raise UsageError(f"leaf() is given {function!r}; give a function, or a subclass of torch.autograd.Function")
-    return LeafCall(function)
+    return made

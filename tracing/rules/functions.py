@@ -40,7 +40,12 @@ def patch_functions(session: TracingSession) -> None:
 
     session.patch(single, apply, classmethod(called))
     session.patch(dead, unwrap, unwrapped)
-    session.wrap(LeafCall, "__call__", lambda tracer, _, args, kwargs: _call(tracer, args[0], args[1:], kwargs))
+    session.wrap(LeafCall, "__call__", _call_leaf)
+
+
+def _call_leaf(tracer: ModuleTracer, _: Any, args: Any, kwargs: Any) -> Any:
+    """Record the call of a function that was declared a leaf."""
+    return _call(tracer, args[0], args[1:], kwargs)
 
 
 def _call(
