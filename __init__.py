@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from .runtime.graphs import Context
     from .runtime.record import Decision, Plan
     from .runtime.state import Concatenate, Mask, Rename, Select, Stack, StateStep
+    from .runtime.values import leaf
     from .tracing.examples import Inputs
     from .tracing.program import Program
     from .tracing.recording import recording
@@ -110,6 +111,7 @@ _PLACES = {
     "passes.pipeline": "ending_together",
     "passes.rewriting": "Edit Match Pattern anything either module operation",
     "runtime.record": "Decision Plan",
+    "runtime.values": "leaf",
     "runtime.state": "Concatenate Mask Rename Select Stack StateStep",
     "passes.sites": "Cause Goal Numerics OwnForward Phase Refusal Site",
     "reporting.exports": "to_networkx",
@@ -140,8 +142,8 @@ __all__ = [
     "Release", "Rename", "Report", "Select", "Site", "SparseMessagePassing", "Stack", "StateError", "StateStep",
     "StateWarning", "SwapKernels", "SyncBatchnorm", "TensorParallel", "UnverifiedWarning", "UsageError",
     "VerificationError", "__version__", "anything", "capture", "either", "element_wise", "ending_together",
-    "export", "graphs", "list_passes", "load", "load_state_dict", "module", "no_sync", "operation", "optimize", "plan",
-    "recording", "refresh", "register_operator", "report", "restore", "save", "save_compact", "state_dict",
+    "export", "graphs", "leaf", "list_passes", "load", "load_state_dict", "module", "no_sync", "operation", "optimize",
+    "plan", "recording", "refresh", "register_operator", "report", "restore", "save", "save_compact", "state_dict",
     "to_networkx", "translate_optimizer", "translate_state",
 ]  # fmt: skip
 

@@ -21,6 +21,9 @@ from .rows import Part, Rows, rows_of
 
 __all__ = ["gat", "gatv2", "gcn", "gin", "sage"]
 
+Pair = Tensor | tuple[Tensor, Tensor]
+"""Features of all nodes, or of sources and of targets."""
+
 _LINEAR_MODULE = "torch_geometric.nn.dense.linear"
 _CHUNK = 2**17
 """Numbers of edges that are looked at together, so that they stay in the cache."""
@@ -52,15 +55,16 @@ def _linear(lin: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, lin.weight, bias) if is_plain else _plus(lin(x), bias)
 
 
-def sage(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edges: Tensor | None) -> Tensor | None:
-    """Compute `SAGEConv` with sums or means of neighbours."""
+def sage(conv: Any, kept: KeptGraphs, x: Pair, edge_index: Tensor, edges: Tensor | None) -> Tensor | None:
+    """Compute `SAGEConv` with sums or means of neighbours, of nodes of one kind or of two."""
     if edges is not None:
         return None
-    rows = _plain_rows(conv, kept, x, edge_index)
+    sources, targets = x if isinstance(x, tuple) else (x, x)
+    rows = _plain_rows(conv, kept, sources, edge_index, len(targets))
     if rows is None:
         return None
-    out = conv.lin_l(_aggregated(conv, conv.lin(x).relu() if conv.project else x, rows))
-    out = out + conv.lin_r(x) if conv.root_weight else out
+    out = conv.lin_l(_aggregated(conv, conv.lin(sources).relu() if conv.project else sources, rows))
+    out = out + conv.lin_r(targets) if conv.root_weight else out
     return F.normalize(out, p=2.0, dim=-1) if conv.normalize else out
 
 
@@ -188,10 +192,13 @@ def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
 # -- the rows of a graph ----------------------------------------------------------------------------------------------
 
 
-def _plain_rows(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor) -> Rows | None:
-    """Return the rows of the edges as they are given."""
-    what = ("edges", len(x), conv.flow)
-    rows = kept.of(partial(rows_of, num_nodes=len(x), flow=conv.flow), edge_index, key=what)
+def _plain_rows(
+    conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, num_targets: int | None = None
+) -> Rows | None:
+    """Return the rows of the edges as they are given, from the nodes of `x` to so many, or to the same ones."""
+    targets = len(x) if num_targets is None else num_targets
+    make = partial(rows_of, num_nodes=len(x), flow=conv.flow, num_targets=targets)
+    rows = kept.of(make, edge_index, key=("edges", len(x), targets, conv.flow))
     return _noted(conv, kept, x, edge_index, rows)
 
 

@@ -38,10 +38,16 @@ class CompressedMessages(Remade):
     def forward(self, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # asked before anything is counted: a count that a compiled call reads compiles it anew
             return super().forward(x, edge_index, *args, **kwargs)  # type: ignore[misc]
-        its = vars(self)
-        if its[_UNOBSERVED] and type(x) is Tensor and type(edge_index) is Tensor and is_small(x, edge_index):
+        its, pair = vars(self), cast("Any", x)
+        sources = pair[0] if type(x) is tuple and len(pair) == 2 else pair
+        if (
+            its[_UNOBSERVED]
+            and type(sources) is Tensor
+            and type(edge_index) is Tensor
+            and is_small(sources, edge_index)
+        ):
             its[_UNOBSERVED] -= 1
-        elif self._goes_over_rows(x, edge_index):
+        elif self._goes_over_rows(sources, edge_index):
             found = self._over_rows(x, edge_index, *args, **kwargs)
             if found is not None:
                 return found

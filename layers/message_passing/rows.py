@@ -103,15 +103,17 @@ class Rows:
         return wide
 
 
-def rows_of(edge_index: Tensor, num_nodes: int, *, flow: str) -> Rows | None:
-    """Return the rows of a graph [2, E] int64; None where an edge names a node that is not there."""
+def rows_of(edge_index: Tensor, num_nodes: int, *, flow: str, num_targets: int | None = None) -> Rows | None:
+    """Return the rows of a graph [2, E] int64; None where an edge names a node that is not there. Of two kinds of
+    nodes there are as many sources and `num_targets`.
+    """
+    targets = num_nodes if num_targets is None else num_targets
     source, target = edge_index if flow == "source_to_target" else edge_index.flip(0)
     with torch.inference_mode(False):  # what is kept may be needed for a backward later
-        least, most = edge_index.aminmax()
-        if int(least) < 0 or int(most) >= num_nodes:
+        if int(edge_index.min()) < 0 or int(source.max()) >= num_nodes or int(target.max()) >= targets:
             return None
-        order = _order(target, num_nodes)
-        return Rows(_offsets(target, num_nodes), source.index_select(0, order), order, num_nodes)
+        order = _order(target, targets)
+        return Rows(_offsets(target, targets), source.index_select(0, order), order, num_nodes)
 
 
 _RADIX = 2**15

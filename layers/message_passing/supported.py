@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from .kept import KeptGraphs
 
 __all__ = ["CONVOLUTIONS", "not_supported", "takes"]
 
-Compute = Callable[[Any, KeptGraphs, Tensor, Tensor, "Tensor | None"], "Tensor | None"]
+Compute = Callable[[Any, KeptGraphs, Any, Tensor, "Tensor | None"], "Tensor | None"]
 
 _CONV = "torch_geometric.nn.conv."
 CONVOLUTIONS: Mapping[str, Compute] = {
@@ -57,6 +57,9 @@ def not_supported(conv: nn.Module) -> str | None:
 
 def takes(conv: nn.Module, x: object, edge_index: object, edges: object) -> bool:
     """Say whether a call, in eager mode on a CPU, goes over compressed rows."""
+    if type(x) is tuple:
+        sources, targets = cast("tuple[object, object]", x)
+        return _takes_targets(conv, sources, targets) and takes(conv, sources, edge_index, edges)
     if torch.compiler.is_compiling() or type(x) is not Tensor or type(edge_index) is not Tensor:
         return False
     if x.dim() != 2 or x.dtype not in _DTYPES or x.device.type != "cpu" or not x.numel():
@@ -68,6 +71,14 @@ def takes(conv: nn.Module, x: object, edge_index: object, edges: object) -> bool
     if torch.is_autocast_enabled("cpu") or not is_plainly_eager(watched=True):
         return False
     return _fits(edges, x, edge_index) and not _drops(conv) and not_supported(conv) is None
+
+
+def _takes_targets(conv: nn.Module, sources: object, targets: object) -> bool:
+    """Say whether a layer goes over rows from nodes of one kind to these of another, as those of `HeteroConv` may."""
+    if type(sources) is not Tensor or type(targets) is not Tensor or targets.dim() != 2 or not targets.numel():
+        return False
+    is_alike = targets.dtype == sources.dtype and targets.device == sources.device
+    return is_alike and user_class(type(conv)).__name__ == "SAGEConv" and cast("Any", conv).flow == "source_to_target"
 
 
 def _fits(edges: object, x: Tensor, edge_index: Tensor) -> bool:

@@ -121,7 +121,8 @@ class FusedExperts(nn.Module):
         """Return the sum for all tokens of pairs of a token and an expert, each with its weight."""
         found = self._mixture(x[tokens], experts.unsqueeze(1), weights.unsqueeze(1), projections, len(x))
         empty = found.new_zeros(len(x), found.shape[-1])
-        return empty.index_add(0, tokens, found) if tokens.shape[0] else empty  # as in a loop without rounds
+        has_none = not tokens.shape[0] and self.routing != "tokens"  # a loop without rounds gives plain zeros
+        return empty if has_none else empty.index_add(0, tokens, found)
 
     def _weights(self, x: Tensor, chosen: Tensor, weights: Tensor | None) -> Tensor:
         if weights is None:

@@ -19,6 +19,7 @@ from ..values import (
     ANNOUNCES,
     Absent,
     FunctionCall,
+    LeafCall,
     Signature,
     announce,
     announce_changes,
@@ -289,7 +290,8 @@ class _Body:
             return attribute_text(self._operand(node.args[0]), node.args[1])
         if isinstance(function, FunctionCall):
             return f"{self._names.name(function.function)}.apply({self._arguments(node.args, node.kwargs)})"
-        return f"{self._names.name(function)}({self._arguments(node.args, node.kwargs)})"
+        called = function.function if isinstance(function, LeafCall) else function
+        return f"{self._names.name(called)}({self._arguments(node.args, node.kwargs)})"
 
     def _arguments(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> str:
         written = [self._format(argument) for argument in args]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .autograd_functions import FunctionCall
+from .autograd_functions import FunctionCall, LeafCall, leaf
 from .dynamic import (
     Quiet,
     Remade,
@@ -62,13 +62,13 @@ from .structure import (
 
 __all__ = [
     "ANNOUNCES", "CONTAINERS", "DTYPES", "INTERNAL", "PLAIN_TYPES", "Absent", "Arguments", "ChangeCounts", "Factors",
-    "FunctionCall", "Kept", "Meta", "ModelNames", "Path", "Quiet", "RandomState", "Remade", "Signature",
+    "FunctionCall", "Kept", "LeafCall", "Meta", "ModelNames", "Path", "Quiet", "RandomState", "Remade", "Signature",
     "TensorFunction", "TensorMeta", "aliased", "all_inside", "all_tensors", "announce", "announce_changes", "are_plain",
     "cached_by_class", "change_count", "changed_paths", "class_recipe", "contents", "copied", "copied_object",
     "counts_items", "empty_module", "flatten", "generators_now", "given", "graft", "has_attributes", "held_tensors",
     "in_class", "is_container", "is_leaf", "is_library", "is_meta", "is_namedtuple", "is_object", "is_plain_structure",
-    "is_scripted", "is_sharded", "is_whole", "keep", "map_leaves", "map_tensors", "meta_key", "meta_of", "objects_in",
-    "own_part", "parts_of", "plain", "plain_tensors", "put_members_back", "qualified", "remade_by", "requires_grad",
-    "runs_as_sequential", "same_kind", "same_members", "signature_of", "state_of", "structure", "subclass", "take_back",
-    "tensors_by_name", "tensors_in", "tensors_within", "user_class", "whole_tensor",
+    "is_scripted", "is_sharded", "is_whole", "keep", "leaf", "map_leaves", "map_tensors", "meta_key", "meta_of",
+    "objects_in", "own_part", "parts_of", "plain", "plain_tensors", "put_members_back", "qualified", "remade_by",
+    "requires_grad", "runs_as_sequential", "same_kind", "same_members", "signature_of", "state_of", "structure",
+    "subclass", "take_back", "tensors_by_name", "tensors_in", "tensors_within", "user_class", "whole_tensor",
 ]  # fmt: skip

@@ -340,3 +340,44 @@ def test_hooks_on_what_aggregates_run():
         conv.aggr_module.register_forward_hook(lambda *_: called.append("called"))
     torch.testing.assert_close(fast(*inputs), expected)
     assert called == ["called"] * len(fast.convs)
+
+
+class TwoKinds(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        rates, rated = (pyg.SAGEConv((WIDTH, WIDTH), WIDTH, **options) for _ in range(2))
+        knows = pyg.SAGEConv(WIDTH, WIDTH)
+        convs = {("user", "rates", "item"): rates, ("item", "rated", "user"): rated, ("user", "knows", "user"): knows}
+        self.kinds, self.hetero = list(convs), pyg.HeteroConv(convs, aggr="sum")
+
+    def forward(self, users, items, rates, rated, knows):
+        edges = dict(zip(self.kinds, (rates, rated, knows), strict=True))
+        found = self.hetero({"user": users, "item": items}, edges)
+        return found["user"].sum() + found["item"].square().sum(), found
+
+
+def two_kinds(seed):
+    torch.manual_seed(seed)
+    users, items = torch.randint(0, NODES, (100,)), torch.randint(0, 12, (100,))
+    edges = torch.stack([users, items]), torch.stack([items, users]), torch.randint(0, NODES, (2, 80))
+    return torch.randn(NODES, WIDTH), torch.randn(12, WIDTH), *edges
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("options", [{}, {"aggr": "sum", "root_weight": False}, {"project": True, "normalize": True}])
+def test_layers_between_two_kinds_of_nodes_go_over_rows(training, options, monkeypatch):
+    model = TwoKinds(**options).train(training)
+    fast = optimized(model, inputs=two_kinds(0))
+    assert statuses(fast) == ["applied"] * 3
+    inputs = two_kinds(1)
+    expected, found = model(*inputs), fast(*inputs)
+    for kind in ("user", "item"):
+        torch.testing.assert_close(found[1][kind], expected[1][kind])
+    for each in (expected, found):
+        each[0].backward()
+    for one, two in zip(fast.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+    monkeypatch.delattr(pyg.SAGEConv, "forward")
+    with torch.no_grad():
+        torch.testing.assert_close(fast(*inputs)[0], expected[0])

@@ -10,13 +10,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from ...compat import autocast_settings
 from ...compat.checkpoint import checkpoint_generator, is_reentrant_checkpoint
 from ...compat.interception import function_entries
 from ...runtime.graphs import Context
-from ...runtime.values import ChangeCounts, FunctionCall, tensors_in
+from ...runtime.values import ChangeCounts, FunctionCall, LeafCall, tensors_in
 from ..proxies import UNKNOWN, ValueProxy, proxies_in
 from ..reads import LEAF_LIBRARY, leaf_function_places, user_frame
 from ..trace import ModuleTracer, TracingSession
@@ -32,24 +31,32 @@ def patch_functions(session: TracingSession) -> None:
     def called(function: Any, *args: Any, **kwargs: Any) -> Any:
         if session.tracer is None:
             return cast("Any", super(single, function)).apply(*args, **kwargs)
-        return _call(session.tracer, function, args)
+        if is_reentrant_checkpoint(function):
+            session.tracer.fail("it uses checkpoint with use_reentrant=True")
+        return _call(session.tracer, FunctionCall(function), args, {})
 
     def unwrapped(args: Any) -> Any:
         return original(args) if session.tracer is None else args
 
     session.patch(single, apply, classmethod(called))
     session.patch(dead, unwrap, unwrapped)
+    session.wrap(LeafCall, "__call__", _call_leaf)
 
 
-def _call(tracer: ModuleTracer, function: type[Function], args: tuple[Any, ...]) -> Any:
+def _call_leaf(tracer: ModuleTracer, _: Any, args: Any, kwargs: Any) -> Any:
+    """Record the call of a function that was declared a leaf."""
+    return _call(tracer, args[0], args[1:], kwargs)
+
+
+def _call(
+    tracer: ModuleTracer, function: FunctionCall | LeafCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Record a call; whether it writes into its arguments is seen on the example values."""
-    if is_reentrant_checkpoint(function):
-        tracer.fail("it uses checkpoint with use_reentrant=True")
     with tracer.session.aside():
-        values = tracer.values(args)
+        values = tracer.values((args, kwargs))
         counts = ChangeCounts(tensors_in(values))
-    result = tracer.create_proxy("call_function", FunctionCall(function), args, {})
-    node = tracer.graph.find_nodes(op="call_function", target=FunctionCall(function))[-1]
+    result = tracer.create_proxy("call_function", function, args, kwargs)
+    node = tracer.graph.find_nodes(op="call_function", target=function)[-1]
     with tracer.session.aside():
         changed = counts.changed()
     node.meta["writes"] = bool(changed) or values is UNKNOWN

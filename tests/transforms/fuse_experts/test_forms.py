@@ -88,6 +88,17 @@ class ExpertChoice(Mixture):
         return y
 
 
+class ExpertChoiceOfFew(Mixture):
+    """Of few tokens no expert takes any: the result still carries gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, tokens = F.softmax(self.gate(x), -1).t().topk(len(x) // 6, -1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            y.index_add_(0, tokens[number], expert(x[tokens[number]]) * weights[number].unsqueeze(-1))
+        return y
+
+
 class ExpertChoiceByColumn(Mixture):
     def forward(self, x: Tensor) -> Tensor:
         weights, tokens = F.softmax(self.gate(x), -1).topk(max(1, x.shape[0] // 2), 0)
@@ -174,8 +185,8 @@ class Dispatched(Mixture):
 
 
 FORMS: tuple[type[nn.Module], ...] = (
-    Loss, LossInBuffer, Capacity, CapacityOfInt, CapacityByChoice, ExpertChoice, ExpertChoiceByColumn, Unbound,
-    ListsOfRows, ListsInPython, Dispatched,
+    Loss, LossInBuffer, Capacity, CapacityOfInt, CapacityByChoice, ExpertChoice, ExpertChoiceOfFew,
+    ExpertChoiceByColumn, Unbound, ListsOfRows, ListsInPython, Dispatched,
 )  # fmt: skip
 
 
@@ -256,3 +267,24 @@ def test_experts_of_dropout_and_a_loss_are_held_in_evaluation() -> None:
 
     model, x = build(Dropping).eval(), torch.randn(24, WIDTH)
     torch.testing.assert_close(fused(model, x)(x), model(x))
+
+
+class CutByCounts(Mixture):
+    """Tokens sorted by expert, of which a loop takes one piece after another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.routed(x)
+        order, y, start = chosen.view(-1).argsort(), torch.zeros_like(x), 0
+        for number, count in enumerate(chosen.view(-1).bincount(minlength=EXPERTS).tolist()):
+            own = order[start : start + count]
+            start += count
+            if count:
+                y.index_add_(0, own // self.k, self.experts[number](x[own // self.k]) * weights.view(-1)[own, None])
+        return y
+
+
+def test_pieces_of_sorted_tokens_are_refused_with_what_to_write() -> None:
+    model, x = build(CutByCounts).eval(), torch.randn(24, WIDTH)
+    fast = fxopt.optimize(model, "fuse_experts", example_inputs=(x,), measure=False)
+    (decision,) = fxopt.plan(fast).decisions
+    assert decision.status == "refused" and "torch.split" in decision.reason
