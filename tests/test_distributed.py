@@ -180,6 +180,12 @@ def on_rank_a_plan_on_one_rank() -> Any:
     return torch.allclose(again(x), model(x), atol=1e-6)
 
 
+def on_rank_numbers_of_data() -> Any:
+    model, x = made()
+    passes = "quantize{scheme=int8_weight,method=gptq,aim=size}"
+    return said(lambda: fxopt.optimize(model, passes, example_inputs=(x,)))
+
+
 def on_rank_replicated() -> Any:
     """DDP: each rank has its half of the rows; the reference has all."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -310,6 +316,12 @@ def test_ranks_with_other_models_or_passes(of_ranks: list[dict[str, Any]]) -> No
 
 def test_a_plan_is_repeated_by_one_rank_alone(of_ranks: list[dict[str, Any]]) -> None:
     assert of_ranks[0]["a_plan_on_one_rank"] is True
+
+
+def test_numbers_that_no_plan_holds_are_not_made_on_one_rank(of_ranks: list[dict[str, Any]]) -> None:
+    for each in of_ranks:
+        said = each["numbers_of_data"]
+        assert said.startswith("UsageError: ") and "fxopt.load the archive on each rank" in said
 
 
 def test_a_replicated_model(of_ranks: list[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from ...layers.folded import CHECKS
-from ...layers.quantized import ON_NUMBERS, StaticComputation
+from ...layers.quantized import ON_NUMBERS, QuantizedLayer, StaticComputation
 from ...operators import (
     Keeping,
     canonical_name,
@@ -86,12 +86,13 @@ def is_worth_a_call(nodes: Iterable[fx.Node]) -> bool:
 def heavy_count(nodes: Iterable[fx.Node], callee: Callable[[fx.Node], nn.Module] | None = None) -> int:
     """Return how many of some nodes are products, convolutions or attention, or call layers that are, by `callee`."""
 
-    def name(node: fx.Node) -> str | None:
-        if callee is not None and node.op == "call_module":
-            return operator_of_module(user_class(type(callee(node))))
-        return canonical_name(node)
+    def is_heavy(node: fx.Node) -> bool:
+        if callee is None or node.op != "call_module":
+            return canonical_name(node) in _HEAVY
+        module = callee(node)
+        return isinstance(module, QuantizedLayer) or operator_of_module(user_class(type(module))) in _HEAVY
 
-    return sum(name(node) in _HEAVY for node in nodes)
+    return sum(map(is_heavy, nodes))
 
 
 def is_in_8_bits(node: fx.Node) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from ...compat import own_parameters
 from ...compat.quantized import has_float8, needs_reduced_range
-from ...errors import CalibrationError, MatchFailure
+from ...errors import CalibrationError, MatchFailure, UsageError
 from ...layers.quantized import (
     Float8Linear,
     Int4WeightLinear,
@@ -45,6 +45,10 @@ _LAYERS: Mapping[str, tuple[str, type[QuantizedLinear]]] = {
 
 _NO_FLOAT8 = "and float8 is fast on GPUs since Ada and Hopper only; aim=size holds its weight in float8 all the same"
 _NO_VNNI = "this CPU has no VNNI: activations have 7 bits, and float32 is mostly faster"
+_ONE_PROCESS = (
+    "pass 'quantize': method=gptq makes numbers that no plan holds, and ranks share a plan; optimize in one process, "
+    "fxopt.save, and fxopt.load the archive on each rank"
+)
 _OUTPUTS = 16
 """The int4 kernel takes outputs in blocks of so many."""
 
@@ -77,6 +81,8 @@ def _prepared(options: Options, program: Program, layers: Sequence[Candidate]) -
 
 
 def _treated(options: Options, program: Program, layers: Sequence[Candidate]) -> dict[nn.Module, Treatment]:
+    if options.method == "gptq" and _is_among_ranks():
+        raise UsageError(_ONE_PROCESS)
     if is_on_meta(program.model):
         raise CalibrationError("the model is on the meta device; load its weights, then calibrate")
     form, _ = _LAYERS[options.scheme]
@@ -91,6 +97,10 @@ def _treated(options: Options, program: Program, layers: Sequence[Candidate]) ->
             if not _objection(options, linear, weight):
                 found[modules[name]] = treatment(options, form, weight.movedim(int(linear.inputs_first), 0), seen)
     return found
+
+
+def _is_among_ranks() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def rewrite(options: Options, site: Site, edit: Edit) -> None:

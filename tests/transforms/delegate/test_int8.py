@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import engines, one_engine, openvino_only, regions
+from support.engines import engines, one_engine, openvino_only, reasons, regions
 from torch import Tensor, nn
 
 import fxopt
@@ -218,6 +218,29 @@ def test_layers_that_round_at_each_call_are_floats_to_an_engine(engine: str, met
     assert off(fast, quantized, ROWS) < 0.05
     again = fxopt.optimize(Tied().eval(), plan=fxopt.plan(fast), example_inputs=ROWS)
     assert regions(again)
+
+
+class Counting(nn.Module):
+    """Layers between which a number is read out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[1](torch.tanh(self.layers[0](x))))
+        for layer in self.layers[2:]:
+            x = torch.tanh(layer(x)) * x.abs().max().item()
+        return x
+
+
+@one_engine
+def test_quantized_layers_that_stay_calls_count(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Delegate, "_asked", property(lambda _: {engine: engine_named(engine)}))
+    model, passes = Counting().eval(), [Quantize(aim="size"), Delegate(dtype=torch.int8)]
+    fast = fxopt.optimize(model, passes, example_inputs=ROWS, time_budget=5)
+    assert reasons(fast)["(root)"].startswith("engines would compute 3 of 6 products and convolutions")
 
 
 @openvino_only

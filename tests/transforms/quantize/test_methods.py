@@ -14,9 +14,13 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import CalibrationError, FxoptError, PlanError, UsageError
+from fxopt.layers.quantized import Int8DynamicLinear
 from fxopt.runtime.state import dequantized, quantized
 from fxopt.transforms.quantize import Quantize
 from fxopt.transforms.quantize.gptq import gptq
+from fxopt.transforms.quantize.methods import treatment
+from fxopt.transforms.quantize.statistics import InputStatistics
+from fxopt.transforms.quantize.write import instead_of_linear
 
 METHODS = [("smoothquant", "int8_dynamic"), ("awq", "int4_weight"), ("gptq", "int4_weight"), ("gptq", "int8_weight")]
 
@@ -74,6 +78,21 @@ def test_gptq_errs_less_on_correlated_inputs(scheme: str, act_order: bool):
     assert in_floats[1] < 0.7 * in_floats[0]
     assert error(better(NEW), expected) < error(plain(NEW), expected)
     assert error(weights[1], model[0].weight) > error(weights[0], model[0].weight)
+
+
+@pytest.mark.parametrize("large", [1.0, 30.0])
+def test_scaled_inputs_stay_in_the_range_of_float16(large: float):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 32).half(), torch.randn(256, 64).half()
+    with torch.no_grad():
+        x[:, 3], layer.weight[:, 3] = 1000.0 * x[:, 3], large * layer.weight[:, 3]
+    seen = InputStatistics(len(x))
+    seen.see("layer", x.float())
+    found = treatment(Quantize(method="smoothquant"), "int8", layer.weight, seen)
+    smooth = instead_of_linear(layer, Int8DynamicLinear, "int8", 0, found).layer
+    assert found.exponents
+    with torch.no_grad():
+        assert error(smooth(x).float(), layer(x).float()) < 0.01
 
 
 @pytest.mark.parametrize(("method", "scheme"), [("awq", "int4_weight"), ("smoothquant", "int8_dynamic")])
