@@ -167,7 +167,14 @@ class Converted:
         return True
 
     def fix(self) -> None:
-        """Compile for the shapes of the example alone, too, where that is faster."""
+        """Compile for the shapes of the example alone, too."""
+        key = key_of(self.example)
+        fixed = getattr(self.session(key), "fixed", None)
+        if fixed is not None and key not in self.fixed:
+            self.fixed[key] = fixed(self.example)
+
+    def fix_where_faster(self) -> None:
+        """Compile for the shapes of the example alone, too, and keep that where it is faster."""
         key = key_of(self.example)
         general = self.session(key)
         fixed = getattr(general, "fixed", None)
@@ -211,9 +218,10 @@ class Converted:
 
 def converted(
     engine: Engine, graph: fx.Graph, inputs: Sequence[Tensor], tensors: Sequence[Tensor], dtype: torch.dtype,
-    known: Iterable[Converted],
+    known: Iterable[Converted], *, timed: bool = True,
 ) -> Converted:  # fmt: skip
     """Let an engine take a region, for inputs such as these, or return what is `known` of tensors that hold the same.
+    Where nothing is `timed`, whoever repeats a decision says what is compiled for the shapes of the inputs alone.
 
     Raises:
         Refused: a tensor is none that engines take, or its numbers are not to be taken now.
@@ -238,7 +246,9 @@ def converted(
         example = [x.detach().clone(memory_format=torch.contiguous_format) for x in inputs]  # as at each call
         compile_ = _Compile(engine, _Computation(graph, tensors), example, dtype)
         result = Converted(unchanged, compile_, _notes_of(tensors), sum_of(tensors))
-        result.fix()
+        result.session(key_of(example))
+        if timed:
+            result.fix_where_faster()
         result.seconds = time.perf_counter() - start
         return result
 

@@ -12,13 +12,25 @@ from ...runtime.graphs import specializations_of
 from ...runtime.values import qualified
 from .region import DelegatedRegion
 
-__all__ = ["held_bytes", "refresh", "regions_of", "tensors_of"]
+__all__ = ["fix_regions", "fixed_regions", "held_bytes", "refresh", "regions_of", "tensors_of"]
 
 
 def refresh(model: nn.Module) -> None:
     """Let engines take the parameters and buffers of a model as they are now."""
     for region, names in regions_of(model):
         region.refresh(tensors_of(model, names))
+
+
+def fixed_regions(model: nn.Module) -> tuple[bool, ...]:
+    """Say of each call of a region whether its engine holds it for the shapes of the example alone, too."""
+    return tuple(region.is_fixed for region, _ in regions_of(model))
+
+
+def fix_regions(model: nn.Module, fixed: Sequence[bool]) -> None:
+    """Repeat what `fixed_regions` said of an equal model; raise ValueError where that has other regions."""
+    for (region, _), is_fixed in zip(regions_of(model), fixed, strict=True):
+        if is_fixed:
+            region.fix()
 
 
 def held_bytes(model: nn.Module) -> dict[str, tuple[int, bool]]:

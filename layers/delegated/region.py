@@ -48,8 +48,8 @@ _is_judged = ContextVar("_is_judged", default=False)
 
 @contextmanager
 def judged_outside() -> Generator[None]:
-    """Let no region compare what its engine gives with its own operations, as it is prepared or called: who runs the
-    model compares what comes of it.
+    """Let no region compare what its engine gives with its own operations, as it is prepared or called, nor time what
+    it prepares: who runs the model compares what comes of it, and says what is faster.
     """
     token = _is_judged.set(True)
     try:
@@ -143,6 +143,14 @@ class DelegatedRegion(Keeping):
         """Say whether the engine has taken the tensors twice: once more for the shapes of the example alone."""
         return any(held.fixed for held in tuple(self._converted.values()))
 
+    def fix(self) -> None:
+        """Let the engine take the tensors once more, for the shapes of the example alone: an equal region was faster
+        so.
+        """
+        with self._lock:
+            for held in self._converted.values():
+                held.fix()
+
     def prepare(self, inputs: Sequence[Tensor], tensors: Sequence[Tensor], allowed: float = math.inf) -> None:
         """Let the engine take the tensors as they are, for inputs such as these; raise what it raises, or RuntimeError
         where results are off by more than `allowed` of their scale, or so much that the region would do without it.
@@ -228,7 +236,8 @@ class DelegatedRegion(Keeping):
         with self._lock:
             known = [each for copy in tuple(self._copies) for each in tuple(copy._converted.values())]
             engine = engine_named(self.engine)
-            return self._keep(_key_of(tensors), converted(engine, self.graph, inputs, tensors, self.dtype, known))
+            new = converted(engine, self.graph, inputs, tensors, self.dtype, known, timed=not _is_judged.get())
+            return self._keep(_key_of(tensors), new)
 
     def _keep(self, key: int, new: Converted) -> Converted:
         self._converted.pop(key, None)  # what is replaced takes no other's place

@@ -22,7 +22,7 @@ from ...storage import write_atomically
 __all__ = ["Cache", "Entry"]
 
 _LOG = logging.getLogger("fxopt")
-_FORMAT = 2
+_FORMAT = 3
 _MOST_OF_ONE = 16 * 2**20
 _LARGEST = 1e15
 """No figure is larger, be it of nanoseconds or bytes."""
@@ -42,13 +42,14 @@ class Entry:
     granted: float = 0.0  # seconds that there were to decide
     forward: float = 0.0  # seconds that a call of the model took
     is_compared: bool = True  # whether the whole model was compared as usual, and no time was missing
+    fixed: tuple[bool, ...] = ()  # of each region: whether its engine holds it for the example's shapes alone, too
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry as plain JSON values."""
         return {
             "format": _FORMAT, "made": self.made, "plan": self.plan.to_json(), "timings": self.timings,
-            "memory": self.memory, "rounding": self.rounding,
-            "granted": self.granted, "forward": self.forward, "is_compared": self.is_compared,
+            "memory": self.memory, "rounding": self.rounding, "granted": self.granted, "forward": self.forward,
+            "is_compared": self.is_compared, "fixed": list(self.fixed),
         }  # fmt: skip
 
     @classmethod
@@ -65,7 +66,8 @@ class Entry:
             _check_number(given.get(name))
         return cls(
             replace(plan, optimizer_form=None), _timings(given.get("timings")), _memory(given.get("memory")), made,
-            abs(given["rounding"]), given["granted"], given["forward"], given.get("is_compared") is True,
+            abs(given["rounding"]), given["granted"], abs(given["forward"]), given.get("is_compared") is True,
+            tuple(each is True for each in _list(given.get("fixed"))),
         )  # fmt: skip
 
 
@@ -164,6 +166,12 @@ def _mapping(value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"it has {str(value)[:40]!r} in the place of an object")
     return cast("dict[str, Any]", value)
+
+
+def _list(value: object) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"it has {str(value)[:40]!r} in the place of a list")
+    return cast("list[Any]", value)
 
 
 def _check_number(value: object) -> None:

@@ -9,6 +9,7 @@ import platform
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from ...runtime.graphs import Capture, capture_of
 from ...runtime.values import PLAIN_TYPES, all_tensors, tensors_in
 from ...tracing.analyses import HashLevel, StructuralHash
 from ...tracing.program import Program
+from ...tracing.reads import reached_functions
 from ...version import VERSION
 from ..contract import Pass
 from ..pipeline import parse
@@ -54,7 +56,7 @@ def key_of(program: Program, passes: Sequence[Pass], asked: Mapping[str, Any]) -
     try:
         parts = [
             _text(_surroundings()), _text(tuple(asked.items())), *map(str, passes), _of_model(program),
-            *_of_graphs(program), "" if keeping else _of_numbers(program),
+            *_of_graphs(program), *_of_code(program), "" if keeping else _of_numbers(program),
         ]  # fmt: skip
     except Exception:  # what users' objects raise while they are described; odd tensors; _Untold
         return None
@@ -134,6 +136,17 @@ def _of_graph(graph: fx.Graph) -> str:
     if _PLACE in text:
         raise _Untold
     return text
+
+
+def _of_code(program: Program) -> list[str]:
+    """Return the code that forwards run: where it is as it was, graphs that were compared with it need not be again."""
+    return sorted(_of_function(each.function.__code__) for each in reached_functions(program.names.distinct))
+
+
+def _of_function(code: CodeType) -> str:
+    constants = (_of_function(each) if isinstance(each, CodeType) else _text(each) for each in code.co_consts)
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    return _text((code.co_code, code.co_exceptiontable, names, tuple(constants)))
 
 
 def _of_numbers(program: Program) -> str:

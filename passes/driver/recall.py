@@ -12,7 +12,7 @@ from torch import nn
 
 from ...collection import collection_paused
 from ...errors import EngineWarning
-from ...layers.delegated import judged_outside
+from ...layers.delegated import fix_regions, fixed_regions, judged_outside
 from ...runtime.record import record_of
 from ...tracing.isolation import in_phase
 from ...tracing.program import Program, is_on_meta
@@ -22,7 +22,7 @@ from ..timing import TimeBudget
 from .context import Request
 from .manager import Manager
 
-__all__ = ["KeptDecisions", "recalled"]
+__all__ = ["KeptDecisions", "looked_up", "recalled"]
 
 _LOG = logging.getLogger("fxopt")
 _LONGEST = 1e9
@@ -81,6 +81,7 @@ class KeptDecisions:
         self._write(Entry(
             manager.plan(request.passes), manager.timings, manager.memory, rounding=manager.rounding,
             granted=_granted(request, forward), forward=forward, is_compared=not manager.context.budget.concessions,
+            fixed=fixed_regions(manager.program.model),
         ))  # fmt: skip
 
     def note_comparison(self, manager: Manager, entry: Entry) -> None:
@@ -100,6 +101,17 @@ class KeptDecisions:
             self.cache.write(key, entry)
 
 
+def looked_up(program: Program, request: Request, *, recalls: bool) -> tuple[KeptDecisions | None, Entry | None]:
+    """Return where the decisions on a captured model are kept, and what was decided earlier, where it `recalls` that;
+    where nothing was, graphs that are unchecked are checked.
+    """
+    kept = KeptDecisions.of(program, request)
+    entry = kept.entry(program, request) if kept is not None and recalls else None
+    if entry is None and program.check():
+        return looked_up(program, request, recalls=recalls)  # of a model with other graphs
+    return kept, entry
+
+
 def _granted(request: Request, forward: float) -> float:
     """Return the seconds that there are for a model of which a call takes so long."""
     return min(TimeBudget.granted(request.time_budget, forward).seconds, _LONGEST)
@@ -113,6 +125,7 @@ def recalled(manager: Manager, request: Request, original: nn.Module, entry: Ent
             warnings.simplefilter("error", EngineWarning)  # the engine that was there is gone
             with judged_outside(), in_phase(program.model, program.training):
                 manager.repeat(request.passes, plan, verified=False)
+                fix_regions(program.model, entry.fixed)
             brief = entry.is_compared and not any("hurried" in decision.figures for decision in plan.decisions)
             with judged_outside() if brief else nullcontext():
                 is_right = manager.is_right(original, brief=brief, rounding=entry.rounding)

@@ -37,7 +37,7 @@ from ..timing import TimeBudget, budget_clock, forward_seconds
 from .context import Request, RunContext
 from .history import Rewrite
 from .manager import Manager
-from .recall import KeptDecisions, recalled
+from .recall import KeptDecisions, looked_up, recalled
 from .root import forbid_lost_forwards, make_root
 from .whole_model import finished, measured_memory, memory_figures
 
@@ -148,14 +148,14 @@ def _optimized_once(model: nn.Module, names: ModelNames, request: Request, *, re
         fast = copied(model)
     with plain_registries(fast):
         with collection_paused():
-            start = _captured(model, fast, names, request)
-            kept = KeptDecisions.of(start.program, request)
-            entry = kept.entry(start.program, request) if kept is not None and recalls else None
+            start = _captured(model, fast, names, request, recalls=recalls)
+        kept, entry = start.kept, start.entry
         if entry is None:
             manager = _decided(model, start, request)
             if kept is not None:
                 kept.write(manager, request)
         else:
+            start.program.trust(entry.forward)
             again = dataclasses.replace(request, plan=entry.plan, on_failure=None)
             manager = recalled(_manager(start, again), again, model, entry)
             if kept is not None and manager is not None:
@@ -173,18 +173,23 @@ class _Start:
     earlier: Record
     remark: str
     trained: Collection[nn.Module]  # the modules that the user gave in training mode
+    kept: KeptDecisions | None
+    entry: Entry | None  # what was decided on an equal model earlier; graphs are compared where there is nothing
     seconds: float  # that the capture took
 
 
-def _captured(model: nn.Module, fast: nn.Module, names: ModelNames, request: Request) -> _Start:
-    """Capture a copy of the user's model."""
+def _captured(model: nn.Module, fast: nn.Module, names: ModelNames, request: Request, *, recalls: bool) -> _Start:
+    """Capture a copy of the user's model, and look for what was decided on an equal one."""
     clock = budget_clock()
     attach(fast)
     earlier = record_of(fast) or _first_record(model, fast, names, len(names.parameters()))
     training = fast.training if request.phase is None else request.phase is Phase.TRAIN
-    program, remark = captured_on(fast, request.inputs, training=training)
+    # Where nothing is verified, nothing else would compare the graphs with the model.
+    checked = request.cache is None or not (request.verify and recalls)
+    program, remark = captured_on(fast, request.inputs, training=training, checked=checked)
     trained = {module for module in program.names.distinct if module.training}
-    return _Start(program, earlier, remark, trained, clock())
+    kept, entry = looked_up(program, request, recalls=recalls)
+    return _Start(program, earlier, remark, trained, kept, entry, clock())
 
 
 def _manager(start: _Start, request: Request) -> Manager:

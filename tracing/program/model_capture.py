@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from ..reads import checks_exact_types
 from ..recording import Recording, disagreeing, expectations, generated_calls, record
 from .capturing import Captures, Opaque, capture_modules
 
-__all__ = ["capture_model", "deactivate", "exact_types", "inputs_for", "with_inactive"]
+__all__ = ["Unchecked", "capture_model", "deactivate", "exact_types", "inputs_for", "with_inactive"]
 
 
 def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
@@ -41,12 +42,38 @@ def inputs_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
     return tuple(Inputs.of_part(call.module, *a, **kw) for call, (a, kw) in zip(inputs, moved, strict=True))
 
 
-def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) -> Captures:
+@dataclass
+class Unchecked:
+    """A model whose graphs are installed, and what was recorded to check them with."""
+
+    model: nn.Module
+    names: ModelNames
+    found: Captures
+    inputs: tuple[Inputs, ...]
+    recording: Recording
+    state: ModelState
+    training: bool
+
+    def check(self) -> Captures:
+        """Check the whole against the original, and let modules whose graphs differ run without them."""
+        with in_phase(self.model, self.training):
+            for name in self.found.captured:
+                uninstall(self.names.modules[name])
+            _install_checked(self.model, self.names, self.found, self.inputs, self.recording, self.state)
+        self.recording.forget()
+        return self.found
+
+
+def capture_model(
+    model: nn.Module, inputs: tuple[Inputs, ...], training: bool, *, checked: bool = True
+) -> tuple[Captures, Unchecked | None]:
     """Install a graph on every module of `model` that can be captured, and check the whole against the original.
-    Without inputs, forwards are traced without values. If anything raises, the model is as before.
+    Without inputs, forwards are traced without values. If anything raises, the model is as before. A model that had no
+    graphs may be left to be `checked` later.
     """
     names = ModelNames(model)
     _check_initialised(names)
+    checked = checked or any(capture_of(module) for module in names.distinct)
     with in_phase(model, training):
         state = ModelState(model)
         recording, found = _traced(model, names, inputs, state, exact=False)
@@ -55,12 +82,14 @@ def capture_model(model: nn.Module, inputs: tuple[Inputs, ...], training: bool) 
             recording, found = _traced(model, names, inputs, state, exact=True)
         found.exact_types = exact_types(names)
         found.captured = with_inactive(found.captured, names, found.exact_types)
-        if recording is None:
+        if recording is None or not checked:
             _install(names, found)
-            return found
-        _install_checked(model, names, found, inputs, recording, state)
-        recording.forget()
-    return found
+        else:
+            _install_checked(model, names, found, inputs, recording, state)
+            recording.forget()
+    if recording is None or checked:
+        return found, None
+    return found, Unchecked(model, names, found, inputs, recording, state, training)
 
 
 def _traced(

@@ -18,7 +18,7 @@ from ..examples import Generating, Inputs
 from ..isolation import in_phase
 from ..recording import NO_STEP, Recording, calls_of_generate, generated_calls, record
 from .capturing import Opaque
-from .model_capture import capture_model, inputs_for
+from .model_capture import Unchecked, capture_model, inputs_for
 
 __all__ = [
     "Analyses", "Analysis", "Coverage", "Opaque", "Program", "capture_program", "captured_on", "is_called",
@@ -77,6 +77,7 @@ class Program:
         forward_seconds: of processor time that the whole calls took, once captured; 0 where they were not made.
         opaque: name -> why that module runs its original forward.
         exact_types: the modules whose exact class may be asked for, with where: no pass may give them another.
+        unchecked: what is needed to compare graphs with the original forwards, where that was not done yet.
         analyses: `program.analyses[AnalysisType]`, kept until the next change.
         version: counts changes.
     """
@@ -98,6 +99,7 @@ class Program:
         self.forward_seconds = 0.0
         self.opaque = dict(opaque or {})
         self.exact_types: Mapping[nn.Module, str] = {}
+        self.unchecked: Unchecked | None = None
         self.training = model.training if training is None else training
         self.analyses = Analyses(self)
         self.version = 0
@@ -116,6 +118,24 @@ class Program:
         self.version += 1
         self.analyses.forget()
         self._recordings.clear()
+
+    def check(self) -> bool:
+        """Compare graphs that were left unchecked with the original forwards; say whether any differ, and are gone."""
+        if self.unchecked is None:
+            return False
+        found, self.unchecked = self.unchecked.check(), None
+        self.forward_seconds = found.seconds
+        if len(found.opaque) == len(self.opaque):
+            return False
+        self.opaque = dict(found.opaque)
+        self.touch()
+        return True
+
+    def trust(self, forward_seconds: float) -> None:
+        """Take it that graphs are their forwards, and a call takes so long: an equal model was compared."""
+        if self.unchecked is not None:
+            self.unchecked.recording.forget()
+            self.unchecked, self.forward_seconds = None, forward_seconds
 
     @property
     def names(self) -> ModelNames:
@@ -213,30 +233,35 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
-def capture_program(model: nn.Module, example_inputs: object = None, *, training: bool | None = None) -> Program:
+def capture_program(
+    model: nn.Module, example_inputs: object = None, *, training: bool | None = None, checked: bool = True
+) -> Program:
     """Give every module that can be captured its graph, in place, in the phase that `model` is in by default. Without
     `example_inputs`, arguments take their defaults, and all others are tensors. InputError if the model refuses them,
-    or has lazy parameters; UsageError if they are none of the forms of `normalize_inputs`.
+    or has lazy parameters; UsageError if they are none of the forms of `normalize_inputs`. Where they are not `checked`
+    now, `Program.check` does it.
     """
     inputs = inputs_for(model, example_inputs)
     phase = model.training if training is None else training
-    found = capture_model(model, inputs, phase)
+    found, unchecked = capture_model(model, inputs, phase, checked=checked)
     program = Program(model, inputs, found.opaque, found.leaves, training=phase, names=found.names)
-    program.forward_seconds, program.exact_types = found.seconds, found.exact_types
+    program.forward_seconds, program.exact_types, program.unchecked = found.seconds, found.exact_types, unchecked
     return program
 
 
-def captured_on(model: nn.Module, inputs: Sequence[Inputs], *, training: bool) -> tuple[Program, str]:
+def captured_on(
+    model: nn.Module, inputs: Sequence[Inputs], *, training: bool, checked: bool = True
+) -> tuple[Program, str]:
     """Give a copy of the user's model its graphs, for calls of its own `generate`, too; say so where it has none."""
     made = (generated_calls(model, each) if isinstance(each, Generating) else [each] for each in inputs)
     given = [call for calls in made for call in calls]
     added, remark = ([], "") if training or len(given) != len(inputs) else calls_of_generate(model, given)
     if added:
         try:
-            return capture_program(model, [*given, *added], training=training), remark
+            return capture_program(model, [*given, *added], training=training, checked=checked), remark
         except InputError as error:
             remark = f"{NO_STEP}: {error}"
-    return capture_program(model, given or None, training=training), remark
+    return capture_program(model, given or None, training=training, checked=checked), remark
 
 
 def is_called(program: Program, name: str) -> bool:

@@ -25,7 +25,7 @@ TIMINGS = {
     "untimed_sizes": {"batch 8": "why"},
 }  # fmt: skip
 MEMORY = {"live_before": 4, "live_after": 2, "peak_before": 4, "peak_after": 2}
-ENTRY = Entry(PLAN, TIMINGS, MEMORY, rounding=1e-4, granted=2.0, forward=0.05)
+ENTRY = Entry(PLAN, TIMINGS, MEMORY, rounding=1e-4, granted=2.0, forward=0.05, fixed=(True, False))
 
 
 @pytest.fixture
@@ -85,6 +85,7 @@ def change(*path: Any, to: Any) -> Callable[[Any], Any]:
         change("rounding", to=None),
         change("rounding", to=True),
         change("granted", to="long"),
+        change("fixed", to=None),
         change("forward", to=[0.1]),
         lambda _: [],
         lambda _: None,

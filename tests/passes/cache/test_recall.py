@@ -18,6 +18,7 @@ from fxopt.passes.timing import Runner
 from fxopt.passes.verification import Original
 from fxopt.testing import assert_equivalent
 from fxopt.tracing.examples import Inputs
+from fxopt.tracing.program import model_capture
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 PASSES = "fold_batchnorm, pack"
@@ -303,6 +304,60 @@ def test_code_of_layers_that_is_not_torchs_is_decided_anew(monkeypatch: pytest.M
     assert not is_recalled(again)
     with torch.no_grad():
         torch.testing.assert_close(again(large), model(large))
+
+
+class Own(nn.Module):
+    """Has code of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).relu()
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Return a list that has an item for each comparison of graphs with their forwards: those that differ."""
+    found, disagreeing = list[list[str]](), model_capture.disagreeing
+
+    def noted(*args: Any, **options: Any) -> list[str]:
+        found.append(disagreeing(*args, **options))
+        return found[-1]
+
+    monkeypatch.setattr(model_capture, "disagreeing", noted)
+    return found
+
+
+def test_graphs_of_code_that_was_compared_are_not_compared_again(
+    compared: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not is_recalled(fast(Own().eval()))
+    assert compared == [[]]
+    again = fast(Own().eval())
+    assert is_recalled(again)
+    assert compared == [[]]
+    assert_equivalent(Own().eval(), again, (X,))
+    fast(Own().eval(), verify=False)  # then nothing else would compare them
+    fast(Own().eval(), verify=False)
+    assert compared == [[]] * 3
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        found = self.layers(x)
+        return found.relu()
+
+    monkeypatch.setattr(Own, "forward", forward)
+    assert not is_recalled(fast(Own().eval()))
+    assert compared == [[]] * 4
+
+
+def test_a_model_of_which_a_graph_differs_is_recalled_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_capture, "disagreeing", lambda *_, **__: [""])
+    for recalls in (False, True):
+        decided = fast(Own().eval())
+        assert is_recalled(decided) is recalls
+        assert [each["module"] for each in fxopt.report(decided).to_json()["opaque"]] == [""]
 
 
 def test_what_hangs_on_the_numbers_is_not_told_of_others() -> None:
