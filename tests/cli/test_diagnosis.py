@@ -32,6 +32,20 @@ class Block(nn.Module):
     def forward(self, x, scale=1.0):
         return x + self.outer(torch.relu(self.inner(x))) * scale
 
+class Halving(nn.Module):
+    def forward(self, x):
+        while x.abs().max() > 1e-4:
+            x = x / 2
+        return torch.tanh(x)
+
+class Opaque(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Halving()
+
+    def forward(self, x):
+        return torch.relu(torch.tanh(self.inner(torch.relu(x))))
+
 class Deep(nn.Module):
     def __init__(self):
         super().__init__()
@@ -53,6 +67,9 @@ def heads():
 def large():
     return Large().eval()
 
+def opaque():
+    return Opaque().eval()
+
 def deep():
     return Deep().eval()
 """
@@ -71,6 +88,10 @@ class BreakTanh(Pass):
 
     def rewrite(self, site, edit):
         raise ZeroDivisionError("on purpose")
+
+class BreakMixed(BreakTanh):
+    def find(self, program):
+        return super().find(program) if program.opaque else ()
 """
 FUSED = ("-p", "fuse_ensembles", "--no-measure")
 
@@ -79,6 +100,7 @@ Fxopt = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.delitem(sys.modules, "acme", raising=False)
     monkeypatch.setattr("fxopt.cli.speeds._SECONDS", 0.05)
     monkeypatch.setattr("fxopt.cli.speeds._ROUNDS", 9)
     with folder_of_modules(tmp_path, monkeypatch, zoo=SOURCE, bare="from zoo import heads") as folder:
@@ -189,17 +211,21 @@ def test_a_pass_that_raises_is_reduced(fxopt: Fxopt, zoo: Path, monkeypatch: pyt
     installed = zoo / "acme-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text("[fxopt.passes]\nbreak_tanh = acme:BreakTanh\n")
+    (installed / "entry_points.txt").write_text(
+        "[fxopt.passes]\nbreak_tanh = acme:BreakTanh\nbreak_mixed = acme:BreakMixed\n"
+    )
     (zoo / "acme.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(str(zoo))
     monkeypatch.setattr("fxopt.cli.scripts.failure_of", run_here)
     monkeypatch.setenv("FXOPT_REPRODUCER_DIR", str(zoo / "reproducers"))
     done = fxopt("reduce", "zoo:deep", "-p", "break_tanh", "-o", "small.py", "--json")
-    sys.modules.pop("acme")
     assert done.code == 0, done.err
     assert (done.json["failure"], done.json["operations"]) == ("PassError of pass 'break_tanh'", 1)
     assert not (zoo / "reproducers").exists(), "what is tried out leaves nothing"
     assert "torch.tanh(" in (zoo / "small.py").read_text()
+    taken = fxopt("reduce", "zoo:opaque", "-p", "break_mixed", "-o", "small.py", "--json")
+    assert (taken.code, taken.json["operations"], taken.json["part"]) == (0, None, "(root)"), taken.err
+    assert "build_model('zoo:opaque')" in (zoo / "small.py").read_text()
 
 
 def test_a_model_that_does_not_fail_is_not_reduced(fxopt: Fxopt, zoo: Path):
