@@ -36,7 +36,12 @@ __all__ = ["bench", "bisect", "plan_show", "reduce", "repro"]
 
 VERIFY = "verify"
 
-plans = typer.Typer(name="plan", help="Show the decisions behind an optimized model.", no_args_is_help=True)
+plans = typer.Typer(
+    name="plan",
+    help="Show the decisions behind an optimized model.",
+    no_args_is_help=True,
+    epilog="Example: fxopt plan show demo.fxopt",
+)
 app.add_typer(plans)
 
 

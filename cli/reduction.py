@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import io
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -126,12 +128,8 @@ class _Reduction:
         if self._left == 0:
             return None
         self._left -= 1
-        try:
-            with torch.no_grad():
-                copy.deepcopy(model)(*map_tensors(torch.clone, call.args), **map_tensors(torch.clone, call.kwargs))
-        except Exception:  # it is no model any more
-            return None
-        kind, message = self._case.failure(model, call)
+        with contextlib.redirect_stderr(io.StringIO()):  # torch.fx prints each error of a graph's code there
+            kind, message = self._case.failure(model, call) if _runs(model, call) else ("", "")
         return Failing(model, call, kind, message, path) if kind == found.kind else None
 
     def _moved(self, found: Failing, move: Callable[[Failing], _Smaller | None]) -> Failing | None:
@@ -185,6 +183,15 @@ class _Reduction:
         return found
 
 
+def _runs(model: nn.Module, call: Inputs) -> bool:
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model)(*map_tensors(torch.clone, call.args), **map_tensors(torch.clone, call.kwargs))
+    except Exception:  # it is no model any more
+        return False
+    return True
+
+
 def _called(found: Failing) -> Iterator[tuple[str, nn.Module, Inputs]]:
     """Yield the outermost modules inside a model that it calls, each with its first call."""
     recording, outer = record(found.model, [found.call]), list[str]()
@@ -205,9 +212,9 @@ def _as_graphs(found: Failing) -> _Smaller | None:
     made = dict[str, list[str]]()
     for name in sorted(program.captures, key=lambda each: -each.count(".") - bool(each)):
         module, capture = model.get_submodule(name), program.captures[name]
-        if (name and type(module).__module__.startswith("torch.nn.")) or len(capture.specializations) != 1:
+        if name and type(module).__module__.startswith("torch.nn."):
             continue
-        (only,) = capture.specializations
+        only = next(each for each in capture.specializations if each.runs_in_mode(program.module(name)))
         graph = fx.Graph()
         graph.output(graph.graph_copy(only.graph, {}))
         for node in graph.find_nodes(op="call_module"):
