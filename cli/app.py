@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BothWeights", "Cold", "Html", "Inputs", "Json", "Measure", "Model", "Passes", "Phase", "PhaseOption",
-    "PrintAfter", "Seed", "TimeBudget", "Timing", "Tolerance", "Trust", "Verify", "Weights", "app", "hide", "main", "note", "open_with_inputs", "preset_for", "show", "took",
+    "PrintAfter", "Seed", "TimeBudget", "Timing", "Tolerance", "Trust", "Verify", "Weights", "app", "hide", "main",
+    "note", "open_with_inputs", "preset_for", "show", "took",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 1

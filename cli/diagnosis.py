@@ -36,7 +36,12 @@ __all__ = ["bench", "bisect", "plan_show", "reduce", "repro"]
 
 VERIFY = "verify"
 
-plans = typer.Typer(name="plan", help="Show the decisions behind an optimized model.", no_args_is_help=True)
+plans = typer.Typer(
+    name="plan",
+    help="Show the decisions behind an optimized model.",
+    no_args_is_help=True,
+    epilog="Example: fxopt plan show demo.fxopt",
+)
 app.add_typer(plans)
 
 
@@ -84,7 +89,7 @@ def bench(
 
 
 @app.command(
-    epilog="Example: fxopt bisect fxopt.demo:build --phase eval -p 'prune{amount=0.5},fuse_ensembles' --check verify"
+    epilog="Example: fxopt bisect fxopt.demo:build -p fuse_ensembles --check '! grep -aq applied $FXOPT_MODEL'"
 )
 def bisect(
     model: Model,
@@ -160,6 +165,7 @@ def reduce(
     check_written("-o", output, model, suffix=".py", kind="script")
     check_written("-o", output.with_suffix(".pt"), kind="numbers")
     check_read(model, weights=weights, inputs=inputs)
+    from ..reporting.wording import counted
     from ..settings import on_trial
     from .arguments import calls_for, script_factory
     from .reduction import Case, reduced
@@ -172,11 +178,13 @@ def reduce(
     with tempfile.TemporaryDirectory(prefix="fxopt-reduce-") as folder, on_trial(Path(folder)):
         found = reduced(case, opened, call)
         took("reducing")
-        numbers = write_script(output, case, found, script_factory(model))
+        written = write_script(output, case, found, script_factory(model))
         took("replaying")
-    said = {"path": str(output), "failure": found.kind, "message": found.message, "operations": found.nodes}
-    size = f"{found.nodes} operations" if found.path is None else f"{found.path or 'the model'} as it is"
-    show(said if as_json else f"wrote {output}: {size}, {numbers}; it fails in a new process, too\n", as_json)
+    if as_json:
+        return show({**written, "failure": found.kind, "message": found.message}, as_json)
+    size = counted(written["operations"], "operation") if written["part"] is None else f"{written['part']} as it is"
+    numbers = f", with numbers in {written['numbers']}" if written["numbers"] else ""
+    return show(f"wrote {output}: {size}{numbers}; it fails in a new process, too\n")
 
 
 @app.command(epilog="Example: fxopt repro reduced.py")

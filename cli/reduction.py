@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
+import io
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import api
+from ..compat import all_modules, modules_by_name
 from ..errors import FxoptError, InputError, one_line
 from ..interrupts import stop_if_interrupted
 from ..passes.sites import Numerics
@@ -64,7 +68,9 @@ class Case:
         """Return what kind of failure passes make of a model, and its message; both empty if it is right."""
         fast = model
         try:
-            fast = api.optimize(model, self.passes, example_inputs=[call], **self.options)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what is tried out, nobody needs them
+                fast = api.optimize(model, self.passes, example_inputs=[call], **self.options)
             assert_equivalent(model, fast, [call], **self.judgement)
         except Exception as error:  # passes of others raise whatever they like
             stop_if_interrupted()
@@ -76,24 +82,26 @@ class Case:
 
 @dataclass(frozen=True)
 class Failing:
-    """A model with a call on which passes fail; `path` is its name in the user's model, None once it is another."""
+    """A model with a call on which passes fail; `path` is its name in the user's model, None once it is another, made
+    from `origin`, which has one.
+    """
 
     model: nn.Module
     call: Inputs
     kind: str
     message: str
     path: str | None = ""
+    origin: Failing | None = None
 
     @property
     def nodes(self) -> int:
         """Return how many operations its graphs have, calls of other graphs left out."""
-        graphs = [each.graph for each in self.model.modules() if isinstance(each, fx.GraphModule)]
+        graphs = [each.graph for each in all_modules(self.model) if isinstance(each, fx.GraphModule)]
         return sum(node.op not in ("placeholder", "output", "get_attr") for graph in graphs for node in graph.nodes)
 
 
 def reduced(case: Case, model: nn.Module, call: Inputs) -> Failing:
     """Return the smallest model found on which passes fail as on this one; raise `InputError` if they do not."""
-    model.train(case.training)
     kind, message = case.failure(model, call)
     if not kind:
         raise InputError("the passes do not fail on this model; for rewrites that checks take back, give --no-verify")
@@ -108,25 +116,20 @@ class _Reduction:
         self._case, self._left = case, _ATTEMPTS
 
     def run(self, found: Failing) -> Failing:
-        found = self._inner(self._with_few_rows(found))
+        found = origin = self._inner(self._with_few_rows(found))
         for move in (_as_graphs, _flat):
             found = self._moved(found, move) or found
         if isinstance(found.model, fx.GraphModule):
             found = self._without_nodes(self._cut_off(self._moved(found, _one_output) or found))
-        return self._with_few_rows(found)
+        return replace(self._with_few_rows(found), origin=origin)
 
     def _tried(self, found: Failing, model: nn.Module, call: Inputs, path: str | None = None) -> Failing | None:
         """Return a smaller model where it runs and fails in the same way."""
         if self._left == 0:
             return None
         self._left -= 1
-        model.train(self._case.training)
-        try:
-            with torch.no_grad():
-                copy.deepcopy(model)(*map_tensors(torch.clone, call.args), **map_tensors(torch.clone, call.kwargs))
-        except Exception:  # it is no model any more
-            return None
-        kind, message = self._case.failure(model, call)
+        with contextlib.redirect_stderr(io.StringIO()):  # torch.fx prints each error of a graph's code there
+            kind, message = self._case.failure(model, call) if _runs(model, call) else ("", "")
         return Failing(model, call, kind, message, path) if kind == found.kind else None
 
     def _moved(self, found: Failing, move: Callable[[Failing], _Smaller | None]) -> Failing | None:
@@ -168,7 +171,7 @@ class _Reduction:
 
     def _without_nodes(self, found: Failing) -> Failing:
         """Leave out as many nodes in a row as can be: all of them, half of them, a quarter, ..., one."""
-        graphs = [name for name, each in found.model.named_modules() if isinstance(each, fx.GraphModule)]
+        graphs = [name for name, each in modules_by_name(found.model).items() if isinstance(each, fx.GraphModule)]
         for name in graphs:
             size = len(_operations(_part(found.model, name)))
             while size:
@@ -180,10 +183,19 @@ class _Reduction:
         return found
 
 
+def _runs(model: nn.Module, call: Inputs) -> bool:
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model)(*map_tensors(torch.clone, call.args), **map_tensors(torch.clone, call.kwargs))
+    except Exception:  # it is no model any more
+        return False
+    return True
+
+
 def _called(found: Failing) -> Iterator[tuple[str, nn.Module, Inputs]]:
     """Yield the outermost modules inside a model that it calls, each with its first call."""
     recording, outer = record(found.model, [found.call]), list[str]()
-    for name, module in found.model.named_modules():
+    for name, module in modules_by_name(found.model).items():
         calls = recording.calls.get(module)
         if name and calls and not any(name.startswith(f"{each}.") for each in outer):
             outer.append(name)
@@ -200,9 +212,9 @@ def _as_graphs(found: Failing) -> _Smaller | None:
     made = dict[str, list[str]]()
     for name in sorted(program.captures, key=lambda each: -each.count(".") - bool(each)):
         module, capture = model.get_submodule(name), program.captures[name]
-        if type(module).__module__.startswith("torch.nn.") or len(capture.specializations) != 1:
+        if name and type(module).__module__.startswith("torch.nn."):
             continue
-        (only,) = capture.specializations
+        only = next(each for each in capture.specializations if each.runs_in_mode(program.module(name)))
         graph = fx.Graph()
         graph.output(graph.graph_copy(only.graph, {}))
         for node in graph.find_nodes(op="call_module"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import io
+import itertools
 import re
 import subprocess
 import sys
@@ -64,25 +65,27 @@ class _NotWritten(Exception):
     """Something cannot be written as text; the message says what."""
 
 
-def write_script(path: Path, case: Case, found: Failing, factory: str | None) -> str:
-    """Write a failing model as a script that fails in a new process, too; return how the numbers in it come about.
+def write_script(path: Path, case: Case, found: Failing, factory: str | None) -> dict[str, Any]:
+    """Write a failing model as a script that fails in a new process, too; return what is in it.
 
     Numbers are drawn where it fails with others; else they stand in a file beside it. What cannot be written as text
     is taken from the user's model.
     """
     reason = "it fails in this process only"
-    for beside in (None, path.with_suffix(".pt")):
+    beside = path.with_suffix(".pt")
+    for each, numbers in itertools.product(filter(None, (found, found.origin)), (None, beside)):
         try:
-            files = {path: _text(case, found, factory, beside and beside.name).encode()}
+            files = {path: _text(case, each, factory, numbers and numbers.name).encode()}
         except _NotWritten as error:
             reason = str(error)
             continue
-        if beside is not None:
-            files = {beside: _numbers(found), **files}
-        if found.kind.partition(" of ")[0] in _tried(files, path):
+        if numbers is not None:
+            files = {numbers: _numbers(each), **files}
+        if each.kind.partition(" of ")[0] in _tried(files, path):
             for file, content in files.items():
                 write_atomically(file, content)
-            return f"numbers are in {beside}" if beside else "numbers are drawn"
+            operations, part = (each.nodes, None) if each.path is None else (None, each.path or "(root)")
+            return {"path": str(path), "operations": operations, "part": part, "numbers": numbers and str(numbers)}
     raise InputError(f"no script can be written: {reason}")
 
 
@@ -117,12 +120,15 @@ def failure_of(path: Path) -> str:
 
 def _text(case: Case, found: Failing, factory: str | None, numbers: str | None) -> str:
     writer = _Writer()
-    if found.path is None:
-        writer.module(found.model)
-        built = [*writer.classes, _build([f"model = {writer.last}()"], numbers, case)]
-    else:
-        built = [_build(_taken(factory, found.path), numbers, case)]
+    try:
+        made = [f"model = {writer.module(found.model)}"]
+    except _NotWritten:
+        if found.path is None:
+            raise
+        writer = _Writer()
+        made = _taken(factory, found.path)
         writer.imports |= {"import sys": None, "from fxopt.deploy.factory import build_model": None}
+    built = [*writer.classes, _build(made, numbers, case)]
     if numbers:
         inputs = "fxopt.Inputs(*NUMBERS['inputs'][0], **NUMBERS['inputs'][1])"
         file = f"NUMBERS = torch.load(Path(__file__).with_name({numbers!r}), weights_only=True)"
@@ -168,7 +174,6 @@ class _Writer:
     def __init__(self) -> None:
         self.imports = dict[str, None]()
         self.classes = list[str]()
-        self.last = ""
 
     def module(self, module: nn.Module) -> str:
         """Return the expression that makes a module."""
@@ -198,9 +203,10 @@ class _Writer:
         ]
         code = module.graph.python_code("self")
         for name, value in code.globals.items():
-            self._import(name, value)
+            if re.search(rf"\b{name}\b", code.src):  # torch.fx names some that most graphs do not need
+                self._import(name, value)
         forward = code.src.strip().splitlines()
-        name = self.last = f"Reduced{len(self.classes) or ''}"
+        name = f"Reduced{len(self.classes) or ''}"
         body = ["def __init__(self):", "    super().__init__()", *(f"    {line}" for line in made), "", *forward]
         indented = (f"    {line}".rstrip() for line in body)
         self.classes.append("\n".join([f"class {name}(nn.Module):", *indented]))
@@ -237,16 +243,21 @@ def _home(value: Any) -> str:
 def _layer(module: nn.Module) -> str:
     """Return what makes a layer of torch: what it prints, where that makes one of the same tensors."""
     text = f"nn.{' '.join(repr(module).split())}"
+    dtypes = {each.dtype for each in module.parameters() if each.dtype is not torch.float32}
+    text += f".to({dtypes.pop()})" if len(dtypes) == 1 else ""
     try:
         if type(module) is not getattr(nn, type(module).__name__, None):
             raise TypeError
         made: Any = eval(text, {"nn": nn, "torch": torch})  # noqa: S307  what torch prints of its own layer
     except Exception:
         raise _NotWritten(f"a {type(module).__module__}.{type(module).__name__} cannot be written as text") from None
-    shapes = [{name: each.shape for name, each in one.state_dict().items()} for one in (made, module)]
-    if shapes[0] != shapes[1]:
+    if _form(made) != _form(module):
         raise _NotWritten(f"a {type(module).__name__} has other tensors than one that is made by {text}")
     return text
+
+
+def _form(module: nn.Module) -> dict[str, Any]:
+    return {name: (each.shape, each.dtype) for name, each in module.state_dict().items()}
 
 
 def _tensor_text(value: Any) -> str:

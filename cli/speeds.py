@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from ..runtime.record import record_of
 from ..runtime.values import all_tensors, plain_tensors, tensors_in
 from ..storage import byte_text
 from ..tracing.examples import Inputs
+from ..tracing.isolation import in_phase
 from .app import PhaseOption, preset_for, took
 from .arguments import calls_for, open_both, open_model
 
@@ -133,12 +134,15 @@ def race(models: dict[str, nn.Module], calls: Sequence[Inputs], phase: PhaseOpti
     """
     of_mode = next((each for each in models.values() if record_of(each) is not None), next(iter(models.values())))
     training = of_mode.training if phase is None else phase is PhaseOption.TRAIN
-    runs = {name: Runner(model.train(training), calls, training=training) for name, model in models.items()}
-    before, after = runs
-    timings = time_candidates(runs, seconds=_SECONDS, least_rounds=_ROUNDS, cold=cold, clear=math.inf)
-    speed = timings.ratio(before, after)
-    times = {before: timings.microseconds(before), after: timings.microseconds(before) / speed.mid}
-    one, other = (_Side(name, times[name], _held(models[name]), _peak(run)) for name, run in runs.items())
+    with ExitStack() as modes:
+        for model in models.values():
+            modes.enter_context(in_phase(model, training))
+        runs = {name: Runner(model, calls, training=training) for name, model in models.items()}
+        before, after = runs
+        timings = time_candidates(runs, seconds=_SECONDS, least_rounds=_ROUNDS, cold=cold, clear=math.inf)
+        speed = timings.ratio(before, after)
+        times = {before: timings.microseconds(before), after: timings.microseconds(before) / speed.mid}
+        one, other = (_Side(name, times[name], _held(models[name]), _peak(run)) for name, run in runs.items())
     threads = 1 if timings.in_one_thread else torch.get_num_threads()
     return Race(one, other, speed, len(calls), training, threads, cold)
 
@@ -154,7 +158,7 @@ def _with_rows(calls: Sequence[Inputs], rows: int | None) -> Sequence[Inputs]:
 
 
 @contextmanager
-def in_threads(count: int | None) -> Iterator[None]:
+def in_threads(count: int | None) -> Generator[None]:
     """Let torch compute in so many threads for a while."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
