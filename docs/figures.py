@@ -36,7 +36,7 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WIDTH, TALLEST, WIDEST = 1000, 1300, 700
 """Of a figure of a pass, in pixels; what is wider than `WIDEST` has no room beside another."""
-COLOURS = 96
+COLOURS = 128
 """A page has few: the files are a third as large as with all that there could be."""
 
 
@@ -111,7 +111,11 @@ def draw_pass(page: Page, name: str, folder: Path) -> None:
 
 def save(png: bytes, path: Path) -> None:
     """Write a picture with few colours."""
-    picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    picture = (
+        Image.open(io.BytesIO(png))
+        .convert("RGB")
+        .quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    )
     picture.save(path, optimize=True)
     print(f"{path.relative_to(DOCS)}: {path.stat().st_size / 1024:.0f} KiB", flush=True)
 

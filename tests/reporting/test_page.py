@@ -200,3 +200,27 @@ def test_a_result_hangs_on_what_it_is_put_together_of(browser: Any, tmp_path: Pa
     assert shown.labels("after") == ["x", "head: Linear", "output"]
     assert shown.page.eval_on_selector_all(".pane.after .edge", "found => found.length") == 2
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_names_end_before_the_sign_that_opens(browser: Any, tmp_path: Path):
+    wide = type("M" * 12 + "W" * 20, (nn.Sequential,), {})
+    shown = Opened(browser, written(tmp_path / "w.html", nn.Sequential(wide(nn.ReLU(), nn.ReLU())), torch.randn(1)))
+    shown.labels("after")
+    gaps = shown.page.evaluate(
+        "[...document.querySelectorAll('.pane.after .box')].map((box) => ['.label', '.opener'].map((each) =>"
+        " box.querySelector(each).getBBox())).filter(([, sign]) => sign.width).map(([name, sign]) =>"
+        " sign.x - name.x - name.width)"
+    )
+    assert len(gaps) == 1 and gaps[0] > 0
+
+
+def test_each_side_has_the_class_that_was_there(browser: Any, tmp_path: Path):
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU()), torch.randn(4, 32)
+    fast = fxopt.optimize(model.train(), "qat", example_inputs=x)
+    fxopt.report(fast).to_html(tmp_path / "r.html")
+    shown = Opened(browser, tmp_path / "r.html")
+    assert "0: Linear" in shown.labels("before") and "0: FakeQuantizedLinear" in shown.labels("after")
+    assert "0: Linear" not in shown.labels("after")
+    assert shown.page.locator(".pane.after .box.changed").count() == 1
+    shown.page.keyboard.press("ArrowLeft")
+    assert "0: Linear" in shown.labels("after")
