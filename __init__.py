@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         graphs,
         list_passes,
         load,
+        load_sharded,
         load_state_dict,
         optimize,
         plan,
@@ -96,7 +97,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "api": (
-        "capture export graphs list_passes load load_state_dict optimize plan refresh report restore save "
+        "capture export graphs list_passes load load_sharded load_state_dict optimize plan refresh report restore save "
         "save_compact state_dict element_wise translate_optimizer translate_state"
     ),
     "errors": (
@@ -140,9 +141,9 @@ __all__ = [
     "Release", "Rename", "Report", "Select", "Site", "SparseMessagePassing", "Stack", "StateError", "StateStep",
     "StateWarning", "SwapKernels", "SyncBatchnorm", "TensorParallel", "UnverifiedWarning", "UsageError",
     "VerificationError", "__version__", "anything", "capture", "either", "element_wise", "ending_together",
-    "export", "graphs", "list_passes", "load", "load_state_dict", "module", "no_sync", "operation", "optimize", "plan",
-    "recording", "refresh", "register_operator", "report", "restore", "save", "save_compact", "state_dict",
-    "to_networkx", "translate_optimizer", "translate_state",
+    "export", "graphs", "list_passes", "load", "load_sharded", "load_state_dict", "module", "no_sync", "operation",
+    "optimize", "plan", "recording", "refresh", "register_operator", "report", "restore", "save", "save_compact",
+    "state_dict", "to_networkx", "translate_optimizer", "translate_state",
 ]  # fmt: skip
 
 
