@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from .collection import collection_paused
 from .compat import all_modules
-from .deploy import archive, compact, reproducer, sharded
+from .deploy import archive, compact, reproducer
+from .deploy.checkpoints import load_sharded as load_parts
 from .deploy.export import export_model
 from .deploy.opening import open_file
 from .errors import StateError, StateWarning, expect
@@ -271,7 +272,7 @@ def load_sharded(
     expect(key, (str, type(None)), "key", "a name, or leave it out")
     expect(device, (str, torch.device, type(None)), "device", "a device such as 'cuda'")
     expect(strict, bool, "strict", "True or False")
-    sharded.load_sharded(
+    load_parts(
         model, as_path(path), record=record, key=key, device=None if device is None else torch.device(device),
         init=init, strict=strict,
     )  # fmt: skip

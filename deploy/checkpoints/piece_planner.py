@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ..errors import ArchiveError
-from ..runtime.state import Piece
+from ...errors import ArchiveError
+from ...runtime.state import Piece
 
 __all__ = ["PiecePlanner"]
 

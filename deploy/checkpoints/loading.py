@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed, nn
 
-from ..compat import all_modules
-from ..compat.distributed import give_memory, local_part, shard_again
-from ..errors import StateError
-from ..runtime.record import Record
-from ..runtime.state import Piece, StateMap
-from ..runtime.values import ModelNames
+from ...compat import all_modules
+from ...compat.distributed import give_memory, local_part, shard_again
+from ...errors import StateError
+from ...runtime.record import Record
+from ...runtime.state import Piece, StateMap
+from ...runtime.values import ModelNames
 from .tensor_files import TensorFiles, open_tensor_files
 
 __all__ = ["load_sharded"]

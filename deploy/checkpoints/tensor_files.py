@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import ArchiveError, UsageError, one_line
-from ..runtime.state import Piece
+from ...errors import ArchiveError, UsageError, one_line
+from ...runtime.state import Piece
 
 __all__ = ["TensorFiles", "open_tensor_files"]
 
