@@ -59,8 +59,7 @@ class OuterSteps:
             return False
         for outer, inner in zip(self._outer, self._inner, strict=True):
             outer.grad = (outer - inner).div_(distributed.get_world_size())
-        for work in [distributed.all_reduce(outer.grad, async_op=True) for outer in self._outer]:
-            work.wait()
+            distributed.all_reduce(outer.grad)
         self._optimizer.step()
         self._hand_out()
         return True

@@ -138,9 +138,9 @@ class Replica:
             find_unused_parameters=self._search, bucket_cap_mb=self._bucket_cap_mb,
         )  # fmt: skip
         if self._delayed:
-            cast("Any", self._reducer).register_comm_hook(
-                DelayedAverages(), lambda averages, bucket: averages.exchange(bucket)
-            )
+            # Torch compares annotations with its own types, and finds text where they are postponed: it is given none.
+            hook: Callable[[DelayedAverages, Any], Any] = lambda averages, bucket: averages.exchange(bucket)  # noqa: E731
+            cast("Any", self._reducer).register_comm_hook(DelayedAverages(), hook)
         self._arrived.clear()
 
 
@@ -156,14 +156,14 @@ class DelayedAverages:
         """Send a bucket, and return the averages that arrived since the last step: at first zeros."""
         parameters, sizes = bucket.parameters(), [gradient.numel() for gradient in bucket.gradients()]
         sent, arrived = bucket.buffer() / distributed.get_world_size(), torch.zeros_like(bucket.buffer())
-        work = distributed.all_reduce(sent, async_op=True)
+        work: Any = distributed.all_reduce(sent, async_op=True)
         for parameter, own, place in zip(parameters, sent.split(sizes), arrived.split(sizes), strict=True):
             sending, average = self._sent.get(parameter, (None, None))
             if sending is not None and average is not None:
                 sending.wait()
                 place.copy_(average)
             self._sent[parameter] = (work, own)
-        done: Any = torch.futures.Future()
+        done = cast("Any", torch.futures.Future)()
         done.set_result(arrived)
         return done
 

@@ -46,8 +46,9 @@ def load_sharded(
         )
     with torch.no_grad():
         give_memory(model, device or _device())
-        for module in owners if init is not None else ():
-            init(module)
+        if init is not None:
+            for module in owners:
+                init(module)
         parts.read(model)
 
 
