@@ -93,12 +93,13 @@ def _fewest_bytes(
     sums: Sequence[float], cuts: Sequence[int], stages: int, limit: float, crossing: Sequence[int | None]
 ) -> tuple[int, ...]:
     """Return where the stages start in the division that crosses the fewest bytes; of such, in the most even one."""
-    end = len(sums) - 1
+    end, reached = len(sums) - 1, [sums[cut] for cut in cuts]
     best: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}
     for stage in range(1, stages + 1):
         found: dict[int, tuple[int, float, tuple[int, ...]]] = {}
         starts = list(best)  # in order
-        for stop in [end] if stage == stages else cuts:
+        least = sums[-1] - (stages - stage) * limit * _ROUNDED  # else the stages that are left could not hold the rest
+        for stop in [end] if stage == stages else cuts[bisect_left(reached, least) :]:
             known: tuple[int, float, tuple[int, ...]] | None = None
             for start in reversed(starts[: bisect_left(starts, stop)]):
                 cost = sums[stop] - sums[start]
