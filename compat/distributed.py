@@ -51,6 +51,8 @@ def broadcast_together(tensors: Sequence[Tensor]) -> None:
 
 def give_memory(model: nn.Module, device: torch.device) -> None:
     """Give memory to what is on the meta device; parameters stay the same objects, and split ones on their mesh."""
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return  # swapping would forbid backward passes of what has run already
     made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old tensor, whose id would be free otherwise
 
     def on_device(tensor: Tensor) -> Tensor:
