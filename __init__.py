@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         graphs,
         list_passes,
         load,
+        load_sharded,
         load_state_dict,
         optimize,
         plan,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from .layers.outer_steps import OuterSteps
     from .layers.replica import no_sync
     from .operators import OpInfo, register_operator
     from .passes.contract import Pass
@@ -97,7 +99,7 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "api": (
-        "capture export graphs list_passes load load_state_dict optimize plan refresh report restore save "
+        "capture export graphs list_passes load load_sharded load_state_dict optimize plan refresh report restore save "
         "save_compact state_dict element_wise translate_optimizer translate_state"
     ),
     "errors": (
@@ -105,6 +107,7 @@ _PLACES = {
         "GuardWarning InputError MatchFailure ModeError NothingDoneWarning OrderError PassError PipelineError "
         "PlanError StateError StateWarning UnverifiedWarning UsageError VerificationError"
     ),
+    "layers.outer_steps": "OuterSteps",
     "layers.replica": "no_sync",
     "operators": "OpInfo register_operator",
     "passes.contract": "Pass",
@@ -137,14 +140,14 @@ __all__ = [
     "EliminateCommonSubexpressions", "EliminateDeadCode", "EngineWarning", "FlattenCalls", "FoldBatchnorm",
     "FoldConstants", "Fsdp", "FuseEnsembles", "FuseExperts", "FusedMemberError", "FxoptError", "Goal", "GraphPooling",
     "GuardError", "GuardWarning", "InputError", "Inputs", "Mask", "Match", "MatchFailure", "ModeError",
-    "NothingDoneWarning", "Numerics", "OpInfo", "OrderError", "OwnForward", "Pack", "Pass", "PassError", "Pattern",
-    "Phase", "Pipeline", "PipelineError", "Plan", "PlanError", "Program", "Prune", "Qat", "Quantize", "Refusal",
-    "Release", "Rename", "Report", "Select", "Site", "SparseMessagePassing", "Stack", "StateError", "StateStep",
-    "StateWarning", "SwapKernels", "SyncBatchnorm", "TensorParallel", "UnverifiedWarning", "UsageError",
+    "NothingDoneWarning", "Numerics", "OpInfo", "OrderError", "OuterSteps", "OwnForward", "Pack", "Pass", "PassError",
+    "Pattern", "Phase", "Pipeline", "PipelineError", "Plan", "PlanError", "Program", "Prune", "Qat", "Quantize",
+    "Refusal", "Release", "Rename", "Report", "Select", "Site", "SparseMessagePassing", "Stack", "StateError",
+    "StateStep", "StateWarning", "SwapKernels", "SyncBatchnorm", "TensorParallel", "UnverifiedWarning", "UsageError",
     "VerificationError", "__version__", "anything", "capture", "either", "element_wise", "ending_together",
-    "export", "graphs", "leaf", "list_passes", "load", "load_state_dict", "module", "no_sync", "operation", "optimize",
-    "plan", "recording", "refresh", "register_operator", "report", "restore", "save", "save_compact", "state_dict",
-    "to_networkx", "translate_optimizer", "translate_state",
+    "export", "graphs", "leaf", "list_passes", "load", "load_sharded", "load_state_dict", "module", "no_sync",
+    "operation", "optimize", "plan", "recording", "refresh", "register_operator", "report", "restore", "save",
+    "save_compact", "state_dict", "to_networkx", "translate_optimizer", "translate_state",
 ]  # fmt: skip
 
 

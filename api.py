@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, cast
 
+import torch
 from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from .collection import collection_paused
 from .compat import all_modules
 from .deploy import archive, compact, reproducer
+from .deploy.checkpoints import load_sharded as load_parts
 from .deploy.export import export_model
 from .deploy.opening import open_file
 from .errors import StateError, StateWarning, expect
@@ -55,8 +57,9 @@ from .tracing.isolation import eagerly, in_phase, outside_inference_mode, plain_
 from .tracing.program import Program, capture_program
 
 __all__ = [
-    "capture", "element_wise", "export", "graphs", "list_passes", "load", "load_state_dict", "optimize", "plan",
-    "refresh", "report", "restore", "save", "save_compact", "state_dict", "translate_optimizer", "translate_state",
+    "capture", "element_wise", "export", "graphs", "list_passes", "load", "load_sharded", "load_state_dict",
+    "optimize", "plan", "refresh", "report", "restore", "save", "save_compact", "state_dict", "translate_optimizer",
+    "translate_state",
 ]  # fmt: skip
 
 M = TypeVar("M", bound=nn.Module)
@@ -232,6 +235,47 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
     state_map = _state_map(model)
     expect(state, Mapping, "state", "a state dict")
     return model.load_state_dict(sharded_state(model, state_map, state), strict=strict, assign=assign)
+
+
+def load_sharded(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    device: str | torch.device | None = None,
+    init: Callable[[nn.Module], object] | None = None,
+    strict: bool = True,
+) -> None:
+    """Load a checkpoint of the unoptimized model from a folder; each process reads the part that it holds.
+
+    What is on the meta device gets its memory here. All names, shapes and dtypes are compared before anything is
+    changed. The ranks do not wait for each other.
+
+    Args:
+        model: an optimized model, sharded, split, in stages, or whole.
+        path: a folder of safetensors files with an index, as `save_pretrained` writes it, that index, or a single file;
+            or a folder of `torch.distributed.checkpoint`.
+        key: under which the model's state was saved among others: "model" for `checkpoint.save({"model": state}, ...)`.
+        device: where to; by default the GPU of the process where the process group works on GPUs, else the CPU. What
+            has data already stays where it is.
+        init: computes the tensors of a module that no checkpoint has (buffers that are not persistent), where these are
+            on the meta device. It is called with each module that has such tensors, before anything is read.
+        strict: refuse tensors that the model has not; otherwise they are passed over.
+
+    Raises:
+        ArchiveError: a file is missing or damaged, or the metadata of a checkpoint holds what torch does not write.
+        StateError: the model was not optimized; the checkpoint is of another model, or in a dtype that is not
+            converted; tied tensors differ in it; tensors that no checkpoint has, without `init`.
+        UsageError: the folder holds several checkpoints.
+    """
+    record = needed_record(model)
+    expect(key, (str, type(None)), "key", "a name, or leave it out")
+    expect(device, (str, torch.device, type(None)), "device", "a device such as 'cuda'")
+    expect(strict, bool, "strict", "True or False")
+    load_parts(
+        model, as_path(path), record=record, key=key, device=None if device is None else torch.device(device),
+        init=init, strict=strict,
+    )  # fmt: skip
 
 
 def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Module:

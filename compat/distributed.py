@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
-    "BatchNorm", "after_backward", "after_forward", "before_forward", "broadcast_together", "is_of_a_collective",
-    "shard_again", "shared_store", "sync_batch_norm",
+    "BatchNorm", "after_backward", "after_forward", "before_forward", "broadcast_together", "give_memory",
+    "is_of_a_collective", "local_part", "shard_again", "shared_store", "sync_batch_norm",
 ]  # fmt: skip
 
 
@@ -49,9 +49,43 @@ def broadcast_together(tensors: Sequence[Tensor]) -> None:
         cast("Any", distributed)._broadcast_coalesced(distributed.group.WORLD, detached, _MESSAGE_BYTES, 0)
 
 
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Give memory to what is on the meta device; parameters stay the same objects, and split ones on their mesh."""
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return  # swapping would forbid backward passes of what has run already
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old tensor, whose id would be free otherwise
+
+    def on_device(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        mesh: Any = getattr(tensor, "device_mesh", None)
+        where = device if mesh is None or mesh.device_type == device.type else mesh.device_type
+        return made.setdefault(id(tensor), (tensor, torch.empty_like(tensor, device=where)))[1]
+
+    future: Any = torch.__future__
+    before = future.get_swap_module_params_on_conversion()
+    future.set_swap_module_params_on_conversion(True)
+    try:
+        cast("Any", model)._apply(on_device)
+    finally:
+        future.set_swap_module_params_on_conversion(before)
+
+
 def is_of_a_collective(error: BaseException) -> bool:
     """Say whether torch raised an error because another rank took no part in an operation; gloo's have no type."""
     return isinstance(error, distributed.DistError) or (type(error) is RuntimeError and "gloo" in str(error))
+
+
+def local_part(tensor: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Return where this rank's part of a tensor begins, and the part in its own memory; both of a plain one, too."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tensor.detach()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(start), tensor.to_local().detach()
 
 
 def shard_again(module: nn.Module) -> None:

@@ -27,7 +27,7 @@ class Replica:
     """What one process does so that its copy of a model stays like those of the others; copies of it are no replicas.
     The first synchronized backward shows which parameters get gradients, in which order; torch's reducer averages them
     in such buckets. `state` starts as in process 0, `buffers` in each training forward; `search` finds unused
-    parameters.
+    parameters. After `local_after` synchronized steps nothing is sent. `delayed`: averages arrive in the next step.
     """
 
     def __init__(
@@ -38,9 +38,12 @@ class Replica:
         *,
         search: bool = False,
         bucket_cap_mb: float | None = None,
+        local_after: int | None = None,
+        delayed: bool = False,
     ) -> None:
         self.syncs = True
         self._search, self._bucket_cap_mb = search, bucket_cap_mb
+        self._local_after, self._delayed, self._steps = local_after, delayed, 0
         self._names = {parameter: name for name, parameter in named}
         self._state, self._buffers = state, buffers
         self._arrived: dict[nn.Parameter, None] = {}
@@ -62,19 +65,26 @@ class Replica:
         """Make the model like that of process 0, and start the reducer; a hook before the forward."""
         if not self._takes_part:
             return None
-        self._reduces, self._waits, self._tries = self.syncs, False, is_trial_step()
+        self._reduces, self._waits, self._tries = self._sends, False, is_trial_step()
         if self._tries:
             return None
-        if self.syncs and module.training:
+        sends = self._sends
+        if sends and module.training:
             broadcast_together(self._state or self._buffers)
             self._state = ()
+            self._steps += 1
         if self._reducer is None:
             return None
-        return before_forward(self._reducer, args, kwargs, syncs=self.syncs)
+        return before_forward(self._reducer, args, kwargs, syncs=sends)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Show the reducer what came out; a hook after the forward."""
         return after_forward(self._reducer, output) if self._reducer is not None and self._takes_part else None
+
+    @property
+    def _sends(self) -> bool:
+        """Say whether the gradients of a forward that begins now are averaged."""
+        return self.syncs and (self._local_after is None or self._steps < self._local_after)
 
     @property
     def _takes_part(self) -> bool:
@@ -127,7 +137,35 @@ class Replica:
             nn.ParameterList(parameters), init_sync=False, gradient_as_bucket_view=True,
             find_unused_parameters=self._search, bucket_cap_mb=self._bucket_cap_mb,
         )  # fmt: skip
+        if self._delayed:
+            # Torch compares annotations with its own types, and finds text where they are postponed: it is given none.
+            hook: Callable[[DelayedAverages, Any], Any] = lambda averages, bucket: averages.exchange(bucket)  # noqa: E731
+            cast("Any", self._reducer).register_comm_hook(DelayedAverages(), hook)
         self._arrived.clear()
+
+
+class DelayedAverages:
+    """What torch's reducer does with a bucket: its average is sent, and that of the step before comes in its place.
+    Torch divides its buckets again after a step, so averages are kept by parameter.
+    """
+
+    def __init__(self) -> None:
+        self._sent: dict[nn.Parameter, tuple[Any, Tensor]] = {}
+
+    def exchange(self, bucket: Any) -> Any:
+        """Send a bucket, and return the averages that arrived since the last step: at first zeros."""
+        parameters, sizes = bucket.parameters(), [gradient.numel() for gradient in bucket.gradients()]
+        sent, arrived = bucket.buffer() / distributed.get_world_size(), torch.zeros_like(bucket.buffer())
+        work: Any = distributed.all_reduce(sent, async_op=True)
+        for parameter, own, place in zip(parameters, sent.split(sizes), arrived.split(sizes), strict=True):
+            sending, average = self._sent.get(parameter, (None, None))
+            if sending is not None and average is not None:
+                sending.wait()
+                place.copy_(average)
+            self._sent[parameter] = (work, own)
+        done = cast("Any", torch.futures.Future)()
+        done.set_result(arrived)
+        return done
 
 
 def replicate(model: nn.Module, replica: Replica) -> None:

@@ -14,7 +14,7 @@ from ..passes.contract import Pass, check_named, module_words, word_for
 from ..passes.rewriting import Edit
 from ..passes.sites import Goal, Numerics, OwnForward, Refusal, Site
 from ..runtime.values import user_class
-from ..tracing.program import Program
+from ..tracing.program import Program, is_on_meta
 from .calibration import calls, ranges_of, replayable
 from .quantize import candidates
 
@@ -65,6 +65,8 @@ class Qat(Pass):
                 raise UsageError(f"pass 'qat': {name}={value}; give a positive number, such as 100")
         check_named(self.name, "keep", self.keep, model)
         check_in_floats(self.name, model)
+        if is_on_meta(model):
+            raise UsageError("pass 'qat': the model is on the meta device, so its layers have no ranges; load it first")
 
     def find(self, program: Program) -> Iterable[Site | Refusal]:
         found, refused = candidates(self.keep, program, runs_here=False)

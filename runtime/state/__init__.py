@@ -23,6 +23,7 @@ from .optimizer_state import (
     steps_by_element,
     translate_optimizer,
 )
+from .pieces import Piece
 from .quantized_steps import (
     QuantizeByData,
     QuantizeSmoothed,
@@ -61,7 +62,7 @@ from .state_steps import (
 
 __all__ = [
     "ADDED_TENSORS", "ELEMENT_WISE", "RECORD_KEY", "SETTLED", "STATE_MAP", "VIEWS", "Concatenate", "Holder", "InParts",
-    "KeepsOriginalNames", "Loading", "Mask", "QuantizeByData", "QuantizeSmoothed", "QuantizeTrained",
+    "KeepsOriginalNames", "Loading", "Mask", "Piece", "QuantizeByData", "QuantizeSmoothed", "QuantizeTrained",
     "QuantizeWeight", "Rename", "Select", "Stack", "StateMap", "StateStep", "absent_from_checkpoints", "add_child",
     "all_parameters", "check_type", "checkpointing_class", "cut_from_sharded", "dequantized", "element_wise",
     "functional_state", "gathered", "holder_of", "is_element_wise", "leave_to_other_ranks", "merge", "numbers_in",

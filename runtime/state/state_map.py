@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...errors import StateError, StateWarning
 from .known_steps import step_from_json
+from .pieces import Piece
 from .state_steps import StateStep
 
 __all__ = ["StateMap"]
@@ -111,6 +112,34 @@ class StateMap:
                 values[alias] = values[name]
         originals = _in_order(values, self.names)
         return originals, [name for name in originals if name in zeros]
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def check(self, given: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> None:
+        """Raise a StateError that names all of `given` that does not fit `known`; both have original names."""
+        check_fits(given, known, strict=True, optional=self._optional(given))
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """Return all original names of the tensor that has the original name `name`, this one first."""
+        first = dict(self.aliases).get(name, name)
+        return tuple(dict.fromkeys([name, first, *(alias for alias, same in self.aliases if same == first)]))
+
+    def pieces(self, piece: Piece, before: int | None = None) -> list[Piece] | None:
+        """Return the parts of original tensors that make up a part of a new one; None where a step needs the whole.
+        `before`: of the steps, only so many are undone.
+        """
+        count = len(self.steps) if before is None else before
+        last = next((number for number in reversed(range(count)) if piece.name in self.steps[number].targets), None)
+        if last is None:
+            return [piece]
+        found: list[Piece] = []
+        parts = self.steps[last].parts(piece)
+        for part in parts or ():
+            inside = self.pieces(part, last)
+            if inside is None:
+                return None
+            found += inside
+        return None if parts is None else found
 
     # -- composition -----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import StateError
+from .pieces import Piece
 
 __all__ = [
     "Concatenate", "ConcatenateOfSome", "Mask", "Rename", "Select", "Stack", "StackOfSome", "StateStep", "merge",
@@ -77,6 +78,10 @@ class StateStep(ABC):
     def is_new(self, tensors: Sequence[Tensor]) -> bool:
         """Say whether the targets' tensors have the shapes from after the step; asked where it keeps a name."""
         return True
+
+    def parts(self, piece: Piece) -> Sequence[Piece] | None:
+        """Return the parts of the sources that make up a part of a target; None where the step needs the whole."""
+        return None
 
     @property
     def keeps_names(self) -> bool:
@@ -145,6 +150,9 @@ class Rename(_OfOne):
     def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return tensors
 
+    def parts(self, piece: Piece) -> Sequence[Piece] | None:
+        return [dataclasses.replace(piece, name=self.old)]
+
 
 @dataclass(frozen=True)
 class Stack(_OfMany):
@@ -165,6 +173,9 @@ class Stack(_OfMany):
             raise StateError(f"'{self.new}' has shape {list(stacked.shape)}; it stacks {len(self.olds)} tensors")
         # Slices of a tensor that lies otherwise in memory have gaps, which checkpoint writers refuse.
         return [tensor.contiguous() for tensor in stacked.detach().unbind(0)]
+
+    def parts(self, piece: Piece) -> Sequence[Piece] | None:
+        return piece.members(self.olds)
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,9 @@ class Concatenate(_OfMany):
             expected = f"dimension {self.dim} must be {sum(self.sizes)} long"
             raise StateError(f"'{self.new}' has shape {list(whole.shape)}; {expected}")
         return torch.split(whole.detach(), list(self.sizes), self.dim)
+
+    def parts(self, piece: Piece) -> Sequence[Piece] | None:
+        return piece.neighbours(self.olds, self.sizes, self.dim % piece.memory.ndim)
 
 
 @dataclass(frozen=True)

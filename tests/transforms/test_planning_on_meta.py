@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator
 
 import pytest
@@ -63,3 +64,16 @@ def test_a_plan_without_weights(text: str, said: str):
     report = str(fxopt.report(fast))
     assert said in report
     assert "not compared: the model is on the meta device" in report
+
+
+@pytest.mark.parametrize("text", ["checkpoint{budget=0.5}", "autocast"])
+def test_rewrites_are_planned_without_weights(text: str):
+    with warnings.catch_warnings(action="ignore"):
+        fast = fxopt.optimize(llama(2), text, example_inputs=batch())
+    assert any(decision.status == "applied" for decision in fxopt.plan(fast).decisions)
+
+
+@pytest.mark.parametrize("text", ["qat", "prune"])
+def test_what_needs_the_numbers_of_weights_says_so(text: str):
+    with pytest.raises(fxopt.UsageError, match="is on the meta device"):
+        fxopt.optimize(llama(1), text, example_inputs=batch())

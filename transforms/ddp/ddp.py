@@ -116,10 +116,14 @@ class Ddp(Pass):
         find_unused_parameters: look at every forward which parameters it used. None: where the graphs say that another
             forward may use others.
         bucket_cap_mb: how many MiB of gradients are sent in one message; None: as torch has it.
+        local_after: after so many synchronized steps each process trains alone; something else averages parameters.
+        delayed: each step takes the averages of the step before, which are sent while the next batch is computed.
     """
 
     find_unused_parameters: bool | None = None
     bucket_cap_mb: float | None = None
+    local_after: int | None = None
+    delayed: bool = False
 
     numerics: ClassVar[Numerics] = Numerics.EXACT
     goal: ClassVar[Goal] = Goal.PARALLEL
@@ -130,6 +134,8 @@ class Ddp(Pass):
         require_process_group(self.name)
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise UsageError(f"pass 'ddp': bucket_cap_mb={self.bucket_cap_mb!r}; give a number of MiB, such as 25")
+        if self.local_after is not None and self.local_after < 1:
+            raise UsageError(f"pass 'ddp': local_after={self.local_after}; give a number of steps, 1 at the least")
         if REPLICA in vars(model):
             raise UsageError("pass 'ddp': the model is replicated already; give the one that ddp was not run on")
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -146,6 +152,11 @@ class Ddp(Pass):
         seen = run_trial_step(program)
         around = branching(program)
         search = around is not None if self.find_unused_parameters is None else self.find_unused_parameters
+        if search and self.delayed:
+            raise UsageError(
+                f"pass 'ddp': delayed=true needs the same parameters in each step, and '{around or '(root)'}' may use "
+                "others; leave delayed out"
+            )
         yield from _unused(seen)
         what = f"parameters searched at every forward: '{around}' may use others" if search and around else ""
         yield Site(program, "", {}, data={"search": search, "buffers": seen.written}, detail=what)
@@ -158,8 +169,11 @@ class Ddp(Pass):
         state = [*model.parameters(), *model.buffers()]
         (site,) = sites
         buffers = [model.get_buffer(name) for name in site.data["buffers"]]
-        search = site.data["search"]
-        replicate(model, Replica(named, state, buffers, search=search, bucket_cap_mb=self.bucket_cap_mb))
+        replica = Replica(
+            named, state, buffers, search=site.data["search"], bucket_cap_mb=self.bucket_cap_mb,
+            local_after=self.local_after, delayed=self.delayed,
+        )  # fmt: skip
+        replicate(model, replica)
         return model
 
 

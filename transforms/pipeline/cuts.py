@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -73,34 +74,44 @@ class Line:
 def _slowest(sums: Sequence[float], cuts: Sequence[int], stages: int) -> float | None:
     """Return the cost of the slowest stage in the best division, or None if there is none."""
     end = len(sums) - 1
-    best: dict[int, float] = {0: 0.0}
+    places, best = [0], [0.0]  # where the next stage may start, and the slowest of those before it: neither ever falls
     for stage in range(1, stages + 1):
-        ends = [end] if stage == stages else cuts
-        found = {
-            stop: min(
-                (max(before, sums[stop] - sums[start]) for start, before in best.items() if start < stop), default=None
-            )
-            for stop in ends
-        }
-        best = {stop: cost for stop, cost in found.items() if cost is not None}
-    return best.get(end)
+        # The later the last stage starts, the less it costs: it is best where it costs what the slowest before it does.
+        meets = [before + sums[start] for start, before in zip(places, best, strict=True)]
+        found: list[tuple[int, float]] = []
+        for stop in [end] if stage == stages else cuts:
+            count = bisect_left(places, stop)
+            middle = bisect_left(meets, sums[stop], 0, count)
+            near = range(max(0, middle - 1), min(middle + 1, count))
+            costs = [max(best[number], sums[stop] - sums[places[number]]) for number in near]
+            found += [(stop, min(costs))] if costs else []
+        places, best = [stop for stop, _ in found], [cost for _, cost in found]
+    return best[0] if best else None
 
 
 def _fewest_bytes(
     sums: Sequence[float], cuts: Sequence[int], stages: int, limit: float, crossing: Sequence[int | None]
 ) -> tuple[int, ...]:
     """Return where the stages start in the division that crosses the fewest bytes; of such, in the most even one."""
-    end = len(sums) - 1
+    end, reached = len(sums) - 1, [sums[cut] for cut in cuts]
     best: dict[int, tuple[int, float, tuple[int, ...]]] = {0: (0, 0.0, ())}
     for stage in range(1, stages + 1):
         found: dict[int, tuple[int, float, tuple[int, ...]]] = {}
-        for stop in [end] if stage == stages else cuts:
-            for start, (size, squares, starts) in best.items():
+        starts = list(best)  # in order
+        least = sums[-1] - (stages - stage) * limit * _ROUNDED  # else the stages that are left could not hold the rest
+        for stop in [end] if stage == stages else cuts[bisect_left(reached, least) :]:
+            known: tuple[int, float, tuple[int, ...]] | None = None
+            for start in reversed(starts[: bisect_left(starts, stop)]):
                 cost = sums[stop] - sums[start]
-                if start < stop and cost <= limit:
-                    bytes_ = size + (0 if stop == end else crossing[stop] or 0)
-                    mine = (bytes_, squares + cost * cost, (*starts, start))
-                    found[stop] = min(found.get(stop, mine), mine)
+                if cost > limit:  # those before it cost more
+                    break
+                size, squares, before = best[start]
+                bytes_, even = size + (0 if stop == end else crossing[stop] or 0), squares + cost * cost
+                if known is None or (bytes_, even) <= known[:2]:
+                    mine = (bytes_, even, (*before, start))
+                    known = mine if known is None else min(known, mine)
+            if known is not None:
+                found[stop] = known
         best = found
     return best[end][2]
 
