@@ -21,6 +21,7 @@ from ..version import VERSION
 from .interrupts import noting_interrupts, stop_if_interrupted
 from .prechecks import (
     check_cold,
+    check_exported,
     check_name,
     check_picture,
     check_pipeline,
@@ -43,7 +44,7 @@ _IN_TRAINING = "fxopt: the model is in training mode, so it is optimized for tra
 
 _OTHER_WORDS = {
     "report": "inspect FILE, or optimize MODEL --report FILE.html", "info": "inspect MODEL", "show": "inspect MODEL",
-    "convert": "export MODEL -o FILE.pt2", "compare": "verify A B, or diff A B",
+    "convert": "export MODEL -o FILE", "compare": "verify A B, or diff A B",
 }  # fmt: skip
 """What users may call a command -> what it is here."""
 
@@ -76,6 +77,16 @@ class PhaseOption(StrEnum):
 
     TRAIN = "train"
     EVAL = "eval"
+
+
+class ExportOption(StrEnum):
+    """As what a model is exported."""
+
+    PT2 = "pt2"
+    ONNX = "onnx"
+    OPENVINO = "openvino"
+    AOTI = "aoti"
+    TORCHSCRIPT = "torchscript"
 
 
 class FormatOption(StrEnum):
@@ -216,24 +227,30 @@ def _check_values(passes: str | None, time_budget: str | None) -> None:
         parse(passes)
 
 
-@app.command(epilog="Example: fxopt export bert.fxopt --trust transformers -o bert.pt2")
+@app.command(epilog="Example: fxopt export bert.fxopt --trust transformers -o bert.onnx")
 def export(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the .pt2 file here.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the file here.")],
+    form: Annotated[
+        ExportOption | None, typer.Option("--format", help="Default: what the name of FILE says, else pt2.")
+    ] = None,
     weights: Weights = None,
     inputs: Inputs = None,
     dynamic_batch: Annotated[bool, typer.Option(help="Leave the batch size free.")] = True,
     trust: Trust = None,
     as_json: Json = False,
 ) -> None:
-    """Export a model in evaluation mode as a .pt2 file, which runs without the model's code."""
-    check_written("-o", output, model, suffix=".pt2")
+    """Export a model in evaluation mode as a file that runs without the model's code, for torch or other runtimes."""
+    check_exported(output, form, model)
     check_read(model, weights=weights, inputs=inputs)
     from .. import api
+    from ..reporting.notes import in_one_line
 
     opened, example_inputs = _open(model, weights, inputs, trust)
-    api.export(opened, output, example_inputs, dynamic_batch=dynamic_batch)
-    _show({"path": str(output)} if as_json else f"wrote {output}, equal to the model\n", as_json)
+    with in_one_line():
+        error = api.export(opened, output, example_inputs, format=form, dynamic_batch=dynamic_batch)
+    off = f"; largest difference {error:.0e} of a result's scale" if error else ""
+    _show({"path": str(output), "error": error} if as_json else f"wrote {output}, equal to the model{off}\n", as_json)
 
 
 @app.command(epilog="Example: fxopt inspect transformers:ViTConfig --html vit.html")

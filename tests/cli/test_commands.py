@@ -514,7 +514,7 @@ def test_a_wrong_setting_is_wrong_usage(fxopt: Fxopt, monkeypatch: pytest.Monkey
         (("optimize", "zoo:heads", "--report", "bare.py"), "is there and is no report"),
         (("optimize", "zoo:heads", "--report", "."), "--report . is a folder; name a file in it, as report.html"),
         (("export", "zoo:heads", "-o", "weights.pt2"), "-o weights.pt2 is there and is no saved model"),
-        (("export", "zoo:heads", "-o", "b.onnx"), "-o b.onnx: this writes .pt2 files; name it b.pt2"),
+        (("export", "zoo:heads", "-o", "b.onnx.zip"), "-o b.onnx.zip: give --format, or name it b.onnx.pt2"),
     ],
 )
 def test_where_results_go_is_checked_before_the_work(
