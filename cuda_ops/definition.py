@@ -213,7 +213,8 @@ def describe(name: str, batching: BatchingRule | None, **known: Any) -> None:
 
 class _WrittenOut(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _PLAIN.get(func, func)(*args, **(kwargs or {}))
+        answering: Any = _PLAIN.get(func, func)
+        return answering(*args, **(kwargs or {}))
 
 
 def written_out() -> AbstractContextManager[object]:

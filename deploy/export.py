@@ -40,6 +40,7 @@ __all__ = ["export_model"]
 
 _TAKEN = (Tensor, bool, int, float, str, type(None))
 _FIXED = re.compile(r"marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)")
+_UNKNOWN = ("No conversion rule", "No ONNX function")
 _ERROR, _ERROR_IN_8_BITS = 1e-4, 1e-1
 """What another runtime may be off, relative to the scale of a result: it sums in another order, and a number that lies
 between two steps of 8 bits may be rounded to the other."""
@@ -88,7 +89,7 @@ def _write(
         except (FxoptError, OSError):
             raise
         except Exception as error:  # exporters raise whatever they meet
-            raise ArchiveError(f"{form.name} cannot take this {type(model).__name__}: {_reason(error)}") from error
+            raise ArchiveError(f"{form.name} cannot take this {type(model).__name__}: {_cause(error)}") from error
         found = results_in_fresh_process(form, files[0], model, calls, SEED)
         comparison.check(found, up_to(_ERROR_IN_8_BITS if program and _is_in_8_bits(program) else _ERROR))
         beside = [stack.enter_context(_beside(comparison.path, each.suffix)) for each in files[1:]]
@@ -205,14 +206,25 @@ def _reason(error: Exception) -> str:
     """Return what torch complains of, and the line of the user's code; torch writes pages, on options of its own."""
     fixed = [(re.sub(r"L\['(\w+)'\]", r"\1", where), size) for where, size in _FIXED.findall(str(error))]
     if fixed:
+        is_batch = all(where.endswith("[0]") for where, _ in fixed)
+        wanted = "the batch size must be free" if is_batch else "that differs between the example calls"
         found = " and ".join(f"{where.replace('.size()', '.shape')} to {size}" for where, size in fixed)
         return (
-            f"its code fixes {found}, but the batch size must be free; give dynamic_batch=False (--no-dynamic-batch) "
+            f"its code fixes {found}, but {wanted}; give dynamic_batch=False (--no-dynamic-batch) "
             "and example calls of one size"
         )
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     place = raised_at(error)
     return f"{type(error).__name__}: {one_line(Exception(first))}" + (f" (at {place})" if place else "")
+
+
+def _cause(error: BaseException) -> str:
+    """Return what an exporter did not know, of the pages that it writes, or its first line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")] or [""]
+    found = next((line for line in lines if line.startswith(_UNKNOWN)), lines[0])
+    return f"{type(error).__name__}: {one_line(Exception(found))}"
 
 
 def _read_back(temporary: Path, path: Path) -> nn.Module:

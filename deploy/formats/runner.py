@@ -47,6 +47,12 @@ def _openvino(file: str) -> Run:
     return run
 
 
+def _pt2(file: str) -> Run:
+    importlib.import_module("torch.ao.quantization.fx._decomposed")  # registers what int8 is written in
+    module = torch.export.load(file).module()
+    return lambda _, args, kwargs: module(*args, **kwargs)
+
+
 def _aoti(file: str) -> Run:
     package = importlib.import_module("torch._inductor").aoti_load_package(file)
     return lambda _, args, kwargs: package(*args, **kwargs)
@@ -60,7 +66,7 @@ def _torchscript(file: str) -> Run:
 
 
 _LOADERS: dict[str, Callable[[str], Run]] = {
-    "onnx": _onnx, "openvino": _openvino, "aoti": _aoti, "torchscript": _torchscript,
+    "pt2": _pt2, "onnx": _onnx, "openvino": _openvino, "aoti": _aoti, "torchscript": _torchscript,
 }  # fmt: skip
 
 
@@ -72,7 +78,9 @@ def _main(form: str, file: str, calls: str, results: str) -> None:
         try:
             found.append((run(named, args, kwargs), args, kwargs))
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+            lines = str(error).strip().splitlines() or [""]
+            is_traceback = lines[0].startswith("The following operation failed in the TorchScript interpreter")
+            found.append(f"{type(error).__name__}: {lines[-1] if is_traceback else lines[0]}")
     torch.save(found, results)
 
 
