@@ -28,7 +28,7 @@ from fxopt.dynamo_backend import compile_graph
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from support.small_models import Ensemble  # noqa: E402
+from support.small_models import Ensemble
 
 Row = dict[str, Any]
 WAYS = ("inductor", "backend fxopt", "fxopt, then inductor")

@@ -40,7 +40,8 @@ __all__ = ["export_model"]
 
 _TAKEN = (Tensor, bool, int, float, str, type(None))
 _FIXED = re.compile(r"marked (\S+) as dynamic but your code specialized it to be a constant \((\d+)\)")
-_UNKNOWN = ("No conversion rule", "No ONNX function")
+_UNKNOWN = ("No conversion rule", "No ONNX function", ":Dictionary", ":Only tensors")
+"""How the lines begin that say what an exporter does not know: those of OpenVINO, ONNX and TorchScript."""
 _ERROR, _ERROR_IN_8_BITS = 1e-4, 1e-1
 """What another runtime may be off, relative to the scale of a result: it sums in another order, and a number that lies
 between two steps of 8 bits may be rounded to the other."""
@@ -110,7 +111,7 @@ def _beside(path: Path, suffix: str) -> AbstractContextManager[BinaryIO]:
 
 
 def _refuse_effects(program: torch.export.ExportedProgram, form: Format) -> None:
-    changed = [*program.graph_signature.buffers_to_mutate.values()]
+    changed = _changed(program)
     if changed:
         raise ArchiveError(
             f"the model changes {', '.join(changed)} at each call, and {form.name} keeps nothing between calls; "
@@ -120,6 +121,13 @@ def _refuse_effects(program: torch.export.ExportedProgram, form: Format) -> None
         raise ArchiveError(
             f"the model draws random numbers ({', '.join(drawing)}), so no results could be compared; export it as .pt2"
         )
+
+
+def _changed(program: torch.export.ExportedProgram) -> list[str]:
+    """Return the buffers that a program writes to."""
+    if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in program.graph.nodes):
+        program = program.run_decompositions({})  # writes become results
+    return [*program.graph_signature.buffers_to_mutate.values()]
 
 
 def _is_in_8_bits(program: torch.export.ExportedProgram) -> bool:
@@ -224,7 +232,7 @@ def _cause(error: BaseException) -> str:
         error = error.__cause__
     lines = [line.strip(" -") for line in str(error).splitlines() if line.strip(" -")] or [""]
     found = next((line for line in lines if line.startswith(_UNKNOWN)), lines[0])
-    return f"{type(error).__name__}: {one_line(Exception(found))}"
+    return f"{type(error).__name__}: {one_line(Exception(found.removeprefix(':')))}"
 
 
 def _read_back(temporary: Path, path: Path) -> nn.Module:

@@ -59,8 +59,11 @@ def _aoti(file: str) -> Run:
 
 
 def _torchscript(file: str) -> Run:
+    load = cast("Any", torch.jit).load
+    load(file)  # a file that cannot be loaded is told from a call that fails
+
     def run(named: dict[str, Tensor], *_: Any) -> Any:
-        return cast("Any", torch.jit).load(file)(*named.values())  # anew: it may keep something between calls
+        return load(file)(*named.values())  # anew: it may keep something between calls
 
     return run
 
