@@ -4,13 +4,14 @@
     python benchmarks/exports.py --table --json benchmarks/results/exports.json
 
 A model is exported with its batch size free and what differs between two example calls (the length of a text, the
-number of nodes). What cannot be exported so is tried once more in the sizes of the first call. `fxopt.export` compares each
-file in a fresh process; here each is loaded in another one and run on a call that the export did not see.
+number of nodes). What cannot be exported so is tried once more in the sizes of the first call. `fxopt.export` compares
+each file in a fresh process; here each is loaded in another one and run on a call that the export did not see.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import sys
@@ -32,14 +33,9 @@ from fxopt.deploy.formats.kinds import FORMATS
 from fxopt.runtime.values import flatten, plain
 from fxopt.tracing.examples import Inputs
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / part) for part in ("", "deploy")]
+_of: Callable[[str], Any] = importlib.import_module  # what makes models imports libraries for seconds
 
-import efficient_networks  # noqa: E402
-import mixtures  # noqa: E402
-import test_families as families  # noqa: E402
-from ordinary_models.networks import UNet, settled  # noqa: E402
-from support.model_zoo import graphs  # noqa: E402
-from support.small_models import Ensemble  # noqa: E402
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / part) for part in ("", "deploy")]
 
 Row = dict[str, Any]
 SUFFIXES = {name: form.suffixes[0] for name, form in FORMATS.items()}
@@ -80,19 +76,24 @@ def _texts(**more: Any) -> list[Inputs]:
 
 
 def _graphs(name: str) -> list[Inputs]:
-    return [Inputs(**graphs.MODELS[name].inputs(nodes)) for nodes in (24, 33, 40)]
+    return [Inputs(**_of("support.model_zoo.graphs").MODELS[name].inputs(nodes)) for nodes in (24, 33, 40)]
 
 
 def _family(name: str, passes: str = "", **more: Any) -> Subject:
-    return Subject("transformer", lambda: families.made(name), lambda: _texts(**more), "batch, length", passes)
+    return Subject(
+        "transformer", lambda: _of("test_families").made(name), lambda: _texts(**more), "batch, length", passes
+    )
 
 
 def _cnn(name: str) -> Subject:
-    return Subject("CNN", lambda: efficient_networks.network(name, 0.25), lambda: _images(64))
+    return Subject("CNN", lambda: _of("efficient_networks").network(name, 0.25), lambda: _images(64))
 
 
 def _of_graphs(name: str) -> Subject:
-    return Subject("graph", graphs.MODELS[name].make, lambda: _graphs(name), "nodes, edges")
+    def make() -> nn.Module:
+        return _of("support.model_zoo.graphs").MODELS[name].make()
+
+    return Subject("graph", make, lambda: _graphs(name), "nodes, edges")
 
 
 class Recurrent(nn.Module):
@@ -110,9 +111,13 @@ class Recurrent(nn.Module):
 def _small_cnn() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, 2), nn.ReLU()]
-    return settled(
-        nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 8)), _images()[0].args[0]
-    )
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 8))
+    return _of("ordinary_models.networks").settled(model, _images()[0].args[0])
+
+
+def _unet() -> nn.Module:
+    networks = _of("ordinary_models.networks")
+    return networks.settled(networks.UNet(4, 2), _images()[0].args[0])
 
 
 def _rewritten(passes: str, make: Callable[[], nn.Module], calls: Callable[[], list[Inputs]], free: str) -> Subject:
@@ -120,34 +125,35 @@ def _rewritten(passes: str, make: Callable[[], nn.Module], calls: Callable[[], l
 
 
 SUBJECTS = {
-    "resnet": Subject("CNN", lambda: families.made("ResNet"), _images),
-    "convnext": Subject("CNN", lambda: families.made("ConvNext"), _images),
+    "resnet": Subject("CNN", lambda: _of("test_families").made("ResNet"), _images),
+    "convnext": Subject("CNN", lambda: _of("test_families").made("ConvNext"), _images),
     "mobilenet_v3": _cnn("mobilenet_v3"),
     "shufflenet_v2": _cnn("shufflenet_v2"),
-    "unet": Subject("CNN", lambda: settled(UNet(4, 2), _images()[0].args[0]), _images),
+    "unet": Subject("CNN", _unet, _images),
     "bert": _family("Bert"),
     "gpt2": _family("GPT2", use_cache=False),
     "llama": _family("Llama", use_cache=False),
     "mamba": _family("Mamba", use_cache=False),
-    "vit": Subject("transformer", lambda: families.made("ViT"), _images),
+    "vit": Subject("transformer", lambda: _of("test_families").made("ViT"), _images),
     "gcn": _of_graphs("GCN"),
     "graphsage": _of_graphs("GraphSAGE"),
     "gat": _of_graphs("GAT"),
     "lstm": Subject("recurrent", lambda: Recurrent(nn.LSTM), lambda: _sequences(8, (6, 6, 6))),
     "gru": Subject("recurrent", lambda: Recurrent(nn.GRU), lambda: _sequences(8, (6, 6, 6))),
     "ensemble, fused": _rewritten(
-        "fuse_ensembles", lambda: Ensemble(8), lambda: [Inputs(torch.randn(rows, 4)) for rows in (2, 3, 5)], "batch"
+        "fuse_ensembles", lambda: _of("support.small_models").Ensemble(8),
+        lambda: [Inputs(torch.randn(rows, 4)) for rows in (2, 3, 5)], "batch",
     ),
-    "bert, packed": _rewritten("pack", lambda: families.made("Bert"), _texts, "batch, length"),
+    "bert, packed": _rewritten("pack", lambda: _of("test_families").made("Bert"), _texts, "batch, length"),
     "cnn, int8_static": _rewritten("fold_batchnorm,quantize{scheme=int8_static}", _small_cnn, _images, "batch"),
     "resnet, pruned": _rewritten(
-        "prune{method=structured,amount=0.5}", lambda: families.made("ResNet"), _images, "batch"
+        "prune{method=structured,amount=0.5}", lambda: _of("test_families").made("ResNet"), _images, "batch"
     ),
     "experts, fused": _rewritten(
-        "fuse_experts", mixtures.Where, lambda: _sequences(mixtures.WIDTH, (6, 9, 4)), "batch, length"
+        "fuse_experts", lambda: _of("mixtures").Where(), lambda: _sequences(16, (6, 9, 4)), "batch, length"
     ),
     "bert, delegated": _rewritten(
-        "delegate{engine=openvino}", lambda: families.made("Bert"), _texts, "batch, length"
+        "delegate{engine=openvino}", lambda: _of("test_families").made("Bert"), _texts, "batch, length"
     ),
 }  # fmt: skip
 
