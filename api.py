@@ -17,6 +17,7 @@ from .compat import all_modules
 from .deploy import archive, compact, reproducer
 from .deploy.checkpoints import load_sharded as load_parts
 from .deploy.export import export_model
+from .deploy.formats.kinds import chosen_format, warn_of_format
 from .deploy.opening import open_file
 from .errors import StateError, StateWarning, expect
 from .layers.delegated import refresh as refresh_regions
@@ -408,31 +409,49 @@ def export(
     path: str | os.PathLike[str],
     example_inputs: object,
     *,
+    format: str | None = None,  # noqa: A002 - what it is
     dynamic_batch: bool = True,
-) -> None:
-    """Write what a model computes in evaluation mode as a `.pt2` file, which runs without the user's code.
+) -> float:
+    """Write what a model computes in evaluation mode as a file, which runs without the user's code.
 
-    `NAME.sha256` beside it has its checksum, which torch's format lacks; `fxopt.load` compares it where it is there.
     The file is read back and compared with the model before it takes its place: on every example call, and on the first
-    one with other numbers of rows. Outputs come as tuples, lists and dictionaries: a dataclass as its fields by name.
+    one with other numbers of rows. Other formats than `.pt2` are loaded in a fresh process for that, which has torch
+    and what reads the format. What passes have rewritten is written as what it computes: packed layers and regions of
+    engines by torch's own operations, static int8 as quantization and dequantization.
+
+    Outputs come as tuples, lists and dictionaries: a dataclass as its fields by name. `onnx` and `openvino` take and
+    give tensors by names; `torchscript` takes them in the order of the arguments.
+    Beside a `.pt2` file, `NAME.sha256` has its checksum, which torch's format lacks; `fxopt.load` compares it where it
+    is there.
 
     Args:
         model: any module, optimized or not; it is left as it is, in its mode.
         path: where to; a file there is replaced.
         example_inputs: as for `optimize`. The first call is exported; the others have the same arguments. Sizes that
             differ between calls are free in the file.
+        format: `pt2` (torch.export), `onnx`, `openvino` (its graph; the numbers go to NAME.bin), `aoti` (a library that
+            AOTInductor compiles for this kind of processor) or `torchscript` (a trace; torch has deprecated it). By
+            default what the name of the file says (`.onnx`, `.xml`, `.ts`), else `pt2`.
         dynamic_batch: leave the batch size free, too: the first dimension of the first tensor, and of every other
             tensor in which it is as large. Otherwise it is that of the example, unless calls differ in it.
 
+    Returns:
+        The largest difference of its results from the model's, relative to the scale of each.
+
     Raises:
-        ArchiveError: torch cannot export the model, or what it exported does something else; the message says what.
+        ArchiveError: the model cannot be exported so, or the file does something else; the message says what.
         InputError: the model refuses its example inputs.
-        UsageError: there are no example inputs, or they are no plain values.
+        UsageError: there are no example inputs, they are no plain values, or the packages of a format are missing.
         OSError: the file cannot be written.
     """
     expect(model, nn.Module, "model", "a torch.nn.Module")
     expect(dynamic_batch, bool, "dynamic_batch", "True or False")
-    export_model(model, as_path(path), normalize_inputs(example_inputs, model), dynamic_batch=dynamic_batch)
+    expect(format, (str, type(None)), "format", "the name of a format, such as 'onnx', or leave it out")
+    target = as_path(path)
+    form = chosen_format(format, target)
+    warn_of_format(form, target)
+    calls = normalize_inputs(example_inputs, model)
+    return export_model(model, target, calls, dynamic_batch=dynamic_batch, form=form)
 
 
 def load(

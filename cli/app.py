@@ -38,7 +38,7 @@ _IN_TRAINING = "the model is in training mode, so it is optimized for training; 
 
 _OTHER_WORDS = {
     "report": "inspect FILE, or optimize MODEL --report FILE.html", "info": "inspect MODEL", "show": "inspect MODEL",
-    "convert": "export MODEL -o FILE.pt2", "compare": "verify A B, diff A B, or bench A B",
+    "convert": "export MODEL -o FILE", "compare": "verify A B, diff A B, or bench A B",
     "benchmark": "bench A B", "minimize": "reduce MODEL -o FILE.py",
 }  # fmt: skip
 """What users may call a command -> what it is here."""

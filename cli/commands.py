@@ -39,6 +39,7 @@ from .app import (
 )
 from .prechecks import (
     check_cold,
+    check_exported,
     check_name,
     check_picture,
     check_pipeline,
@@ -54,6 +55,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["cache", "demo", "diff", "doctor", "export", "inspect", "optimize", "passes", "verify"]
+
+
+class ExportOption(StrEnum):
+    """As what a model is exported."""
+
+    PT2 = "pt2"
+    ONNX = "onnx"
+    OPENVINO = "openvino"
+    AOTI = "aoti"
+    TORCHSCRIPT = "torchscript"
 
 
 class FormatOption(StrEnum):
@@ -118,10 +129,13 @@ def optimize(
     _tell(fast, example_inputs, save_plan, report, as_json)
 
 
-@app.command(epilog="Example: fxopt export demo.fxopt --trust fxopt -o demo.pt2")
+@app.command(epilog="Example: fxopt export demo.fxopt --trust fxopt -o demo.onnx")
 def export(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the .pt2 file here.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the file here.")],
+    form: Annotated[
+        ExportOption | None, typer.Option("--format", help="Default: what the name of FILE says, else pt2.")
+    ] = None,
     weights: Weights = None,
     inputs: Inputs = None,
     dynamic_batch: Annotated[bool, typer.Option(help="Leave the batch size free.")] = True,
@@ -130,15 +144,18 @@ def export(
     as_json: Json = False,
     _timing: Timing = False,
 ) -> None:
-    """Export a model in evaluation mode as a .pt2 file, which runs without the model's code."""
-    check_written("-o", output, model, suffix=".pt2")
+    """Export a model in evaluation mode as a file that runs without the model's code, for torch or other runtimes."""
+    check_exported(output, form, model)
     check_read(model, weights=weights, inputs=inputs)
     from .. import api
+    from ..reporting.notes import in_one_line
 
     opened, example_inputs = open_with_inputs(model, weights, inputs, trust, seed=seed)
-    api.export(opened, output, example_inputs, dynamic_batch=dynamic_batch)
+    with in_one_line():
+        error = api.export(opened, output, example_inputs, format=form, dynamic_batch=dynamic_batch)
     took("exporting")
-    show({"path": str(output)} if as_json else f"wrote {output}, equal to the model\n", as_json)
+    off = f"; largest difference {error:.0e} of a result's scale" if error else ""
+    show({"path": str(output), "error": error} if as_json else f"wrote {output}, equal to the model{off}\n", as_json)
 
 
 @app.command(epilog="Example: fxopt inspect fxopt.demo:build --html graphs.html")

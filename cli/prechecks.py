@@ -9,17 +9,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
+from ..deploy.formats.kinds import FORMATS, chosen_format
 from ..errors import InputError, UsageError, did_you_mean
 from ..known_passes import PRESETS, check_names, pass_names
 
 __all__ = [
-    "ALL", "MAKE_INPUTS", "check_cold", "check_name", "check_picture", "check_pipeline", "check_print_after",
-    "check_read", "check_tolerance", "check_values", "check_written", "complete_name", "complete_pipeline",
-    "times_beside",
+    "ALL", "MAKE_INPUTS", "check_cold", "check_exported", "check_name", "check_picture", "check_pipeline",
+    "check_print_after", "check_read", "check_tolerance", "check_values", "check_written", "complete_name",
+    "complete_pipeline", "times_beside",
 ]  # fmt: skip
 
 _MARKS = ("manifest.json", "archive_format")
 """What a zip file has, in the root or one folder below, that fxopt or torch.export wrote."""
+_EXPORTED = frozenset(("", *(form.suffixes[0] for form in FORMATS.values())))
 MAKE_INPUTS = "write example_inputs() beside the factory, or give --inputs FILE"
 ALL = "all"
 """Instead of the name of a pass: each."""
@@ -86,7 +88,7 @@ def _check_model(model: str) -> None:
         raise UsageError(f"{model!r}: there is no file {place}.py")
 
 
-def check_written(option: str, path: Path | None, *models: str, suffix: str = "", kind: str = "") -> None:
+def check_written(option: str, path: Path | None, *models: str, kind: str = "") -> None:
     """Raise `InputError` unless what an option names can be written, and none of the `models` that are read is lost."""
     if path is None:
         return
@@ -97,13 +99,19 @@ def check_written(option: str, path: Path | None, *models: str, suffix: str = ""
         raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"{option} {path}: nothing can be written into {path.parent.resolve()}; name another folder")
-    if suffix and path.suffix not in ("", suffix):
-        raise InputError(f"{option} {path}: this writes {suffix} files; name it {path.with_suffix(suffix)}")
     read = (Path(model.partition(":")[0]) for model in models)
     if path.exists() and any(other.exists() and path.samefile(other) for other in read):
         raise InputError(f"{option} {path} is the model that is read; write to another file")
     if path.exists() and not is_one(path):
         raise InputError(f"{option} {path} is there and is no {kind}; it is not overwritten: write to another file")
+
+
+def check_exported(path: Path, form: str | None, model: str) -> None:
+    """Raise `UsageError` for a format whose packages are missing, `InputError` where it cannot be written."""
+    check_written("-o", path, model, kind="export")
+    if form is None and path.suffix not in _EXPORTED:
+        raise InputError(f"-o {path}: give --format, or name it {path.with_suffix('.pt2')}")
+    chosen_format(form, path)
 
 
 def check_picture(
@@ -143,6 +151,21 @@ def _is_saved_model(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.rpartition("/")[2] in _MARKS for name in archive.namelist())
+    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
+        return False
+
+
+def _is_export(path: Path) -> bool:
+    """Say whether a file may be a model for a runtime: as its name says, a graph of OpenVINO, ONNX, or TorchScript."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(_HEAD)
+        if path.suffix == ".xml":
+            return b"<net " in start
+        if path.suffix == ".onnx":
+            return start.startswith(b"\x08")  # the version comes first
+        with zipfile.ZipFile(path) as archive:
+            return any(name.partition("/")[2].startswith("code/") for name in archive.namelist())
     except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
         return False
 
@@ -200,6 +223,7 @@ _WRITTEN: dict[str, tuple[str, str, Callable[[Path], bool]]] = {
     "--html": ("graphs.html", "page of fxopt", _is_report),
     "script": ("reduced.py", "script of fxopt", _is_script),
     "numbers": ("reduced.pt", "file of numbers of a script beside it", _is_numbers),
+    "export": ("model.pt2", "saved model", lambda path: _is_saved_model(path) or _is_export(path)),
     "picture": ("graphs.dot", "picture of fxopt", _is_picture),
 }
 """Option, or kind of file -> a name for what it writes, what that is, and whether a file is one."""

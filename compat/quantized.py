@@ -55,9 +55,9 @@ _simulating = _Switch()
 
 
 @contextmanager
-def simulating() -> Generator[None]:
-    """Let quantized layers compute on this thread what compilers and exporters get of them."""
-    before, _simulating.on = _simulating.on, True
+def simulating(on: bool = True) -> Generator[None]:
+    """Let quantized layers compute on this thread what compilers and exporters get of them, or not any more."""
+    before, _simulating.on = _simulating.on, on
     try:
         yield
     finally:

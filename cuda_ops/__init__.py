@@ -10,7 +10,7 @@ from .bernoulli_sigmoid import bernoulli_sigmoid
 from .bias_act import bias_act
 from .bias_act.decompositions import KERNELS as _OF_BIAS_ACT
 from .compiled import compiled_kernels
-from .definition import Kernel, defined
+from .definition import Kernel, defined, written_out
 from .ensemble_mlp import ensemble_mlp
 from .gated import geglu, swiglu
 from .gated.decompositions import KERNELS as _OF_GATED
@@ -27,6 +27,7 @@ __all__ = [
     "KERNELS", "NAMES", "Kernel", "add", "add_layer_norm", "add_rms_norm", "bernoulli_sigmoid", "bias_act",
     "compiled_kernels", "ensemble_mlp", "geglu", "kernels_compute_on", "kernels_in_use", "layer_norm",
     "linear_cross_entropy", "log_clip", "ops", "rms_norm", "rotary_embedding", "swiglu", "triples",
+    "written_out",
 ]  # fmt: skip
 
 NAMES = defined()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ..compat import is_transformed
 from ..compat.operators import answer_instead, is_recorded, register_promotion
@@ -18,7 +20,7 @@ from .gpu import on_gpu
 
 __all__ = [
     "NAMESPACE", "BatchingRule", "Differentiated", "Kernel", "by_reference", "define", "defined", "describe",
-    "elementwise", "keep_inputs", "looped", "times",
+    "elementwise", "keep_inputs", "looped", "times", "written_out",
 ]  # fmt: skip
 
 
@@ -28,6 +30,8 @@ BatchingRule: TypeAlias = Callable[[Function], Function]
 """From an operator to what `torch.library.register_vmap` takes."""
 
 _NAMES: list[str] = []
+_PLAIN: dict[Any, Function] = {}
+"""Operator -> what computes it by operations of torch."""
 
 
 def elementwise(operator: Function) -> Function:
@@ -124,6 +128,7 @@ def define(
         else:
             made.register_autocast(device, autocast)
     describe(name, batching, **known)
+    _PLAIN[call] = _checked(check, plain or reference)
     return call
 
 
@@ -204,6 +209,17 @@ def describe(name: str, batching: BatchingRule | None, **known: Any) -> None:
     known = {"elementwise": batching is elementwise, "vectorizable": batching is not None, **known}
     register_operator(OpInfo(f"{NAMESPACE}::{name}", **known))
     _NAMES.append(f"{NAMESPACE}::{name}")
+
+
+class _WrittenOut(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answering: Any = _PLAIN.get(func, func)
+        return answering(*args, **(kwargs or {}))
+
+
+def written_out() -> AbstractContextManager[object]:
+    """Let operators of fxopt compute by operations of torch alone, for tracers that hand their graphs to others."""
+    return _WrittenOut()
 
 
 def defined() -> tuple[str, ...]:

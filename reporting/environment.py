@@ -26,8 +26,8 @@ __all__ = ["Check", "checks"]
 REQUIRED = ("torch-geometric", "networkx", "safetensors", "typer", "rich")
 OPTIONAL = {
     "torchao": "quantization", "openvino": "an engine for the pass delegate",
-    "onnxruntime": "an engine for the pass delegate", "onnx": "onnxruntime", "triton": "GPU kernels",
-    "transformers": "its models", "matplotlib": "plots of reports",
+    "onnxruntime": "an engine for the pass delegate", "onnx": "onnxruntime", "onnxscript": "export to ONNX",
+    "triton": "GPU kernels", "transformers": "its models", "matplotlib": "plots of reports",
 }  # fmt: skip
 _INT8 = ("avx_vnni", "avx512_vnni", "amx_int8", "dot", "i8mm")
 _BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")

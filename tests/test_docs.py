@@ -129,15 +129,18 @@ def test_benchmarks_run_one_at_a_time():
 
 def test_tables_of_benchmarks_are_what_their_files_hold(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    families, ordinary = importlib.import_module("families"), importlib.import_module("ordinary_models")
+    names = ("families", "ordinary_models", "exports", "dynamo_backend")
+    families, ordinary, exports, backend = map(importlib.import_module, names)
     results = {
         name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("families", "ordinary")
+        for name in ("families", "ordinary", "exports", "dynamo_backend")
     }
     races = {model: found["1"] for model, found in results["ordinary"]["races"].items()}
     written = {
         "families": families.table(results["families"]["models"]),
         "races": ordinary.race_table(races, 1),
+        "exports": exports.table(results["exports"]["models"]),
+        "dynamo_backend": backend.table(results["dynamo_backend"]["models"]),
     }
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     for name, lines in written.items():

@@ -514,7 +514,7 @@ def test_a_wrong_setting_is_wrong_usage(fxopt: Fxopt, monkeypatch: pytest.Monkey
         (("optimize", "zoo:heads", "--report", "bare.py"), "is there and is no report"),
         (("optimize", "zoo:heads", "--report", "."), "--report . is a folder; name a file in it, as report.html"),
         (("export", "zoo:heads", "-o", "weights.pt2"), "-o weights.pt2 is there and is no saved model"),
-        (("export", "zoo:heads", "-o", "b.onnx"), "-o b.onnx: this writes .pt2 files; name it b.pt2"),
+        (("export", "zoo:heads", "-o", "b.onnx.zip"), "-o b.onnx.zip: give --format, or name it b.onnx.pt2"),
     ],
 )
 def test_where_results_go_is_checked_before_the_work(
@@ -527,6 +527,18 @@ def test_where_results_go_is_checked_before_the_work(
     assert done.code == 3
     assert message in done.err
     assert {path: path.read_bytes() for path in zoo.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.filterwarnings("always:TorchScript is deprecated:FutureWarning")
+def test_export_takes_the_format_that_is_named(fxopt: Fxopt, zoo: Path):
+    (zoo / "text.onnx").write_text("not a model")
+    assert "-o text.onnx is there and is no saved model" in fxopt("export", "zoo:heads", "-o", "text.onnx").err
+    done = fxopt("export", "zoo:heads", "-o", "heads.onnx", "--format", "torchscript")
+    assert (done.code, "end in .ts; name it heads.onnx.ts" in done.err) == (2, True)
+    for _ in range(2):  # what it wrote itself, it replaces
+        done = fxopt("export", "zoo:heads", "-o", "heads.ts", "--json")
+        assert (done.code, done.json) == (0, {"schema_version": 1, "path": "heads.ts", "error": 0.0})
+        assert done.err.startswith("warning: TorchScript is deprecated in torch; ") and done.err.count("\n") == 1
 
 
 def test_results_are_written_again(fxopt: Fxopt, zoo: Path):
