@@ -88,7 +88,7 @@ def _check_model(model: str) -> None:
         raise UsageError(f"{model!r}: there is no file {place}.py")
 
 
-def check_written(option: str, path: Path | None, *models: str, kind: str = "") -> None:
+def check_written(option: str, path: Path | None, *models: str, suffix: str = "", kind: str = "") -> None:
     """Raise `InputError` unless what an option names can be written, and none of the `models` that are read is lost."""
     if path is None:
         return
@@ -99,6 +99,8 @@ def check_written(option: str, path: Path | None, *models: str, kind: str = "") 
         raise InputError(f"{option} {path}: there is no folder {path.parent}; make it first")
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"{option} {path}: nothing can be written into {path.parent.resolve()}; name another folder")
+    if suffix and path.suffix not in ("", suffix):
+        raise InputError(f"{option} {path}: this writes {suffix} files; name it {path.with_suffix(suffix)}")
     read = (Path(model.partition(":")[0]) for model in models)
     if path.exists() and any(other.exists() and path.samefile(other) for other in read):
         raise InputError(f"{option} {path} is the model that is read; write to another file")

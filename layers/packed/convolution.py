@@ -56,7 +56,7 @@ class PackedConvolution(Packed):
         """Return whether it computes in another type than float32."""
         return self.dtype is not torch.float32
 
-    def kept(self, *, given: bool, gives: bool) -> PackedConvolution:
+    def with_narrow(self, *, given: bool, gives: bool) -> PackedConvolution:
         """Return the same, on the same packed weights, with an input or a result that may stay as it computes."""
         own = torch.float32, self.dtype
         same = PackedConvolution(self.geometry, self.activation, self.dtype, own[given], own[gives])

@@ -49,7 +49,7 @@ def _keep_convolutions_narrow(graph: fx.Graph) -> None:
             narrow.add(node)
     for node in graph.nodes:
         if _computes_narrow(node):
-            node.target = node.target.kept(given=node.args[0] in narrow, gives=node in narrow)
+            node.target = node.target.with_narrow(given=node.args[0] in narrow, gives=node in narrow)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
