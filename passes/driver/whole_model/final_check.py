@@ -68,6 +68,7 @@ class FinalCheck:
     _way: _Way = field(default=_Way.USUAL, init=False)
     _end: float = field(default=math.inf, init=False)
     _is_wrong: bool = field(default=False, init=False)  # what is wrong is looked for
+    _undoes: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._all = list(self._context.history.rewrites)
@@ -82,7 +83,7 @@ class FinalCheck:
     def undo_what_is_wrong(self) -> bool:
         """Compare, and undo what makes the model another; return whether anything was undone."""
         count, budget = len(self._all), self._context.budget
-        self._until, once = budget.spent + max(budget.seconds, _LEAST_SECONDS), True
+        self._undoes, self._until, once = True, budget.spent + max(budget.seconds, _LEAST_SECONDS), True
         while self._context.history.rewrites and (reason := self._objection()):
             if isinstance(reason, _NoTime):
                 self._undo_unchecked(self._may_go if reason is _NoTime.TO_COMPARE else self._unchecked)
@@ -113,9 +114,11 @@ class FinalCheck:
         budget, ways = self._context.budget, list(_Way)
         if not self.brief and self._unchecked:
             found = self._in_full.objection(self._context.history.rewrites)
-            if found != "":
-                return _NoTime.TO_CHECK if found is None else found
-        is_open = self._is_wrong or math.isinf(self._until)
+            if found:
+                return found
+            if found is None and self._undoes:  # where nothing is undone, an earlier run has checked it
+                return _NoTime.TO_CHECK
+        is_open = self._is_wrong or not self._undoes
         end = self._until if is_open else budget.spent + budget.for_comparing
         if not self._fits_as_usual(end):
             self._way = max(self._way, _Way.SMALLER, key=ways.index)
