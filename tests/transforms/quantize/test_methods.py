@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 import fxopt
 from fxopt.errors import CalibrationError, FxoptError, PlanError, UsageError
-from fxopt.layers.quantized import Int8DynamicLinear
 from fxopt.runtime.state import dequantized, quantized
-from fxopt.transforms.quantize import Quantize
+from fxopt.transforms.quantize import Quantize, layerwise
 from fxopt.transforms.quantize.gptq import gptq
 from fxopt.transforms.quantize.methods import treatment
 from fxopt.transforms.quantize.statistics import InputStatistics
@@ -89,7 +88,7 @@ def test_scaled_inputs_stay_in_the_range_of_float16(large: float):
     seen = InputStatistics(len(x))
     seen.see("layer", x.float())
     found = treatment(Quantize(method="smoothquant"), "int8", layer.weight, seen)
-    smooth = instead_of_linear(layer, Int8DynamicLinear, "int8", 0, found).layer
+    smooth = instead_of_linear(layer, layerwise.Int8DynamicLinear, "int8", 0, found).layer
     assert found.exponents
     with torch.no_grad():
         assert error(smooth(x).float(), layer(x).float()) < 0.01
