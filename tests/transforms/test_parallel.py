@@ -22,10 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import fxopt
 from fxopt.transforms.pipeline import PipelineModule
 
-MESHES = {
-    "data=2,shard=2": 4, "shard=2,tensor=2": 2, "data=2,tensor=2": 2, "shard=2,pipeline=2": 2, "data=2,pipeline=2": 2,
-    "tensor=2,pipeline=2": 1,
-}  # fmt: skip
+MESHES = {"data=2,shard=2": 4, "shard=2,tensor=2": 2, "data=2,pipeline=2": 2, "tensor=2,pipeline=2": 1}
 """The mesh, and among how many processes the rows are divided."""
 
 
