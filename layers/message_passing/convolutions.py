@@ -19,12 +19,15 @@ from .kept import KeptGraphs, is_small
 from .products import at_edges, neighbour_sums, normalized_in_parts, normalized_sums
 from .rows import Part, Rows, rows_of
 
-__all__ = ["gat", "gatv2", "gcn", "gin", "sage"]
+__all__ = ["gat", "gatv2", "gcn", "gin", "rgcn", "sage"]
 
 Pair = Tensor | tuple[Tensor, Tensor]
 """Features of all nodes, or of sources and of targets."""
 
 _LINEAR_MODULE = "torch_geometric.nn.dense.linear"
+_RELATIONS = 4
+"""So many sums for each edge, of a node by a relation, are taken at most: the others would be of no edge."""
+
 _CHUNK = 2**17
 """Numbers of edges that are looked at together, so that they stay in the cache."""
 
@@ -74,6 +77,30 @@ def gin(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edges: Tenso
         return None
     rows = _plain_rows(conv, kept, x, edge_index)
     return None if rows is None else conv.nn(_aggregated(conv, x, rows) + (1 + conv.eps) * x)
+
+
+def rgcn(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_type: Tensor | None) -> Tensor | None:
+    """Compute `RGCNConv`, with bases or without: the sums by node and relation, and one product for all relations."""
+    relations, nodes = conv.num_relations, len(x)
+    if edge_type is None or nodes * relations > _RELATIONS * len(edge_type):
+        return None
+
+    def made(edges: Tensor, kinds: Tensor) -> Rows | None:
+        if int(kinds.min()) < 0 or int(kinds.max()) >= relations:
+            return None
+        sources, targets = edges if conv.flow == "source_to_target" else edges.flip(0)
+        by_relation = torch.stack([sources, targets * relations + kinds])
+        return rows_of(by_relation, nodes, flow="source_to_target", num_targets=nodes * relations)
+
+    rows = kept.of(made, edge_index, edge_type, key=("relations", nodes, relations, conv.flow))
+    if _noted(conv, kept, x, edge_index, rows) is None:
+        return None
+    weight = conv.weight
+    if conv.num_bases is not None:
+        weight = conv.comp @ weight.view(conv.num_bases, -1)
+    summed = _aggregated(conv, x, rows).view(nodes, relations * x.shape[1])
+    out = summed @ weight.reshape(summed.shape[1], conv.out_channels)
+    return _plus(out if conv.root is None else out + x @ conv.root, conv.bias)
 
 
 def gat(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr: Tensor | None) -> Tensor | None:

@@ -38,8 +38,7 @@ class CompressedMessages(Remade):
     def forward(self, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
         if is_compiling():  # asked before anything is counted: a count that a compiled call reads compiles it anew
             return super().forward(x, edge_index, *args, **kwargs)  # type: ignore[misc]
-        its, pair = vars(self), cast("Any", x)
-        sources = pair[0] if type(x) is tuple and len(pair) == 2 else pair
+        its, sources = vars(self), _sources(x)
         if (
             its[_UNOBSERVED]
             and type(sources) is Tensor
@@ -72,7 +71,9 @@ class CompressedMessages(Remade):
         edges = given[0] if given else None
         if has_hooks(cast("Any", layer).aggr_module) or has_global_hooks():  # the layer's own forward runs them
             return None
-        is_usual = not given or (len(given) == 1 and (args or next(iter(kwargs)) in ("edge_weight", "edge_attr")))
+        is_usual = not given or (
+            len(given) == 1 and (args or next(iter(kwargs)) in ("edge_weight", "edge_attr", "edge_type"))
+        )
         if not is_usual or not takes(layer, x, edge_index, edges):
             return None
         base = user_class(type(layer))
@@ -85,6 +86,12 @@ class CompressedMessages(Remade):
         cast("KeptGraphs", its[_KEPT]).forget_trained()
         its[_UNOBSERVED] = 0
         return cast("Any", super()).train(mode)
+
+
+def _sources(x: object) -> Any:
+    """Return the features of sources, of a pair of those and of targets as well."""
+    pair = cast("tuple[Any, ...]", x if type(x) is tuple else ())
+    return pair[0] if len(pair) == 2 else cast("Any", x)
 
 
 def compressed(module: nn.Module, beside: nn.Module, *, trains: bool) -> nn.Module:

@@ -22,6 +22,7 @@ CONVOLUTIONS: Mapping[str, Compute] = {
     f"{_CONV}gcn_conv.GCNConv": convolutions.gcn,
     f"{_CONV}sage_conv.SAGEConv": convolutions.sage,
     f"{_CONV}gin_conv.GINConv": convolutions.gin,
+    f"{_CONV}rgcn_conv.RGCNConv": convolutions.rgcn,
     f"{_CONV}gat_conv.GATConv": convolutions.gat,
     f"{_CONV}gatv2_conv.GATv2Conv": convolutions.gatv2,
 }
@@ -30,7 +31,7 @@ CONVOLUTIONS: Mapping[str, Compute] = {
 It returns None where the layer's own forward has to."""
 
 _AGGREGATIONS = {"SumAggregation": "sum", "MeanAggregation": "mean"}
-_AVERAGING = ("SAGEConv", "GINConv")
+_AVERAGING = ("SAGEConv", "GINConv", "RGCNConv")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _HOOKS = tuple(
     f"_{what}_forward_{kind}hooks"
@@ -45,11 +46,15 @@ def not_supported(conv: nn.Module) -> str | None:
     name = user_class(type(conv)).__name__
     aggregation = _AGGREGATIONS.get(type(layer.aggr_module).__name__)
     if aggregation is None or (aggregation == "mean" and name not in _AVERAGING):
-        return f"it aggregates by {layer.aggr}, and only sums, and means of SAGEConv and GINConv, go over rows"
+        return (
+            f"it aggregates by {layer.aggr}, and only sums, and means of SAGEConv, GINConv and RGCNConv, go over rows"
+        )
     if any(getattr(layer, hooks, None) for hooks in _HOOKS):
         return "it has hooks on its messages, which there are none of over rows"
     if getattr(layer, "_explain", None):
         return "its messages are being explained"
+    if getattr(layer, "num_blocks", None) is not None:
+        return "its weights are blocks, and the products are by block"
     if getattr(layer, "lin", layer) is None:
         return "its sources and targets are transformed by layers of their own"
     return None
@@ -70,7 +75,8 @@ def takes(conv: nn.Module, x: object, edge_index: object, edges: object) -> bool
         return False
     if torch.is_autocast_enabled("cpu") or not is_plainly_eager(watched=True):
         return False
-    return _fits(edges, x, edge_index) and not _drops(conv) and not_supported(conv) is None
+    fits = _names_relations(edges, x, edge_index) if hasattr(conv, "num_relations") else _fits(edges, x, edge_index)
+    return fits and not _drops(conv) and not_supported(conv) is None
 
 
 def _takes_targets(conv: nn.Module, sources: object, targets: object) -> bool:
@@ -79,6 +85,13 @@ def _takes_targets(conv: nn.Module, sources: object, targets: object) -> bool:
         return False
     is_alike = targets.dtype == sources.dtype and targets.device == sources.device
     return is_alike and user_class(type(conv)).__name__ == "SAGEConv" and cast("Any", conv).flow == "source_to_target"
+
+
+def _names_relations(edges: object, x: Tensor, edge_index: Tensor) -> bool:
+    """Say whether these are a relation for each edge; of narrow features the layer itself makes wide results."""
+    if not isinstance(edges, Tensor) or edges.dtype != torch.int64 or edges.shape != edge_index.shape[1:]:
+        return False
+    return edges.device == x.device and x.dtype.itemsize >= 4 and torch.get_default_dtype() is torch.float32
 
 
 def _fits(edges: object, x: Tensor, edge_index: Tensor) -> bool:

@@ -271,7 +271,10 @@ def test_measured_it_stays_where_it_pays_and_says_so():
 @pytest.mark.parametrize(
     ("conv", "reason"),
     [
-        (lambda: pyg.GraphConv(WIDTH, WIDTH), "GraphConv is none of GCNConv, SAGEConv, GINConv, GATConv, GATv2Conv"),
+        (
+            lambda: pyg.GraphConv(WIDTH, WIDTH),
+            "GraphConv is none of GCNConv, SAGEConv, GINConv, RGCNConv, GATConv, GATv2Conv",
+        ),
         (lambda: Derived(WIDTH, WIDTH), "Derived is none of"),
         (lambda: pyg.SAGEConv(WIDTH, WIDTH, aggr="max"), "it aggregates by max"),
         (lambda: pyg.GCNConv(WIDTH, WIDTH, aggr="mean"), "it aggregates by mean"),
@@ -381,3 +384,38 @@ def test_layers_between_two_kinds_of_nodes_go_over_rows(training, options, monke
     monkeypatch.delattr(pyg.SAGEConv, "forward")
     with torch.no_grad():
         torch.testing.assert_close(fast(*inputs)[0], expected[0])
+
+
+class Relations(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (pyg.RGCNConv(WIDTH, WIDTH, 3, **options) for _ in range(2))
+
+    def forward(self, x, edge_index, edge_type):
+        return self.second(self.first(x, edge_index, edge_type).relu(), edge_index, edge_type=edge_type)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("options", [{}, {"num_bases": 2, "root_weight": False}, {"aggr": "add", "bias": False}])
+def test_layers_with_relations_go_over_rows(training, options, monkeypatch):
+    model, (x, edges), kinds = Relations(**options).train(training), graph(), torch.randint(0, 3, (90,))
+    fast = optimized(model, inputs=(x, edges, kinds))
+    assert statuses(fast) == ["applied", "applied"]
+    (x, edges), kinds = graph(1), kinds.flip(0)
+    expected = model(x, edges, kinds)
+    torch.testing.assert_close(fast(x, edges, kinds), expected)
+    fast(x, edges, kinds).square().mean().backward()
+    expected.square().mean().backward()
+    for one, two in zip(fast.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match="out of bounds"):  # a relation that there is none of: as the layer says it
+        fast(x, edges, kinds.index_fill(0, torch.arange(5), 3))
+    monkeypatch.delattr(pyg.RGCNConv, "forward")
+    torch.testing.assert_close(fast(x, edges, kinds), expected)
+
+
+def test_layers_with_blocks_of_weights_are_refused():
+    model, (x, edges), kinds = Relations(num_blocks=2).eval(), graph(), torch.randint(0, 3, (90,))
+    fast = optimized(model, inputs=(x, edges, kinds))
+    assert "its weights are blocks" in fxopt.plan(fast).decisions[0].reason
