@@ -219,10 +219,14 @@ def table(models: dict[str, Row]) -> Iterator[str]:
 
 def _cell(row: Row, reasons: dict[str, int]) -> str:
     if "error" in row:
-        return f"{row['error']:.0e}"
+        return _error(row)
     number = reasons.setdefault(row["refused"].replace("|", "/").replace("\n", " "), len(reasons) + 1)
     fixed = row["fixed"]
-    return f"fixed sizes, {fixed['error']:.0e} ({number})" if "error" in fixed else f"refused ({number})"
+    return f"fixed sizes, {_error(fixed)} ({number})" if "error" in fixed else f"refused ({number})"
+
+
+def _error(row: Row) -> str:
+    return f"{row['error']:.0e}" if row["error"] else "0"
 
 
 def main() -> None:

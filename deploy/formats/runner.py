@@ -83,7 +83,7 @@ def _main(form: str, file: str, calls: str, results: str) -> None:
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
             is_traceback = lines[0].startswith("The following operation failed in the TorchScript interpreter")
-            found.append(f"{type(error).__name__}: {lines[-1] if is_traceback else lines[0]}")
+            found.append(lines[-1] if is_traceback else f"{type(error).__name__}: {lines[0]}")
     torch.save(found, results)
 
 
