@@ -169,3 +169,19 @@ def test_a_computation_that_fails_at_a_new_shape_leaves_no_trace_in_later_ones(e
         assert regions(fast)
     finally:
         torch.set_num_threads(threads)
+
+
+@openvino_only
+@pytest.mark.parametrize("gains", [float("inf"), 0.0])
+def test_which_shapes_have_a_session_of_their_own_is_recalled_untimed(
+    gains: float, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXOPT_CACHE", str(tmp_path))
+    monkeypatch.setattr("fxopt.layers.delegated.conversion._GAINS", gains)
+    model, passes = linears(), f"delegate{{engine={engine}}}"
+    fxopt.optimize(model, passes, example_inputs=X)
+    monkeypatch.delattr("fxopt.layers.delegated.conversion.Converted.fix_where_faster")
+    fast = fxopt.optimize(model, passes, example_inputs=X)
+    assert fxopt.report(fast).to_json()["cached"]
+    assert [region.is_fixed for region in regions(fast)] == [gains > 0]
+    same(fast, model)

@@ -18,7 +18,8 @@ from fxopt.passes.timing import Runner
 from fxopt.passes.verification import Original
 from fxopt.testing import assert_equivalent
 from fxopt.tracing.examples import Inputs
-from fxopt.tracing.program import model_capture
+from fxopt.tracing.program import deactivate
+from fxopt.tracing.recording import disagreeing
 
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 PASSES = "fold_batchnorm, pack"
@@ -340,13 +341,13 @@ class Own(nn.Module):
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Return a list that has an item for each comparison of graphs with their forwards: those that differ."""
-    found, disagreeing = list[list[str]](), model_capture.disagreeing
+    found = list[list[str]]()
 
     def noted(*args: Any, **options: Any) -> list[str]:
         found.append(disagreeing(*args, **options))
         return found[-1]
 
-    monkeypatch.setattr(model_capture, "disagreeing", noted)
+    monkeypatch.setattr(sys.modules[deactivate.__module__], "disagreeing", noted)
     return found
 
 
@@ -373,7 +374,7 @@ def test_graphs_of_code_that_was_compared_are_not_compared_again(
 
 
 def test_a_graph_that_differs_is_found_where_decisions_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_capture, "disagreeing", lambda *_, **__: [""])
+    monkeypatch.setattr(sys.modules[deactivate.__module__], "disagreeing", lambda *_, **__: [""])
     for _ in range(2):
         decided = fast(Own().eval())
         assert [each["module"] for each in fxopt.report(decided).to_json()["opaque"]] == [""]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engines import X, delegated, linears, one_engine, openvino_only, regions, same
+from support.engines import X, delegated, linears, one_engine, regions, same
 from torch import Tensor, fx, nn
 
 import fxopt
@@ -80,22 +80,6 @@ def test_what_is_recalled_runs_nothing_to_know_forms(
     run.clear()
     fast = fxopt.optimize(model, f"delegate{{engine={engine}}}", example_inputs=X, **options)  # type: ignore[arg-type]
     assert fxopt.report(fast).to_json()["cached"] and regions(fast) and not run
-    same(fast, model)
-
-
-@openvino_only
-@pytest.mark.parametrize("gains", [float("inf"), 0.0])
-def test_which_shapes_have_a_session_of_their_own_is_recalled_untimed(
-    gains: float, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FXOPT_CACHE", str(tmp_path))
-    monkeypatch.setattr("fxopt.layers.delegated.conversion._GAINS", gains)
-    model, passes = linears(), f"delegate{{engine={engine}}}"
-    fxopt.optimize(model, passes, example_inputs=X)
-    monkeypatch.delattr("fxopt.layers.delegated.conversion.Converted.fix_where_faster")
-    fast = fxopt.optimize(model, passes, example_inputs=X)
-    assert fxopt.report(fast).to_json()["cached"]
-    assert [region.is_fixed for region in regions(fast)] == [gains > 0]
     same(fast, model)
 
 
