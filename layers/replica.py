@@ -156,8 +156,10 @@ class DelayedAverages:
         """Send a bucket, and return the averages that arrived since the last step: at first zeros."""
         parameters, sizes = bucket.parameters(), [gradient.numel() for gradient in bucket.gradients()]
         sent, arrived = bucket.buffer() / distributed.get_world_size(), torch.zeros_like(bucket.buffer())
-        work: Any = distributed.all_reduce(sent, async_op=True)
-        for parameter, own, place in zip(parameters, sent.split(sizes), arrived.split(sizes), strict=True):
+        work = cast("Any", distributed).all_reduce(sent, async_op=True)
+        for parameter, own, place in zip(
+            parameters, torch.split(sent, sizes), torch.split(arrived, sizes), strict=True
+        ):
             sending, average = self._sent.get(parameter, (None, None))
             if sending is not None and average is not None:
                 sending.wait()
