@@ -155,11 +155,11 @@ class DelayedAverages:
     def exchange(self, bucket: Any) -> Any:
         """Send a bucket, and return the averages that arrived since the last step: at first zeros."""
         parameters, sizes = bucket.parameters(), [gradient.numel() for gradient in bucket.gradients()]
-        buffer: Tensor = bucket.buffer()
-        sent, arrived = buffer / distributed.get_world_size(), torch.zeros_like(buffer)
+        sent, arrived = bucket.buffer() / distributed.get_world_size(), torch.zeros_like(bucket.buffer())
         work = cast("Any", distributed).all_reduce(sent, async_op=True)
-        parts = cast("Any", sent).split(sizes), cast("Any", arrived).split(sizes)
-        for parameter, own, place in zip(parameters, *parts, strict=True):
+        for parameter, own, place in zip(
+            parameters, torch.split(sent, sizes), torch.split(arrived, sizes), strict=True
+        ):
             sending, average = self._sent.get(parameter, (None, None))
             if sending is not None and average is not None:
                 sending.wait()
