@@ -154,26 +154,6 @@ def test_what_was_compared_in_haste_is_compared_as_usual_once(folder: Path, monk
         briefly.clear()
 
 
-def test_what_was_left_to_the_whole_model_is_recalled_without_time_to_check_it_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    model = net()
-    fast(model, "flatten_calls", measure=False)
-    path, given = entry(folder)
-    for decision in given["plan"]["decisions"]:
-        decision["figures"] = {**decision["figures"], "checked": "with the whole model"}
-    asked: list[int] = []
-
-    def no_time(*_: Any) -> None:
-        asked.append(1)
-
-    monkeypatch.setattr("fxopt.passes.driver.whole_model.full_check.FullCheck.objection", no_time)
-    path.write_text(json.dumps({**given, "is_compared": False}))
-    again = fast(model, "flatten_calls", measure=False)
-    assert asked and is_recalled(again)
-    assert_equivalent(model, again, (X,))
-
-
 def test_rounding_that_was_looked_at_is_not_looked_at_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
     looked: list[int] = []
     closely = Original._looked_at_closely

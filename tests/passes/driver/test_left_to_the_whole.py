@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -186,3 +188,26 @@ def test_what_was_written_on_what_goes_unchecked_is_noted_as_gone() -> None:
     assert torch.equal(fast(X), model(X))
     again = fxopt.optimize(model, passes, example_inputs=(X,), plan=plan)
     assert torch.equal(again(X), model(X))
+
+
+def test_what_is_recalled_stands_where_no_time_is_left_to_check_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fast() -> nn.Module:
+        return fxopt.optimize(model, "flatten_calls", example_inputs=x, measure=False)
+
+    def no_time(*_: Any) -> None:
+        asked.append(1)
+
+    monkeypatch.setenv("FXOPT_CACHE", str(tmp_path))
+    model, x, asked = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval(), torch.randn(4, 8), list[int]()
+    fast()
+    (path,) = tmp_path.iterdir()
+    given = json.loads(path.read_text())
+    for decision in given["plan"]["decisions"]:
+        decision["figures"] = {**decision["figures"], "checked": "with the whole model"}
+    path.write_text(json.dumps({**given, "is_compared": False}))
+    monkeypatch.setattr("fxopt.passes.driver.whole_model.full_check.FullCheck.objection", no_time)
+    again = fast()
+    assert asked and fxopt.report(again).to_json()["cached"]
+    torch.testing.assert_close(again(x), model(x))
