@@ -181,7 +181,7 @@ def on_rank_a_plan_on_one_rank() -> Any:
 
 
 def on_rank_numbers_of_data() -> Any:
-    model, x = made()
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).eval(), made()[1]
     passes = "quantize{scheme=int8_weight,method=gptq,aim=size}"
     return said(lambda: fxopt.optimize(model, passes, example_inputs=(x,)))
 
