@@ -1,6 +1,6 @@
 """`torch.compile` with inductor, with the backend fxopt, and with inductor on an optimized model, beside eager.
 
-    python benchmarks/dynamo_backend.py --json benchmarks/results/dynamo_backend.json [--pairs 15]
+    python benchmarks/dynamo_backend.py --json benchmarks/results/dynamo_backend.json [--pairs 25]
     python benchmarks/dynamo_backend.py --table --json benchmarks/results/dynamo_backend.json
 
 Inference on one thread, all ways in turns; ratios of processor time, the median with its 95% interval.
@@ -107,7 +107,7 @@ def _cell(way: Row) -> str:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--json", type=Path, required=True)
-    arguments.add_argument("--pairs", type=int, default=15)
+    arguments.add_argument("--pairs", type=int, default=25)
     arguments.add_argument("--table", action="store_true")
     of = arguments.parse_args()
     found: Row = json.loads(of.json.read_text(encoding="utf-8")) if of.json.exists() else {"models": {}}
