@@ -55,8 +55,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
-    from .layers.outer_steps import OuterSteps
-    from .layers.replica import no_sync
+    from .layers.distributed import OuterSteps, no_sync
     from .operators import OpInfo, register_operator
     from .passes.contract import Pass
     from .passes.pipeline import ending_together
@@ -107,8 +106,7 @@ _PLACES = {
         "GuardWarning InputError MatchFailure ModeError NothingDoneWarning OrderError PassError PipelineError "
         "PlanError StateError StateWarning UnverifiedWarning UsageError VerificationError"
     ),
-    "layers.outer_steps": "OuterSteps",
-    "layers.replica": "no_sync",
+    "layers.distributed": "OuterSteps no_sync",
     "operators": "OpInfo register_operator",
     "passes.contract": "Pass",
     "passes.pipeline": "ending_together",

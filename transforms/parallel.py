@@ -12,7 +12,7 @@ from torch import distributed, nn
 
 from ..compat import submodule
 from ..errors import UsageError
-from ..layers.sync_batch_norm import SyncBatchNorm
+from ..layers.distributed import SyncBatchNorm
 from ..passes.contract import Pass, device_type, launch_command, require_process_group, require_same_weights
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..tracing.program import Program

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from ..layers.sync_batch_norm import SYNCHRONIZED, SyncBatchNorm
+from ..layers.distributed import SYNCHRONIZED, SyncBatchNorm
 from ..passes.contract import Pass, missing_process_group
 from ..passes.rewriting import Edit
 from ..passes.sites import Goal, Numerics, Phase, Refusal, Site

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UsageError, expect, positive_integer
-from ..replica import is_replicated
+from ..distributed import is_replicated
 from .checks import non_negative
 from .units import VisibleUnits
 

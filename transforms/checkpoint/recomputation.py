@@ -15,7 +15,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts  # pyrig
 
 from ...compat import REGISTERS, DispatchMode, all_modules, is_transformed, own_buffers
 from ...compat.checkpoint import checkpoint
-from ...layers.sync_batch_norm import BATCH_NORMS
+from ...layers.distributed import BATCH_NORMS
 from ...runtime.values import is_sharded, map_tensors
 
 __all__ = ["PRODUCTS", "Recomputation", "counts"]

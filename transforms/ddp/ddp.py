@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 
 from ...compat import modules_by_name
 from ...errors import UsageError, one_line
-from ...layers.replica import REPLICA, Replica, replicate
-from ...layers.sync_batch_norm import SyncBatchNorm
+from ...layers.distributed import REPLICA, Replica, SyncBatchNorm, replicate
 from ...operators import operator_info, reached
 from ...passes.contract import Pass, require_process_group
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site

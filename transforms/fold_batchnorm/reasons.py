@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from ...layers.distributed import SYNCHRONIZED
 from ...layers.masked import has_only_masks
-from ...layers.sync_batch_norm import SYNCHRONIZED
 from ...passes.rewriting import LAYERS, reason_against_inlining
 from ...runtime.graphs import Region
 from ...runtime.values import TensorMeta, qualified, user_class

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...compat import modules_by_name
 from ...errors import UsageError
-from ...layers.sync_batch_norm import BATCH_NORMS
+from ...layers.distributed import BATCH_NORMS
 from ...passes.contract import Pass, device_type, mesh_of_same_weights, require_process_group
 from ...passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ...tracing.program import Program

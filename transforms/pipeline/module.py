@@ -13,7 +13,7 @@ from torch import Tensor, distributed, fx, nn
 from ...compat import all_modules, modules_by_name
 from ...compat.distributed import shard_again
 from ...errors import FxoptError, GuardError, UsageError
-from ...layers.sync_batch_norm import BATCH_NORMS
+from ...layers.distributed import BATCH_NORMS
 from ...runtime.values import map_tensors, tensors_within, whole_tensor
 from ...tracing.examples import Inputs, normalize_inputs
 from ...tracing.isolation import preserved

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ...compat import own_children, own_parameters
-from ...layers.replicated import replicate_parameters
+from ...layers.distributed import replicate_parameters
 from ...passes.rewriting import holds_inputs_first
 from ...runtime.graphs import specializations_of
 from ...tracing.program import Program, TensorReads

@@ -19,7 +19,7 @@ import fxopt
 from fxopt.layers import RBM
 from fxopt.layers.belief.training import ContrastiveDivergence, Options
 from fxopt.layers.belief.units import KINDS
-from fxopt.layers.replica import Replica
+from fxopt.layers.distributed import Replica
 
 
 def seeded(seed: int = 0) -> torch.Generator:

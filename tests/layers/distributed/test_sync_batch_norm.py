@@ -10,7 +10,7 @@ import torch
 from across_ranks import gap, summed, uneven_rows
 from torch import Tensor, distributed, nn
 
-from fxopt.layers.sync_batch_norm import SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from fxopt.layers.distributed import SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 
 # -- what the processes do -----------------------------------------------------------------------------------------
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compat import tensor_hooks
-from ..compat.distributed import after_backward, after_forward, before_forward, broadcast_together
-from ..errors import StateError
-from ..runtime.graphs import is_rank_local, is_trial_step
+from ...compat import tensor_hooks
+from ...compat.distributed import after_backward, after_forward, before_forward, broadcast_together
+from ...errors import StateError
+from ...runtime.graphs import is_rank_local, is_trial_step
 
 __all__ = ["REPLICA", "Replica", "is_replicated", "no_sync", "replicate"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import distributed, nn
 from torch.optim import SGD
 
-from ..compat.distributed import broadcast_together
-from ..errors import UsageError
+from ...compat.distributed import broadcast_together
+from ...errors import UsageError
 
 __all__ = ["OuterSteps"]
 

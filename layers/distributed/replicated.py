@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat import all_modules, own_parameters
-from ..runtime.values import is_sharded
+from ...compat import all_modules, own_parameters
+from ...runtime.values import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, distributed, nn
 
-from ..compat.distributed import BatchNorm, sync_batch_norm
-from ..runtime.graphs import is_rank_local
+from ...compat.distributed import BatchNorm, sync_batch_norm
+from ...runtime.graphs import is_rank_local
 
 __all__ = ["BATCH_NORMS", "SYNCHRONIZED", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d"]
 
