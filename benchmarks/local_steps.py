@@ -124,13 +124,13 @@ def main() -> None:
     for name, way in ways.items():
         print(f"| {name} | {' | '.join(f'{loss:.3f}' for loss in way['loss'])} | {way['sent'] / 1e6:.2f} |")
     if given.json:
-        result = {
+        result: dict[str, Any] = {
             "schema_version": 1,
             "machine": described(),
             "processes": given.processes,
             "steps": SEEN,
-            "ways": ways,
         }
+        result["ways"] = ways
         given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
