@@ -104,7 +104,7 @@ def _place(decision: Decision) -> str:
 
 def _titled(axes: Axes, title: str, labels: Sequence[str], left_out: int = 0) -> None:
     """Write the title of a panel and the names of its rows, from the top."""
-    rest = f"; {left_out} more with less to show" if left_out else ""
+    rest = f"\n{left_out} more with less to show" if left_out else ""
     axes.set_title(title + rest, loc="left", fontsize=9)
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylim(max(len(labels), 1) - 0.5, -0.5)

@@ -61,9 +61,9 @@ class Parallel(Pass):
     phase: ClassVar[Phase] = Phase.BOTH
 
     def __post_init__(self) -> None:
-        wrong = next((name for name, size in self.sizes.items() if size < 1), None)
+        wrong = next((name for name, size in self.sizes.items() if type(size) is not int or size < 1), None)
         if wrong is not None:
-            raise UsageError(f"pass 'parallel': {wrong}={self.sizes[wrong]}; give a number of processes from 1")
+            raise UsageError(f"pass 'parallel': {wrong}={self.sizes[wrong]!r}; give a number of processes from 1")
         if self.dtype is not None and (self.pipeline > 1 or not self._averages):
             where = "with stages" if self.pipeline > 1 else "without data or shard"
             raise UsageError(f"pass 'parallel': dtype={self.dtype} {where}; use autocast before it instead")

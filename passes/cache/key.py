@@ -87,8 +87,15 @@ def _is_told(pass_: Pass) -> bool:
 
 def _is_torch_itself(program: Program) -> bool:
     """Say whether modules without graphs run torch's own code and functions: no key says what others do."""
-    graphless = {type(module).forward for module in program.names.distinct if capture_of(module) is None}
-    return all(map(_is_of_torch, graphless)) and all(map(_is_of_torch, vars(functional).values()))
+    graphless = {
+        getattr(type(module), "forward", None)  # TorchScript has none
+        for module in program.names.distinct if capture_of(module) is None
+    }  # fmt: skip
+    return (
+        None not in graphless
+        and all(map(_is_of_torch, graphless))
+        and all(map(_is_of_torch, vars(functional).values()))
+    )
 
 
 def _is_of_torch(value: object) -> bool:

@@ -125,10 +125,10 @@ class Program:
             return False
         found, self.unchecked = self.unchecked.check(), None
         self.forward_seconds = found.seconds
+        self.touch()  # regions were made anew
         if len(found.opaque) == len(self.opaque):
             return False
         self.opaque = dict(found.opaque)
-        self.touch()
         return True
 
     def trust(self, forward_seconds: float) -> None:

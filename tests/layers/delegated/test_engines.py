@@ -129,7 +129,8 @@ def test_aoti_computes_what_it_is_compiled_for(monkeypatch: pytest.MonkeyPatch, 
 def test_a_session_for_the_shapes_of_the_example_gives_way_to_others(
     gains: float, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fxopt.layers.delegated.conversion._GAINS", gains)
+    for name in ("_GAINS", "_GAINS_OF_SMALL"):
+        monkeypatch.setattr(f"fxopt.layers.delegated.conversion.{name}", gains)
     model = linears()
     fast = delegated(model, engine)
     held = [each for region in regions(fast) for each in region._converted.values()]
@@ -177,7 +178,8 @@ def test_which_shapes_have_a_session_of_their_own_is_recalled_untimed(
     gains: float, engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FXOPT_CACHE", str(tmp_path))
-    monkeypatch.setattr("fxopt.layers.delegated.conversion._GAINS", gains)
+    for name in ("_GAINS", "_GAINS_OF_SMALL"):
+        monkeypatch.setattr(f"fxopt.layers.delegated.conversion.{name}", gains)
     model, passes = linears(), f"delegate{{engine={engine}}}"
     fxopt.optimize(model, passes, example_inputs=X)
     monkeypatch.delattr("fxopt.layers.delegated.conversion.Converted.fix_where_faster")

@@ -204,7 +204,7 @@ def sparse(x, edges):
 OWN = {
     "sparse": ("gcn", lambda x, edges: ((x, sparse(x, edges)), {})),
     "edge index": ("sage", lambda x, edges: ((x, EdgeIndex(edges, sparse_size=(NODES, NODES))), {})),
-    "pair": ("sage", lambda x, edges: (((x, x), edges), {})),
+    "pair": ("gat", lambda x, edges: (((x, x), edges), {})),
     "size": ("gin", lambda x, edges: ((x, edges), {"size": (NODES, NODES)})),
     "attention": ("gat", lambda x, edges: ((x, edges), {"return_attention_weights": True})),
     "static": ("gcn", lambda x, edges: ((x.expand(2, -1, -1), edges), {})),

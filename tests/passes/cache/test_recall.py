@@ -57,6 +57,36 @@ def fast(model: nn.Module, passes: str = PASSES, **options: Any) -> nn.Module:
     return fxopt.optimize(model, passes, example_inputs=X, **options)
 
 
+class Switched(nn.Module):
+    """Has a part under a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = self.layer(x)
+        return self.layer(x).relu()
+
+
+def test_parts_under_contexts_are_found_by_passes_where_decisions_are_kept() -> None:
+    model = nn.Sequential(Switched(), Switched()).eval()
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(fast(model, "autocast", verify=True)(X), model(X), atol=0.1, rtol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_of_a_model_with_torchscript_inside_nothing_is_kept() -> None:
+    inner = torch.jit.trace(nn.Conv2d(3, 3, 1).eval(), X)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), inner).eval()
+    for _ in range(2):
+        found = fast(model, "fold_batchnorm")
+        assert not is_recalled(found)
+        torch.testing.assert_close(found(X), model(X))
+
+
 def is_recalled(model: nn.Module) -> bool:
     return fxopt.report(model).to_json()["cached"] is not None
 
