@@ -120,7 +120,7 @@ def test_a_panel_shows_what_matters_most_and_counts_the_rest():
     many = [decision(label=f"layer.{i}", figures={**FIGURES, "before_us": 100.0 + i}) for i in range(40)]
     speed, _ = report(*many).plot().axes
     assert rows(speed) == [f"fuse_ensembles: layer.{i}" for i in range(16, 40)]
-    assert speed.get_title(loc="left").endswith("; 16 more with less to show")
+    assert speed.get_title(loc="left").endswith("\n16 more with less to show")
 
 
 def test_a_notebook_shows_the_plot_where_there_is_matplotlib(monkeypatch: pytest.MonkeyPatch):
