@@ -1,4 +1,4 @@
-"""Twenty small models through each format of `fxopt.export`: equal, or refused with the reason.
+"""21 small models through each format of `fxopt.export`: equal, or refused with the reason.
 
     python benchmarks/exports.py --json benchmarks/results/exports.json [--only bert ...] [--formats onnx ...]
     python benchmarks/exports.py --table --json benchmarks/results/exports.json

@@ -106,9 +106,12 @@ def _tried(files: Mapping[Path, bytes], script: Path) -> str:
 def failure_of(path: Path) -> str:
     """Run a script in a new process; return what it raises, in one line, or "" where that is nothing."""
     # The user's own file, which is to be run.
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=_SECONDS, errors="replace"
-    )
+    try:
+        done = subprocess.run(  # noqa: S603
+            [sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=_SECONDS, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        raise InputError(f"{path} was stopped after {_SECONDS} s; run it by python to see what it does") from None
     if done.returncode == 0:
         return ""
     said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()

@@ -171,9 +171,8 @@ def _save(program: torch.export.ExportedProgram, file: BinaryIO) -> None:
 
 
 def _exported(model: nn.Module, call: Inputs, sizes: FreeSizes) -> torch.export.ExportedProgram:
-    example = copy_inputs(
-        call if sizes.rows(call) != 1 else sizes.with_rows(call, 2)
-    )  # torch marks what it exports with
+    several = call if sizes.rows(call) != 1 else sizes.with_rows(call, 2)  # torch takes one row for a constant
+    example = copy_inputs(several)  # torch marks what it exports with
     shapes: Any = torch.export.ShapesCollection()
     for tensor, free in zip(tensors_of(example), sizes.free, strict=True):
         shapes[tensor] = dict.fromkeys(free, torch.export.Dim.DYNAMIC)
