@@ -197,7 +197,7 @@ def _error_on(model: nn.Module, form: str, path: Path, call: Inputs) -> float:
     """Return how far the file is off in a fresh process, relative to the scale of each result."""
     with torch.no_grad():
         given = flatten(plain(model(*call.args, **call.kwargs)), "output")
-    (found,) = results_in_fresh_process(FORMATS[form], path, model, [(call, given)], 0)
+    (found,) = results_in_fresh_process(FORMATS[form], path, model, [(call, given)])
     if isinstance(found, str):
         raise RuntimeError(found)
     pairs = [(leaf, found[key]) for key, leaf in given.items() if isinstance(leaf, Tensor)]
