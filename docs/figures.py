@@ -29,6 +29,7 @@ from playwright.sync_api import Page, sync_playwright
 from torch import distributed, nn
 
 import fxopt
+from fxopt.runtime.values import own_part
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = DOCS / "pictures"
@@ -237,8 +238,7 @@ class Mlp(nn.Module):
 
 def held(model: nn.Module) -> float:
     """Return the MiB of the parameters that this process holds."""
-    local = (each.to_local() if hasattr(each, "to_local") else each for each in model.parameters())
-    return sum(each.numel() * each.element_size() for each in local) / 2**20
+    return sum(own_part(each).nbytes for each in model.parameters()) / 2**20
 
 
 def on_rank(rank: int, size: int, text: str, folder: str, found: Any) -> None:
