@@ -107,20 +107,17 @@ class _Rewritten:
 
 def _holding(graph: fx.GraphModule, tensors: Mapping[str, Tensor]) -> nn.Module | None:
     """Return a module that holds tensors which a graph is given, and reads sizes from its other inputs; or None."""
-    new, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    sizes = {node: symbol for node in graph.graph.nodes if node.op == "placeholder" and (symbol := _symbol(node))}
-    inputs = [
-        node for node in graph.graph.find_nodes(op="placeholder") if node.name not in tensors and node not in sizes
-    ]
-    copies |= {node: new.placeholder(node.name) for node in inputs}
-    copies |= {
-        node: new.get_attr(node.name) for node in graph.graph.find_nodes(op="placeholder") if node.name in tensors
-    }
-    for node, symbol in sizes.items():
-        place = _place(symbol, inputs)
-        if place is None:
-            return None
-        copies[node] = new.call_method("size", (copies[place[0]], place[1]))
+    new, placeholders = fx.Graph(), graph.graph.find_nodes(op="placeholder")
+    inputs = [node for node in placeholders if node.name not in tensors and not _symbol(node)]
+    copies = {node: new.placeholder(node.name) for node in inputs}
+    for node in placeholders:
+        if node.name in tensors:
+            copies[node] = new.get_attr(node.name)
+        elif symbol := _symbol(node):
+            place = _place(symbol, inputs)
+            if place is None:
+                return None
+            copies[node] = new.call_method("size", (copies[place[0]], place[1]))
     for node in graph.graph.nodes:
         if node not in copies:
             copies[node] = new.node_copy(node, lambda each: copies[each])

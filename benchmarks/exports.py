@@ -1,4 +1,4 @@
-"""Twenty small models through each format of `fxopt.export`: equal, or refused with the reason.
+"""21 small models through each format of `fxopt.export`: equal, or refused with the reason.
 
     python benchmarks/exports.py --json benchmarks/results/exports.json [--only bert ...] [--formats onnx ...]
     python benchmarks/exports.py --table --json benchmarks/results/exports.json
@@ -197,7 +197,7 @@ def _error_on(model: nn.Module, form: str, path: Path, call: Inputs) -> float:
     """Return how far the file is off in a fresh process, relative to the scale of each result."""
     with torch.no_grad():
         given = flatten(plain(model(*call.args, **call.kwargs)), "output")
-    (found,) = results_in_fresh_process(FORMATS[form], path, model, [(call, given)], 0)
+    (found,) = results_in_fresh_process(FORMATS[form], path, model, [(call, given)])
     if isinstance(found, str):
         raise RuntimeError(found)
     pairs = [(leaf, found[key]) for key, leaf in given.items() if isinstance(leaf, Tensor)]

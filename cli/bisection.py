@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,7 +173,7 @@ def command_check(command: str, factory: str | None, folder: Path) -> Check:
 
 def plan_in(path: Path) -> Plan:
     """Return the plan in a JSON file, or in an archive."""
-    if path.read_bytes()[:2] == b"PK":
+    if zipfile.is_zipfile(path):
         if kind_of_file(path) is not FileKind.RECIPE:
             raise InputError(f"{path} has no plan; name one that --save-plan wrote, or a model that optimize saved")
         return plan_of(path)

@@ -14,7 +14,7 @@ from ..errors import InputError, UsageError, did_you_mean
 from ..known_passes import PRESETS, check_names, pass_names
 
 __all__ = [
-    "ALL", "MAKE_INPUTS", "check_cold", "check_exported", "check_name", "check_picture", "check_pipeline",
+    "ALL", "BY_REDUCE", "MAKE_INPUTS", "check_cold", "check_exported", "check_name", "check_picture", "check_pipeline",
     "check_print_after", "check_read", "check_tolerance", "check_values", "check_written", "complete_name",
     "complete_pipeline", "times_beside",
 ]  # fmt: skip
@@ -25,6 +25,8 @@ _EXPORTED = frozenset(("", *(form.suffixes[0] for form in FORMATS.values())))
 MAKE_INPUTS = "write example_inputs() beside the factory, or give --inputs FILE"
 ALL = "all"
 """Instead of the name of a pass: each."""
+BY_REDUCE = "Made by fxopt reduce."
+"""Tells that a script was written by `reduce`."""
 _HEAD = 1000
 """So many letters of a page tell whose it is."""
 
@@ -208,7 +210,7 @@ def _is_picture(path: Path) -> bool:
 def _is_script(path: Path) -> bool:
     try:
         with path.open(encoding="utf-8") as file:
-            return "Made by fxopt reduce." in file.read(_HEAD)
+            return BY_REDUCE in file.read(_HEAD)
     except (OSError, ValueError):
         return False
 

@@ -95,9 +95,8 @@ class Failing:
 
     @property
     def nodes(self) -> int:
-        """Return how many operations its graphs have, calls of other graphs left out."""
-        graphs = [each.graph for each in all_modules(self.model) if isinstance(each, fx.GraphModule)]
-        return sum(node.op not in ("placeholder", "output", "get_attr") for graph in graphs for node in graph.nodes)
+        """Return how many operations its graphs have."""
+        return sum(len(_operations(each)) for each in all_modules(self.model) if isinstance(each, fx.GraphModule))
 
 
 def reduced(case: Case, model: nn.Module, call: Inputs) -> Failing:

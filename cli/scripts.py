@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from ..errors import InputError
 from ..storage import write_atomically
+from .prechecks import BY_REDUCE
 from .reduction import Case, Failing
 
 __all__ = ["failure_of", "write_script"]
@@ -32,7 +33,7 @@ _ERROR = re.compile(r"[\w.]+Error\b")
 _SCRIPT = '''\
 """{summary}
 
-Made by fxopt reduce. `fxopt repro FILE`, or `python FILE`, runs it: it raises as long as this fails.
+{mark} `fxopt repro FILE`, or `python FILE`, runs it: it raises as long as this fails.
 """
 
 {imports}
@@ -106,9 +107,12 @@ def _tried(files: Mapping[Path, bytes], script: Path) -> str:
 def failure_of(path: Path) -> str:
     """Run a script in a new process; return what it raises, in one line, or "" where that is nothing."""
     # The user's own file, which is to be run.
-    done = subprocess.run(  # noqa: S603
-        [sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=_SECONDS, errors="replace"
-    )
+    try:
+        done = subprocess.run(  # noqa: S603
+            [sys.executable, str(path)], capture_output=True, text=True, check=False, timeout=_SECONDS, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        raise InputError(f"{path} was stopped after {_SECONDS} s; run it by python to see what it does") from None
     if done.returncode == 0:
         return ""
     said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
@@ -139,7 +143,8 @@ def _text(case: Case, found: Failing, factory: str | None, numbers: str | None) 
         named = [f"{name}={_tensor_text(each)}" for name, each in found.call.kwargs.items()]
         inputs = f"fxopt.Inputs({', '.join([*values, *named])})"
     return _SCRIPT.format(
-        summary=f"{found.kind}: {found.message}".replace("\\", "/").replace('"""', "'''"), seed=case.seed,
+        mark=BY_REDUCE, seed=case.seed,
+        summary=f"{found.kind}: {found.message}".replace("\\", "/").replace('"""', "'''"),
         imports="\n".join(["import torch", "from torch import nn", *writer.imports]), passes=case.passes,
         model="\n\n\n".join(built) + "\n", inputs=inputs, options=_keywords(case.options),
         judgement=_keywords(case.judgement),

@@ -28,7 +28,7 @@ from ..tracing.examples import Inputs, check_whole
 from ..tracing.isolation import in_phase, outside_inference_mode, preserved
 from ..tracing.reads import raised_at
 from ..tracing.recording import copy_inputs
-from .comparison import SEED, Comparison, FreeSizes, check_plain, tensors_of, up_to
+from .comparison import Comparison, FreeSizes, check_plain, tensors_of, up_to
 from .exported import drop_checksum, load_exported, sha256_of, write_checksum
 from .folding import fold_parameters
 from .formats.fresh import results_in_fresh_process
@@ -47,9 +47,7 @@ _ERROR, _ERROR_IN_8_BITS = 1e-4, 1e-1
 between two steps of 8 bits may be rounded to the other."""
 
 
-def export_model(
-    model: nn.Module, path: Path, calls: Sequence[Inputs], *, dynamic_batch: bool, form: Format = PT2
-) -> float:
+def export_model(model: nn.Module, path: Path, calls: Sequence[Inputs], *, dynamic_batch: bool, form: Format) -> float:
     """Write a model to `path`, read back and compared, or not at all; return the error; see `fxopt.export`."""
     _check_calls(calls)
     _check_tensors(model)
@@ -91,7 +89,7 @@ def _write(
             raise
         except Exception as error:  # exporters raise whatever they meet
             raise ArchiveError(f"{form.name} cannot take this {type(model).__name__}: {_cause(error)}") from error
-        found = results_in_fresh_process(form, files[0], model, calls, SEED)
+        found = results_in_fresh_process(form, files[0], model, calls)
         comparison.check(found, up_to(_ERROR_IN_8_BITS if program and _is_in_8_bits(program) else _ERROR))
         beside = [stack.enter_context(_beside(comparison.path, each.suffix)) for each in files[1:]]
         for source, target in zip(files, (file, *beside), strict=True):
@@ -171,9 +169,8 @@ def _save(program: torch.export.ExportedProgram, file: BinaryIO) -> None:
 
 
 def _exported(model: nn.Module, call: Inputs, sizes: FreeSizes) -> torch.export.ExportedProgram:
-    example = copy_inputs(
-        call if sizes.rows(call) != 1 else sizes.with_rows(call, 2)
-    )  # torch marks what it exports with
+    several = call if sizes.rows(call) != 1 else sizes.with_rows(call, 2)  # torch takes one row for a constant
+    example = copy_inputs(several)  # torch marks what it exports with
     shapes: Any = torch.export.ShapesCollection()
     for tensor, free in zip(tensors_of(example), sizes.free, strict=True):
         shapes[tensor] = dict.fromkeys(free, torch.export.Dim.DYNAMIC)
@@ -258,7 +255,7 @@ def _check_calls(calls: Sequence[Inputs]) -> None:
         if _form(call) != _form(calls[0]):
             raise UsageError(
                 f"example call {number} has other arguments than call 0 (more, or otherwise given, of other types or "
-                "plain values); a .pt2 file takes one kind of call: export one file for each"
+                "plain values); an exported file takes one kind of call: export one file for each"
             )
 
 

@@ -29,6 +29,7 @@ from playwright.sync_api import Page, sync_playwright
 from torch import distributed, nn
 
 import fxopt
+from fxopt.runtime.values import own_part
 
 DOCS = Path(__file__).resolve().parent
 PICTURES = DOCS / "pictures"
@@ -216,14 +217,14 @@ def draw_comparison() -> None:
     save(png_of(figure), PICTURES / "comparison.png")
 
 
-RANKS = 2
 PARALLEL = {
-    "ddp": "ddp",
-    "fsdp": "fsdp",
-    "tensor_parallel": "tensor_parallel",
-    "pipeline": "pipeline{microbatches=2}",
+    "ddp": ("ddp", 2),
+    "fsdp": ("fsdp", 2),
+    "tensor_parallel": ("tensor_parallel", 2),
+    "pipeline": ("pipeline{microbatches=2}", 2),
+    "parallel": ("parallel{shard=2,tensor=2}", 4),
 }
-"""Passes whose effect is in no graph: what each of two processes holds is their figure."""
+"""Passes whose effect is in no graph, with processes: what each of these holds is their figure."""
 
 
 class Mlp(nn.Module):
@@ -237,12 +238,11 @@ class Mlp(nn.Module):
 
 def held(model: nn.Module) -> float:
     """Return the MiB of the parameters that this process holds."""
-    local = (each.to_local() if hasattr(each, "to_local") else each for each in model.parameters())
-    return sum(each.numel() * each.element_size() for each in local) / 2**20
+    return sum(own_part(each).nbytes for each in model.parameters()) / 2**20
 
 
-def on_rank(rank: int, text: str, folder: str, found: Any) -> None:
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+def on_rank(rank: int, size: int, text: str, folder: str, found: Any) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Mlp() for _ in range(4))), torch.randn(16, 256)
     plain = held(model)
@@ -251,20 +251,20 @@ def on_rank(rank: int, text: str, folder: str, found: Any) -> None:
 
 
 def draw_ranks(name: str) -> None:
-    """Write what each of two processes holds of a model, before and after a pass for several devices."""
-    context = multiprocessing.get_context("spawn")
+    """Write what each process holds of a model, before and after a pass for several devices."""
+    context, (text, size) = multiprocessing.get_context("spawn"), PARALLEL[name]
     found = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [context.Process(target=on_rank, args=(each, PARALLEL[name], folder, found)) for each in range(RANKS)]
+        ranks = [context.Process(target=on_rank, args=(each, size, text, folder, found)) for each in range(size)]
         for process in ranks:
             process.start()
         rows = sorted(found.get(timeout=120) for _ in ranks)
         for process in ranks:
             process.join()
-    figure = Figure(figsize=(9.0, 2.2), layout="constrained")
+    figure = Figure(figsize=(9.0, 1.0 + 0.4 * (size + 1)), layout="constrained")
     axes = figure.subplots()
     sizes = {"the plain model": rows[0][1], **{f"process {rank}, {name}": after for rank, _, after in rows}}
-    bars = axes.barh(list(sizes), list(sizes.values()), color=["#a9b4c0", "#2f7d4f", "#2f7d4f"], height=0.6)
+    bars = axes.barh(list(sizes), list(sizes.values()), color=["#a9b4c0", *["#2f7d4f"] * size], height=0.6)
     axes.bar_label(bars, fmt="%.2f MiB", padding=4, fontsize=8)
     axes.margins(x=0.12)
     axes.invert_yaxis()

@@ -31,8 +31,7 @@ _MOST = 24
 _BEFORE, _AFTER, _LEFT = "#a9b4c0", "#2f7d4f", "#b06a5a"
 _WIDE_RANGE = 4.0
 """Figures whose largest is so many times the smallest stand on a logarithmic axis."""
-_PRUNING = frozenset({"prune"})
-_REMOVED = re.compile(r"(?P<gone>\d+) of (?P<all>\d+) ")
+_PRUNE, _REMOVED = "prune", re.compile(r"(?P<gone>\d+) of (?P<all>\d+) ")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def figure_of(record: Record, profiles: tuple[Profile, Profile] | None = None) -
     for panel, (axes,) in zip(panels, drawn, strict=True):
         panel.draw(axes)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(_text(headline(record), 110), fontsize=10, fontweight="bold", x=0.01, ha="left")
+    figure.suptitle(_plain(headline(record)), fontsize=10, fontweight="bold", x=0.01, ha="left")
     return figure
 
 
@@ -92,14 +91,17 @@ def png_of(figure: Figure) -> bytes:
     return written.getvalue()
 
 
-def _text(name: str, longest: int = 48) -> str:
-    """Return a name of anybody's as plain text: no formula, and no letter that the font may lack."""
-    plain = clipped(name) if longest == 48 else name
-    return plain.encode("ascii", "backslashreplace").decode().replace("$", r"\$")
+def _plain(text: str) -> str:
+    """Return text with names of anybody's: no formula, and no letter that the font may lack."""
+    return text.encode("ascii", "backslashreplace").decode().replace("$", r"\$")
+
+
+def _label(name: str) -> str:
+    return _plain(clipped(name))
 
 
 def _place(decision: Decision) -> str:
-    return _text(f"{decision.pass_name}: {decision.label or '(root)'}")
+    return _label(f"{decision.pass_name}: {decision.label or '(root)'}")
 
 
 def _titled(axes: Axes, title: str, labels: Sequence[str], left_out: int = 0) -> None:
@@ -146,7 +148,7 @@ def _speeds(record: Record) -> _Panel | None:
         _ratios(axes, [float(figures["speedup"]) for figures in (*whole.values(), *(d.figures for d in shown))])
         hollow = "; hollow: undone" if any(d.status != "applied" for d in shown) else ""
         title = f"speed in {phase_of(record)}, times that of before{hollow}"
-        _titled(axes, title, [*map(_text, whole), *map(_place, shown)], more)
+        _titled(axes, title, [*map(_label, whole), *map(_place, shown)], more)
 
     return _Panel(len(whole) + len(shown), draw)
 
@@ -237,7 +239,7 @@ def _removed(record: Record) -> _Panel | None:
     found = [
         (d, int(match["gone"]) / max(int(match["all"]), 1))
         for d in record.plan.decisions
-        if d.pass_name in _PRUNING and d.status == "applied" and (match := _REMOVED.search(f"{d.detail} "))
+        if d.pass_name == _PRUNE and d.status == "applied" and (match := _REMOVED.search(f"{d.detail} "))
     ]
     shown, more = found[:_MOST], max(len(found) - _MOST, 0)
     if not shown:
@@ -260,7 +262,7 @@ def _times(profiles: tuple[Profile, Profile] | None) -> _Panel | None:
     common = [name for name in before if name in after]
     inner = [name for name in common if name and not any(other.startswith(f"{name}.") for other in common)]
     most = sorted(inner or common, key=lambda name: -before[name].seconds)[: _MOST // 2]
-    pairs = [_Pair(_text(name or "(root)"), *_seconds(name, before, after)) for name in common if name in most]
+    pairs = [_Pair(_label(name or "(root)"), *_seconds(name, before, after)) for name in common if name in most]
     if not pairs:
         return None
 
@@ -281,7 +283,7 @@ def _operations(record: Record) -> _Panel:
     after = record.graphs_after
     graphs = [name for name in record.graphs_before if name in after][:_MOST]
     pairs = [
-        _Pair(_text(name or "(root)"), *(sum(node.op.startswith("call_") for node in view.nodes) for view in views))
+        _Pair(_label(name or "(root)"), *(sum(node.op.startswith("call_") for node in view.nodes) for view in views))
         for name, views in ((name, (record.graphs_before[name], after[name])) for name in graphs)
     ]
 

@@ -66,7 +66,9 @@ class Parallel(Pass):
             raise UsageError(f"pass 'parallel': {wrong}={self.sizes[wrong]!r}; give a number of processes from 1")
         if self.dtype is not None and (self.pipeline > 1 or not self._averages):
             where = "with stages" if self.pipeline > 1 else "without data or shard"
-            raise UsageError(f"pass 'parallel': dtype={self.dtype} {where}; use autocast before it instead")
+            raise UsageError(
+                f"pass 'parallel': dtype={self.dtype} does not work {where}; list autocast before it instead"
+            )
         # What is computed in another dtype is held to the budget; stages are not called to be compared.
         object.__setattr__(self, "numerics", Numerics.REASSOCIATED if self.dtype is None else Numerics.APPROXIMATE)
         object.__setattr__(self, "trains_by_call", self.pipeline == 1)
@@ -121,7 +123,9 @@ class Parallel(Pass):
         yield from refusals
         if not blocks:
             reasons = "".join(f"; '{refusal.at}': {refusal.reason}" for refusal in refusals[:2])
-            raise UsageError(f"pass 'parallel': tensor={self.tensor}, and no layers can be split{reasons}")
+            raise UsageError(
+                f"pass 'parallel': tensor={self.tensor}, and no layers can be split; leave tensor out{reasons}"
+            )
         return [{"columns": block.columns, "rows": block.rows} for block in blocks]
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:

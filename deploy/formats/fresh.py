@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...errors import ArchiveError, one_line
 from ...tracing.examples import Inputs
-from ..comparison import leaves_of
+from ..comparison import SEED, leaves_of
 from .kinds import Format
 from .source import named_tensors
 
@@ -24,7 +24,7 @@ _RUNNER = Path(__file__).with_name("runner.py")
 
 
 def results_in_fresh_process(
-    form: Format, file: Path, model: nn.Module, calls: Sequence[tuple[Inputs, Mapping[str, Any]]], seed: int
+    form: Format, file: Path, model: nn.Module, calls: Sequence[tuple[Inputs, Mapping[str, Any]]]
 ) -> list[Mapping[str, Any] | str]:
     """Return what a file gives on each call and what it leaves of the arguments, leaf by leaf, or what it raises there.
 
@@ -32,7 +32,7 @@ def results_in_fresh_process(
     """
     with tempfile.TemporaryDirectory() as folder:
         cases, results = Path(folder, "calls.pt"), Path(folder, "results.pt")
-        torch.save([(named_tensors(model, call), call.args, call.kwargs, seed) for call, _ in calls], cases)
+        torch.save([(named_tensors(model, call), call.args, call.kwargs, SEED) for call, _ in calls], cases)
         # -P: what lies beside the runner hides no packages
         arguments = [sys.executable, "-P", str(_RUNNER), form.name, str(file), str(cases), str(results)]
         done = subprocess.run(arguments, capture_output=True, text=True, check=False, cwd=folder)  # noqa: S603

@@ -1,4 +1,4 @@
-"""Write the files of a format into a folder, and tell what they give there in a fresh process."""
+"""Who writes the files of each format other than `.pt2`."""
 
 from __future__ import annotations
 

@@ -68,14 +68,13 @@ class Replica:
         self._reduces, self._waits, self._tries = self._sends, False, is_trial_step()
         if self._tries:
             return None
-        sends = self._sends
-        if sends and module.training:
+        if self._reduces and module.training:
             broadcast_together(self._state or self._buffers)
             self._state = ()
             self._steps += 1
         if self._reducer is None:
             return None
-        return before_forward(self._reducer, args, kwargs, syncs=sends)
+        return before_forward(self._reducer, args, kwargs, syncs=self._reduces)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Show the reducer what came out; a hook after the forward."""
@@ -160,8 +159,9 @@ class DelayedAverages:
         for parameter, own, place in zip(
             parameters, torch.split(sent, sizes), torch.split(arrived, sizes), strict=True
         ):
-            sending, average = self._sent.get(parameter, (None, None))
-            if sending is not None and average is not None:
+            earlier = self._sent.get(parameter)
+            if earlier is not None:
+                sending, average = earlier
                 sending.wait()
                 place.copy_(average)
             self._sent[parameter] = (work, own)

@@ -145,3 +145,16 @@ def test_what_does_not_fit_is_refused(of_four: list[dict[str, Any]]) -> None:
             "Size mismatch between saved torch.Size([8, 8]) and current: torch.Size([16, 8])" in checkpoint_of_another
         )
         assert "2 heads do not divide by 4 processes" in heads
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("shard=0", "shard=0; give a number of processes from 1"),
+        ("pipeline=2,dtype=bfloat16", "dtype=torch.bfloat16 does not work with stages; list autocast before it"),
+        ("tensor=2,dtype=bfloat16", "dtype=torch.bfloat16 does not work without data or shard"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: str, reason: str) -> None:
+    with pytest.raises(fxopt.UsageError, match=reason):
+        fxopt.optimize(nn.Linear(2, 2), f"parallel{{{options}}}", example_inputs=torch.randn(2, 2))
