@@ -96,7 +96,7 @@ class Manager:
             costs_time = pass_.goal is Goal.MEMORY and self.program.training
             if costs_time:  # what it costs is not to speak against what others gain
                 self._time_whole()
-            self.context.budget.begin_pass(among[step] + contest.is_due)
+            self.context.budget.begin_pass(among[step] + contest.is_due, owed=not pass_.only_speeds_up)
             self._observe(step, pass_, partial(self._run_pass, pass_))
             if costs_time and self._baseline is not None:
                 self._settled, self._baseline = tuple(self.rewrites), shallow_clone(self.program.model)

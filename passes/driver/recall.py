@@ -74,8 +74,9 @@ class KeptDecisions:
         return entry if is_of_these and same else None
 
     def write(self, manager: Manager, request: Request) -> None:
-        """Keep what was decided now, unless rewrites were lost for want of time to compare the whole model."""
-        if any(each.status == "undone" and each.cause == Cause.NOT_CHECKED for each in manager.decisions):
+        """Keep what was decided now, unless all that was rewritten was lost for want of time to check or compare it."""
+        lost = any(each.status == "undone" and each.cause == Cause.NOT_CHECKED for each in manager.decisions)
+        if lost and not manager.rewrites:
             return
         forward = manager.context.budget.forward
         self._write(Entry(

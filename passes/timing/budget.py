@@ -25,7 +25,10 @@ _LEAST_KEPT, _LEAST_FOR_COMPARING = 0.25, 0.1
 """Nor less than these parts, for both and for comparing: a small model's forwards take the least of it."""
 _LEAST_FOR_LEAVING = 0.25
 """However short a budget is, rewrites are written within so many seconds, and the last comparison takes as many."""
-_OF_ALL_FOR_LEFT = 1.5  # so much of a budget is over when the check of what was left to the whole model ends
+_LATE_FOR_LEFT = 0.5  # the check of what was left to the whole model may end so large a part of a budget late
+_OF_OTHERS = 0.2
+"""What passes took beyond their parts is added to the budget, so that others have theirs: of passes that need not be
+done so large a part of it. A conversion by an engine takes seconds, and would allow everything behind it as much."""
 _OF_TIMING = 0.75  # sites are timed in this part of the time for sites; the rest is for checking what won
 _OF_ONE_RACE = 0.7  # no race takes more than this part of the time that is left for timing: others may follow
 _TELLING_SECONDS = 0.25  # a race of this time tells a small gain from none
@@ -110,7 +113,7 @@ class TimeBudget:
         self._stages = dict.fromkeys(Stage, 0.0) | {Stage.TIMING: timing}
         self._running: list[Stage] = []
         self._counted_until = 0.0
-        self._beyond, self._until = 0.0, math.inf
+        self._beyond, self._until, self._is_owed = 0.0, math.inf, True
         self.captured_in = 0.0  # seconds, which are not counted
         self.writing = 0.0  # seconds that the rewrite which was written last took
         self.concessions: dict[str, None] = {}
@@ -202,11 +205,14 @@ class TimeBudget:
     def _kept_back(self, forwards: float, least: float) -> float:
         return min(max(forwards * self.forward, least * self.seconds), _WHOLE_MODEL_SHARE * self.seconds)
 
-    def begin_pass(self, sharing: int = 1) -> None:
-        """Give the next pass its share of the time for sites that is left; the rest is for those behind it."""
+    def begin_pass(self, sharing: int = 1, *, owed: bool = True) -> None:
+        """Give the next pass, which must be done if it is `owed`, its share of the time for sites that is left; the
+        rest is for those behind it.
+        """
         if math.isfinite(self._until):
-            self._beyond += max(0.0, self.spent - self._until)
-        self._until = math.inf
+            most = math.inf if self._is_owed else max(0.0, _OF_OTHERS * self.seconds - self._beyond)
+            self._beyond += min(max(0.0, self.spent - self._until), most)
+        self._until, self._is_owed = math.inf, owed
         if sharing > 1:
             self._until = self.spent + max(0.0, self.for_sites - self.spent) / sharing
 
@@ -259,7 +265,7 @@ class TimeBudget:
 
         It may end beyond the budget, since otherwise all that was left would go: 128 heads stayed a loop.
         """
-        return max(_OF_ALL_FOR_LEFT * self._in_all, 2 * _LEAST_FOR_LEAVING)
+        return max(self._in_all + _LATE_FOR_LEFT * self.seconds, 2 * _LEAST_FOR_LEAVING)
 
     @property
     def values(self) -> dict[str, Any]:

@@ -225,7 +225,8 @@ def usual(specializations: Sequence[Specialization]) -> list[tuple[int, Speciali
     are for calls that these do not take.
     """
     numbered = list(enumerate(specializations))
-    return [each for each in numbered if each[1].is_delegated] or numbered
+    delegated = [each for each in numbered if each[1].is_delegated] if len(numbered) > 1 else []
+    return delegated or numbered
 
 
 def required_capture(module: nn.Module) -> Capture:

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 import fxopt
-from fxopt.passes.timing import Runner
+from fxopt.passes.contract import Pass
+from fxopt.passes.driver import RunContext
+from fxopt.passes.timing import Runner, TimeBudget
 from fxopt.passes.verification import Original
 from fxopt.testing import assert_equivalent
 from fxopt.tracing.examples import Inputs
@@ -157,6 +159,44 @@ def test_with_more_time_decisions_are_made_anew_and_serve_those_with_less():
     assert is_recalled(fast(net(), time_budget=2.0))
     assert not is_recalled(fast(net(), time_budget=float("inf")))
     assert is_recalled(fast(net(), time_budget=float("inf")))
+
+
+def without_time_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no check fit of what a pass does, neither by itself nor with the whole model."""
+    check_of = RunContext.check_of
+
+    def without(self: RunContext, pass_: Pass, *given: Any, ended: bool = False) -> Any:
+        return check_of(self, pass_, *given, ended=ended or pass_.name == name)
+
+    monkeypatch.setattr(RunContext, "check_of", without)
+    monkeypatch.setattr(TimeBudget, "end_of_check", 0.0)
+
+
+def test_what_no_time_was_left_to_check_is_decided_anew_with_more_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = "fold_batchnorm, flatten_calls"
+
+    def statuses(model: nn.Module) -> set[tuple[str, str, str]]:
+        return {(each.pass_name, each.status, each.cause) for each in fxopt.plan(model).decisions}
+
+    with monkeypatch.context() as busy:
+        without_time_for("flatten_calls", busy)
+        first = fast(net(), passes, measure=False, time_budget=2.0)
+    expected = {("fold_batchnorm", "applied", ""), ("flatten_calls", "undone", "budget.not_checked")}
+    assert statuses(first) == expected
+    again = fast(net(), passes, measure=False, time_budget=2.0)
+    assert is_recalled(again)
+    assert statuses(again) == expected
+    assert_equivalent(net(), again, (X,))
+    more = fast(net(), passes, measure=False, time_budget=60.0)
+    assert not is_recalled(more)
+    assert {status for _, status, _ in statuses(more)} == {"applied"}
+
+
+def test_nothing_is_kept_where_all_was_lost_for_want_of_time(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    without_time_for("flatten_calls", monkeypatch)
+    lost = fast(net(), "flatten_calls", measure=False)
+    assert {each.status for each in fxopt.plan(lost).decisions} == {"undone"}
+    assert not folder.exists() or not [*folder.iterdir()]
 
 
 def entry(folder: Path) -> tuple[Path, dict[str, Any]]:

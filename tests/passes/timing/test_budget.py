@@ -111,6 +111,19 @@ def test_a_check_that_takes_too_long_takes_nothing_from_the_passes_behind() -> N
     assert budget.left == 20.0
 
 
+def test_what_a_pass_for_speed_takes_beyond_its_part_does_not_allow_those_behind_as_much() -> None:
+    budget = TimeBudget(40.0, forward=1.0)
+    budget.begin_pass(sharing=2, owed=False)
+    budget.spent = 50.0
+    budget.begin_pass(sharing=2, owed=False)
+    budget.spent = 60.0
+    budget.begin_pass()
+    assert budget.left == 0.0
+    budget.spent = 0.0
+    assert budget.left == 1.2 * 40.0
+    assert budget.end_of_check == 1.7 * 40.0
+
+
 def test_a_pass_that_shares_with_nobody_takes_from_those_behind() -> None:
     budget = TimeBudget(40.0, forward=1.0)
     budget.begin_pass()
