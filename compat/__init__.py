@@ -48,6 +48,7 @@ from .tensors import (
     overloads_of,
     padding_around,
     runs_kernels,
+    same_memory,
     storage_id,
     tensor_hooks,
     torch_functions_off,
@@ -62,6 +63,6 @@ __all__ = [
     "in_place_format", "is_autocast", "is_cast_by_autocast", "is_plainly_eager", "is_registered_operator",
     "is_torch_wrapper", "is_transformed", "is_view_operator", "modules_by_name", "native_functions", "operator_format",
     "operator_name", "overloads_of", "own_buffers", "own_children", "own_parameters", "own_tensor", "padding_around",
-    "property_access", "read_by_name", "runs_kernels", "storage_id", "submodule", "tensor_at", "tensor_hooks",
-    "torch_functions_off", "transient_buffers", "version_of", "wants_gradients",
+    "property_access", "read_by_name", "runs_kernels", "same_memory", "storage_id", "submodule", "tensor_at",
+    "tensor_hooks", "torch_functions_off", "transient_buffers", "version_of", "wants_gradients",
 ]  # fmt: skip

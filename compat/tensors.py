@@ -21,7 +21,7 @@ __all__ = [
     "draws_randomly", "fake_tensors", "holders_of", "in_place_format", "is_autocast", "is_cast_by_autocast",
     "is_plainly_eager", "is_registered_operator", "is_torch_wrapper", "is_transformed", "is_view_operator",
     "native_functions", "operator_format", "operator_name", "overloads_of", "padding_around", "runs_kernels",
-    "storage_id", "tensor_hooks", "torch_functions_off", "version_of", "wants_gradients",
+    "same_memory", "storage_id", "tensor_hooks", "torch_functions_off", "version_of", "wants_gradients",
 ]  # fmt: skip
 
 
@@ -152,6 +152,11 @@ def is_plainly_eager(*, watched: bool = False) -> bool:
 def is_transformed() -> bool:
     """Say whether a transform of `torch.func`, or forward-mode differentiation, asks operations for their rules."""
     return _transform() is not None or _forward_ad._current_level >= 0
+
+
+def same_memory(x: Tensor) -> Tensor:
+    """Return a tensor in the memory of another that is no view for autograd, which restricts writing into views."""
+    return torch.ops.aten._unsafe_view(x, x.shape)
 
 
 def is_registered_operator(function: Any) -> bool:

@@ -20,6 +20,7 @@ from ..compat.export import batches_by_vmap
 from ..compat.quantized import simulating
 from ..cuda_ops import written_out
 from ..errors import ArchiveError, FxoptError, InputError, UsageError, one_line
+from ..interrupts import interruptible
 from ..layers.packed import ReleasedWeight
 from ..operators import canonical_name, has_random_effects
 from ..runtime.values import flatten, plain, structure
@@ -59,6 +60,7 @@ def export_model(model: nn.Module, path: Path, calls: Sequence[Inputs], *, dynam
         stack.enter_context(simulating())  # with kernels, results would differ where a number lies between two steps
         stack.callback(model.register_forward_hook(lambda _, __, output: plain(output)).remove)
         file = stack.enter_context(atomic_file(path))
+        stack.enter_context(interruptible())  # within the one above: where exporters swallow Ctrl-C, the old file stays
         comparison = Comparison(path, model)
         comparison.run_model(calls, sizes)
         if form is not PT2:

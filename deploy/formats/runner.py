@@ -75,7 +75,10 @@ _LOADERS: dict[str, Callable[[str], Run]] = {
 
 def _main(form: str, file: str, calls: str, results: str) -> None:
     found: list[Any] = []
-    run = _LOADERS[form](file)
+    try:
+        run = _LOADERS[form](file)
+    except Exception as error:
+        sys.exit(f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}")
     for named, args, kwargs, seed in torch.load(calls, weights_only=True):
         torch.manual_seed(seed)
         try:

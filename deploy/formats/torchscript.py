@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -15,17 +16,36 @@ from .source import Source
 
 __all__ = ["write_torchscript"]
 
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
 
 def write_torchscript(source: Source, folder: Path) -> tuple[Path, ...]:
     """Write `model.ts` into a folder."""
     tensors = tuple(tensor.detach().clone() for tensor in source.arguments.values())
     jit = cast("Any", torch.jit)
+    places = dict[str, None]()
     with warnings.catch_warnings(), simulating(False), torch.enable_grad():  # quantized layers: torch's own operators
-        warnings.simplefilter("ignore")  # what is fixed by the trace is compared
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", ".*Python boolean", jit.TracerWarning)
+        warnings.showwarning = lambda *_, **__: places.update(_deciding())
         traced = jit.trace(_of_tensors(source), tensors, check_trace=False, strict=False)
         file = folder / "model.ts"
         jit.save(traced, str(file))
+    if places:
+        more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+        warnings.warn(
+            f"the model decides by tensors or sizes (at {next(iter(places))}{more}), and a trace always goes the way "
+            "of the example; give example calls that go each way, which are compared, or export it as .pt2",
+            stacklevel=2,
+        )
     return (file,)
+
+
+def _deciding() -> dict[str, None]:
+    """Return the line that asks a traced tensor for a decision; none of torch or fxopt: these compare fitting sizes."""
+    frames = (each for each in reversed(traceback.extract_stack()[:-2]) if each.name != "__torch_function__")
+    frame = next(each for each in frames if not each.filename.endswith(("/warnings.py", "/torch/overrides.py")))
+    return {} if frame.filename.startswith(_OWN) else {f"{Path(frame.filename).name}:{frame.lineno}": None}
 
 
 def _of_tensors(source: Source) -> nn.Module:

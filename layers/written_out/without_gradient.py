@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...compat import is_transformed
+from ...compat import is_transformed, same_memory
 
 __all__ = ["WithoutGradient"]
 
@@ -23,5 +23,5 @@ class WithoutGradient:
     def __call__(self, x: Tensor) -> Tensor:
         if not is_transformed():
             return x.detach()
-        with torch.no_grad():
-            return x.view_as(x)
+        with torch.no_grad():  # into views that are made here nobody may write later
+            return same_memory(x)

@@ -331,8 +331,8 @@ class _Writer(Opener):
         if (
             inputs is None
             or may_not_open
-            or any(node.op == "get_attr" or writes(node, self.program, owner) for node in fitting[0].graph.nodes)
-        ):  # constants are the region's own
+            or any(_is_of(region, node) or writes(node, self.program, owner) for node in fitting[0].graph.nodes)
+        ):
             self.closed[qualified(place[0], str(node.target))] = f"it opens {region.context}"
             return None
 
@@ -422,6 +422,13 @@ class _Writer(Opener):
                 return None
             replaced[argument] = source
         return guard.over(replaced)
+
+
+def _is_of(region: Region, node: fx.Node) -> bool:
+    """Say whether a node reads what the region itself holds, not the module around it: a constant, another region."""
+    return node.op == "get_attr" or (
+        node.op == "call_module" and isinstance(region.get_submodule(str(node.target)), Region)
+    )
 
 
 def _are_read(call: fx.Node) -> bool:

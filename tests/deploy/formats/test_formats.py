@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,12 +153,19 @@ def _stopped(source: Source, folder: Path) -> tuple[Path, ...]:
     raise KeyboardInterrupt
 
 
+def _swallowing(source: Source, folder: Path) -> tuple[Path, ...]:
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    return writers.write_torchscript(source, folder)
+
+
 @pytest.mark.parametrize(
     ("write", "error", "reason"),
     [
         (_other, ArchiveError, r"m\.ts was not written: on example call 0, the exported model differs from the model"),
         (_spoiled, ArchiveError, "a fresh process cannot load it: RuntimeError"),
         (_stopped, KeyboardInterrupt, "^$"),
+        (_swallowing, KeyboardInterrupt, "^$"),
     ],
 )
 def test_an_older_file_stays_where_the_new_one_is_not_right(
@@ -196,6 +205,28 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match=r"No space left on device: '.*m\.ts'"):
         fxopt.export(nn.ReLU(), tmp_path / "m.ts", torch.randn(2, 3))
     assert not files(tmp_path)
+
+
+def test_where_a_trace_fixes_a_decision_is_said(tmp_path: Path) -> None:
+    model = Giving(lambda x: x * 2 if bool(x.sum() > 0) else -x)
+    one = torch.ones(1, 3)
+    with pytest.warns(UserWarning, match=r"the model decides by tensors or sizes \(at test_formats\.py:\d+\)"):
+        fxopt.export(model, tmp_path / "m.ts", one)
+    with (
+        pytest.warns(UserWarning, match="the model decides"),
+        pytest.raises(ArchiveError, match="on example call 1, the exported model differs"),
+    ):
+        fxopt.export(model, tmp_path / "m.ts", [one, -one])
+
+
+@torch.library.custom_op("fxopt_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_an_operator_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArchiveError, match=r"cannot load it: RuntimeError: .*fxopt_tests::doubled"):
+        fxopt.export(Giving(doubled), tmp_path / "m.ts", torch.ones(2, 3))
 
 
 def test_torchscript_is_said_to_be_deprecated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,31 @@ class Constant(nn.Module):
         return x + scaled
 
 
+class Nested(nn.Module):
+    """A part in which gradients are switched on again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().mean()
+            with torch.enable_grad():
+                y = self.inner(x)
+        return y * scale
+
+
+class Written(nn.Module):
+    """Writes into the result of such a part later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            kept = x * 2
+        kept.mul_(x)
+        return kept + x
+
+
 class Listing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -117,6 +142,29 @@ def test_derivatives_in_forward_mode_pass_as_through_no_grad() -> None:
     fast, tangent = flat(model), torch.ones_like(X)
     expected = torch.func.jvp(model, (X,), (tangent,))[1]
     torch.testing.assert_close(torch.func.jvp(fast, (X,), (tangent,))[1], expected)
+
+
+def test_gradients_pass_through_what_is_switched_on_again() -> None:
+    model = two(Nested)
+    fast = flat(model)
+    for each in (model, fast):
+        each(X).square().sum().backward()
+    for old, new in zip(model.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(new.grad, old.grad)
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "vmap"])
+def test_results_are_written_into_under_transforms(transform: str) -> None:
+    model = two(Written)
+    fast = flat(model)
+    assert calls_in(fast) == 0
+
+    def found(each: nn.Module) -> Tensor:
+        if transform == "grad":
+            return torch.func.grad(lambda x: each(x).sum())(X)
+        return torch.vmap(each)(X) if transform == "vmap" else torch.func.jvp(each, (X,), (torch.ones_like(X),))[1]
+
+    torch.testing.assert_close(found(fast), found(model))
 
 
 def test_a_part_that_writes_stays_a_call() -> None:
