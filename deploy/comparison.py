@@ -135,8 +135,8 @@ def check_plain(value: Any, name: str, leaves: tuple[type, ...], error: type[Fxo
         is_cache = "Cache" in kind.__name__  # as models of transformers give
         advice = "; switch the cache off: give use_cache=False with the example inputs" if is_cache else ""
         raise error(
-            f"{name} is a {kind.__name__}; a .pt2 file takes tensors, numbers and text and gives tensors and numbers, "
-            f"in tuples, lists and dictionaries{advice}"
+            f"{name} is a {kind.__name__}; an exported file takes tensors, numbers and text and gives tensors and "
+            f"numbers, in tuples, lists and dictionaries{advice}"
         )
 
 

@@ -99,6 +99,7 @@ def _write(
                 shutil.copyfileobj(written, target)
         if beside:  # the old graph does not go with new numbers
             comparison.path.unlink(missing_ok=True)
+        drop_checksum(comparison.path)  # of a .pt2 file of the same name
     return comparison.error
 
 
@@ -258,7 +259,7 @@ def _check_calls(calls: Sequence[Inputs]) -> None:
         if _form(call) != _form(calls[0]):
             raise UsageError(
                 f"example call {number} has other arguments than call 0 (more, or otherwise given, of other types or "
-                "plain values); a .pt2 file takes one kind of call: export one file for each"
+                "plain values); an exported file takes one kind of call: export one file for each"
             )
 
 
