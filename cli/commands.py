@@ -133,9 +133,7 @@ def optimize(
 def export(
     model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Write the file here.")],
-    form: Annotated[
-        ExportOption | None, typer.Option("--format", help="Default: what the name of FILE says, else pt2.")
-    ] = None,
+    form: Annotated[ExportOption | None, typer.Option("--format", help="Default: what the name of FILE says.")] = None,
     weights: Weights = None,
     inputs: Inputs = None,
     dynamic_batch: Annotated[bool, typer.Option(help="Leave the batch size free.")] = True,

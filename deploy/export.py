@@ -99,6 +99,7 @@ def _write(
                 shutil.copyfileobj(written, target)
         if beside:  # the old graph does not go with new numbers
             comparison.path.unlink(missing_ok=True)
+        drop_checksum(comparison.path)  # of a .pt2 file of the same name
     return comparison.error
 
 

@@ -74,7 +74,8 @@ def headline(record: Record) -> str:
     applied = statuses.count("applied")
     others = [f"{statuses.count(s)} {s}" for s in ("undone", "skipped", "refused") if s in statuses]
     standing = f"{counted(applied, 'rewrite')} applied for {phase_of(record)}"
-    return ", ".join([standing, *others]) + (_checked(record.checked) if applied else "")
+    rewritten = {name for status, _, name, _ in places if status == "applied"} - set(record.finishing)
+    return ", ".join([standing, *others]) + (_checked(record.checked) if rewritten else "")
 
 
 def _checked(ways: str) -> str:

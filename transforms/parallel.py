@@ -105,7 +105,9 @@ class Parallel(Pass):
         if self._averages:
             found = yield from _sites(self._sharding.find(program))
             data["units"] = [site.data["modules"] for site in found]
-            details.append(f"{len(found)} units in {self.data} replicas of {self.shard} shards")
+            parts = {"replicas": self.data, "shards": self.shard}
+            several = " of ".join(f"{count} {kind}" for kind, count in parts.items() if count > 1)
+            details.append(f"{len(found)} units in {several}")
         if self.pipeline > 1:
             (cut,) = yield from _sites(self._stages.find(program))
             data["routes"] = cut.data["routes"]

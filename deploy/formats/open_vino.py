@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +37,9 @@ def write_openvino(source: Source, folder: Path) -> tuple[Path, ...]:
 def _converted(openvino: Any, source: Source, folder: Path) -> Any:
     """Return the model by OpenVINO's own converter, or, of operators that it does not know, by way of ONNX."""
     try:
-        return openvino.convert_model(cast("Any", source.program))
+        with warnings.catch_warnings():  # the converter copies the program by a class of torch that warns of itself
+            warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+            return openvino.convert_model(cast("Any", source.program))
     except openvino.frontend.OpConversionFailure:
         if any(importlib.util.find_spec(package) is None for package in FORMATS["onnx"].packages):
             raise

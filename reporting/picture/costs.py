@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import fx, nn
 from ...compat import DispatchMode
 from ...operators import flops_of, mutates
 from ...runtime.graphs import capture_of, select
-from ...runtime.values import Arguments, qualified, tensors_in
+from ...runtime.values import Arguments, copied, objects_in, qualified, tensors_in
 from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
 from ...tracing.program import GraphRunner
@@ -74,8 +75,14 @@ def profile_of(model: nn.Module, call: Inputs) -> Profile:
     """
     profile = Profile()
     with torch.no_grad(), preserved(model):
-        given = (call.args, call.kwargs)
-        profile.modules[""] = _cost(lambda: model(*call.args, **call.kwargs), (given, list(model.parameters())))
+        turns = _turns((call.args, call.kwargs))
+        given = next(turns)
+
+        def run() -> Any:
+            args, kwargs = next(turns)
+            return model(*args, **kwargs)
+
+        profile.modules[""] = _cost(run, (given, list(model.parameters())))
         _inside("", model, given, profile)
     return profile
 
@@ -114,15 +121,27 @@ class _Timed(GraphRunner):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         read: list[Any] = [args, kwargs]
+        turns = _turns((args, kwargs))
         if n.op == "call_module":
             module = self.fetch_attr(str(n.target))
-            self.called.setdefault(str(n.target), (n.name, (args, kwargs)))
+            self.called.setdefault(str(n.target), (n.name, next(turns)))
             read.append([*module.parameters(), *module.buffers()])
         results: list[Any] = []
-        run = super().run_node
+        call = getattr(self, n.op)
+
+        def run() -> None:
+            results.append(call(n.target, *(next(turns) if results else (args, kwargs))))
+
         repeats = 1 if mutates(n) else _REPEATS  # what writes would write again
-        self.costs[n.name] = _cost(lambda: results.append(run(n)), read, results, repeats)
+        self.costs[n.name] = _cost(run, read, results, repeats)
         return results[0]
+
+
+def _turns(given: Arguments) -> Iterator[Arguments]:
+    """Yield what to run again and again; a cache, or another object that a run may write into, is new each time."""
+    if not objects_in(given):
+        return repeat(given)
+    return iter([copied(given) for _ in range(_REPEATS + 2)])
 
 
 def _cost(run: Callable[[], Any], read: Any, results: Sequence[Any] = (), repeats: int = _REPEATS) -> NodeCost:

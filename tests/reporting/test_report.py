@@ -359,6 +359,8 @@ def test_what_is_not_verified_is_no_check():
     assert "checked: float64, but also NOT VERIFIED: never called\n" in mixed
     nothing = str(report(decision("refused", reason="no"), checked="nothing was rewritten"))
     assert nothing.startswith("0 rewrites applied for inference, 1 refused\n")
+    finished = str(report(APPLIED, checked="nothing was rewritten", finishing={APPLIED.pass_name: "as before"}))
+    assert finished.startswith("1 rewrite applied for inference\n")
 
 
 def test_reasons_of_several_lines_become_one():

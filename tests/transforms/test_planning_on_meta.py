@@ -56,7 +56,7 @@ def test_layers_whose_number_is_read_do_not_share():
         ("tensor_parallel", "rows of model.layers.7.mlp.down_proj"),
         ("pipeline", f"{_RANKS} stages"),
         ("parallel{data=2,shard=2,tensor=2}", "16 blocks split over 2; 9 units in 2 replicas of 2 shards"),
-        ("parallel{shard=2,tensor=2,pipeline=2}", "2 stages"),
+        ("parallel{shard=2,tensor=2,pipeline=2}", " units in 2 shards; 2 stages"),
     ],
 )
 def test_a_plan_without_weights(text: str, said: str):

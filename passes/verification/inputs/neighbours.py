@@ -84,7 +84,7 @@ def _laid_out(calls: Sequence[Arguments], channels_last: bool) -> Iterator[Neigh
             changed.append(tensor)
         return tensor.detach().contiguous(memory_format=form)
 
-    made = [map_tensors(lay_out, call) for call in calls]
+    made = [map_tensors(lay_out, call, within=Tensor.detach) for call in calls]  # what a cache holds are no images
     if changed:
         yield _neighbour("channels last" if channels_last else "contiguous", made)
 

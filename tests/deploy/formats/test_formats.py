@@ -193,6 +193,8 @@ def test_files_that_go_together_are_replaced_together(tmp_path: Path, monkeypatc
     assert files(tmp_path) == ["m.bin"]
     (tmp_path / "m.ts").write_bytes(b"old")
     fxopt.export(nn.Linear(3, 2), tmp_path / "m.ts", torch.randn(2, 3))
+    (tmp_path / "m.ts.sha256").write_text("of a .pt2 file of this name")
+    fxopt.export(nn.Linear(3, 2), tmp_path / "m.ts", torch.randn(2, 3))
     assert files(tmp_path) == ["m.bin", "m.ts"] and (tmp_path / "m.bin").read_bytes() == b"numbers"
 
 

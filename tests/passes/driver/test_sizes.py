@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.runs import manager_of
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import fxopt
 from fxopt.passes import timing
@@ -145,6 +146,14 @@ def test_rows_of_graphs_are_no_batch(races: list[Tensor]) -> None:
     edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
     manager = manager_of(fxopt.capture(Graph().eval(), (torch.randn(4, 3), edges)), time=False)
     assert not list(fxopt.passes.verification.neighbours(manager.program.whole_calls))
+
+
+def test_caches_are_no_images() -> None:
+    cache = DynamicCache()
+    cache.update(torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 8), 0)
+    call = fxopt.Inputs(torch.zeros(2, 1, dtype=torch.long), past_key_values=cache)
+    labels = [each.label for several in fxopt.passes.verification.neighbours([call]) for each in several]
+    assert "batch 8" in labels and "channels last" not in labels
 
 
 def test_a_plan_that_is_repeated_times_nothing(races: list[Tensor]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxopt
 from fxopt.reporting.picture import NOW, picture_of_programs, profile_of
@@ -120,6 +121,18 @@ def test_what_writes_runs_once():
     seen.clear()
     profile_of(program.model, program.whole_calls[0])
     assert set(seen) == {1.0}
+
+
+def test_each_run_has_the_cache_of_the_first_one():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model, ids = LlamaForCausalLM(LlamaConfig(vocab_size=11, **sizes)).eval(), torch.tensor([[3, 4, 5]])
+    cache = model(ids).past_key_values
+    for call in (fxopt.Inputs(ids), fxopt.Inputs(ids[:, :1], past_key_values=cache)):
+        program = fxopt.capture(model, call)
+        profile = profile_of(program.model, program.whole_calls[0])
+        assert profile.modules["model.layers.0.self_attn"].flops
+        profile_of(program.model, call)
+    assert cache.get_seq_length() == 3
 
 
 def test_source_lines_are_read_where_they_can_be(fast: nn.Module):
