@@ -25,7 +25,7 @@ _LEAST_KEPT, _LEAST_FOR_COMPARING = 0.25, 0.1
 """Nor less than these parts, for both and for comparing: a small model's forwards take the least of it."""
 _LEAST_FOR_LEAVING = 0.25
 """However short a budget is, rewrites are written within so many seconds, and the last comparison takes as many."""
-_LATE_FOR_LEFT = 0.5  # the check of what was left to the whole model may end so large a part of a budget late
+_OF_ALL_FOR_LEFT = 1.5  # so much of a budget is over when the check of what was left to the whole model ends
 _OF_OTHERS = 0.2
 """What passes took beyond their parts is added to the budget, so that others have theirs: of passes that need not be
 done so large a part of it. A conversion by an engine takes seconds, and would allow everything behind it as much."""
@@ -265,7 +265,7 @@ class TimeBudget:
 
         It may end beyond the budget, since otherwise all that was left would go: 128 heads stayed a loop.
         """
-        return max(self._in_all + _LATE_FOR_LEFT * self.seconds, 2 * _LEAST_FOR_LEAVING)
+        return max(_OF_ALL_FOR_LEFT * self._in_all, 2 * _LEAST_FOR_LEAVING)
 
     @property
     def values(self) -> dict[str, Any]:

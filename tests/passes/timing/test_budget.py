@@ -121,7 +121,6 @@ def test_what_a_pass_for_speed_takes_beyond_its_part_does_not_allow_those_behind
     assert budget.left == 0.0
     budget.spent = 0.0
     assert budget.left == 1.2 * 40.0
-    assert budget.end_of_check == 1.7 * 40.0
 
 
 def test_a_pass_that_shares_with_nobody_takes_from_those_behind() -> None:
