@@ -196,6 +196,8 @@ def repro(
     """Run a script of reduce, or a reproducer, in a new process; exit with 1 if it still fails."""
     if not file.is_file():
         raise InputError(f"{file}: no such file")
+    if b"fxopt" not in file.read_bytes():
+        raise InputError(f"{file} calls nothing of fxopt: name what fxopt reduce wrote, or the reproduce.py of a pass")
     from .scripts import failure_of
 
     failure = failure_of(file)

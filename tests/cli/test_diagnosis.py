@@ -217,6 +217,8 @@ def test_a_wrong_result_is_reduced_to_few_operations(fxopt: Fxopt, zoo: Path, mo
     (zoo / "small.py").write_text(text.replace("PASSES = 'prune{amount=0.5}'", "PASSES = 'eliminate_dead_code'"))
     mended = fxopt("repro", "small.py", "--json")
     assert (mended.code, mended.json["fails"]) == (0, False)
+    other = fxopt("repro", "zoo.py")
+    assert (other.code, "zoo.py calls nothing of fxopt" in other.err) == (3, True), "it would not fail either"
 
 
 def test_a_pass_that_raises_is_reduced(fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch):

@@ -141,9 +141,12 @@ class PipelineModule(RankPart):
         unfit = self._unfit[_form(call), self.training]
         try:
             return self._ways.of(self._here(call), unfit)
-        except GuardError:
+        except GuardError as error:
             unfit.clear()  # it may have been for data
-            raise
+            rows = "1 row" if rows_of(call) == 1 else f"{rows_of(call)} rows"
+            raise GuardError(
+                f"{error}. This call has {rows}: where microbatches have so many, give [batch, {rows} of it]"
+            ) from error
 
     def _given(self, *calls: Inputs) -> object:
         """Return what has to be the same on all ranks."""

@@ -151,6 +151,7 @@ def test_like_one_process(of_ranks: list[dict[str, Any]], schedule: str):
 def test_evaluation_fails_on_both_ranks(of_ranks: list[dict[str, Any]], schedule: str):
     first, second = (each["errors"] for each in of_ranks)
     assert first[f"other path {schedule}"].startswith("GuardError: 'if batch_size != position_ids.shape[0]'")
+    assert first[f"other path {schedule}"].endswith("give [batch, 1 row of it]")
     assert second[f"other path {schedule}"].startswith("GuardError: rank 0 raised GuardError: 'if batch_size")
     for each in (first, second):
         assert each[f"other form {schedule}"].startswith("UsageError: rank 1 was given a batch of another form")
