@@ -24,10 +24,14 @@ def write_torchscript(source: Source, folder: Path) -> tuple[Path, ...]:
     tensors = tuple(tensor.detach().clone() for tensor in source.arguments.values())
     jit = cast("Any", torch.jit)
     places = dict[str, None]()
+
+    def note(*_: object, **__: object) -> None:
+        places.update(_deciding())
+
     with warnings.catch_warnings(), simulating(False), torch.enable_grad():  # quantized layers: torch's own operators
         warnings.simplefilter("ignore")
         warnings.filterwarnings("always", ".*Python boolean", jit.TracerWarning)
-        warnings.showwarning = lambda *_, **__: places.update(_deciding())
+        warnings.showwarning = note
         traced = jit.trace(_of_tensors(source), tensors, check_trace=False, strict=False)
         file = folder / "model.ts"
         jit.save(traced, str(file))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 import types
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -149,6 +150,9 @@ class NestedReads:
             self._keep(guard, root)
         if guards:
             return
+        if _is_named_function(value):
+            self._keep(Guard(source, Is(Known(value)), f"{source} is {value.__name__}"), root)
+            return
         if cast("type[Any]", type(value)).__module__ == "numpy" or _is_array(value):
             self.arrays.append((root, source, value))
             return
@@ -197,6 +201,15 @@ def _is_array(value: Any) -> bool:
     """Tell whether a value is an array of numpy's."""
     kind = cast("type[Any]", type(value))
     return any(base.__module__ == "numpy" and base.__name__ == "ndarray" for base in kind.__mro__)
+
+
+def _is_named_function(value: Any) -> bool:
+    """Say whether a value is a function that a module of Python has by its name, and so is one in copies, too."""
+    if isinstance(value, types.BuiltinFunctionType):
+        return isinstance(value.__self__, (type, types.ModuleType))
+    if not isinstance(value, types.FunctionType):
+        return False
+    return getattr(sys.modules.get(value.__module__), value.__qualname__, None) is value
 
 
 def _can_be_lent(value: Any) -> bool:

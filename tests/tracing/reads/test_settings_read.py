@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import types
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxopt
@@ -222,3 +224,30 @@ def test_an_item_behind_a_descriptor_is_not_what_is_read(shadow: Any, monkeypatc
     vars(fast.config)["value"] = 1.0
     monkeypatch.setattr(Elsewhere, "value", 3.0)
     assert torch.equal(fast(X), plain(X))
+
+
+class Activated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions, self.by_name = [torch.relu, F.silu], {"last": F.gelu}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for function in self.functions:
+            x = function(x)
+        return self.by_name["last"](x) + x
+
+
+def test_functions_in_containers_are_compared():
+    x = torch.linspace(-2, 2, 12).reshape(3, 4)
+    fast = fxopt.optimize(nn.Sequential(Activated(), Activated()), "flatten_calls", example_inputs=x, measure=False)
+    loaded = pickle.loads(pickle.dumps(fast))
+    for model in (fast, loaded):
+        expected = nn.Sequential(Activated(), Activated())
+        torch.testing.assert_close(model(x), expected(x))
+        assert not misses_in(model)
+        for each in (model, expected):
+            each[0].functions[1] = torch.cos
+        torch.testing.assert_close(model(x), expected(x))
+        for each in (model, expected):
+            each[1].by_name["last"] = torch.sin
+        torch.testing.assert_close(model(x), expected(x))
