@@ -27,7 +27,11 @@ Run = Callable[..., Any]
 
 
 def compile_graph(
-    graph: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+    graph: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Run:
     """Return what computes a graph of dynamo, rewritten by passes for inference, as `torch.compile` asks a backend to.
 
@@ -37,10 +41,13 @@ def compile_graph(
         graph: what dynamo captured; its parameters are among its inputs.
         example_inputs: of the graph, the parameters and buffers as they are.
         options: of `torch.compile`: `passes`, as for `fxopt.optimize`; they may not move parameters.
+        mode: of `torch.compile`; the backend has none.
 
     Raises:
-        UsageError: an unknown option, or a pass that moves parameters.
+        UsageError: an unknown option, a mode, or a pass that moves parameters.
     """
+    if mode is not None:
+        raise UsageError(f"the backend fxopt has no mode {mode!r}; leave mode out, and give options={{'passes': ...}}")
     given = dict(options or {})
     passes = given.pop("passes", _PASSES)
     if given:

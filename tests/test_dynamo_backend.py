@@ -96,12 +96,13 @@ def test_where_gradients_may_be_asked_for_the_graph_runs_as_it_is(optimized: lis
 def test_what_cannot_be_is_refused_in_one_line() -> None:
     model = nn.ModuleList(nn.Linear(4, 2) for _ in range(8)).eval()
     ensemble = lambda x: torch.stack([each(x) for each in model])  # noqa: E731
-    for options, reason in (
-        ({"passes": "fuse_ensembles{lowering=bmm}"}, "takes no passes that move parameters"),
-        ({"fast": True}, "has no option 'fast'; there is 'passes'"),
+    for wrong, reason in (
+        ({"options": {"passes": "fuse_ensembles{lowering=bmm}"}}, "takes no passes that move parameters"),
+        ({"options": {"fast": True}}, "has no option 'fast'; there is 'passes'"),
+        ({"mode": "max-autotune"}, "has no mode 'max-autotune'"),
     ):
         with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=reason):
-            torch.compile(ensemble, backend=compile_graph, options=options)(torch.randn(3, 4))
+            torch.compile(ensemble, backend=compile_graph, **wrong)(torch.randn(3, 4))  # type: ignore[call-overload]
         torch.compiler.reset()
 
 
