@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
+import sys
 import warnings
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,8 @@ from .source import Source
 
 __all__ = ["write_torchscript"]
 
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_OWN = ("torch", __name__.partition(".")[0])
+_PASSED_ON = ("/warnings.py", "/torch/overrides.py")
 
 
 def write_torchscript(source: Source, folder: Path) -> tuple[Path, ...]:
@@ -47,9 +49,16 @@ def write_torchscript(source: Source, folder: Path) -> tuple[Path, ...]:
 
 def _deciding() -> dict[str, None]:
     """Return the line that asks a traced tensor for a decision; none of torch or fxopt: these compare fitting sizes."""
-    frames = (each for each in reversed(traceback.extract_stack()[:-2]) if each.name != "__torch_function__")
-    frame = next(each for each in frames if not each.filename.endswith(("/warnings.py", "/torch/overrides.py")))
-    return {} if frame.filename.startswith(_OWN) else {f"{Path(frame.filename).name}:{frame.lineno}": None}
+    frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None and (frame.f_code.co_filename.endswith(_PASSED_ON) or _is_dispatch(frame)):
+        frame = frame.f_back
+    if frame is None or str(frame.f_globals.get("__name__", "")).partition(".")[0] in _OWN:
+        return {}
+    return {f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}": None}
+
+
+def _is_dispatch(frame: FrameType) -> bool:
+    return frame.f_code.co_name == "__torch_function__"
 
 
 def _of_tensors(source: Source) -> nn.Module:

@@ -257,7 +257,7 @@ def test_a_model_that_does_not_fail_is_not_reduced(fxopt: Fxopt, zoo: Path):
 
 def test_a_script_that_does_not_end_is_stopped(fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fxopt.cli.scripts._SECONDS", 0.5)
-    (zoo / "endless.py").write_text("while True:\n    pass")
+    (zoo / "endless.py").write_text("# fxopt\nwhile True:\n    pass")
     done = fxopt("repro", "endless.py")
     assert (done.code, "endless.py was stopped after 0.5 s" in done.err) == (3, True)
 

@@ -42,12 +42,12 @@ def _bounds(unrolled: Unrolled) -> Iterator[Bound]:
         key = _cut(node, unrolled.values) if node in unrolled.shaped else None
         if key is None:
             continue
-        if key.start not in (None, 0):
+        if isinstance(key.start, fx.Node) and isinstance(key.stop, fx.Node):
             raise MatchFailure(
                 "it cuts tokens that are sorted by expert, at counts: split and join them (torch.split, torch.cat, "
                 "index_add), or pick each expert's by torch.where"
             )
-        if key.step not in (None, 1) or not isinstance(key.stop, (int, fx.Node)):
+        if key.start not in (None, 0) or key.step not in (None, 1) or not isinstance(key.stop, (int, fx.Node)):
             raise MatchFailure("it takes some of the tokens that an expert gets, and not the first: a capacity")
         yield key.stop
     for decided in unrolled.decided:

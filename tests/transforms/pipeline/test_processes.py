@@ -360,7 +360,7 @@ def test_every_way_through_the_model_that_examples_show(of_ranks: list[dict[str,
         found = each["ways"]
         assert max(found["batches"]) < 1e-9 and max(found["modes"]) < 1e-9 and found["mode of a step"] < 1e-9
         assert found["one kind"].startswith("GuardError: ")
-        assert found["one kind"].endswith("Give example_inputs that cover this case too")
+        assert "Give example_inputs that cover this case too" in found["one kind"]
 
 
 @pytest.mark.parametrize(
