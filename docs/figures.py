@@ -29,6 +29,7 @@ from playwright.sync_api import Page, sync_playwright
 from torch import distributed, nn
 
 import fxopt
+from fxopt.reporting.plots import png_of
 from fxopt.runtime.values import own_part
 
 DOCS = Path(__file__).resolve().parent
@@ -37,7 +38,7 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WIDTH, TALLEST, WIDEST = 1000, 1300, 700
 """Of a figure of a pass, in pixels; what is wider than `WIDEST` has no room beside another."""
-COLOURS = 128
+COLOURS, DPI = 128, 100
 """A page has few: the files are a third as large as with all that there could be."""
 
 
@@ -92,7 +93,7 @@ def draw_pass(page: Page, name: str, folder: Path) -> None:
     model = example_of(name, folder)
     report = fxopt.report(model)
     if not is_seen(report):
-        return save(png_of(report.plot()), PICTURES / "passes" / f"{name}.png")
+        return save(png_of(report.plot(), DPI), PICTURES / "passes" / f"{name}.png")
     report.to_html(folder / f"{name}.html")
     page.goto("about:blank")
     page.goto(f"{(folder / f'{name}.html').as_uri()}#open={','.join(opened(report))}")
@@ -119,12 +120,6 @@ def save(png: bytes, path: Path) -> None:
     )
     picture.save(path, optimize=True)
     print(f"{path.relative_to(DOCS)}: {path.stat().st_size / 1024:.0f} KiB", flush=True)
-
-
-def png_of(figure: Figure) -> bytes:
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=100)
-    return written.getvalue()
 
 
 @contextmanager
@@ -182,7 +177,7 @@ def draw_plots() -> None:
         ),
     }
     for name, report in runs.items():
-        save(png_of(report.plot()), PICTURES / f"{name}.png")
+        save(png_of(report.plot(), DPI), PICTURES / f"{name}.png")
 
 
 COLUMNS = {
@@ -214,7 +209,7 @@ def draw_comparison() -> None:
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     axes.set_title("times as fast as eager: float32, one thread, processor time", loc="left", fontsize=10)
-    save(png_of(figure), PICTURES / "comparison.png")
+    save(png_of(figure, DPI), PICTURES / "comparison.png")
 
 
 PARALLEL = {
@@ -270,7 +265,7 @@ def draw_ranks(name: str) -> None:
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title("parameters that a process holds: four MLPs 256-1024-256", loc="left", fontsize=9)
-    save(png_of(figure), PICTURES / "passes" / f"{name}.png")
+    save(png_of(figure, DPI), PICTURES / "passes" / f"{name}.png")
 
 
 def main(asked: list[str]) -> int:

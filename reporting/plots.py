@@ -84,10 +84,10 @@ def _inline_figure() -> type[Figure]:
     return InlineFigure
 
 
-def png_of(figure: Figure) -> bytes:
-    """Return a figure as a PNG that fits into a notebook."""
+def png_of(figure: Figure, dpi: int = 110) -> bytes:
+    """Return a figure as a PNG, which fits into a notebook."""
     written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=110)
+    figure.savefig(written, format="png", dpi=dpi)
     return written.getvalue()
 
 

@@ -180,10 +180,9 @@ def flattened(program: Program, name: str, specialization: Specialization, *, qu
     layers of 8 bits, where `quantized`: by ranges that are known before, or in floats where a call would find them.
     """
     owner = program.module(name)
-    writer, inputs = _written(program, name, specialization, quantized, draws=owner.training)
+    writer, arguments = _written(program, name, specialization, quantized, draws=owner.training)
     if not owner.training and any(map(_may_draw, writer.graph.nodes)):
-        writer, inputs = _written(program, name, specialization, quantized, draws=True)
-    placeholders = specialization.graph.find_nodes(op="placeholder")
+        writer, arguments = _written(program, name, specialization, quantized, draws=True)
     keep_narrow(writer.graph, exactly=True)
     writer.graph.eliminate_dead_code(is_impure_node=lambda node: node.op != "get_attr" and not only_builds(node))
     writer.note_computed(specialization.guards, "")
@@ -192,7 +191,6 @@ def flattened(program: Program, name: str, specialization: Specialization, *, qu
     own = [guard for guard in specialization.guards if not (_counts_children(guard, owner) or asks_unchanged(guard))]
     guards = (*own, mode, *writer.guards, Guard(found, Is(key_of(True)), _CHANGED))
     reads = dict.fromkeys(guards)
-    arguments = {new.name: specialization.argument(old) for old, new in zip(placeholders, inputs, strict=True)}
     flat = replace(specialization, graph=writer.graph, guards=tuple(reads), arguments=arguments)
     return Flat(flat, writer.calls, frozenset(writer.found), writer.closed)
 
@@ -203,14 +201,15 @@ def _may_draw(node: fx.Node) -> bool:
 
 def _written(
     program: Program, name: str, specialization: Specialization, quantized: bool, *, draws: bool
-) -> tuple[_Writer, list[fx.Node]]:
-    """Return what wrote a graph with the calls of a module, and its inputs there."""
+) -> tuple[_Writer, dict[str, Source]]:
+    """Return what wrote a graph with the calls of a module, and what each of its inputs is, by name."""
     writer = _Writer(program, name, program.module(name), quantized, draws)
     placeholders = specialization.graph.find_nodes(op="placeholder")
-    inputs = [writer.input(node, specialization.argument(node)) for node in placeholders]
+    sources = [specialization.argument(node) for node in placeholders]
+    inputs = [writer.input(node, source) for node, source in zip(placeholders, sources, strict=True)]
     writer.graph.output(writer.run(specialization.graph, ("", ""), inputs))
     shorten(writer.graph)
-    return writer, inputs
+    return writer, {node.name: source for node, source in zip(inputs, sources, strict=True)}
 
 
 def is_written_out(guard: Guard) -> bool:
