@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...errors import one_line
 from .engine import Engine
+from .one_thread import OneThread
 
 __all__ = ["OpenVINO"]
 
@@ -108,8 +109,8 @@ class _Session:
             request.set_input_tensor(place, self._tensor(value.numpy(), shared_memory=True))
         with self._one_at_a_time:  # as the engine does anyway; so none computes while another fails
             self._compute(request, tuple([value.shape for value in inputs]))
-        # The request writes to its own memory again at its next call.
-        return [torch.from_numpy(request.get_output_tensor(place).data).clone() for place in self._outputs]
+        with OneThread():  # the request writes to its own memory again at its next call
+            return [torch.from_numpy(request.get_output_tensor(place).data).clone() for place in self._outputs]
 
     def _compute(self, request: Any, shapes: tuple[torch.Size, ...]) -> None:
         """Compute with the inputs that a request has."""

@@ -23,6 +23,7 @@ from ...runtime.graphs import PortableGraph, copy_graph
 from .conversion import MOST_SHAPES, Converted, OtherNumbers, OtherType, Refused, converted, is_forked, key_of, sum_of
 from .engine import OtherSizes
 from .engines import engine_named
+from .one_thread import OneThread
 
 __all__ = ["DelegatedRegion", "is_judged_outside", "judged_outside"]
 
@@ -106,7 +107,9 @@ class DelegatedRegion(Keeping):
         if self.left or wants_gradients(*operands) or not runs_kernels() or is_forked():
             return self._own(*operands)
         inputs, tensors = operands[: self.inputs], operands[self.inputs :]
-        if not all(map(_is_taken, inputs)):
+        with OneThread():
+            are_taken = all(map(_is_taken, inputs))
+        if not are_taken:
             return self._own(*operands)
         held = self._current(inputs, tensors)
         if held is None:
@@ -122,7 +125,8 @@ class DelegatedRegion(Keeping):
         held.once.discard(key)
         try:
             found = session([x.detach().contiguous() for x in inputs])
-            is_finite = all(map(_is_finite, found))
+            with OneThread():
+                is_finite = all(map(_is_finite, found))
         except Exception as error:
             self._give_up(error)
             return self._own(*operands)

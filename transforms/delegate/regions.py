@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
+from torch.nn import functional
 
+from ...layers.delegated import LookUp
 from ...layers.folded import CHECKS
 from ...operators import reached
 from ...runtime.values import Meta, TensorMeta
@@ -124,9 +126,11 @@ class _Writing:
 
     def copy(self, node: fx.Node, *, kept: bool) -> None:
         """Write a node as it was; where `kept`, also where nothing reads it."""
-        self._values[node] = self._graph.node_copy(node, self._values.__getitem__)
+        written = self._values[node] = self._graph.node_copy(node, self._values.__getitem__)
+        if written.target is functional.embedding:
+            written.target = LookUp()
         if kept:
-            self._kept.add(self._values[node])
+            self._kept.add(written)
 
     def call(self, region: Region) -> None:
         """Write a region as one call, and its outputs."""
