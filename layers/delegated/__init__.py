@@ -7,10 +7,10 @@ from .engine import Engine, OtherSizes, Session
 from .engines import engine_named, engines
 from .on_disk import fit_for_disk, move_to_disk
 from .refresh import fix_regions, fixed_regions, held_bytes, refresh
-from .region import DelegatedRegion, is_judged_outside, judged_outside
+from .region import DelegatedRegion, judged_outside
 
 __all__ = [
     "DelegatedRegion", "Engine", "OtherSizes", "Session", "as_converted", "engine_named", "engines", "fit_for_disk",
-    "fix_regions", "fixed_regions", "held_bytes", "is_forked", "is_judged_outside", "judged_outside", "move_to_disk",
+    "fix_regions", "fixed_regions", "held_bytes", "is_forked", "judged_outside", "move_to_disk",
     "refresh", "sum_of",
 ]  # fmt: skip
