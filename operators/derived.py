@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..compat import is_plainly_eager, wants_gradients
+from ..compat import dispatch_modes_off, is_plainly_eager, wants_gradients
 from ..errors import FusedMemberError
 from .cache import Cache, Unchanged, why_unseen
 
@@ -76,9 +76,15 @@ class Derived(Cache, Keeping):
             )
         if torch.compiler.is_dynamo_compiling() or not is_plainly_eager() or any(map(why_unseen, originals)):
             return self.function(*originals)
-        with torch.inference_mode(False), torch.no_grad():
-            made = self.of(self.function, *originals, key=id(originals[0]))  # copies of a model may share a graph
+        made = self.made(originals)
         return self._attached(made, originals) if wants_gradients(*originals) else made
+
+    def made(self, originals: Sequence[Tensor]) -> Any:
+        """Return what the function makes of the originals as they are, and keep it for calls with the same."""
+        with dispatch_modes_off(), torch.inference_mode(False), torch.no_grad():
+            if any(map(why_unseen, originals)):
+                return self.function(*originals)
+            return self.of(self.function, *originals, key=id(originals[0]))  # copies of a model may share a graph
 
     def _keep(self, key: Hashable, noted: Unchanged, tensors: Sequence[Tensor | None], made: Any) -> None:
         results: Sequence[Tensor] = (made,) if isinstance(made, Tensor) else made

@@ -230,6 +230,20 @@ def test_in_place_everything_that_survives_keeps_its_identity() -> None:
     assert_close(model, reference)
 
 
+@pytest.mark.parametrize("is_child", [False, True])
+def test_a_graph_module_is_optimized_in_place(is_child: bool) -> None:
+    """Torch makes a class for each of them, and for each copy."""
+    traced = fx.symbolic_trace(nn.Sequential(nn.Conv1d(5, 4, 1), nn.BatchNorm1d(4)).eval())
+    model = nn.Sequential(traced, nn.ReLU()).eval() if is_child else traced
+    x = torch.randn(3, 5, 6)
+    expected = model(x)
+    fast = fxopt.optimize(model, "fold_batchnorm", example_inputs=(x,), measure=False, inplace=True)
+    assert fast is model and (not is_child or model[0] is traced)
+    assert [each.status for each in fxopt.plan(model).decisions] == ["applied"]
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(fxopt.restore(model)(x), expected)
+
+
 def test_hooks_still_take_their_turn_after_optimizing_in_place() -> None:
     model = optimized(Model(), inplace=True)
     order: list[str] = []

@@ -8,10 +8,10 @@ from .engines import engine_named, engines
 from .on_disk import fit_for_disk, move_to_disk
 from .one_thread import LookUp
 from .refresh import fix_regions, fixed_regions, held_bytes, refresh
-from .region import DelegatedRegion, is_judged_outside, judged_outside
+from .region import DelegatedRegion, judged_outside
 
 __all__ = [
     "DelegatedRegion", "Engine", "LookUp", "OtherSizes", "Session", "as_converted", "engine_named", "engines",
-    "fit_for_disk", "fix_regions", "fixed_regions", "held_bytes", "is_forked", "is_judged_outside", "judged_outside",
-    "move_to_disk", "refresh", "sum_of",
+    "fit_for_disk", "fix_regions", "fixed_regions", "held_bytes", "is_forked", "judged_outside", "move_to_disk",
+    "refresh", "sum_of",
 ]  # fmt: skip

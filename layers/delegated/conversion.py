@@ -8,9 +8,7 @@ import os
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -23,6 +21,7 @@ from ...compat import dispatch_modes_off, version_of
 from ...interrupts import interruptible
 from ...operators import Unchanged, sample_of, why_unseen
 from ...runtime.graphs import copy_graph
+from ...runtime.values import ContextFlag
 from ..folded import CHECKS
 from .constants import with_derived
 from .engine import Engine, Session
@@ -70,21 +69,12 @@ class OtherNumbers(Refused):
     """They hold other numbers than what engines have taken, and are not to be taken now."""
 
 
-_takes_others = ContextVar("_takes_others", default=True)
+as_converted = ContextFlag("as_converted")
+"""Engines compute with the numbers that they have taken; with others, regions compute by their own operations.
 
-
-@contextmanager
-def as_converted() -> Generator[None]:
-    """Let engines compute with the numbers that they have taken; with others, regions compute by their own operations.
-
-    Verification makes up many numbers. To convert a region takes seconds, and one that is converted anew later compares
-    its first results with those of its own operations.
-    """
-    token = _takes_others.set(False)
-    try:
-        yield
-    finally:
-        _takes_others.reset(token)
+Verification makes up many numbers. To convert a region takes seconds, and one that is converted anew later compares its
+first results with those of its own operations.
+"""
 
 
 @dataclass
@@ -133,6 +123,12 @@ class Converted:
     @property
     def example(self) -> Sequence[Tensor]:
         return self.compile.example
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Return those sessions that hold the tensors."""
+        every = (*self.by_threads.values(), *self.fixed.values())
+        return [session for session in every if getattr(session, "is_compiled", True)]
 
     def takes(self, inputs: Sequence[Tensor]) -> bool:
         """Say whether inputs are of the types that it was made for."""
@@ -243,7 +239,7 @@ def converted(
         for held in known:
             if not held.doubted and (lent := held.lent(tensors, unchanged)) is not None:
                 return lent
-        if not _takes_others.get():
+        if as_converted:
             raise OtherNumbers("what is made up to verify a rewrite is no reason to convert")
         example = [x.detach().clone(memory_format=torch.contiguous_format) for x in inputs]  # as at each call
         compile_ = _Compile(engine, _Computation(graph, tensors), example, dtype)

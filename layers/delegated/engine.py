@@ -23,7 +23,8 @@ class OtherSizes(ValueError):
 class Session(Protocol):
     """A computation that an engine has compiled; several threads may call it.
 
-    It may have a method `fixed(example)`, which returns a session for inputs of the shapes of `example` alone.
+    It may have a method `fixed(example)`, which returns a session for inputs of the shapes of `example` alone, and say
+    by `is_compiled` that it holds no tensors yet.
     """
 
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:

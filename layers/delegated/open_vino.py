@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import one_line
+from ...interrupts import interruptible
 from .engine import Engine
 from .one_thread import OneThread
 
@@ -85,12 +86,14 @@ class _Session:
     With one thread, `infer` tells of no error: it leaves the results of the call before, and the failed computation in
     a queue, where it is tried again in place of later calls, also of other models (seen in 2026.4.1; a crash where the
     failed request is gone). So the first call of each shape is computed asynchronously, which raises.
+
+    It is compiled at its first call: where there is a session for the shapes that are used, that may never come.
     """
 
     def __init__(self, openvino: Any, model: Any, settings: Mapping[str, Any]) -> None:
         self._openvino, self._model, self._settings, self._tensor = openvino, model, settings, openvino.Tensor
-        self._compiled = _core(openvino).compile_model(model, "CPU", settings)
-        self._outputs = range(len(self._compiled.outputs))
+        self._compiled: Any = None
+        self._outputs = range(len(model.outputs))
         self._computed = set[tuple[torch.Size, ...]]()  # shapes that it can compute
         self._failed = ""
         self._local, self._one_at_a_time = threading.local(), threading.Lock()
@@ -101,10 +104,21 @@ class _Session:
         model.reshape({place: list(x.shape) for place, x in enumerate(example)})
         return _Session(self._openvino, model, self._settings)
 
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    def _request(self) -> Any:
+        with self._one_at_a_time:
+            if self._compiled is None:
+                with interruptible():
+                    self._compiled = _core(self._openvino).compile_model(self._model, "CPU", self._settings)
+        return self._compiled.create_infer_request()
+
     def __call__(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         request = getattr(self._local, "request", None)
         if request is None:
-            request = self._local.request = self._compiled.create_infer_request()
+            request = self._local.request = self._request()
         for place, value in enumerate(inputs):
             request.set_input_tensor(place, self._tensor(value.numpy(), shared_memory=True))
         with self._one_at_a_time:  # as the engine does anyway; so none computes while another fails

@@ -40,7 +40,7 @@ def held_bytes(model: nn.Module) -> dict[str, tuple[int, bool]]:
     sizes, found = dict[str, tuple[int, bool]](), {id(region): region for region, _ in regions_of(model)}
     for region in found.values():
         size, is_twice = sizes.get(region.engine, (0, False))
-        sizes[region.engine] = size + region.held_bytes, is_twice or region.is_fixed
+        sizes[region.engine] = size + region.held_bytes, is_twice or region.is_held_twice
     return sizes
 
 

@@ -7,9 +7,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,12 +18,13 @@ from ...compat import dispatch_modes_off, runs_kernels, wants_gradients
 from ...errors import EngineWarning, one_line
 from ...operators import Keeping, Unchanged
 from ...runtime.graphs import PortableGraph, copy_graph
+from ...runtime.values import ContextFlag
 from .conversion import MOST_SHAPES, Converted, OtherNumbers, OtherType, Refused, converted, is_forked, key_of, sum_of
 from .engine import OtherSizes
 from .engines import engine_named
 from .one_thread import OneThread
 
-__all__ = ["DelegatedRegion", "is_judged_outside", "judged_outside"]
+__all__ = ["DelegatedRegion", "judged_outside"]
 
 _MOST_KEPT = 2
 """For so many copies of a model the engine holds the numbers at a time."""
@@ -44,24 +43,10 @@ _TAKEN = frozenset((torch.float32, torch.int64, torch.int32, torch.bool))
 """What inputs may hold: a model in float64 computes in float64, and other types are rare."""
 
 
-_is_judged = ContextVar("_is_judged", default=False)
-
-
-@contextmanager
-def judged_outside() -> Generator[None]:
-    """Let no region compare what its engine gives with its own operations, as it is prepared or called, nor time what
-    it prepares: who runs the model compares what comes of it, and says what is faster.
-    """
-    token = _is_judged.set(True)
-    try:
-        yield
-    finally:
-        _is_judged.reset(token)
-
-
-def is_judged_outside() -> bool:
-    """Say whether this runs inside of `judged_outside`."""
-    return _is_judged.get()
+judged_outside = ContextFlag("judged_outside")
+"""No region compares what its engine gives with its own operations, as it is prepared or called, nor times what it
+prepares: who runs the model compares what comes of it, and says what is faster.
+"""
 
 
 @dataclass
@@ -116,9 +101,9 @@ class DelegatedRegion(Keeping):
             return self._by_itself(operands, tensors)
         key = key_of(inputs)
         if key not in held.by_shapes:
-            if not held.takes(inputs) or not (_is_judged.get() or held.is_worth_comparing(key)):
+            if not held.takes(inputs) or not (judged_outside or held.is_worth_comparing(key)):
                 return self._own(*operands)
-            return (self._judged_outside if _is_judged.get() else self._first)(held, key, operands)
+            return (self._judged_outside if judged_outside else self._first)(held, key, operands)
         session = held.by_shapes[key]
         if session is None:
             return self._own(*operands)
@@ -139,13 +124,18 @@ class DelegatedRegion(Keeping):
     def held_bytes(self) -> int:
         """Return about how much memory the engine takes: the tensors again, for each number of threads."""
         held = tuple(self._converted.values())
-        sessions = {id(session): each for each in held for session in (*each.by_threads.values(), *each.fixed.values())}
+        sessions = {id(session): each for each in held for session in each.sessions}
         return sum(tensor.nbytes for each in sessions.values() for tensor, *_ in each.noted)
 
     @property
     def is_fixed(self) -> bool:
         """Say whether the engine has taken the tensors twice: once more for the shapes of the example alone."""
         return any(held.fixed for held in tuple(self._converted.values()))
+
+    @property
+    def is_held_twice(self) -> bool:
+        """Say whether it holds them twice now: for other shapes, too."""
+        return any(held.fixed and len(held.sessions) > len(held.fixed) for held in tuple(self._converted.values()))
 
     def fix(self) -> None:
         """Let the engine take the tensors once more, for the shapes of the example alone: an equal region was faster
@@ -160,7 +150,7 @@ class DelegatedRegion(Keeping):
         where results are off by more than `allowed` of their scale, or so much that the region would do without it.
         """
         held = self._convert(inputs, tensors)
-        if _is_judged.get() or not all(map(_is_taken, inputs)):
+        if judged_outside or not all(map(_is_taken, inputs)):
             return
         with dispatch_modes_off(), torch.no_grad():
             found = held.session(key_of(inputs))([x.detach().contiguous() for x in inputs])
@@ -240,7 +230,7 @@ class DelegatedRegion(Keeping):
         with self._lock:
             known = [each for copy in tuple(self._copies) for each in tuple(copy._converted.values())]
             engine = engine_named(self.engine)
-            new = converted(engine, self.graph, inputs, tensors, self.dtype, known, timed=not _is_judged.get())
+            new = converted(engine, self.graph, inputs, tensors, self.dtype, known, timed=not judged_outside)
             return self._keep(_key_of(tensors), new)
 
     def _keep(self, key: int, new: Converted) -> Converted:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...compat import tensor_hooks
 from ...compat.distributed import after_backward, after_forward, before_forward, broadcast_together
 from ...errors import StateError
-from ...runtime.graphs import is_rank_local, is_trial_step
+from ...runtime.graphs import rank_local, trial_step
 
 __all__ = ["REPLICA", "Replica", "is_replicated", "no_sync", "replicate"]
 
@@ -65,7 +65,7 @@ class Replica:
         """Make the model like that of process 0, and start the reducer; a hook before the forward."""
         if not self._takes_part:
             return None
-        self._reduces, self._waits, self._tries = self._sends, False, is_trial_step()
+        self._reduces, self._waits, self._tries = self._sends, False, bool(trial_step)
         if self._tries:
             return None
         if self._reduces and module.training:
@@ -87,13 +87,13 @@ class Replica:
 
     @property
     def _takes_part(self) -> bool:
-        return bool(self._names) and torch.is_grad_enabled() and (is_trial_step() or not is_rank_local())
+        return bool(self._names) and torch.is_grad_enabled() and (bool(trial_step) or not rank_local)
 
     # -- the first backward ----------------------------------------------------------------------------------------
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Note that a gradient has come; the first one of a backward has its end waited for."""
-        if is_rank_local() and not self._tries:
+        if rank_local and not self._tries:
             return
         if self._reducer is not None:
             name = self._names[cast("nn.Parameter", parameter)]

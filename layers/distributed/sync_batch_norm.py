@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ...compat.distributed import BatchNorm, sync_batch_norm
-from ...runtime.graphs import is_rank_local
+from ...runtime.graphs import rank_local
 
 __all__ = ["BATCH_NORMS", "SYNCHRONIZED", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d"]
 
@@ -27,7 +27,7 @@ class SyncBatchNorm(BatchNorm):
             return super().forward(input)
         if input.device.type == "cpu":
             return self._on_cpu(input)
-        return super().forward(input) if is_rank_local() else self._on_gpu(input)
+        return super().forward(input) if rank_local else self._on_gpu(input)
 
     def _on_cpu(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
@@ -122,7 +122,7 @@ def _over_all_processes(own: _Statistics) -> _Statistics:
 
 def _table(row: Tensor) -> Tensor:
     """Return the rows of all processes; of this one alone while a model is checked or timed."""
-    if is_rank_local():
+    if rank_local:
         return row[None]
     nothing, rank = torch.zeros_like(row), distributed.get_rank()
     rows = [row if number == rank else nothing for number in range(distributed.get_world_size())]

@@ -119,8 +119,8 @@ class Comparison:
         )  # fmt: skip
         with self._running():
             self._references = taken(
-                shallow_clone(self._owner) if lossy else self._owner, brief=self._brief or lossy or semantic,
-                lasting=lossy, widest=self._widest(coarse=coarse), sizes=sizes,
+                self._owner, brief=self._brief or lossy or semantic,
+                widest=self._widest(coarse=coarse), sizes=sizes,
             )  # fmt: skip
             if self._simulated is not None:  # noise would fill what is zero there
                 self._simulation = taken(self._simulated, steady=True, brief=True, widest=self._widest())

@@ -124,7 +124,7 @@ class RunContext:
             return Check.NEVER if ended or pass_.skippable else Check.NOW
         may_be_left = pass_.skippable if group is None else group.may_be_left(pass_)
         if may_be_left and self.leaves_to_the_whole(pass_):
-            is_written = ended or not pass_.skippable or self.budget.allows_writing()
+            is_written = ended or self.budget.allows_writing(skippable=pass_.skippable)
             return Check.WITH_THE_WHOLE if is_written else Check.NEVER
         return Check.NEVER if pass_.skippable else Check.BRIEFLY
 

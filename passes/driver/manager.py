@@ -127,7 +127,8 @@ class Manager:
             return
         self.context.request.on_progress(Progress("checking the whole model"))
         with self.context.budget.spending(Stage.COMPARING):
-            while (check := FinalCheck(self._tuner, original)).undo_what_is_wrong():
+            check = FinalCheck(self._tuner, original)
+            while check.undo_what_is_wrong():
                 self.timings = None  # of another model
                 if not self._time_whole():
                     break

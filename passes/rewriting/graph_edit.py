@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.fx.node import Argument
 
@@ -22,6 +21,7 @@ from ...runtime.graphs import (
     Capture,
     Specialization,
     capture_of,
+    graph_name,
     install,
     own,
     recompile,
@@ -166,7 +166,7 @@ class GraphEdit:
     def graphs_before(self) -> dict[str, fx.Graph]:
         """Return the graphs that the changed ones were made from, by their names in `Program.graphs`."""
         return {
-            f"{owner}#{number}" if number else owner: graph
+            graph_name(owner, number): graph
             for owner, graphs in self._graphs.items()
             for number, graph in enumerate(graphs.sources())
         }
@@ -232,7 +232,7 @@ class GraphEdit:
         """
         originals = [operator.attrgetter(name)(self.owner) for name in tensors]
         target = derived(function, len(originals))
-        made = torch.no_grad()(target)(*originals)
+        made = target.made(originals)
         anchor = _behind_operands(self.graph, ())
         reads = [self.get_attr(name, before=anchor) for name in tensors]
         for node, original in zip(reads, originals, strict=True):

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import fx, nn
 
 from ...errors import CaptureError, MatchFailure, PlanError, UsageError
-from ...runtime.graphs import capture_of
+from ...runtime.graphs import capture_of, graph_name
 from ...tracing.program import Program
 from .causes import Cause, Reason
 
@@ -206,8 +206,7 @@ class Site:
     @property
     def key(self) -> str:
         """Name the site: stable over runs of the same model, and printable."""
-        suffix = f"#{self.specialization}" if self.specialization else ""
-        owner = f"{self.owner or '(root)'}{suffix}"
+        owner = graph_name(self.owner or "(root)", self.specialization)
         if self.parts:
             keys = [part.key for part in self.parts]
             digest = hashlib.sha256("+".join(keys).encode()).hexdigest()[:8]

@@ -186,11 +186,14 @@ class TimeBudget:
 
         return ask
 
-    def allows_writing(self) -> bool:
+    def allows_writing(self, *, skippable: bool) -> bool:
         """Say whether what no check fits for may still be written, and left to the whole model.
 
-        It may take half of what is kept for timing that, and a quarter of a second in any budget but that of zero.
+        It may take half of what is kept for timing that, and a quarter of a second in any budget but that of zero. What
+        is not `skippable` may take until the check ends of what was left: an engine takes seconds for each region.
         """
+        if not skippable:
+            return self.spent + self.writing <= self.end_of_check
         end = self._in_all - (self._kept_for_the_whole + self._kept_for_comparing) / 2
         return self.seconds > 0 and self.spent + self.writing <= max(end, _LEAST_FOR_LEAVING)
 

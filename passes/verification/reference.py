@@ -17,6 +17,7 @@ from ...runtime.graphs import capture_of, select
 from ...runtime.guards import GuardMiss
 from ...runtime.values import Arguments
 from ...tracing.examples import Inputs
+from ...tracing.isolation import shallow_clone
 from .demands import Verdict
 from .execution import Conditions
 from .inputs import (
@@ -67,19 +68,18 @@ def reference(
     whole: bool = False,  # run the module as it is handed over, and not its graph
     sizes: Sizes = Sizes.RECORDED,
     inner: Sequence[str] = (),
-    lasting: bool = False,  # it stays as it is, so that it can be run again
     widest: torch.dtype = torch.float64,  # of exact runs; float32 is much faster, for errors above a thousandth
     in_time: Callable[[], object] = lambda: None,  # asked before each run; see `Conditions`
 ) -> Reference:
-    """Run `module`, which is left as it was, on its recorded calls, and keep what verification compares with. For what
-    is not said here see `Conditions`. InputError if it does not run on them.
+    """Run `module`, which is left as it was, on its recorded calls, and keep what verification compares with. It must
+    stay as it is: what rounding does is read off it later. For what is not said here see `Conditions`. InputError if it
+    does not run on them.
     """
     by_node = capture_of(module) is not None
     keyed = by_node if keyed is None else by_node and keyed
     conditions = Conditions(training, gradients, seed, widest, keyed=keyed, whole=whole, inner=inner, in_time=in_time)
     runs = Runs(ModuleHarness(module), conditions)
-    made = _Maker(runs, brief, sizes).make([(call.args, call.kwargs) for call in calls])
-    return replace(made, original=runs) if lasting else made
+    return _Maker(runs, brief, sizes).make([(call.args, call.kwargs) for call in calls])
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,10 @@ class References:
         cls, module: nn.Module, calls: Sequence[Inputs], modes: Sequence[bool | None], *, is_steady: bool = False,
         **how: Any,
     ) -> References:  # fmt: skip
-        """Run a module, which is left as it was, in each mode; for `how` see `reference`."""
+        """Run a module, which is left as it was and may be rewritten then, in each mode; for `how` see `reference`."""
+        kept = shallow_clone(module)
         with SteadyDraws() if is_steady else nullcontext():
-            return cls([reference(module, calls, training=mode, **how) for mode in modes], is_steady)
+            return cls([reference(kept, calls, training=mode, **how) for mode in modes], is_steady)
 
     @classmethod
     def taken(
@@ -152,6 +153,7 @@ class _Maker:
         is_thorough = bool(samples) and not self.brief
         served = self._served(samples[0], calls[0]) if is_thorough else ()
         return Reference(
+            original=runs,
             conditions=runs.conditions,
             state={name: tensor.detach() for name, tensor in state.items()},
             plain=frozenset(runs.harness.plain),

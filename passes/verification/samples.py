@@ -94,6 +94,7 @@ class Used:
 class Reference:
     """Everything that verification needs to know of the module as it was."""
 
+    original: Runs  # runs the module as it was again
     conditions: Conditions  # what it was run under
     state: Mapping[str, Tensor]  # parameters and buffers by name, as they were
     plain: frozenset[str]  # the names of tensors held as plain attributes
@@ -104,4 +105,3 @@ class Reference:
     # calls made one after another without gradients, in the module's own types, and what came of each
     served: tuple[tuple[ServedCall, Outcome], ...] = ()
     used: tuple[Used, ...] = ()  # what came of uses besides calls
-    original: Runs | None = None  # runs the module as it was again, where that stays as it is

@@ -201,9 +201,10 @@ class _Check:
     def _compare(self, case: _Case) -> None:
         """Compare on one sample; a call that verification thought of may be refused where no graph fits."""
         try:
-            exact = self._meaning(case) if self.keeps_meaning else None
+            if self.keeps_meaning:
+                self._meaning(case)
             if case.before.native is not None:
-                self._precision(case, case.before.native, exact)
+                self._precision(case, case.before.native)
         except _NotAskedError:
             pass
         except GuardError as refusal:
@@ -248,8 +249,8 @@ class _Check:
             raised = Objection(f"the rewritten module raises {type(error).__name__}: {error} ({where})")
             raise (_NotAskedError() if where == Data.UNEVEN.value else raised) from error
 
-    def _meaning(self, case: _Case) -> Quantities:
-        """Compare exact runs; return that of the rewritten module."""
+    def _meaning(self, case: _Case) -> None:
+        """Compare exact runs."""
         sample, before = case.sample, case.before
         exact = self._exact(sample.arguments, case.state, sample.data)
         check_structure(sample.exact, exact)
@@ -265,17 +266,16 @@ class _Check:
             return largest_gap(compared, found, allowed, f"({self.checked_in}, {case.where})")
 
         def learn() -> Iterator[None]:
-            for run in self._around(case, self.allowances.wide_epsilon, ECHOES):
-                yield self.allowances.learn_exact(found, run.quantities())
+            for run in self._around(sample, self.allowances.wide_epsilon, ECHOES):
+                yield self.allowances.learn_exact(before.exact, run)
 
         error, reason = judged(judge, learn)
         if reason is not None or not sample.data.is_derived:  # far from the examples, much is rounding of nothing
             self.meaning_error = max(self.meaning_error, error)
         if reason is not None:
             raise reason
-        return found
 
-    def _precision(self, case: _Case, native: Quantities, exact: Quantities | None) -> None:
+    def _precision(self, case: _Case, native: Quantities) -> None:
         run = self._native_of(case.sample.arguments, case.state, case.sample.data)
         found, before = run.quantities(), case.before.exact
         check_structure(case.sample.exact, run)
@@ -289,14 +289,12 @@ class _Check:
         tensors = {label: value for label, value in before.items() if isinstance(value, Tensor)}
         expected = {label: overflowing_alike(native[label], value) for label, value in tensors.items()}
         where = f"(in its own types, {case.where})"
-        if exact is None:
-            error, reason = self._within_budget(case, expected, found, where)
-        else:
-            error, reason = self._as_precise(case, exact, expected, found, where)
+        judge = self._as_precise if self.keeps_meaning else self._within_budget
+        error, reason = judge(case, expected, found, where)
         self.precision_error = max(self.precision_error, error)
         if reason is not None:
             raise reason
-        if exact is not None:
+        if self.keeps_meaning:
             self._drift(case, expected, native, found)
 
     def _check_no_new_draws(self, before: Outcome, after: Outcome) -> None:
@@ -306,21 +304,24 @@ class _Check:
             raise Objection("random numbers are drawn, or their seed is set, where the original did neither")
 
     def _as_precise(
-        self, case: _Case, exact: Quantities, expected: Quantities, found: Quantities, where: str
+        self, case: _Case, expected: Quantities, found: Quantities, where: str
     ) -> tuple[float, TooFar | None]:
         """Return how far a run is from the exact one of the original, which rounding may move as was seen."""
-        allowances = self.allowances
+        allowances, exact = self.allowances, case.before.exact
+
+        def rounded(units: float) -> Iterator[Quantities]:
+            return self._around(case.sample, units * self.reference.native_epsilon, PROBES, native=True)
 
         def judge() -> float:
             return largest_gap(expected, found, allowances.for_precision(case.before), where, fewer_infinities=True)
 
         def learn() -> Iterator[None]:
-            for run in self._rounded(case, UNITS):
+            for run in rounded(UNITS):
                 yield allowances.learn_native(exact, run)
             results = {label: value for label, value in expected.items() if not is_gradient(label)}
             with suppress(TooFar):
                 largest_gap(results, found, allowances.for_precision(case.before), "", fewer_infinities=True)
-                for run in self._rounded(case, JUMP_UNITS):
+                for run in rounded(JUMP_UNITS):
                     yield allowances.learn_jumps(exact, run)
 
         return judged(judge, learn)
@@ -328,17 +329,16 @@ class _Check:
     def _within_budget(
         self, case: _Case, expected: Quantities, found: Quantities, where: str
     ) -> tuple[float, TooFar | None]:
-        before, sample, runs = case.before.exact, case.sample, self.reference.original
+        before, sample = case.before.exact, case.sample
 
         def respond(error: float) -> Iterator[Quantities]:
-            near = () if runs is None else runs.around(sample.arguments, sample.state, error, PROBES)
-            return (self.translation.quantities(run, sample.state) for run in near)
+            return self._around(sample, error, PROBES)
 
         def peers() -> Iterator[Quantities]:
             context = self.peer() if self.reference.conditions.gradients else None
-            if runs is not None and context is not None:
+            if context is not None:
                 with context:
-                    run = runs.native(sample.arguments, sample.state)
+                    run = self.reference.original.native(sample.arguments, sample.state)
                 yield self.translation.quantities(run, sample.state)
 
         error, reason = judged_within(
@@ -354,21 +354,16 @@ class _Check:
         with suppress(Objection):
             return check_drift(expected, native, found, {})
         seen: dict[str, float] = {}
-        for run in self._around(case, self.reference.native_epsilon, ECHOES):
-            for label, (share, _) in drifts(expected, run.quantities()).items():
+        for run in self._around(case.sample, self.reference.native_epsilon, ECHOES, native=True):
+            for label, (share, _) in drifts(expected, run).items():
                 seen[label] = max(seen.get(label, 0.0), abs(share))
         return check_drift(expected, native, found, seen)
 
-    def _around(self, case: _Case, step: float, count: int) -> Iterator[Outcome]:
-        """Run the rewritten module on inputs and state that are off by `step`."""
-        return self.runs.around(case.sample.arguments, case.state, step, count, second=case.sample.data is Data.SECOND)
-
-    def _rounded(self, case: _Case, units: float) -> Iterator[Quantities]:
-        """Yield what a few units of rounding make: in its own types where the original can run, else exactly."""
-        step, runs, sample = units * self.reference.native_epsilon, self.reference.original, case.sample
-        if runs is None:
-            return (run.quantities() for run in self._around(case, step, PROBES))
-        near = runs.around(sample.arguments, sample.state, step, PROBES, native=True)
+    def _around(self, sample: Sample, step: float, count: int, *, native: bool = False) -> Iterator[Quantities]:
+        """Run the original on inputs and state that are off by `step`: a rewrite does not say what rounding is."""
+        near = self.reference.original.around(
+            sample.arguments, sample.state, step, count, native=native, second=sample.data is Data.SECOND
+        )
         return (self.translation.quantities(run, sample.state) for run in near)
 
     def _serve(self) -> None:
@@ -405,7 +400,10 @@ class _Check:
         allowances: Allowances | None = None, *, of_inputs: bool = True,
     ) -> None:  # fmt: skip
         """Compare two runs in the module's own types; each may err, as rounding of the state or all moves them."""
-        known, state = allowances or self.allowances, self.after.state
+        known, state, original = allowances or self.allowances, self.reference.state, self.reference.original
+
+        def quantities(run: Outcome) -> Quantities:
+            return self.translation.quantities(run, state)
 
         def judge() -> float:
             allowed = known.for_precision(Measured(before, before))
@@ -413,9 +411,9 @@ class _Check:
             return largest_gap(before, found, twice, where, fewer_infinities=True)
 
         def learn() -> Iterator[None]:
-            exact, step = self._exact(arguments, state).quantities(), UNITS * self.reference.native_epsilon
-            for run in self.runs.around(arguments, state, step, PROBES, of_inputs=of_inputs):
-                yield known.learn_native(exact, run.quantities())
+            exact, step = quantities(original.exact(arguments, state)), UNITS * self.reference.native_epsilon
+            for run in original.around(arguments, state, step, PROBES, of_inputs=of_inputs):
+                yield known.learn_native(exact, quantities(run))
 
         reason = judged(judge, learn)[1]
         if reason is not None:

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from ...compat import DispatchMode
 from ...operators import flops_of, mutates
-from ...runtime.graphs import capture_of, select
+from ...runtime.graphs import capture_of, graph_name, select
 from ...runtime.values import Arguments, copied, objects_in, qualified, tensors_in
 from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
@@ -94,8 +94,7 @@ def _inside(path: str, module: nn.Module, call: Arguments, profile: Profile) -> 
     if capture is None or selected is None:
         return
     specialization, given = selected
-    number = capture.specializations.index(specialization)
-    name = f"{path}#{number}" if number else path
+    name = graph_name(path, capture.specializations.index(specialization))
     if name in profile.nodes:  # the first call of a module that is called again stands for all
         return
     runner = _Timed(module, specialization.graph)

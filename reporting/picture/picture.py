@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...compat import modules_by_name
 from ...passes.sites import Goal
+from ...runtime.graphs import graph_name
 from ...runtime.record import Decision, GraphView, NodeView, Record, view_of
 from ...runtime.values import user_class
 from ...tracing.program import Program
@@ -191,7 +192,7 @@ def _place(key: str) -> tuple[str, list[str]]:
     owner, number = found["owner"].replace("(root)", ""), found["number"]
     span = _SPAN.fullmatch(found["nodes"] or "")
     nodes = [name for name in (span["first"], span["last"]) if name] if span else []
-    return f"{owner}#{number}" if number else owner, nodes
+    return graph_name(owner, int(number or 0)), nodes
 
 
 def _finite(value: Any) -> Any:

@@ -7,6 +7,7 @@ from .capture import (
     RegionPlan,
     Specialization,
     capture_of,
+    graph_name,
     required_capture,
     specializations_of,
     usual,
@@ -30,7 +31,7 @@ from .inactive import FOUND
 from .items import note_added, note_removed
 from .misses import Miss, this_call
 from .portable import PortableGraph, copy_graph
-from .rank_local import is_rank_local, is_trial_step, rank_local, trial_step
+from .rank_local import rank_local, trial_step
 from .regions import (
     ContextRegion,
     Region,
@@ -48,7 +49,7 @@ __all__ = [
     "CACHES", "EVAL_ONLY", "FOUND", "Capture", "Captured", "Context", "ContextRegion", "Miss", "Opening",
     "PortableGraph", "Region", "RegionPlan", "Specialization", "Surrounding", "WrappedRegion", "add_region", "attach",
     "capture_of", "context_regions", "copy_graph", "deactivate_again", "detach", "drop_specializations", "fallback_of",
-    "fitting", "generate", "install", "is_rank_local", "is_trial_step", "misses_in", "note_added", "note_removed",
+    "fitting", "generate", "graph_name", "install", "misses_in", "note_added", "note_removed",
     "own", "own_class", "rank_local", "recompile", "regions_of", "remove_region", "required_capture", "select",
     "share_children", "specializations_of", "this_call", "trial_step", "uninstall", "usual", "with_graph",
     "with_specializations",

@@ -20,8 +20,8 @@ from .inactive import is_unchanged
 from .portable import PortableGraph, copy_graph
 
 __all__ = [
-    "Capture", "RegionPlan", "Specialization", "capture_of", "check_picklable", "forget_derived", "required_capture",
-    "specializations_of", "usual", "with_graph", "with_specializations",
+    "Capture", "RegionPlan", "Specialization", "capture_of", "check_picklable", "forget_derived", "graph_name",
+    "required_capture", "specializations_of", "usual", "with_graph", "with_specializations",
 ]  # fmt: skip
 
 
@@ -227,6 +227,11 @@ def usual(specializations: Sequence[Specialization]) -> list[tuple[int, Speciali
     numbered = list(enumerate(specializations))
     delegated = [each for each in numbered if each[1].is_delegated] if len(numbered) > 1 else []
     return delegated or numbered
+
+
+def graph_name(owner: str, number: int) -> str:
+    """Return what a graph of a module is called: the second one of "a" is "a#1"."""
+    return f"{owner}#{number}" if number else owner
 
 
 def required_capture(module: nn.Module) -> Capture:

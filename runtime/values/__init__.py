@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .autograd_functions import FunctionCall, LeafCall, leaf
+from .context_flag import ContextFlag
 from .dynamic import (
     Quiet,
     Remade,
@@ -61,7 +62,8 @@ from .structure import (
 )
 
 __all__ = [
-    "ANNOUNCES", "CONTAINERS", "DTYPES", "INTERNAL", "PLAIN_TYPES", "Absent", "Arguments", "ChangeCounts", "Factors",
+    "ANNOUNCES", "CONTAINERS", "DTYPES", "INTERNAL", "PLAIN_TYPES", "Absent", "Arguments", "ChangeCounts",
+    "ContextFlag", "Factors",
     "FunctionCall", "Kept", "LeafCall", "Meta", "ModelNames", "Path", "Quiet", "RandomState", "Remade", "Signature",
     "TensorFunction", "TensorMeta", "aliased", "all_inside", "all_tensors", "announce", "announce_changes", "are_plain",
     "cached_by_class", "change_count", "changed_paths", "class_recipe", "contents", "copied", "copied_object",

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from torch import nn
+from torch import fx, nn
 
 from ...compat import REGISTERS
 
@@ -61,7 +61,12 @@ def user_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def same_kind(one: object, other: object) -> bool:
-    """Say whether two values are modules of one class, but for what was made of it on the fly."""
+    """Say whether two values are modules of one class, but for what was made of it on the fly.
+
+    Torch makes a class for each `GraphModule`, also for a copy: what these have in common is their code.
+    """
+    if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule):
+        return one.code == other.code
     if not isinstance(one, nn.Module) or not isinstance(other, nn.Module):
         return False
     return user_class(type(one)) is user_class(type(other))

@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...compat import storage_id
+from ...runtime.values import ContextFlag
 
 __all__ = ["ParameterData", "data_of", "storage_of", "trusted"]
 
@@ -115,18 +115,8 @@ class ParameterData:
                 kept.restore()
 
 
-_is_trusted = ContextVar("_is_trusted", default=False)
-
-
-@contextmanager
-def trusted() -> Generator[None]:
-    """Let code reach for the data of parameters unnoticed: it only reads them, and copies of all would take long."""
-    token = _is_trusted.set(True)
-    try:
-        yield
-    finally:
-        _is_trusted.reset(token)
-
+trusted = ContextFlag("trusted")
+"""Code reaches for the data of parameters unnoticed: it only reads them, and copies of all would take long."""
 
 _watching: list[ParameterData] = []
 _patched: dict[str, Any] = {}
@@ -152,7 +142,7 @@ def _noticed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that first tells those who watch which tensor it is given."""
 
     def noticed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        for watch in () if _is_trusted.get() else _watching:
+        for watch in () if trusted else _watching:
             watch.keep_memory(tensor)
         return function(tensor, *args, **kwargs)
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ...compat import submodule
 from ...errors import CaptureError, InputError
-from ...runtime.graphs import Capture, Miss, Region, capture_of, misses_in, usual
+from ...runtime.graphs import Capture, Miss, Region, capture_of, graph_name, misses_in, usual
 from ...runtime.values import ModelNames, qualified
 from ...settings import Measure
 from ..examples import Generating, Inputs
@@ -152,9 +152,9 @@ class Program:
 
     @property
     def graphs(self) -> dict[str, fx.Graph]:
-        """Return every graph by the name of its module; the second specialization of "a" is called "a#1"."""
+        """Return every graph by its name; see `graph_name`."""
         return {
-            f"{name}#{index}" if index else name: specialization.graph
+            graph_name(name, index): specialization.graph
             for name, capture in self.captures.items()
             for index, specialization in enumerate(capture.specializations)
         }

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import getitem
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from ...errors import MatchFailure
-from ...layers.delegated import DelegatedRegion, is_judged_outside
+from ...layers.delegated import DelegatedRegion, judged_outside
 from ...passes.rewriting import bound
 from ...passes.sites import Cause, Phase, Refusal, Site
 from ...runtime.graphs import required_capture
@@ -134,7 +135,7 @@ def look(program: Program, owner: str, together: Sequence[str] = (), *, in_8_bit
         if in_8_bits:
             share_rounding(flat.specialization.graph)
         runner = _Runner(module, flat, fitting)
-        if (is_judged_outside() and runner.knows_forms()) or runner.runs_through():
+        if (judged_outside and runner.knows_forms()) or runner.runs_through():
             result.append(Found(number, flat, Cut(flat.specialization.graph, runner.metas), runner))
     return result
 
@@ -211,12 +212,19 @@ class _Forms(GraphRunner):
 
     def run_node(self, n: fx.Node) -> Any:
         known = n.meta.get("val")
-        if isinstance(known, TensorMeta):
+        is_taken_apart = isinstance(known, tuple) and all(user.target is getitem for user in n.users)
+        parts: Sequence[Meta] = known if is_taken_apart else (known,)
+        tensors = [_of_form(each) for each in parts if isinstance(each, TensorMeta)]
+        if parts and len(tensors) == len(parts):
             self._metas[n] = known
-            return torch.empty(known.shape, dtype=known.dtype, device="meta")
+            return tuple(tensors) if is_taken_apart else tensors[0]
         value = map_tensors(_without_numbers, super().run_node(n))
         self._metas[n] = _on_cpu(meta_of(value))
         return value
+
+
+def _of_form(meta: TensorMeta) -> Tensor:
+    return torch.empty(meta.shape, dtype=meta.dtype, device="meta")
 
 
 def _without_numbers(tensor: Tensor) -> Tensor:

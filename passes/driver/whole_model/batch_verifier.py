@@ -143,8 +143,8 @@ class BatchVerifier:
         modes = verification.modes_to_check(program.model, Phase.EVAL, program.training)
         budget = self._context.budget
         return verification.References.taken(
-            program.model, program.whole_calls, modes, gradients=False, seed=self._context.request.seed, inner=inner,
-            sizes=verification.Sizes.SMALLER, in_time=budget.ending(budget.for_checks),
+            program.model, program.whole_calls, modes, gradients=False, inner=inner,
+            seed=self._context.request.seed, sizes=verification.Sizes.SMALLER, in_time=budget.ending(budget.for_checks),
         )  # fmt: skip
 
     def _judged(self, groups: Sequence[Group]) -> tuple[Sequence[Group], Sequence[Group]]:

@@ -59,7 +59,7 @@ class FinalCheck:
     model: nn.Module
     brief: bool = False  # on the example calls alone
     rounding: float = 0.0  # see `Original`
-    _all: list[Rewrite] = field(init=False)
+    _all: list[Rewrite] = field(default_factory=list[Rewrite], init=False)
     _until: float = field(default=math.inf, init=False)
     _twin: nn.Module = field(init=False)
     _models: dict[tuple[int, ...], nn.Module | None] = field(init=False)
@@ -71,7 +71,6 @@ class FinalCheck:
     _undoes: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._all = list(self._context.history.rewrites)
         self._twin, self._models, self._originals = shallow_clone(self.model), {}, {}
         end = self._context.budget.ending(lambda: self._until if self._is_wrong else self._context.budget.end_of_check)
         self._in_full = FullCheck(self._context, self.model, self._chosen_calls, end)
@@ -82,8 +81,9 @@ class FinalCheck:
 
     def undo_what_is_wrong(self) -> bool:
         """Compare, and undo what makes the model another; return whether anything was undone."""
-        count, budget = len(self._all), self._context.budget
+        self._all, budget = list(self._context.history.rewrites), self._context.budget
         self._undoes, self._until, once = True, budget.spent + max(budget.seconds, _LEAST_SECONDS), True
+        self._is_wrong = False
         while self._context.history.rewrites and (reason := self._objection()):
             if isinstance(reason, _NoTime):
                 self._undo_unchecked(self._may_go if reason is _NoTime.TO_COMPARE else self._unchecked)
@@ -95,7 +95,7 @@ class FinalCheck:
             if not self._repeats():
                 break  # it tells nothing that the model differs from one that differs from itself
             self._undo(reason)
-        return len(self._context.history.rewrites) < count
+        return len(self._context.history.rewrites) < len(self._all)
 
     def is_right(self) -> bool:
         """Compare without undoing anything; a model that differs from itself tells nothing, as above."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ....tracing.examples import Inputs
-from ....tracing.isolation import shallow_clone
 from ...sites import Numerics, Phase
 from ...timing import OutOfTimeError
 from ...verification import References, Sizes, modes_to_check
@@ -66,7 +65,7 @@ class FullCheck:
             if part not in self._runs:
                 modes, gradients, sizes = part
                 self._runs[part] = References.taken(
-                    shallow_clone(self.model), self.calls, modes, steady=True, gradients=gradients,
+                    self.model, self.calls, modes, steady=True, gradients=gradients,
                     seed=self.context.request.seed, sizes=sizes, in_time=self.in_time,
                 )  # fmt: skip
             yield self._runs[part]

@@ -195,7 +195,7 @@ class Original:
         stage = self._stage.harness
         try:
             state = {name: tensor.detach() for name, tensor in stage.state.items()}
-            known = Reference(self._stage.conditions, state, frozenset(stage.plain))
+            known = Reference(self._stage, self._stage.conditions, state, frozenset(stage.plain))
             translation = Translation(known, after.harness, map_state)
             rewritten = _Rewritten(after, translation, budget, peer)
             translation.check_state()
@@ -341,7 +341,7 @@ class Original:
         if key not in self._exact:
             self._exact[key] = References.of(
                 self.model, [Inputs(*args, **kwargs)], [self.training], is_steady=self._is_random,
-                gradients=self.gradients and sample.gradients, seed=self.seed, brief=True, whole=True, lasting=True,
+                gradients=self.gradients and sample.gradients, seed=self.seed, brief=True, whole=True,
                 widest=self.widest, in_time=self.in_time,
             )  # fmt: skip
         return self._exact[key]

@@ -169,7 +169,15 @@ def test_what_no_check_fits_for_is_written_for_a_while(clock: Clock, seconds: fl
     budget.writing = 3.0 if seconds > 1.0 else 0.1
     for now in (0.0, until - 0.01, until + 0.01):
         clock.now = max(0.0, now)
-        assert budget.allows_writing() is (clock.now < until)
+        assert budget.allows_writing(skippable=True) is (clock.now < until)
+
+
+def test_an_engine_begins_nothing_that_ends_half_a_budget_late(clock: Clock) -> None:
+    budget = TimeBudget(40.0, forward=1.0, clock=clock).counting_from(0.0)
+    budget.writing = 3.0
+    for now, allows in ((56.0, True), (58.0, False)):
+        clock.now = now
+        assert budget.allows_writing(skippable=False) is allows
 
 
 def test_a_check_may_go_on_beyond_the_part_of_its_pass(clock: Clock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -212,6 +213,6 @@ def test_a_fused_graph_draws_what_its_members_drew(training: bool) -> None:
 
 def test_a_fused_graph_with_its_members_exchanged_is_found() -> None:
     model, x = captured()
-    before = reference(model, [Call((x,))], training=True)
+    before = reference(copy.deepcopy(model), [Call((x,))], training=True)
     fuse(model, [lambda value: value.flip(0)])
     assert not verify(before, model).ok

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -274,6 +275,16 @@ def test_a_constant_that_is_written_to_is_found() -> None:
     vars(after)["counter"] = torch.zeros(3)
     assert judge(before, before, normal(2, 3)).ok
     assert "counter is written to" in judge(before, after, normal(2, 3)).reason
+
+
+@pytest.mark.parametrize("first", range(5))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_wrong_at_each_fifth_call_is_not_taken_for_rounding(dtype: torch.dtype, first: int) -> None:
+    calls = itertools.count(first)
+    before = nn.Linear(6, 3).to(dtype)
+    after = Lambda(lambda m, x: F.linear(x, m.weight, m.bias) + (0.0 if next(calls) % 5 else 0.5))
+    after.weight, after.bias = before.weight, before.bias
+    assert "differs" in judge(before, after, normal(4, 6, dtype=dtype)).reason
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -162,6 +163,17 @@ def decayed(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return y
 
 
+def wrong_at_each_fifth(first: int):
+    """Add something at one of five calls."""
+    calls = itertools.count(first)
+
+    def forward(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        y = product(x, w, b)
+        return y if next(calls) % 5 else y + 0.1
+
+    return forward
+
+
 PRODUCT = Subject(
     Product, lambda: (torch.randn(4, 6),), ("weight", "bias"), product,
     {
@@ -177,6 +189,7 @@ PRODUCT = Subject(
         ("switches", "a parameter frozen"): frozen,
         ("switches", "a gradient left behind"): with_gradient_kept,
         ("memory", "a parameter decayed at each call"): decayed,
+        **{("calls", f"each fifth one from number {5 - n} on"): wrong_at_each_fifth(n) for n in range(5)},
     },
 )  # fmt: skip
 
