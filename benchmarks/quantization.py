@@ -99,6 +99,11 @@ def known(path: Path | None) -> dict[str, dict[str, Any]]:
     return {row["case"]: row for row in json.loads(path.read_text(encoding="utf-8"))["cases"]}
 
 
+def is_whole(row: dict[str, Any] | None, case: Case) -> bool:
+    """Say whether a row has all ways of its case."""
+    return row is not None and set(case.ways) <= row["ways"].keys()
+
+
 def write(path: Path, rows: list[dict[str, Any]], rounds: int, load: float) -> None:
     """Write what was measured until now, with the load of the machine at the start and now."""
     machine = {**described(), "load_average": [round(load, 1), round(os.getloadavg()[0], 1)]}
@@ -112,7 +117,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=[], help="beside float32 eager; default: all")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--missing", action="store_true", help="leave out cases that the file has")
+    parser.add_argument("--missing", action="store_true", help="leave out cases of which the file has all ways")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -122,7 +127,7 @@ def main() -> None:
         inductor: Any = importlib.import_module("torch._inductor.config")
         inductor.freezing = True
         rows = known(arguments.json) if arguments.missing else {}
-        for name in [name for name in arguments.only if name not in rows]:
+        for name in [name for name in arguments.only if not is_whole(rows.get(name), CASES[name])]:
             rows[name] = measure(name, CASES[name], arguments.rounds, arguments.ways)
             if arguments.json:
                 write(arguments.json, [rows[each] for each in CASES if each in rows], arguments.rounds, load)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -31,7 +31,7 @@ _MOST = 24
 _BEFORE, _AFTER, _LEFT = "#a9b4c0", "#2f7d4f", "#b06a5a"
 _WIDE_RANGE = 4.0
 """Figures whose largest is so many times the smallest stand on a logarithmic axis."""
-_PRUNE, _REMOVED = "prune", re.compile(r"(?P<gone>\d+) of (?P<all>\d+) ")
+_PRUNE, _QUANTIZE, _REMOVED = "prune", "quantize", re.compile(r"(?P<gone>\d+) of (?P<all>\d+) ")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ def figure_of(record: Record, profiles: tuple[Profile, Profile] | None = None) -
     """Draw what a record and the costs of nodes hold; raise `UsageError` where matplotlib is missing."""
     if not has_matplotlib():
         raise UsageError(_NO_MATPLOTLIB)
-    found = (_speeds(record), _errors(record), _memory(record), _removed(record), _times(profiles))
+    found = (
+        _speeds(record), _errors(record), _sensitivities(record), _memory(record), _removed(record), _times(profiles),
+    )  # fmt: skip
     panels = [panel for panel in found if panel is not None] or [_operations(record)]
     heights = [0.9 + 0.24 * panel.rows for panel in panels]
     figure = _inline_figure()(figsize=(9.0, 0.5 + sum(heights)), layout="constrained")
@@ -252,6 +254,38 @@ def _removed(record: Record) -> _Panel | None:
         _titled(axes, "what prune removed, by layer", [_place(d) for d, _ in shown], more)
 
     return _Panel(len(shown), draw)
+
+
+def _sensitivities(record: Record) -> _Panel | None:
+    """Show how much the results move by what `prune` or `quantize` does to each layer alone, and what share of its
+    criterion `prune` takes.
+    """
+    known = [pair for d in record.plan.decisions if d.status in ("applied", "undone") for pair in _alone(d)]
+    shown = sorted(known, key=lambda pair: -pair[1].get("moves_results", 0.0))[:_MOST]
+    if not shown:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for row, (_, figures) in enumerate(shown):
+            for name, marker, face in (("criterion_gone", "D", "white"), ("moves_results", "o", "C0")):
+                if name in figures:
+                    axes.plot(float(figures[name]), row, marker, markersize=5, color="C0", mfc=face)
+        axes.set_xlim(left=0.0)
+        share = "; diamond: share of its criterion that goes" if any("criterion_gone" in f for _, f in shown) else ""
+        title = f"how sensitive each layer is (dot: it alone moves results by that much of their scale{share})"
+        _titled(axes, title, [name for name, _ in shown], len(known) - len(shown))
+
+    return _Panel(len(shown), draw)
+
+
+def _alone(decision: Decision) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the layers of a decision with what is known of each alone."""
+    data: Mapping[str, Any] = (decision.site or {}).get("data", {})
+    if decision.pass_name == _PRUNE and data.get("sensitivity"):
+        yield _place(decision), data["sensitivity"]
+    for layer in data.get("layers", ()) if decision.pass_name == _QUANTIZE else ():
+        if "moves_results" in layer:
+            yield _label(f"{_QUANTIZE}: {layer['name']}"), layer
 
 
 def _times(profiles: tuple[Profile, Profile] | None) -> _Panel | None:

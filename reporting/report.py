@@ -101,6 +101,8 @@ class Report:
 
         - Speed of the model and of each place that was timed, with intervals of 95%; what was undone is hollow.
         - The error of each rewrite. Of lossy passes, as `quantize`, it says how sensitive each layer is.
+        - By how much results move by what `prune`, or `quantize{scheme=int8_static}`, does to each layer alone, and the
+          share of its criterion that `prune` takes from it.
         - Memory of a training step before and after, with the budget of `checkpoint`; the share of each layer that
           `prune` removed.
         - Time by layer, if the report was made with example inputs.

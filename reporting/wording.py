@@ -245,6 +245,10 @@ def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str) -> Row:
     detail = decision.detail.removesuffix(f" of {decision.label}")  # the place is named before it
     if decision.site and decision.site.get("data", {}).get("norms"):
         detail += "; norms run over what is kept, not over zeros"
+    moved = [moves for each in decisions if (moves := _moves_results(each)) is not None]
+    if moved:
+        most = " at most" if len(moved) > 1 else ""
+        detail += f"; alone it moves results by{most} {max(moved):.2g} of their scale"
     return Row(
         pass_name=decision.pass_name + (" (earlier call)" if earlier else ""),
         site=printable(site + (f": {detail}" if detail else "")),
@@ -255,6 +259,12 @@ def _row(decisions: Sequence[Decision], *, earlier: bool, compared: str) -> Row:
         time=times[0] + (" (the first)" if len(times) > 1 else ""),
         timed=_timed(figures.get("lowerings") or {}, decision.choice),
     )
+
+
+def _moves_results(decision: Decision) -> float | None:
+    """Return by how much of their scale the model's results move by a place alone, where its pass has looked."""
+    data: Mapping[str, Any] = (decision.site or {}).get("data", {})
+    return data.get("sensitivity", {}).get("moves_results") if decision.pass_name == "prune" else None  # noqa: S105
 
 
 def _largest_errors(figures: Sequence[Mapping[str, Any]], *, is_lossy: bool) -> str:

@@ -87,11 +87,18 @@ def replayable(data: Any) -> Any:
 
 
 def ranges_of(
-    program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs], kind: str
-) -> dict[str, Range]:
-    """Return the range of the input of each layer that the calls reach, by a kind of observer."""
-    observers = {name: Observer(kind) for name in layers}
-    seen = observed(program, layers, calls, lambda name, x: observers[name].see(_sample(name, x)))
+    program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs], kind: str,
+    factors: Mapping[str, Tensor] | None = None,
+) -> dict[str, Range]:  # fmt: skip
+    """Return the range of the input of each layer that the calls reach, by a kind of observer; of some layers the range
+    of the input times `factors`, [inputs].
+    """
+    observers, scaled = {name: Observer(kind) for name in layers}, factors or {}
+
+    def see(name: str, x: Tensor) -> None:
+        observers[name].see(_sample(name, x * scaled[name].to(x.device) if name in scaled else x))
+
+    seen = observed(program, layers, calls, see)
     return {name: Range(*observers[name].scale_and_zero_point()) for name in layers if name in seen}
 
 

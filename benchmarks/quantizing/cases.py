@@ -18,6 +18,7 @@ ALL = (*LAYERS, "fxopt int8_dynamic", "fxopt int8_weight", "fxopt int4_weight", 
 DECODING = ("float32 eager", "bfloat16 eager", "torchao int8_weight eager", "fxopt int8_dynamic", "fxopt int8_weight")
 OF_METHODS = (
     "float32 eager", "torchao dynamic eager", "fxopt int8_dynamic rtn", "fxopt int8_dynamic smoothquant",
+    "fxopt int8_static rtn", "fxopt int8_static smoothquant",
     "torchao int8_weight eager", "fxopt int8_weight rtn", "fxopt int8_weight gptq", "fxopt int4_weight rtn",
     "fxopt int4_weight awq", "fxopt int4_weight gptq",
 )  # fmt: skip

@@ -101,7 +101,8 @@ def by_method(model: nn.Module, inputs: Inputs, *, scheme: Any, method: Any) -> 
     start, generator = time.perf_counter(), torch.Generator().manual_seed(1)
     tokens: torch.Tensor = dict(inputs)["input_ids"]
     others = [torch.randint(0, int(tokens.max()), tokens.shape, generator=generator) for _ in range(8)]
-    seen = None if method == "rtn" else [{"input_ids": each} for each in others]
+    is_plain = method == "rtn" and scheme != "int8_static"  # which looks at no data
+    seen = None if is_plain else [{"input_ids": each} for each in others]
     pass_ = Quantize(scheme, budget=1.0, aim="size", calibration=seen, method=method)
     fast, size = _sized(model, fxopt.Inputs(input_ids=tokens), pass_)
     return _finished(start, fast, inputs, compiled=False, size=size)
@@ -124,7 +125,8 @@ def _sized(model: nn.Module, given: fxopt.Inputs, pass_: Quantize) -> tuple[Any,
 
 SCHEMES = ("int8_dynamic", "int8_static", "int8_weight", "int4_weight", "float8")
 METHODS = (
-    ("int8_dynamic", "rtn"), ("int8_dynamic", "smoothquant"), ("int8_weight", "rtn"), ("int8_weight", "gptq"),
+    ("int8_dynamic", "rtn"), ("int8_dynamic", "smoothquant"), ("int8_static", "rtn"),
+    ("int8_static", "smoothquant"), ("int8_weight", "rtn"), ("int8_weight", "gptq"),
     ("int4_weight", "rtn"), ("int4_weight", "awq"), ("int4_weight", "gptq"),
 )  # fmt: skip
 WAYS: dict[str, Way] = {

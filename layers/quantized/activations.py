@@ -92,17 +92,18 @@ def in_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scales).to(torch.float8_e4m3fn), scales
 
 
-def to_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:
-    """Return the numbers, uint8, that stand for an activation; itself where its gradient is wanted, or others trace:
-    then the layer behind rounds it.
+def to_numbers(x: Tensor, scale: float, zero_point: int, factors: Tensor | None = None) -> Tensor:
+    """Return the numbers, uint8, that stand for an activation, [..., inputs] times `factors` [inputs] where there are
+    some; itself where its gradient is wanted, or others trace: then the layer behind scales and rounds it.
     """
     if writes_fake_quantization():
         return x
-    if exports_pattern(x):
-        return quantized_by_pattern(x, scale, zero_point)
+    scaled = x if factors is None else x * factors.to(x.dtype)
+    if exports_pattern(scaled):
+        return quantized_by_pattern(scaled, scale, zero_point)
     if torch.is_grad_enabled() and x.requires_grad:
         return x
-    return _numbers_of(x, scale, zero_point)
+    return _numbers_of(scaled, scale, zero_point)
 
 
 def _numbers_of(x: Tensor, scale: float, zero_point: int) -> Tensor:

@@ -15,8 +15,18 @@ from ...compat.quantized import empty_tensor, is_simulating, runs_simulation, wi
 from ...errors import UsageError
 from ...operators import Cache
 from ...runtime.state import dequantized
+from ...runtime.values import user_class
 
-__all__ = ["ASKED", "HeldWeight", "HoldsWeight", "QuantizedLayer", "check_in_floats", "is_finite", "is_plain_call"]
+__all__ = [
+    "ASKED",
+    "HeldWeight",
+    "HoldsWeight",
+    "QuantizedLayer",
+    "check_in_floats",
+    "is_finite",
+    "is_plain_call",
+    "is_quantized_by_torch",
+]
 
 
 class QuantizedLayer(nn.Module):
@@ -96,7 +106,8 @@ class HoldsWeight(QuantizedLayer):
         return dequantized(*self.held, self.form, self.dtype)
 
     def _original(self) -> Tensor:
-        return self.wide_weight().movedim(0, self.dim)
+        factors, weight = own_buffers(self).get("factors"), self.wide_weight()
+        return (weight if factors is None else weight * factors.to(weight.dtype)).movedim(0, self.dim)
 
 
 def check_in_floats(pass_name: str, model: nn.Module) -> None:
@@ -108,6 +119,11 @@ def check_in_floats(pass_name: str, model: nn.Module) -> None:
             f"pass '{pass_name}': '{name}' is quantized already; run it on the model as it was, "
             "or on fxopt.restore(model)"
         )
+
+
+def is_quantized_by_torch(module: nn.Module) -> bool:
+    """Say whether a module is one of torch's own quantized layers, which hold no tensors, but packed weights."""
+    return user_class(type(module)).__module__.startswith("torch.ao.nn.quantized") and hasattr(module, "weight")
 
 
 def is_finite(x: Tensor) -> bool:

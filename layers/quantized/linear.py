@@ -102,10 +102,6 @@ class QuantizedLinear(HoldsWeight):
         shift = own_buffers(self).get("shift")
         return self.bias if shift is None else self.packing.of(_sum, self.bias, shift, key="bias")
 
-    def _original(self) -> Tensor:
-        factors, weight = own_buffers(self).get("factors"), self.wide_weight()
-        return (weight if factors is None else weight * factors.to(weight.dtype)).movedim(0, self.dim)
-
     extra_repr = cast("Any", nn.Linear).extra_repr
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat import autocast_dtype, is_plainly_eager, wants_gradients
+from ...compat import autocast_dtype, is_plainly_eager, own_buffers, wants_gradients
 from ...compat.packed import Geometry
 from ...compat.quantized import (
     Int8Result,
@@ -48,20 +48,23 @@ _OF_KERNELS = (torch.uint8, torch.float32, torch.bfloat16)
 class CallForm:
     """What a layer computes of its result, too: "relu" or "none", then numbers of `output`; None returns floats.
     Floats are laid out as torch.nn does if `contiguous`; None: if the input is. `is_rounded`: floats of the input are.
+    `factors` [inputs] scale floats of the input; numbers are scaled already.
     """
 
     activation: str = "none"
     output: Range | None = None
     contiguous: bool | None = None
     is_rounded: bool = False
+    factors: Tensor | None = None
 
 
 class _Held(NamedTuple):
-    """The weight of a layer, numbers and scales, and its bias."""
+    """The weight of a layer, numbers and scales, its bias, and what scales the result for the layer behind."""
 
     values: Tensor
     scales: Tensor
     bias: Tensor | None
+    factors: Tensor | None = None
 
     def wide(self, like: Tensor) -> Tensor:
         """Return the weight in floats that it stands for, in the operators that those know who trace."""
@@ -87,18 +90,19 @@ class StaticComputation(BySettings):
     def __call__(
         self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, activation: str = "none",
         output: tuple[float, int] | None = None, contiguous: bool | None = None, *, is_rounded: bool = False,
+        factors: Tensor | None = None, output_factors: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Compute the layer with a `CallForm`. The input is floats, or uint8 by the layer's own range; `output`
-        is scale and zero point of the numbers to return.
+        is scale and zero point of the numbers to return, those of the result times `output_factors` [outputs].
         """
-        held = _Held(values, scales, bias)
-        form = CallForm(activation, None if output is None else Range(*output), contiguous, is_rounded)
+        held = _Held(values, scales, bias, None if output is None else output_factors)
+        form = CallForm(activation, None if output is None else Range(*output), contiguous, is_rounded, factors)
         if not _has_kernel(x):
             return self.simulated(x, held, form)
         if wants_gradients(x, scales, bias):
             # What gradients flow through is in floats between layers, too.
             floats = replace(form, output=None)
-            return cast("Any", _StaticWithGradient).apply(self, floats, x, *held)
+            return cast("Any", _StaticWithGradient).apply(self, floats, x, values, scales, bias)
         return self.kernel(x, held, form)
 
     def kernel(self, x: Tensor, held: _Held, form: CallForm) -> Tensor:
@@ -106,7 +110,7 @@ class StaticComputation(BySettings):
         floats = self.dtype if x.dtype is torch.uint8 else x.dtype
         numbers, output = x, form.output
         if x.dtype is not torch.uint8:
-            numbers = to_numbers(x.detach(), self.range.scale, self.range.zero_point)
+            numbers = to_numbers(x.detach(), self.range.scale, self.range.zero_point, form.factors)
         wanted: Int8Result = (1.0, 0, floats, form.activation)
         if output is not None:
             wanted = (output.scale, output.zero_point, torch.uint8, form.activation)
@@ -123,10 +127,10 @@ class StaticComputation(BySettings):
         if x.dtype is torch.uint8:
             x = from_numbers(x, self.range, self.dtype)
         elif not form.is_rounded:
-            x = self.range.rounded(x)
+            x = self.range.rounded(x if form.factors is None else x * form.factors.to(x.dtype))
         result = self.in_floats(x, held.wide(x), None if held.bias is None else held.bias.to(x.dtype))
         result = F.relu(result) if form.activation == "relu" else result
-        return result if output is None else to_numbers(result, output.scale, output.zero_point)
+        return result if output is None else to_numbers(result, output.scale, output.zero_point, held.factors)
 
     def product(self, numbers: Tensor, held: _Held, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
@@ -155,12 +159,18 @@ class _StaticProduct(StaticComputation):
 
     def product(self, numbers: Tensor, held: _Held, result: Int8Result) -> Tensor:
         """Compute with the kernel."""
-        packed = self.packing.of(int8_static_packed, *held)
+        packed = self.packing.of(_packed_with_factors, *held)
         return int8_product_static(numbers.contiguous(), self.range.scale, self.range.zero_point, packed, result)
 
     def in_floats(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute the layer as torch.nn does."""
         return F.linear(x, weight, bias)
+
+
+def _packed_with_factors(values: Tensor, scales: Tensor, bias: Tensor | None, factors: Tensor | None) -> Any:
+    if factors is None:
+        return int8_static_packed(values, scales, bias)
+    return int8_static_packed(values, scales * factors, None if bias is None else bias * factors)
 
 
 class _StaticConvolution(StaticComputation):
@@ -178,7 +188,7 @@ class _StaticConvolution(StaticComputation):
         rows = numbers if numbers.ndim == held.values.ndim else numbers.unsqueeze(0)
         if rows.ndim == 4:
             rows = rows.contiguous(memory_format=torch.channels_last)  # kernels are slow in making it so themselves
-        packed = self.packing.of(partial(self._packed, rows.shape), *held, key=rows.shape, most=_SHAPES)
+        packed = self.packing.of(partial(self._packed, rows.shape), *held[:3], key=rows.shape, most=_SHAPES)
         found = int8_convolution(rows, scale, zero_point, packed, settings, result)
         return found if numbers.ndim == found.ndim else found.squeeze(0)
 
@@ -198,11 +208,12 @@ class StaticLayer(HoldsWeight):
 
     def __init__(
         self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype,
-        computation: StaticComputation,
+        computation: StaticComputation, factors: Tensor | None = None,
     ) -> None:  # fmt: skip
         super().__init__(values, scales, bias, dtype)
         self.range, self.computation = computation.range, computation
         self.packing = computation.packing
+        self.register_buffer("factors", factors, persistent=False)
 
     def forward(
         self,
@@ -212,11 +223,15 @@ class StaticLayer(HoldsWeight):
         activation: str = "none",
         output: tuple[float, int] | None = None,
         contiguous: bool | None = None,
+        output_factors: Tensor | None = None,
     ) -> Tensor:
         """Compute the layer with a `CallForm`; `scales` and `bias` have a norm folded in."""
         values, own_scales = self.held
         scales, bias = own_scales if scales is None else scales, self.bias if bias is None else bias
-        return self.computation(input, values, scales, bias, activation, output, contiguous)
+        return self.computation(
+            input, values, scales, bias, activation, output, contiguous,
+            factors=own_buffers(self).get("factors"), output_factors=output_factors,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         """Return what `repr` shows."""
@@ -227,9 +242,10 @@ class StaticLinear(StaticLayer):
     """Compute a linear layer; see `StaticLayer`."""
 
     def __init__(
-        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range
-    ) -> None:
-        super().__init__(values, scales, bias, dtype, _StaticProduct(of_input, dtype))
+        self, values: Tensor, scales: Tensor, bias: nn.Parameter | None, dtype: torch.dtype, of_input: Range,
+        factors: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(values, scales, bias, dtype, _StaticProduct(of_input, dtype), factors)
         self.out_features, self.in_features = values.shape
 
 

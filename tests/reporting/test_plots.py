@@ -63,6 +63,20 @@ def test_what_prune_removed_is_there_by_layer():
     assert [bar.get_width() for bar in removed.patches] == pytest.approx([100 * share for share in shares])
 
 
+def test_what_layers_mean_to_results_stands_beside_what_was_removed_of_their_criterion():
+    for method in ("structured", "magnitude"):
+        report, figure = plotted(f"prune{{method={method},amount=0.5}}")
+        (alone,) = [axes for axes in figure.axes if "how sensitive each layer is" in axes.get_title(loc="left")]
+        found = {
+            f"prune: {d.label}": d.site["data"]["sensitivity"] for d in fxopt.plan(report.model).decisions if d.site
+        }
+        assert list(rows(alone)) == sorted(found, key=lambda name: -found[name]["moves_results"])
+        drawn = {(int(line.get_ydata()[0]), line.get_marker()): line.get_xdata()[0] for line in alone.lines}
+        for row, name in enumerate(rows(alone)):
+            assert drawn[row, "o"] == found[name]["moves_results"] > 0
+            assert 0 < drawn[row, "D"] == found[name]["criterion_gone"] < 0.5
+
+
 def test_errors_of_a_lossy_pass_are_its_sensitivities():
     report, figure = plotted("quantize{scheme=int8_weight,aim=size}")
     (errors,) = figure.axes

@@ -25,7 +25,8 @@ def share_rounding(graph: fx.Graph) -> None:
     for x in list(graph.nodes):
         layers = list(_layers(x))
         ranges = {cast("StaticComputation", layer.target).range for layer in layers}
-        if len(ranges) != 1 or any(mutates(user) and user.args[0] is x for user in x.users):
+        is_scaled = any(layer.kwargs.get("factors") is not None for layer in layers)
+        if len(ranges) != 1 or is_scaled or any(mutates(user) and user.args[0] is x for user in x.users):
             continue
         sums = [user for user in x.users if _adds_convolution(user, x)]
         readers = [*layers, *sums]

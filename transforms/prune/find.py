@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from ...errors import BudgetError
+from ...layers.quantized import is_quantized_by_torch
 from ...passes.contract import word_for
 from ...passes.sites import Refusal, Site
 from ...runtime.state import packed
@@ -21,14 +23,19 @@ from .dependency_groups import Group, Refused, coupling
 from .masks import Target, Values, chosen, kernel_for, order_of_inputs, scores_of, targets, weakest_of
 from .options import Options, check_names
 from .scores import CRITERIA, NoScores, scores_of_units
+from .sensitivity import share_gone, with_sensitivity
 from .sites import Chosen, sites_of
 
 __all__ = ["find", "units_that_go"]
 
+_QUANTIZED = "it is a {}, whose weight is quantized already; prune the model before it is quantized"
+
 
 def find(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
     """Yield a site for each layer that gets masks, or for the units that go of each group, and what is refused."""
-    return _units(program, wanted) if wanted.method == "structured" else _weights(program, wanted)
+    for module in filter(is_quantized_by_torch, program.names.distinct):
+        yield Refusal(_QUANTIZED.format(type(module).__name__), program.names.name(module))
+    yield from _units(program, wanted) if wanted.method == "structured" else _weights(program, wanted)
 
 
 def _weights(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
@@ -37,7 +44,11 @@ def _weights(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
     fitting = [each for each in found if isinstance(each, Target)]
     check_names(wanted, [each.owner for each in fitting])
     orders: dict[str, list[int]] = {}
-    gone = _gone(program, fitting, wanted, orders)
+    values = _values(program, wanted, fitting)
+    gone = {target.path: target.gone for target in fitting}
+    if values is not None:
+        gone = _gone(fitting, wanted, values, orders)
+    sites, shares = list[Site](), list[float | None]()
     owners: dict[str, list[Target]] = defaultdict(list)
     for target in fitting:
         owners[target.owner].append(target)
@@ -51,7 +62,26 @@ def _weights(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
         if wanted.method == "nm" and wanted.schedule == "one_shot":
             data["sparse"], said = kernel_for(program, mine[0], flags[mine[0].name], wanted)
             detail = f"{detail}, {said}"
-        yield Site(program, owner, {}, detail=detail, data=data)
+        sites.append(Site(program, owner, {}, detail=detail, data=data))
+        shares.append(None if values is None else _share_of_weights(mine, flags, wanted, values))
+    yield from sites if values is None else with_sensitivity(program, sites, shares)
+
+
+def _values(program: Program, wanted: Options, found: Sequence[Target]) -> Values | None:
+    """Return what says how much weights matter; None where none go yet."""
+    if wanted.schedule != "one_shot" or not found:
+        return None
+    make = CRITERIA[wanted.criterion].weights
+    return (lambda _, weight: weight.abs()) if make is None else make(program, wanted)
+
+
+def _share_of_weights(
+    targets: Sequence[Target], gone: Mapping[str, Tensor], wanted: Options, values: Values
+) -> float | None:
+    """Return how much of what a layer's weights matter goes."""
+    given = cast("Mapping[str, Tensor]", wanted.scores or {})
+    scores = [given.get(each.path, values(each.path, each.weight)) for each in targets]
+    return share_gone([(score, ~gone[each.name].to(score.device)) for each, score in zip(targets, scores, strict=True)])
 
 
 def _as_fits(found: Target | Refusal, program: Program, wanted: Options) -> Target | Refusal:
@@ -66,17 +96,11 @@ def _as_fits(found: Target | Refusal, program: Program, wanted: Options) -> Targ
     return Refusal(reason, found.owner) if wanted.method == "nm" and count % of else found
 
 
-def _gone(
-    program: Program, found: Sequence[Target], wanted: Options, orders: dict[str, list[int]]
-) -> dict[str, Tensor]:
+def _gone(found: Sequence[Target], wanted: Options, values: Values, orders: dict[str, list[int]]) -> dict[str, Tensor]:
     """Return which elements of each weight are zero for good, by its qualified name; what was gone before stays so.
 
     `orders` is told in which order the inputs of each weight are grouped, if not as they lie.
     """
-    if wanted.schedule != "one_shot" or not found:
-        return {target.path: target.gone for target in found}
-    make = CRITERIA[wanted.criterion].weights
-    values: Values = (lambda _, weight: weight.abs()) if make is None else make(program, wanted)
     if not (wanted.method == "nm" and wanted.permute):
         return chosen(found, wanted, values)
     scores, (kept, of), masks = scores_of(found, wanted, values), wanted.kept_of, dict[str, Tensor]()
@@ -113,7 +137,16 @@ def _units(program: Program, wanted: Options) -> Iterator[Site | Refusal]:
     kept, cost, failing = _kept(program, scored, wanted, refused)
     yield from _refusals((*refused, *failing))
     if kept:
-        yield from with_costs(program.model, kept, list(sites_of(program, kept)), wanted, cost)
+        sites = list(sites_of(program, kept))
+        known = {group.name: score for group, score in scored}
+        sites = with_sensitivity(program, sites, [_share_of_units(site, known) for site in sites])
+        yield from with_costs(program.model, kept, sites, wanted, cost)
+
+
+def _share_of_units(site: Site, scores: Mapping[str, Tensor]) -> float | None:
+    """Return how much of the scores of a site's units goes."""
+    kept = {name: torch.tensor(kept, dtype=torch.long) for name, (_, _, kept) in site.data["units"].items()}
+    return share_gone([(scores[name], stays) for name, stays in kept.items()])
 
 
 def _scored(program: Program, wanted: Options) -> tuple[list[tuple[Group, Tensor]], list[Refused]]:

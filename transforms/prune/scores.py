@@ -33,7 +33,7 @@ def scores_of_units(program: Program, groups: Sequence[Group], wanted: Options) 
     Scores are float64 on the CPU. UsageError: they are not finite.
     """
     criterion = CRITERIA[wanted.criterion] if wanted.scores is None else Criterion(_given)
-    scorer = criterion.scorer(program, wanted, groups)
+    scorer = cast("_Units", criterion.units)(program, wanted, groups)
     found: list[Tensor | NoScores] = []
     for number, group in enumerate(groups):
         try:
@@ -45,7 +45,7 @@ def scores_of_units(program: Program, groups: Sequence[Group], wanted: Options) 
 
 _Scorer = Callable[[int, Group], Tensor]
 _Values = Callable[[str, Tensor], Tensor]
-_Units = Callable[[Program, Options], _Scorer]
+_Units = Callable[[Program, Options, Sequence[Group]], _Scorer]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Criterion:
     """What units, or single weights, are judged by; None where they cannot be.
 
     Attributes:
-        units: gives what scores the units of a group, by its number; `together`: of groups that it is given before.
+        units: gives, for groups, what scores the units of one of them, by its number.
         weights: gives what scores each element of a weight, by its name.
         runs: it runs the model, on the user's batches or the example inputs.
         is_relative: scores of different groups are compared as they are.
@@ -63,19 +63,10 @@ class Criterion:
     weights: Callable[[Program, Options], _Values] | None = None
     runs: bool = False
     is_relative: bool = False
-    together: Callable[[Program, Options, Sequence[Group]], _Scorer] | None = None
-
-    def scorer(self, program: Program, wanted: Options, groups: Sequence[Group]) -> _Scorer:
-        """Return what scores the units of these groups."""
-        if self.together is not None:
-            return self.together(program, wanted, groups)
-        return cast("_Units", self.units)(program, wanted)
 
     def judges(self, method: str) -> bool:
         """Say whether it judges what a method prunes: units, or single weights."""
-        if method == "structured":
-            return self.units is not None or self.together is not None
-        return self.weights is not None
+        return (self.units if method == "structured" else self.weights) is not None
 
 
 def check_criterion(wanted: Options) -> None:
@@ -135,7 +126,7 @@ def _sizes(_program: Program, _wanted: Options) -> _Values:
     return lambda _, weight: weight.detach().abs()  # squares would rank them alike
 
 
-def _magnitude(program: Program, wanted: Options) -> _Scorer:
+def _magnitude(program: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     power = 1 if wanted.norm == "l1" else 2
 
     def size(_name: str, weight: Tensor) -> Tensor:
@@ -148,8 +139,8 @@ def _shares(_program: Program, _wanted: Options) -> _Values:
     return lambda _, weight: layer_adaptive(weight)
 
 
-def _lamp(program: Program, wanted: Options) -> _Scorer:
-    magnitude = _magnitude(program, wanted)
+def _lamp(program: Program, wanted: Options, groups: Sequence[Group]) -> _Scorer:
+    magnitude = _magnitude(program, wanted, groups)
     return lambda number, group: layer_adaptive(magnitude(number, group))
 
 
@@ -157,7 +148,7 @@ _ROWS = 256
 """Distances of so many units are computed at once."""
 
 
-def _fpgm(program: Program, _wanted: Options) -> _Scorer:
+def _fpgm(program: Program, _wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     """Sum the distances of a unit's weights to those of all others of its group: near the middle others stand for it.
 
     He et al., Filter Pruning via Geometric Median, 2019, equation 6; here over all slices of a unit.
@@ -182,7 +173,7 @@ def _slices(tensor: Tensor, cut: Cut, size: int) -> Tensor:
     return tensor.detach().float().cpu().movedim(cut.dim, 0).index_select(0, order).reshape(size, -1)
 
 
-def _batchnorm(program: Program, _wanted: Options) -> _Scorer:
+def _batchnorm(program: Program, _wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     def score(_number: int, group: Group) -> Tensor:
         parts: list[Tensor] = []
         for cut in group.cuts:
@@ -197,7 +188,7 @@ def _batchnorm(program: Program, _wanted: Options) -> _Scorer:
     return score
 
 
-def _random(_: Program, wanted: Options) -> _Scorer:
+def _random(_: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     def score(number: int, group: Group) -> Tensor:
         generator = torch.Generator().manual_seed(wanted.seed + number)
         return torch.rand(group.size, generator=generator, dtype=torch.float64)
@@ -267,14 +258,14 @@ def _wanda(program: Program, wanted: Options) -> _Values:
 def _summed(weights: Callable[[Program, Options], _Values]) -> _Units:
     """Return what judges a unit by the sum over its weights."""
 
-    def make(program: Program, wanted: Options) -> _Scorer:
+    def make(program: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
         of = weights(program, wanted)
         return lambda _, group: _sums(program.model, group, of)
 
     return make
 
 
-def _routing(program: Program, wanted: Options) -> _Scorer:
+def _routing(program: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     """Count how often each expert is chosen, on the user's batches or the example inputs."""
     choices = choices_of(program, None if wanted.data is None else partial(run_batches, wanted=wanted))
 
@@ -289,7 +280,7 @@ def _routing(program: Program, wanted: Options) -> _Scorer:
     return score
 
 
-def _influence(program: Program, wanted: Options) -> _Scorer:
+def _influence(program: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     def score(_: int, group: Group) -> Tensor:
         if not group.blocks:
             raise NoScores("criterion=influence compares what blocks are given and give, and these are none")
@@ -298,7 +289,7 @@ def _influence(program: Program, wanted: Options) -> _Scorer:
     return score
 
 
-def _given(program: Program, wanted: Options) -> _Scorer:
+def _given(program: Program, wanted: Options, _groups: Sequence[Group]) -> _Scorer:
     scores = wanted.scores
 
     def of(name: str, tensor: Tensor) -> Tensor:
@@ -328,7 +319,7 @@ CRITERIA: Mapping[str, Criterion] = {
     "lamp": Criterion(_lamp, _shares, is_relative=True),
     "fpgm": Criterion(_fpgm),
     "batchnorm": Criterion(_batchnorm),
-    "taylor": Criterion(None, _taylor, runs=True, together=_taylor_of_units),
+    "taylor": Criterion(_taylor_of_units, _taylor, runs=True),
     "hessian": Criterion(_summed(_hessian), _hessian, runs=True),
     "wanda": Criterion(None, _wanda, runs=True),
     "routing": Criterion(_routing, runs=True),

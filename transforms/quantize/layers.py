@@ -13,7 +13,7 @@ from ...compat import has_hooks, has_state_hooks, own_parameters, submodule
 from ...compat.packed import Geometry
 from ...layers.folded import Fold, Folds
 from ...layers.members import FusedMembers, stacked_weights
-from ...layers.quantized import ASKED, FakeQuantized, QuantizedLayer
+from ...layers.quantized import ASKED, FakeQuantized, QuantizedLayer, is_quantized_by_torch
 from ...operators import Derived, why_not_plain
 from ...passes.contract import word_for
 from ...passes.rewriting import Layer, layer_of
@@ -35,8 +35,8 @@ _FOLDED = (
     "a batch norm was folded into it; int8_static folds norms itself: begin with the model as it was, or with "
     "fxopt.restore(model), and list quantize{scheme=int8_static} before fold_batchnorm or the preset that has it"
 )
-_OF_TORCH, _SMALL = "torch.ao.nn.quantized", (torch.int8, torch.uint8)
-"""Where torch has its own quantized layers, and what those of other packages hold weights in."""
+_SMALL = (torch.int8, torch.uint8)
+"""What quantized layers of other packages hold weights in."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -75,7 +75,7 @@ def already_quantized(keep: Sequence[str], program: Program) -> Iterator[Refusal
         kind, weight = user_class(type(module)), own_parameters(module).get("weight")
         if isinstance(module, QuantizedLayer) or not hasattr(module, "weight"):
             continue
-        if kind.__module__.startswith(_OF_TORCH) or (weight is not None and weight.dtype in _SMALL):
+        if is_quantized_by_torch(module) or (weight is not None and weight.dtype in _SMALL):
             name = program.names.name(module)
             if word_for(keep, name, program) is None:
                 yield Refusal(f"it is a {kind.__name__}, whose weight is quantized already", name)

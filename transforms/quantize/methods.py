@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ _STEPS = 20
 _ALPHAS = tuple(number / 20 for number in range(6, 20))
 """Those that are tried where none is given."""
 _MOST = 12
-"""The largest exponent: activations in float16 stay in its range."""
+"""The largest exponent."""
+_ROOM = 4
+"""Inputs may be so many times as large as those that were seen, in float16."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,11 @@ _NEEDS_DATA = (
 
 def treatment(options: Options, form: str, weight: Tensor, seen: InputStatistics) -> Treatment:
     """Return what is best for a weight, [outputs, inputs], on the inputs seen: rounding alone unless that errs more."""
-    trial = _OnRows(form, options.group, weight.detach().cpu(), seen.rows, options.scheme == "int8_dynamic")
-    found = min(_candidates(options, form, trial.weight, seen), key=trial.error)
+    weight = weight.detach().cpu()
+    if options.scheme == "int8_static":
+        return _with_range(options, form, weight, seen)
+    trial = _OnRows(form, options.group, weight, seen.rows, options.scheme)
+    found = min(_candidates(options, form, weight, seen), key=trial.error)
     if not options.bias_correction:
         return found
     off = trial.weight.float() - trial.rounded(found).float()
@@ -104,6 +110,27 @@ def _powers(scales: Tensor) -> str:
     return text_of_numbers(exponents.to(torch.int8)) if exponents.any() else ""
 
 
+def _with_range(options: Options, form: str, weight: Tensor, seen: InputStatistics) -> Treatment:
+    """Return what is best where one range is for all inputs: scales and a range that half of the rows give are tried on
+    the others. What evens out inputs too well leaves no room for larger ones.
+    """
+    known, new = seen.rows[::2], seen.rows[1::2] if len(seen.rows) > 1 else seen.rows
+    half = InputStatistics(len(known))
+    half.see("", known)
+    trial = _OnRows(form, options.group, weight, new, options.scheme, known)
+    alphas = _ALPHAS if options.alpha is None else (options.alpha,)
+    errors = {alpha: trial.error(Treatment(_smoothed(weight, half, alpha))) for alpha in alphas}
+    best = min(errors, key=errors.__getitem__)
+    return Treatment(_smoothed(weight, seen, best)) if errors[best] < trial.error(Treatment()) else Treatment()
+
+
+def _in_range_of(known: Tensor, rows: Tensor) -> Tensor:
+    """Return rows rounded to 8 bits, and cut off, in the range of others."""
+    low, high = known.amin().clamp(max=0), known.amax().clamp(min=0)
+    step = (high - low).clamp(min=torch.finfo(rows.dtype).tiny) / 255
+    return ((rows / step).round() * step).clamp(low, high)
+
+
 @dataclass(frozen=True)
 class _OnRows:
     """A weight and rows of its inputs, on which treatments are compared."""
@@ -112,7 +139,8 @@ class _OnRows:
     group: int
     weight: Tensor
     rows: Tensor
-    rounds_rows: bool
+    scheme: str
+    known: Tensor = field(default_factory=lambda: torch.zeros(1))  # rows that the range of static inputs is found on
 
     def rounded(self, found: Treatment) -> Tensor:
         """Return the weight that a layer with a treatment stands for."""
@@ -122,9 +150,16 @@ class _OnRows:
         return dequantized(*held, self.form, weight.dtype) / factors
 
     def error(self, found: Treatment) -> float:
-        """Return the mean square of what the layer's results are off."""
+        """Return the mean square of what the layer's results are off; infinity where scaled inputs leave their type."""
         factors = self._factors(found)
-        rows = quantized_by_rows(self.rows / factors) * factors if self.rounds_rows else self.rows
+        scaled = self.rows / factors
+        if float(scaled.abs().max()) * _ROOM > torch.finfo(self.weight.dtype).max:
+            return math.inf
+        if self.scheme == "int8_dynamic":
+            scaled = quantized_by_rows(scaled)
+        elif self.scheme == "int8_static":
+            scaled = _in_range_of(self.known / factors, scaled)
+        rows = scaled * factors
         off = rows @ self.rounded(found).float().T - self.rows @ self.weight.float().T
         return float(off.square().mean())
 

@@ -114,7 +114,7 @@ _READ_BY_METHOD = {"alpha": ("smoothquant",), "damp": ("gptq",), "act_order": ("
 _OF_METHOD = {
     "gptq": ("int8_dynamic", "int8_weight", "int4_weight"),
     "awq": ("int8_weight", "int4_weight"),
-    "smoothquant": ("int8_dynamic",),
+    "smoothquant": ("int8_dynamic", "int8_static"),
 }
 """Method -> the schemes that it finds numbers for; `rtn` is for all."""
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
@@ -13,7 +12,8 @@ from torch import nn
 
 from ...progress_bar import progress_bar
 from ...tracing.program import Program
-from .judging import ComparedRun, Judge, Measurement
+from ..comparing import ComparedRun, computing
+from .judging import Judge, Measurement
 from .options import Options
 
 __all__ = ["costs", "costs_in_groups", "left_in_floats", "left_out"]
@@ -41,8 +41,8 @@ def left_in_floats(
     run = ComparedRun[nn.Module](
         program.model,
         program.whole_calls[:1],
-        lambda layer: _replaced(layer, layers[layer]),
-        {layer: partial(_replaced, layer, other) for layer, other in (base or {}).items()},
+        lambda layer: computing(layer, layers[layer]),
+        {layer: partial(computing, layer, other) for layer, other in (base or {}).items()},
     )
     judge = Judge(run, options, _MARGIN)
     lost = judge.loss(list(layers))
@@ -125,17 +125,3 @@ def left_out(
         middle = (wrong + right) // 2
         wrong, right = (wrong, middle) if error(order[middle:]) <= allowed else (middle, right)
     return order[:right]
-
-
-@contextmanager
-def _replaced(layer: nn.Module, other: nn.Module) -> Generator[None]:
-    """Let a layer compute what another one does, and not its own, for a while."""
-    own = vars(layer)
-    before = own.get("forward")
-    own["forward"] = other.forward
-    try:
-        yield
-    finally:
-        del own["forward"]
-        if before is not None:
-            own["forward"] = before

@@ -283,3 +283,32 @@ def test_what_others_trace_has_fake_quantization() -> None:
 
 def test_engines_that_know_no_8_bits_are_refused() -> None:
     assert engine_named("aoti").reason_against(torch.int8) == "aoti does not compute in int8"
+
+
+class Shared(nn.Module):
+    """Two layers that read one value, and one that reads numbers of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = nn.Linear(32, 48), nn.Linear(32, 48), nn.Linear(48, 48)
+        with torch.no_grad():
+            self.up.weight[[5, 11]] *= 10.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.gate(x)) + self.down(torch.relu(self.up(x)))
+
+
+@one_engine
+def test_scales_of_inputs_go_to_an_engine(engine: str) -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    x[:, [3, 17]] *= 20.0
+    smooth = Quantize(scheme="int8_static", method="smoothquant", calibration=[x, -x], budget=0.9)
+    passes: list[Any] = [smooth, Delegate(engine, torch.int8)]
+    quantized = fxopt.optimize(Shared().eval(), passes[:1], example_inputs=x, measure=False)
+    fast = fxopt.optimize(Shared().eval(), passes, example_inputs=x, measure=False)
+    assert regions(fast), reasons(fast)
+    (region,) = regions(fast)
+    scaled = [node for node in region.graph.nodes if node.kwargs.get("factors") is not None]
+    assert len(scaled) == 3 and region.left == "" and quantized.down.factors is not None
+    assert off(fast, quantized, x) < 0.02 and off(fast, Shared().eval(), x) < 0.05

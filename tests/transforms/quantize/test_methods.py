@@ -94,6 +94,21 @@ def test_scaled_inputs_stay_in_the_range_of_float16(large: float):
         assert error(smooth(x).float(), layer(x).float()) < 0.01
 
 
+def test_no_scales_are_taken_with_which_inputs_would_overflow():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 32).half(), torch.randn(256, 64).half()
+    with torch.no_grad():  # small weights let inputs be scaled up, and one input and its weights are large
+        layer.weight.mul_(0.005)
+        x[:, 3], layer.weight[:, 3] = 300.0 * x[:, 3], 20.0 * torch.randn(32)
+    seen = InputStatistics(len(x))
+    seen.see("layer", x.float())
+    for alpha in (0.0, 0.1):
+        found = treatment(Quantize(method="smoothquant", alpha=alpha), "int8", layer.weight, seen)
+        smooth = instead_of_linear(layer, layerwise.Int8DynamicLinear, "int8", 0, found).layer
+        with torch.no_grad():
+            assert smooth(x).isfinite().all() and layer(x).isfinite().all()
+
+
 @pytest.mark.parametrize(("method", "scheme"), [("awq", "int4_weight"), ("smoothquant", "int8_dynamic")])
 def test_scaled_inputs_err_less_beside_outliers(method: str, scheme: str):
     model = with_outliers()

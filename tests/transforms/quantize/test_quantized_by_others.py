@@ -80,3 +80,6 @@ def test_other_passes_keep_its_results(made: Any, passes: str) -> None:
         return
     fast = fxopt.optimize(model, passes, example_inputs=(X,), measure=False)
     torch.testing.assert_close(fast(X), model(X))
+    if made is by_torch and passes.startswith("prune"):
+        reasons = {each.label: each.reason for each in fxopt.plan(fast).decisions}
+        assert reasons == dict.fromkeys("02", f"{SAID[made]}; prune the model before it is quantized")

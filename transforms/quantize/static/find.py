@@ -10,12 +10,14 @@ import networkx as nx
 from torch import fx, nn
 
 from ....compat import has_hooks
-from ....layers.quantized import FakeQuantized, Freezable, Range
+from ....layers.quantized import FakeQuantized, Freezable
 from ....operators import canonical_name, has_random_effects, normalized_arguments, operator_info, operator_of_module
 from ....runtime.graphs import Region, required_capture
 from ....runtime.values import TensorMeta, user_class
 from ....tracing.program import CallSites, Program
 from ...fold_batchnorm import pairs_in, reasons_against
+from ..layers import CONVOLUTIONS
+from .scaling import InputForm
 
 __all__ = ["Chain", "Link", "chains", "pooling_of"]
 
@@ -40,14 +42,17 @@ class Followers:
 
 @dataclass(eq=False)
 class Link:
-    """A call of a layer with its norm and ReLU, and what is `between` it and layers of one range, `output`."""
+    """A call of a layer with its norm and ReLU, and what is `between` it and the layers that take one form of numbers,
+    `output`; `behind` is one of these.
+    """
 
     name: str
     node: fx.Node
     norm: fx.Node | None = None
     relu: fx.Node | None = None
     between: list[fx.Node] = field(default_factory=list[fx.Node])
-    output: Range | None = None
+    output: InputForm | None = None
+    behind: Link | None = None
     followers: Followers = field(default_factory=Followers)
 
     @property
@@ -65,7 +70,7 @@ class Chain:
     links: Sequence[Link]
 
 
-def chains(program: Program, ranges: Mapping[str, Range]) -> Iterator[Chain]:
+def chains(program: Program, ranges: Mapping[str, InputForm]) -> Iterator[Chain]:
     """Yield the chains of layers that have ranges; a layer that no chain has is called from several places, or none."""
     norms = _norms(program)
     for owner, capture in program.captures.items():
@@ -93,7 +98,7 @@ def _norms(program: Program) -> dict[fx.Node, fx.Node]:
 
 
 def _links(
-    program: Program, owner: str, graph: fx.Graph, ranges: Mapping[str, Range], norms: Mapping[fx.Node, fx.Node]
+    program: Program, owner: str, graph: fx.Graph, ranges: Mapping[str, InputForm], norms: Mapping[fx.Node, fx.Node]
 ) -> dict[fx.Node, Link]:
     found: dict[fx.Node, Link] = {}
     for node in graph.find_nodes(op="call_module"):
@@ -110,15 +115,15 @@ def _links(
 
 
 def _connected(
-    program: Program, owner: str, links: Mapping[fx.Node, Link], ranges: Mapping[str, Range]
+    program: Program, owner: str, links: Mapping[fx.Node, Link], ranges: Mapping[str, InputForm]
 ) -> Iterator[list[Link]]:
     graph: nx.Graph[Link] = nx.Graph()
     graph.add_nodes_from(links.values())
     for link in links.values():
         behind = _layers_behind(program, owner, link, links)
         found = {ranges[other.name] for other in behind}
-        if len(found) == 1:
-            link.output = found.pop()
+        if len(found) == 1 and (not ranges[behind[0].name].exponents or _keeps_outputs(program, owner, link)):
+            link.output, link.behind = found.pop(), behind[0]
             graph.add_edges_from((link, other) for other in behind)
         else:
             link.between.clear()
@@ -144,6 +149,19 @@ def _layers_behind(program: Program, owner: str, link: Link, links: Mapping[fx.N
             elif operator not in _ASKING:
                 return []
     return behind
+
+
+def _keeps_outputs(program: Program, owner: str, link: Link) -> bool:
+    """Say whether the outputs of a layer are the inputs of those behind, one by one, so that it can scale them."""
+    if isinstance(program.callee(owner, link.node), CONVOLUTIONS):
+        return False
+    sizes = {_last_size(node) for node in (link.node, *link.between)}
+    return len(sizes) == 1 and None not in sizes and not any(pooling_of(program, owner, each) for each in link.between)
+
+
+def _last_size(node: fx.Node) -> int | None:
+    val = node.meta.get("val")
+    return val.shape[-1] if isinstance(val, TensorMeta) and val.shape else None
 
 
 def _moves(program: Program, owner: str, node: fx.Node) -> bool:

@@ -11,14 +11,15 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ....compat import own_parameters
-from ....layers.quantized import Range
 from ....passes.kinds import error_of
 from ....runtime.state import dequantized, quantized
 from ....tracing.examples import Inputs
 from ....tracing.program import Program
-from ..judging import ComparedRun, Judge, Measurement
+from ...comparing import ComparedRun
+from ..judging import Judge, Measurement
 from ..options import Options
 from ..within import costs, left_out
+from .scaling import InputForm
 
 __all__ = ["Sensitivity", "sensitivity"]
 
@@ -35,7 +36,7 @@ class Sensitivity:
 
 
 def sensitivity(
-    program: Program, ranges: Mapping[str, Range], options: Options, calls: Sequence[Inputs]
+    program: Program, ranges: Mapping[str, InputForm], options: Options, calls: Sequence[Inputs]
 ) -> Sensitivity:
     """Simulate the quantized model on calls, and leave out as few layers as bring it within what may be lost."""
     simulation = _RoundedModel(program, ranges, options.group, calls)
@@ -53,16 +54,19 @@ def sensitivity(
 
 @dataclass(frozen=True)
 class _Rounded:
-    """A layer, the range of its input, and its weight as 8 bits hold it."""
+    """A layer, the form of its input, and its weight as 8 bits hold it."""
 
     module: nn.Module
-    range: Range
+    input: InputForm
     weight: Tensor
 
     @classmethod
-    def of(cls, module: nn.Module, range_: Range, group: int) -> _Rounded:
+    def of(cls, module: nn.Module, form: InputForm, group: int) -> _Rounded:
         weight = cast("Tensor", own_parameters(module)["weight"]).detach()
-        return cls(module, range_, dequantized(*quantized(weight, "int8", group), "int8", weight.dtype))
+        factors = form.factors(weight)
+        held = quantized(weight if factors is None else weight / factors, "int8", group)
+        wide = dequantized(*held, "int8", weight.dtype)
+        return cls(module, form, wide if factors is None else wide * factors)
 
     @contextmanager
     def rounded(self) -> Generator[None]:
@@ -86,19 +90,19 @@ class _Rounded:
             handle.remove()
 
     def _round_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return (self.range.rounded(args[0] if args else kwargs["input"]),), {}
+        return (self.input.rounded(args[0] if args else kwargs["input"]),), {}
 
     def own_error(self, x: Tensor, result: Tensor) -> float:
         """Return by how much the layer's own result is off, relative to its scale."""
         with self.rounded():
-            return error_of(result, self.module.forward(self.range.rounded(x)))
+            return error_of(result, self.module.forward(self.input.rounded(x)))
 
 
 class _RoundedModel(ComparedRun[str]):
-    """Run a model on calls with some layers rounded, by name and range of their inputs, and compare."""
+    """Run a model on calls with some layers rounded, by name and form of their inputs, and compare."""
 
-    def __init__(self, program: Program, ranges: Mapping[str, Range], group: int, calls: Sequence[Inputs]) -> None:
-        layers = {name: _Rounded.of(program.module(name), range_, group) for name, range_ in ranges.items()}
+    def __init__(self, program: Program, ranges: Mapping[str, InputForm], group: int, calls: Sequence[Inputs]) -> None:
+        layers = {name: _Rounded.of(program.module(name), form, group) for name, form in ranges.items()}
         self._layers = layers
         self.own_errors: dict[str, float] = {}
         with ExitStack() as stack:

@@ -7,15 +7,17 @@ from typing import Any
 
 from torch import nn
 
-from ....layers.quantized import FakeQuantized, Range
+from ....layers.quantized import FakeQuantized
 from ....passes.sites import Cause, Refusal, Site
+from ....runtime.state import powers_of
 from ....tracing.examples import Inputs
 from ....tracing.program import Program
 from ...calibration import calls, ranges_of
 from ..judging import with_metric
-from ..layers import CONVOLUTIONS, candidates
+from ..layers import CONVOLUTIONS, candidates, weight_of
 from ..options import Options
 from .find import Chain, Link, chains
+from .scaling import InputForm, exponents_of
 from .sensitivity import Sensitivity, sensitivity
 
 __all__ = ["find"]
@@ -44,19 +46,31 @@ def _calibrated(options: Options, program: Program, layers: Mapping[str, nn.Modu
     else:
         data = ()
     seen, judged = _divided(data)
-    ranges = trained | (ranges_of(program, others, seen, options.observer) if others else {})
+    forms = {name: InputForm(range_) for name, range_ in trained.items()}
+    if others:
+        forms |= _forms(options, program, others, seen)
     unreached = "the calibration data never reaches it, or is empty there"
-    yield from (Refusal(unreached, name) for name in layers if name not in ranges)
-    if not ranges:
+    yield from (Refusal(unreached, name) for name in layers if name not in forms)
+    if not forms:
         return
-    found = Sensitivity(dict.fromkeys(ranges, 0.0))
+    found = Sensitivity(dict.fromkeys(forms, 0.0))
     if data:
-        found = sensitivity(program, ranges, options, judged)
+        found = sensitivity(program, forms, options, judged)
     for name in found.left:
         cost = f"quantized alone, it moves the model's results by {found.alone[name]:.2g} of their scale"
         yield Refusal(f"{cost}; with all layers {found.together}", name)
-    kept = {name: range_ for name, range_ in ranges.items() if name not in found.left}
+    kept = {name: form for name, form in forms.items() if name not in found.left}
     yield from with_metric(_sites(program, kept, found), found.metric)
+
+
+def _forms(
+    options: Options, program: Program, layers: Mapping[str, nn.Module], calls: Sequence[Inputs]
+) -> dict[str, InputForm]:
+    """Return how the input of each layer that the calls reach becomes numbers."""
+    scaled = exponents_of(options, program, layers, calls) if options.method == "smoothquant" else {}
+    factors = {name: powers_of(text, weight_of(layers[name]).shape[1], -1) for name, text in scaled.items()}
+    ranges = ranges_of(program, layers, calls, options.observer, factors)
+    return {name: InputForm(range_, scaled.get(name, "")) for name, range_ in ranges.items()}
 
 
 def _divided(data: Sequence[Inputs]) -> tuple[Sequence[Inputs], Sequence[Inputs]]:
@@ -66,19 +80,22 @@ def _divided(data: Sequence[Inputs]) -> tuple[Sequence[Inputs], Sequence[Inputs]
     return data[:-1], [data[0], data[-1]]
 
 
-def _sites(program: Program, ranges: Mapping[str, Range], found: Sensitivity) -> Iterator[Site]:
+def _sites(program: Program, forms: Mapping[str, InputForm], found: Sensitivity) -> Iterator[Site]:
     chained: set[str] = set()
-    for chain in chains(program, ranges):
+    for chain in chains(program, forms):
         chained.update(link.name for link in chain.links)
-        yield _site_of(program, chain, ranges, found)
-    for name in ranges:
+        yield _site_of(program, chain, forms, found)
+    for name in forms:
         if name not in chained:
-            data = _data(name, ranges[name], None, found)
+            data = _data(name, forms[name], None, found)
             yield Site(program, name, {}, data={"layers": [data]}, detail=_detail([data]), kind=_kind(program, [data]))
 
 
-def _site_of(program: Program, chain: Chain, ranges: Mapping[str, Range], found: Sensitivity) -> Site:
-    data = [_data(link.name, ranges[link.name], link, found) for link in chain.links]
+def _site_of(program: Program, chain: Chain, forms: Mapping[str, InputForm], found: Sensitivity) -> Site:
+    data = [_data(link.name, forms[link.name], link, found) for link in chain.links]
+    for link, layer in zip(chain.links, data, strict=True):
+        if link.output is not None and link.behind is not None and link.output.exponents:
+            layer["scaled_for"] = chain.links.index(link.behind)
     nodes = {label: name for number, link in enumerate(chain.links) for label, name in _nodes(number, link)}
     return Site(
         program, chain.owner, nodes, chain.specialization,
@@ -99,10 +116,11 @@ def _nodes(number: int, link: Link) -> Iterator[tuple[str, str]]:
     yield from ((f"view.{number}.{place}", node.name) for place, node in enumerate(link.followers.views))
 
 
-def _data(name: str, of_input: Range, link: Link | None, found: Sensitivity) -> dict[str, Any]:
-    output = None if link is None else link.output
+def _data(name: str, form: InputForm, link: Link | None, found: Sensitivity) -> dict[str, Any]:
+    output = None if link is None or link.output is None else link.output.range
     return {
-        "name": name, "scale": of_input.scale, "zero_point": of_input.zero_point,
+        "name": name, "scale": form.range.scale, "zero_point": form.range.zero_point,
+        **({"exponents": form.exponents} if form.exponents else {}),
         "output": None if output is None else [output.scale, output.zero_point],
         "contiguous": link is None or link.followers.is_open,
         "error": found.own[name], **({"moves_results": found.alone[name]} if found.alone else {}),

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from ....compat import has_global_hooks, has_hooks, own_parameters
+from ....compat import has_global_hooks, has_hooks, own_buffers, own_parameters
 from ....errors import MatchFailure
 from ....layers.folded import Fold
 from ....layers.members import settings_of
@@ -25,12 +25,13 @@ from ....layers.quantized import (
 from ....passes.rewriting import Edit, call_of_layer
 from ....passes.sites import Site
 from ....runtime.guards import Applied, Attribute, Guard, Lacks, Source, Truth, exactly, key_of, module_at, of_class
-from ....runtime.state import QuantizeTrained, QuantizeWeight, StateStep
-from ....runtime.values import TensorMeta, qualified, user_class
+from ....runtime.state import QuantizeSmoothed, QuantizeTrained, QuantizeWeight, StateStep
+from ....runtime.values import TensorMeta, meta_of, qualified, user_class
 from ...fold_batchnorm import source_of, write_check
 from ..layers import CONVOLUTIONS, even_geometry, is_candidate, reason_against_module
 from ..write import instead_of, put
 from .find import pooling_of
+from .scaling import InputForm
 
 __all__ = ["rewrite"]
 
@@ -46,6 +47,7 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
         return
     called = _members(site, edit)
     nodes = [edit.graph_node(f"layer.{number}") for number in range(len(layers))]
+    paths = [str(node.target) for node in nodes]
     for number, node in enumerate(nodes):
         normed = call_of_layer(edit.program, site.owner, node) if f"norm.{number}" in site.nodes else None
         x = source_of(node)
@@ -54,7 +56,8 @@ def rewrite(site: Site, edit: Edit, group: int) -> None:
     for node, layer in zip(nodes, layers, strict=True):
         _replace_layer(str(node.target), layer, edit, group)
     for number, layer in enumerate(layers):
-        _rewrite_call(site, number, layer, edit)
+        scaled_for = cast("int | None", layer.get("scaled_for"))
+        _rewrite_call(site, number, layer, None if scaled_for is None else paths[scaled_for], edit)
     for label in site.nodes:
         if label.startswith("between."):
             _pass_numbers(edit.graph_node(label), edit)
@@ -75,6 +78,7 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
         raise MatchFailure(f"'{name}': {reason}")
     weight = cast("nn.Parameter", own_parameters(old)["weight"])
     observed = old.observed() if isinstance(old, FakeQuantized) else {}
+    form = InputForm(Range(layer["scale"], layer["zero_point"]), str(layer.get("exponents", "")))
     plain = QuantizeWeight.of(qualified(path, "weight"), weight, "int8", group=group)
     step: StateStep = plain
     if observed:
@@ -82,14 +86,16 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
         kinds = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in observed.values())
         noted = tuple(float(tensor) for tensor in observed.values())
         step = QuantizeTrained(olds, plain.new, group, plain.dtype, kinds, noted)
-    of_input = Range(layer["scale"], layer["zero_point"])
-    put(edit, path, instead_of({step: weight}, lambda held: _layer_of(old, *held[0], of_input)))
+    elif form.exponents:
+        step = QuantizeSmoothed(**vars(plain), exponents=form.exponents)
+    put(edit, path, instead_of({step: weight}, lambda held: _layer_of(old, *held[0], form)))
 
 
-def _layer_of(old: nn.Module, values: torch.Tensor, scales: torch.Tensor, of_input: Range) -> StaticLayer:
-    settings = values, scales, own_parameters(old).get("bias"), cast("nn.Linear", old).weight.dtype, of_input
+def _layer_of(old: nn.Module, values: Tensor, scales: Tensor, form: InputForm) -> StaticLayer:
+    weight = cast("nn.Linear", old).weight
+    settings = values, scales, own_parameters(old).get("bias"), weight.dtype, form.range
     if isinstance(old, nn.Linear):
-        return StaticLinear(*settings)
+        return StaticLinear(*settings, form.factors(weight.float()))
     geometry = even_geometry(old)
     if geometry is None:
         raise MatchFailure("its padding is not the same number of zeros on both sides")
@@ -99,7 +105,8 @@ def _layer_of(old: nn.Module, values: torch.Tensor, scales: torch.Tensor, of_inp
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
 
-def _rewrite_call(site: Site, number: int, layer: Mapping[str, Any], edit: Edit) -> None:
+def _rewrite_call(site: Site, number: int, layer: Mapping[str, Any], scaled_for: str | None, edit: Edit) -> None:
+    """Write a call with what comes behind it; `scaled_for`: a layer whose inputs its numbers are."""
     node, options = edit.graph_node(f"layer.{number}"), dict[str, Any]()
     behind = [label for label in (f"norm.{number}", f"relu.{number}") if label in site.nodes]
     replaced = [node, *map(edit.graph_node, behind)]
@@ -110,6 +117,8 @@ def _rewrite_call(site: Site, number: int, layer: Mapping[str, Any], edit: Edit)
     if layer["output"] is not None:
         output = Range(*layer["output"])
         options["output"] = output.scale, output.zero_point
+        if scaled_for is not None:
+            options["output_factors"] = _factors_at(scaled_for, edit)
     else:
         options["contiguous"] = layer["contiguous"]
     x = _numbers_of(node, layer, edit)
@@ -139,17 +148,42 @@ def _folded(node: fx.Node, norm: fx.Node, edit: Edit) -> list[fx.Node]:
 def _numbers_of(node: fx.Node, layer: Mapping[str, Any], edit: Edit) -> Any:
     """Return what a layer reads: numbers that are made once, where several layers read the same floats."""
     x, settings = cast("fx.Node", node.args[0]), (layer["scale"], layer["zero_point"])
-    known = next((user for user in x.users if user.target is to_numbers and user.args[1:] == settings), None)
+    factors = _factors(str(node.target), edit)
+    known = next((user for user in x.users if _makes_numbers(user, settings, factors, edit)), None)
     if known is not None:
         return known
     val = x.meta.get("val")
     of_numbers = isinstance(val, TensorMeta) and val.dtype is torch.uint8
     if of_numbers or sum(_calls_layer(user, edit) for user in x.users) < 2:
         return x
-    numbers = edit.call(to_numbers, x, *settings)
+    scaled = () if factors is None else (_factors_at(str(node.target), edit),)
+    numbers = edit.call(to_numbers, x, *settings, *scaled)
     numbers.meta["val"] = val
     _note_numbers(numbers)
     return numbers
+
+
+def _makes_numbers(user: fx.Node, settings: tuple[float, int], factors: Tensor | None, edit: Edit) -> bool:
+    """Say whether a node makes the numbers that a layer reads, with these scales of its inputs."""
+    if user.target is not to_numbers or user.args[1:3] != settings:
+        return False
+    read = user.args[3] if len(user.args) > 3 else None
+    if read is None or factors is None:
+        return read is factors
+    own = _factors(str(cast("fx.Node", read).target).rpartition(".")[0], edit)
+    return own is not None and torch.equal(own, factors)
+
+
+def _factors(path: str, edit: Edit) -> Tensor | None:
+    """Return what a layer scales its inputs with."""
+    return own_buffers(edit.owner.get_submodule(path)).get("factors")
+
+
+def _factors_at(path: str, edit: Edit) -> fx.Node:
+    """Return a node that reads what a layer scales its inputs with."""
+    node = edit.get_attr(qualified(path, "factors"))
+    node.meta["buffer"], node.meta["val"] = True, meta_of(_factors(path, edit))
+    return node
 
 
 def _calls_layer(user: fx.Node, edit: Edit) -> bool:

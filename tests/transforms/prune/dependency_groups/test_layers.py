@@ -210,6 +210,15 @@ _NETS: dict[str, Callable[[], tuple[Any, ...]]] = {
             nn.Conv2d(4, 2, 1),
         ), _IMAGE, {"0": ("channels", 4)},
     ),
+    "maxout over parts": lambda: (
+        nn.Sequential(nn.Linear(6, 24), Code(lambda _, x: x.view(*x.shape[:2], 4, 6).max(2).values), nn.Linear(6, 2)),
+        _ROWS, {"0": ("hidden", 6)},
+    ),
+    "maxout of two halves, behind a norm": lambda: (
+        nn.Sequential(
+            nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), Code(lambda _, x: torch.max(*x.chunk(2, 1))), nn.Conv2d(4, 2, 1)
+        ), _IMAGE, {"0": ("channels", 4)},
+    ),
     "tied embeddings": lambda: (_tied(), _TOKENS, {"0": ("hidden", 8)}),
     "products of plain parameters": lambda: (
         Code(

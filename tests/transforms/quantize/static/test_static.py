@@ -21,6 +21,7 @@ from fxopt.passes.pipeline import parse
 from fxopt.transforms.calibration import ranges_of
 from fxopt.transforms.quantize import Quantize
 from fxopt.transforms.quantize.options import Options
+from fxopt.transforms.quantize.static.scaling import InputForm
 from fxopt.transforms.quantize.static.sensitivity import sensitivity
 
 pytestmark = needs_static_int8
@@ -284,7 +285,8 @@ def test_layers_are_tried_alone_on_a_part_of_the_call(net: nn.Module):
         program, {n: program.module(n) for n in ("first", "second", "down")}, program.whole_calls, "minmax"
     )
     rows.clear()
-    found = sensitivity(program, ranges, Options(scheme="int8_static", budget=1e-6), program.whole_calls)
+    forms = {name: InputForm(each) for name, each in ranges.items()}
+    found = sensitivity(program, forms, Options(scheme="int8_static", budget=1e-6), program.whole_calls)
     assert set(found.left) == set(ranges) and all(0 < error < 1 for error in found.alone.values())
     assert rows.count(8) == 1 + len(ranges)  # in floats, and with each of the layers rounded
     assert rows.count(64) == 2 + 2  # in floats, with all rounded, and twice halving
