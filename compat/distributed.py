@@ -70,7 +70,7 @@ def exchanged(
     from torch.distributed import _functional_collectives as collectives
 
     is_trained = tensor.is_floating_point()
-    send = collectives.all_to_all_single_autograd if is_trained else collectives.all_to_all_single
+    send: Any = collectives.all_to_all_single_autograd if is_trained else collectives.all_to_all_single
     return collectives.wait_tensor(send(tensor.contiguous(), received, sent, mesh.get_group()))
 
 
@@ -160,5 +160,5 @@ def sync_batch_norm(
 def with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor like one on the meta device, without values: on a device, or of a split one on its mesh."""
     mesh: Any = getattr(tensor, "device_mesh", None)
-    is_elsewhere = mesh is not None and mesh.device_type != device.type
-    return torch.empty_like(tensor, device=mesh.device_type if is_elsewhere else device)
+    where = device if mesh is None or mesh.device_type == device.type else mesh.device_type
+    return torch.empty_like(tensor, device=where)

@@ -73,12 +73,10 @@ def _sent(
     counts = goes.sum(0)
     sent, received = (cast("list[int]", each.tolist()) for each in (counts, exchanged(counts, mesh)))
     theirs = places[tokens].masked_fill(owners[tokens] != to.unsqueeze(1), -1)
-    found = _sum_of_own(
-        *(exchanged(each, mesh, sent, received) for each in (x.index_select(0, tokens), theirs, weights[tokens])),
-        projections,
-        compute,
-        dtype,
+    rows, numbers, counted = (
+        exchanged(each, mesh, sent, received) for each in (x.index_select(0, tokens), theirs, weights[tokens])
     )
+    found = _sum_of_own(rows, numbers, counted, projections, compute, dtype)
     return _added(x.shape[0], tokens, exchanged(found, mesh, received, sent))
 
 
