@@ -167,5 +167,5 @@ def heads_by_hand() -> Step:
 
 WAYS = [
     Way("experts by all-to-all", mixtures_by_hand, lambda: by_pass(mixtures, "parallel{shard=2,experts=true}")),
-    Way("members and layers", heads_by_hand, lambda: by_pass(heads, "fuse_ensembles,parallel{tensor=2}")),
+    Way("members and layers", heads_by_hand, lambda: by_pass(heads, "fuse_ensembles{lowering=bmm},parallel{tensor=2}")),
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .crossings import AllMembers, Crossing, OwnMembers, SharedByMembers, SumOfMembers
+from .crossings import AllMembers, Crossing, MeanOfMembers, OwnMembers, SharedByMembers, SumOfMembers
 from .outer_steps import OuterSteps
 from .replica import REPLICA, Replica, is_replicated, no_sync, replicate
 from .replicated import Layout, deal_parameter, replicate_parameters
@@ -16,7 +16,7 @@ from .sync_batch_norm import (
 )
 
 __all__ = [
-    "BATCH_NORMS", "REPLICA", "SYNCHRONIZED", "AllMembers", "Crossing", "Layout", "OuterSteps", "OwnMembers", "Replica",
-    "SharedByMembers", "SumOfMembers", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d",
-    "deal_parameter", "is_replicated", "no_sync", "replicate", "replicate_parameters",
+    "BATCH_NORMS", "REPLICA", "SYNCHRONIZED", "AllMembers", "Crossing", "Layout", "MeanOfMembers", "OuterSteps",
+    "OwnMembers", "Replica", "SharedByMembers", "SumOfMembers", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d",
+    "SyncBatchNorm3d", "deal_parameter", "is_replicated", "no_sync", "replicate", "replicate_parameters",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from ...compat.distributed import added_up, gathered_in_order, handed_to_all
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AllMembers", "Crossing", "OwnMembers", "SharedByMembers", "SumOfMembers"]
+__all__ = ["AllMembers", "Crossing", "MeanOfMembers", "OwnMembers", "SharedByMembers", "SumOfMembers"]
 
 
 class Crossing:
@@ -54,3 +54,10 @@ class SumOfMembers(Crossing):
 
     def __call__(self, value: Tensor) -> Tensor:
         return added_up(value, self.mesh)
+
+
+class MeanOfMembers(SumOfMembers):
+    """The mean over the members of all processes, as many each, from that of each."""
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return super().__call__(value) / self.mesh.size()

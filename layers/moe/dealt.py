@@ -73,10 +73,12 @@ def _sent(
     counts = goes.sum(0)
     sent, received = (cast("list[int]", each.tolist()) for each in (counts, exchanged(counts, mesh)))
     theirs = places[tokens].masked_fill(owners[tokens] != to.unsqueeze(1), -1)
-    rows, numbers, counted = (
-        exchanged(each, mesh, sent, received) for each in (x.index_select(0, tokens), theirs, weights[tokens])
-    )
-    found = _sum_of_own(rows, numbers, counted, projections, compute, dtype)
+    # Numbers of experts and their weights are one message: small numbers are exact in float32.
+    exact = torch.promote_types(weights.dtype, torch.float32)
+    counted = torch.cat((weights[tokens].to(exact), theirs.to(exact)), 1)
+    rows, counted = (exchanged(each, mesh, sent, received) for each in (x.index_select(0, tokens), counted))
+    own, numbers = counted.chunk(2, 1)
+    found = _sum_of_own(rows, numbers.long(), own.to(weights.dtype), projections, compute, dtype)
     return _added(x.shape[0], tokens, exchanged(found, mesh, received, sent))
 
 

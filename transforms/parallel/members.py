@@ -15,6 +15,7 @@ from ...layers.distributed import (
     AllMembers,
     Crossing,
     Layout,
+    MeanOfMembers,
     OwnMembers,
     SharedByMembers,
     SumOfMembers,
@@ -168,9 +169,20 @@ def _split(graph: fx.Graph, module: nn.Module, stacks: Mapping[str, int], mesh: 
     for node in members.joins:
         if node.target is ensemble.sum_members:
             _cross(graph, node, SumOfMembers(mesh), list(node.users))
+        elif node.users and all(_is_mean_of(user, node) for user in node.users):
+            for mean in list(node.users):
+                _cross(graph, mean, MeanOfMembers(mesh), list(mean.users))
         else:
             _cross(graph, node.all_input_nodes[0], AllMembers(mesh), [node])
     return graph
+
+
+def _is_mean_of(node: fx.Node, stacked: fx.Node) -> bool:
+    """Say whether a node is the mean over members along the dimension that they were stacked along."""
+    if stacked.target is not ensemble.stack_members or canonical_name(node) != "mean" or node.args[0] is not stacked:
+        return False
+    dims = [each.args[1] if len(each.args) > 1 else each.kwargs.get("dim") for each in (stacked, node)]
+    return dims[1] is not None and (dims[0] or 0) == dims[1]
 
 
 def _cross(graph: fx.Graph, node: fx.Node, crossing: Crossing, users: Sequence[fx.Node]) -> None:
