@@ -249,34 +249,31 @@ def load_sharded(
 ) -> None:
     """Load a checkpoint of the unoptimized model from a folder; each process reads the part that it holds.
 
-    What is on the meta device gets its memory here. All names, shapes and dtypes are compared before anything is
-    changed. The ranks do not wait for each other.
+    What is on the meta device gets its memory here. All names, shapes and dtypes are compared first, and all is read
+    before anything is changed. The ranks do not wait for each other.
 
     Args:
         model: an optimized model, sharded, split, in stages, or whole.
         path: a folder of safetensors files with an index, as `save_pretrained` writes it, that index, or a single file;
-            or a folder of `torch.distributed.checkpoint`.
+            or a folder of `torch.distributed.checkpoint`, of its own files or those of its `HuggingFaceStorageWriter`.
         key: under which the model's state was saved among others: "model" for `checkpoint.save({"model": state}, ...)`.
         device: where to; by default the GPU of the process where the process group works on GPUs, else the CPU. What
             has data already stays where it is.
         init: computes the tensors of a module that no checkpoint has (buffers that are not persistent), where these are
-            on the meta device. It is called with each module that has such tensors, before anything is read.
+            on the meta device. It is called with each module that has such tensors; others of the module stay.
         strict: refuse tensors that the model has not; otherwise they are passed over.
 
     Raises:
         ArchiveError: a file is missing or damaged, or the metadata of a checkpoint holds what torch does not write.
         StateError: the model was not optimized; the checkpoint is of another model, or in a dtype that is not
             converted; tied tensors differ in it; tensors that no checkpoint has, without `init`.
-        UsageError: the folder holds several checkpoints.
+        UsageError: the folder holds several checkpoints, or there is no such device.
     """
     record = needed_record(model)
     expect(key, (str, type(None)), "key", "a name, or leave it out")
     expect(device, (str, torch.device, type(None)), "device", "a device such as 'cuda'")
     expect(strict, bool, "strict", "True or False")
-    load_parts(
-        model, as_path(path), record=record, key=key, device=None if device is None else torch.device(device),
-        init=init, strict=strict,
-    )  # fmt: skip
+    load_parts(model, as_path(path), record=record, key=key, device=device, init=init, strict=strict)
 
 
 def restore(model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -11,9 +11,13 @@ from torch.nn.modules._functions import SyncBatchNorm as _SyncBatchNorm  # pyrig
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DistributedDataParallel
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 __all__ = [
-    "BatchNorm", "after_backward", "after_forward", "before_forward", "broadcast_together", "give_memory",
-    "is_of_a_collective", "local_part", "shard_again", "shared_store", "sync_batch_norm",
+    "BatchNorm", "added_up", "after_backward", "after_forward", "before_forward", "broadcast_together", "exchanged",
+    "gathered_in_order", "give_memory", "handed_to_all", "is_of_a_collective", "local_part", "shard_again",
+    "shared_store", "sync_batch_norm", "with_memory",
 ]  # fmt: skip
 
 
@@ -22,6 +26,14 @@ _MESSAGE_BYTES = 250 * 2**20
 
 class BatchNorm(_BatchNorm):
     """What the batch norms of torch have in common."""
+
+
+def added_up(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the sum over the processes of a mesh; the gradient of the sum, which all have, is that of each part."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    parts: Any = DTensor.from_local(tensor, mesh, [Partial()], run_check=False)
+    return parts.redistribute(placements=[Replicate()]).to_local()
 
 
 def after_backward(call: Callable[[], None]) -> None:
@@ -49,18 +61,41 @@ def broadcast_together(tensors: Sequence[Tensor]) -> None:
         cast("Any", distributed)._broadcast_coalesced(distributed.group.WORLD, detached, _MESSAGE_BYTES, 0)
 
 
-def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Give memory to what is on the meta device; parameters stay the same objects, and split ones on their mesh."""
+def exchanged(
+    tensor: Tensor, mesh: DeviceMesh, sent: list[int] | None = None, received: list[int] | None = None
+) -> Tensor:
+    """Send rows to each process of a mesh, and return theirs: so many each; by default as many to all. Gradients go
+    back the same way.
+    """
+    from torch.distributed import _functional_collectives as collectives
+
+    is_trained = tensor.is_floating_point()
+    send: Any = collectives.all_to_all_single_autograd if is_trained else collectives.all_to_all_single
+    return collectives.wait_tensor(send(tensor.contiguous(), received, sent, mesh.get_group()))
+
+
+def gathered_in_order(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the rows of all processes of a mesh, as many each; the gradient, which all have, is cut."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    parts: Any = DTensor.from_local(tensor.contiguous(), mesh, [Shard(0)], run_check=False)
+    return parts.redistribute(placements=[Replicate()]).to_local()
+
+
+def give_memory(model: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:
+    """Give memory to what is on the meta device: what is `made` already, by the id of the old tensor, or new one.
+    Parameters stay the same objects.
+    """
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return  # swapping would forbid backward passes of what has run already
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the old tensor, whose id would be free otherwise
+    given: dict[int, tuple[Tensor, Tensor]] = {}  # with the old tensor, whose id would be free otherwise
 
     def on_device(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
-        mesh: Any = getattr(tensor, "device_mesh", None)
-        where = device if mesh is None or mesh.device_type == device.type else mesh.device_type
-        return made.setdefault(id(tensor), (tensor, torch.empty_like(tensor, device=where)))[1]
+        if id(tensor) not in given:
+            given[id(tensor)] = tensor, made[id(tensor)] if id(tensor) in made else with_memory(tensor, device)
+        return given[id(tensor)][1]
 
     future: Any = torch.__future__
     before = future.get_swap_module_params_on_conversion()
@@ -69,6 +104,14 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
         cast("Any", model)._apply(on_device)
     finally:
         future.set_swap_module_params_on_conversion(before)
+
+
+def handed_to_all(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a tensor that all processes of a mesh have; its gradient is the sum of those of all of them."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    whole: Any = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[Partial()])
 
 
 def is_of_a_collective(error: BaseException) -> bool:
@@ -112,3 +155,10 @@ def sync_batch_norm(
     """Normalize by the statistics of all ranks with the kernels of `nn.SyncBatchNorm`, which no CPU has."""
     apply: Any = cast("Any", _SyncBatchNorm).apply
     return apply(x, *affine, *running, eps, momentum, distributed.group.WORLD, distributed.get_world_size())
+
+
+def with_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor like one on the meta device, without values: on a device, or of a split one on its mesh."""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    where = device if mesh is None or mesh.device_type == device.type else mesh.device_type
+    return torch.empty_like(tensor, device=where)

@@ -93,8 +93,10 @@ def shared_grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 def split_vectors(x: Tensor, count: int, size: int) -> Tensor:
-    """Return the vectors [count, size] that lie behind one another in a parameter [count * size], as a view."""
-    return x.view(count, size)
+    """Return the vectors [count, size] that lie behind one another in a parameter [count * size], as a view.
+    Of a parameter that is divided, a process has some of them.
+    """
+    return x.view(-1 if size else count, size)
 
 
 def have_one_shape(*members: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 from ...compat import all_modules
-from ...compat.distributed import give_memory, local_part, shard_again
-from ...errors import StateError
+from ...compat.distributed import give_memory, local_part, shard_again, with_memory
+from ...errors import StateError, UsageError, one_line
 from ...runtime.record import Record
 from ...runtime.state import Piece, StateMap
 from ...runtime.values import ModelNames
@@ -26,11 +26,12 @@ def load_sharded(
     *,
     record: Record,
     key: str | None = None,
-    device: torch.device | None = None,
+    device: str | torch.device | None = None,
     init: Callable[[nn.Module], object] | None = None,
     strict: bool = True,
 ) -> None:
     """Load an optimized model's tensors from a checkpoint with original names; see `fxopt.load_sharded`."""
+    where_to = _device(device)
     for module in all_modules(model):
         shard_again(module)
     originals = {name: value for name, value in record.skeleton.state_dict().items() if isinstance(value, Tensor)}
@@ -45,17 +46,25 @@ def load_sharded(
             "function that computes those of a module (for models of transformers: init=model._init_weights)"
         )
     with torch.no_grad():
-        give_memory(model, device or _device())
+        memories = parts.read(model, where_to)
+        parts.move_in(model, where_to, memories)
         if init is not None:
             for module in owners:
                 init(module)
-        parts.read(model)
+            parts.read_again(model, owners)
 
 
-def _device() -> torch.device:
-    """Return where the ranks of the process group have their tensors."""
+def _device(device: str | torch.device | None) -> torch.device:
+    """Return the device that was asked for, or where the ranks of the process group have their tensors."""
     is_grouped = distributed.is_available() and distributed.is_initialized()
-    return torch.device("cuda" if is_grouped and "nccl" in distributed.get_backend_config() else "cpu")
+    try:
+        found = torch.device(device or ("cuda" if is_grouped and "nccl" in distributed.get_backend_config() else "cpu"))
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"device={str(device)!r}: {one_line(error)}; give a device of this machine, such as 'cpu'"
+        ) from None
+    return found
 
 
 def _check(files: TensorFiles, originals: Mapping[str, Tensor], state_map: StateMap, *, strict: bool) -> None:
@@ -95,9 +104,35 @@ class _Parts:
     originals: Mapping[str, Tensor]  # of the unoptimized model, without data
     files: TensorFiles
 
-    def read(self, model: nn.Module) -> None:
-        """Fill the memory of a model; tensors that are made of others as a whole come one after another."""
-        direct, computed = self._planned(model)
+    def read(self, model: nn.Module, device: torch.device) -> dict[int, Tensor]:
+        """Return new memory, filled, for each tensor, by its id: like it for one on the meta device, else of this
+        rank's part. The model is as it was.
+        """
+        memories, pieces = dict[int, Tensor](), list[Piece]()
+        for name, tensor in self._loaded(ModelNames(model)):
+            start, part = local_part(tensor)
+            memory = with_memory(tensor, device) if tensor.is_meta else torch.empty_like(part, device="cpu")
+            memories[id(tensor)] = memory
+            pieces.append(Piece(name, start, local_part(memory)[1]))
+        self._fill(pieces)
+        return memories
+
+    def move_in(self, model: nn.Module, device: torch.device, memories: dict[int, Tensor]) -> None:
+        """Give a model what was read."""
+        for _, tensor in self._loaded(ModelNames(model)):
+            if not tensor.is_meta:
+                local_part(tensor)[1].copy_(memories[id(tensor)])
+        give_memory(model, device, memories)
+
+    def read_again(self, model: nn.Module, owners: Sequence[nn.Module]) -> None:
+        """Fill the tensors of some modules again, which a function has initialized."""
+        inside = {id(tensor) for owner in owners for tensor in ModelNames(owner).registered().values()}
+        again = ((name, tensor) for name, tensor in self._loaded(ModelNames(model)) if id(tensor) in inside)
+        self._fill([Piece(name, *local_part(tensor)) for name, tensor in again])
+
+    def _fill(self, pieces: Iterable[Piece]) -> None:
+        """Read parts of tensors into their memory; those that are made of others as a whole come one after another."""
+        direct, computed = self._planned(pieces)
         self.files.read([replace(piece, name=self._stored(piece.name)[0]) for piece in direct])
         for piece in computed:
             roots = {name: torch.empty_like(self.originals[name], device="cpu") for name in self._roots(piece.name)}
@@ -107,7 +142,8 @@ class _Parts:
 
     def check_tied(self, model: nn.Module) -> None:
         """Raise a StateError where tensors differ that are one in the model; this rank looks at its own parts."""
-        for piece in self._planned(model)[0]:
+        pieces = [Piece(name, *local_part(tensor)) for name, tensor in self._loaded(ModelNames(model))]
+        for piece in self._planned(pieces)[0]:
             names = self._stored(piece.name)
             if len(names) < 2:
                 continue
@@ -126,11 +162,10 @@ class _Parts:
         others = [name for name, tensor in names.registered().items() if tensor.is_meta and id(tensor) not in loaded]
         return list(dict.fromkeys(names.modules[name.rpartition(".")[0]] for name in others))
 
-    def _planned(self, model: nn.Module) -> tuple[list[Piece], list[Piece]]:
+    def _planned(self, pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
         """Return the parts of original tensors that are read, and parts of new ones that are computed."""
         direct, computed = list[Piece](), list[Piece]()
-        for name, tensor in self._loaded(ModelNames(model)):
-            piece = Piece(name, *local_part(tensor))
+        for piece in pieces:
             if not piece.memory.numel():
                 continue
             found = self.state_map.pieces(piece)

@@ -22,6 +22,8 @@ __all__ = ["TensorFiles", "open_tensor_files"]
 
 _INDEX = ".safetensors.index.json"
 _METADATA = ".metadata"
+_PARTS = "shard-*-model-*.safetensors"
+"""How `torch.distributed.checkpoint` calls the files of its HuggingFaceStorageWriter that have parts of tensors."""
 
 
 class TensorFiles(ABC):
@@ -51,6 +53,8 @@ def open_tensor_files(where: Path, key: str | None) -> TensorFiles:
     with _readable(where):
         if (where / _METADATA).is_file():
             return _DistributedFiles(where, prefix)
+        if any(where.glob(_PARTS)) and not any(where.glob(f"*{_INDEX}")):
+            return _SafetensorsInParts(where, prefix)
         return _Safetensors(where, prefix, _files_of(where))
 
 
@@ -157,9 +161,7 @@ class _DistributedFiles(TensorFiles):
     def __init__(self, where: Path, prefix: str) -> None:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        with (where / _METADATA).open("rb") as file:
-            self._metadata: Any = _MetadataReader(file).load()
-        _check_sizes(where, self._metadata)
+        self._metadata: Any = self._read_metadata(where)
         super().__init__(
             where,
             prefix,
@@ -170,14 +172,35 @@ class _DistributedFiles(TensorFiles):
             },
         )
 
-    def _read(self, pieces: Sequence[Piece]) -> None:
+    def _read_metadata(self, where: Path) -> Any:
+        with (where / _METADATA).open("rb") as file:
+            metadata = _MetadataReader(file).load()
+        _check_sizes(where, metadata)
+        return metadata
+
+    def _reader(self, where: Path) -> Any:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+        return FileSystemReader(where)
+
+    def _read(self, pieces: Sequence[Piece]) -> None:
         from .piece_planner import PiecePlanner
 
-        reader, planner = FileSystemReader(self.where), PiecePlanner(pieces, self._metadata)
+        reader, planner = self._reader(self.where), PiecePlanner(pieces, self._metadata)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+
+
+class _SafetensorsInParts(_DistributedFiles):
+    """Safetensors files of which each has parts of tensors, as each rank wrote its own."""
+
+    def _read_metadata(self, where: Path) -> Any:
+        return self._reader(where).read_metadata()
+
+    def _reader(self, where: Path) -> Any:
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+        return HuggingFaceStorageReader(str(where))
 
 
 def _check_sizes(where: Path, metadata: Any) -> None:

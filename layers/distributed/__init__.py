@@ -1,10 +1,11 @@
-"""What computes with other processes: replicas, replicated parameters, batch norms, outer steps."""
+"""What computes with other processes: replicas, parameters on a mesh, batch norms, outer steps."""
 
 from __future__ import annotations
 
+from .crossings import AllMembers, Crossing, MeanOfMembers, OwnMembers, SharedByMembers, SumOfMembers
 from .outer_steps import OuterSteps
 from .replica import REPLICA, Replica, is_replicated, no_sync, replicate
-from .replicated import replicate_parameters
+from .replicated import Layout, deal_parameter, replicate_parameters
 from .sync_batch_norm import (
     BATCH_NORMS,
     SYNCHRONIZED,
@@ -15,6 +16,7 @@ from .sync_batch_norm import (
 )
 
 __all__ = [
-    "BATCH_NORMS", "REPLICA", "SYNCHRONIZED", "OuterSteps", "Replica", "SyncBatchNorm", "SyncBatchNorm1d",
-    "SyncBatchNorm2d", "SyncBatchNorm3d", "is_replicated", "no_sync", "replicate", "replicate_parameters",
+    "BATCH_NORMS", "REPLICA", "SYNCHRONIZED", "AllMembers", "Crossing", "Layout", "MeanOfMembers", "OuterSteps",
+    "OwnMembers", "Replica", "SharedByMembers", "SumOfMembers", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d",
+    "SyncBatchNorm3d", "deal_parameter", "is_replicated", "no_sync", "replicate", "replicate_parameters",
 ]  # fmt: skip

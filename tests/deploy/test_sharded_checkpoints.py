@@ -118,6 +118,9 @@ def on_rank_heads() -> Any:
         folder = shared_folder()
         checkpoint.save({"model": fxopt.state_dict(fast, gather=False)}, checkpoint_id=folder)  # each rank its part
         found[f"{passes}, from parts"] = loaded(fused(heads()), heads(1), ROWS, folder, key="model")
+        writer = checkpoint.HuggingFaceStorageWriter(str(folder / "parts"), save_distributed=True)
+        checkpoint.save(fxopt.state_dict(fast, gather=False), storage_writer=writer)
+        found[f"{passes}, safetensors in parts"] = loaded(fused(heads()), heads(1), ROWS, folder / "parts")
     return found
 
 
@@ -275,6 +278,33 @@ def test_damaged_checkpoints_of_torch_are_refused(tmp_path: Path):
     (path / ".metadata").write_bytes(pickle.dumps(print))
     with pytest.raises(fxopt.ArchiveError, match=r"holds a builtins\.print"):
         fxopt.load_sharded(fast, path, key="model")
+
+
+def test_what_turns_out_damaged_while_it_is_read_leaves_the_model_as_it_was(tmp_path: Path):
+    """One file is whole, and bytes of the other are wrong."""
+    path, fast = tmp_path / "saved", fused(heads(1))
+    with warnings.catch_warnings(action="ignore"):
+        checkpoint.save({"model": heads().state_dict()}, storage_writer=_two_files(path), no_dist=True)
+    before = {name: tensor.clone() for name, tensor in fast.state_dict().items()}
+    data = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[-len(content) // 3 :: 7] = bytes(len(content[-len(content) // 3 :: 7]))
+    data.write_bytes(content)
+    for model in (fast, fxopt.optimize(heads(None), "eliminate_dead_code", example_inputs=ROWS)):
+        with pytest.raises(fxopt.ArchiveError, match="cannot be read"):
+            fxopt.load_sharded(model, path, key="model", init=Heads.reset_buffers)
+    assert apart(fast.state_dict(), before) == 0
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def _two_files(path: Path) -> checkpoint.FileSystemWriter:
+    return checkpoint.FileSystemWriter(path, thread_count=2, single_file_per_rank=False)
+
+
+def test_a_device_that_is_not_there_is_named(tmp_path: Path):
+    for device in ("foo", "cuda:77"):
+        with pytest.raises(fxopt.UsageError, match=f"device='{device}'"):
+            fxopt.load_sharded(fused(heads()), written(heads(), tmp_path), device=device)
 
 
 def test_what_the_model_has_not_may_be_passed_over(tmp_path: Path):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fxopt
+from fxopt.layers import MixtureOfExperts
 from fxopt.transforms.pipeline import PipelineModule
 
 MESHES = {"data=2,shard=2": 4, "shard=2,tensor=2": 2, "data=2,pipeline=2": 2, "tensor=2,pipeline=2": 1}
@@ -101,6 +102,34 @@ def on_rank_meshes() -> dict[str, Any]:
     return found
 
 
+EXPERTS = {"data=2,shard=2": 4, "shard=2,tensor=2": 2, "shard=2,pipeline=2": 2}
+"""The mesh, and among how many processes the rows are divided."""
+
+
+def on_rank_experts() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for text, parts in EXPERTS.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(each for _ in range(2) for each in (nn.Linear(8, 8), MixtureOfExperts(8, 6, 4, 2))))
+        x = torch.randn(8, 3, 8, dtype=torch.double)
+        plain = copy.deepcopy(model.double())
+        own, theirs = (torch.optim.SGD(each.parameters(), 1.0, 0.9, foreach=True) for each in (model, plain))
+        options = f"{text},experts=true" + (",microbatches=2" if "pipeline" in text else "")
+        fast = fxopt.optimize(model, f"parallel{{{options}}}", example_inputs=x, optimizer=own)
+        rows = x[distributed.get_rank() // (2 if "tensor" in text else 1) % parts :: parts]
+        if isinstance(fast, PipelineModule):
+            fast.step(rows, rows, lambda output, _: output.square().mean())
+        else:
+            fast(rows).square().mean().backward()
+        plain(x).square().mean().backward()
+        norms = clipped(fast), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        own.step(), theirs.step()
+        stacks = [parameter for parameter in fast.parameters() if parameter.ndim == 3]
+        sizes = {len(cast("Any", stack).to_local()) for stack in stacks}
+        found[text] = gap(*norms), apart(fxopt.state_dict(fast), plain.state_dict()), sizes
+    return found
+
+
 def on_rank_refused() -> list[str]:
     (model, inputs), folder = llama(), shared_folder()
     texts = [
@@ -137,6 +166,14 @@ def test_a_mesh_trains_like_one_process_on_the_whole_batch(of_four: list[dict[st
         assert max(each["meshes"][text].values()) < 1e-9, each["meshes"][text]
 
 
+@pytest.mark.parametrize("text", EXPERTS)
+def test_experts_on_a_mesh_train_like_one_process(of_four: list[dict[str, Any]], text: str) -> None:
+    for each in of_four:
+        norm, state, sizes = each["experts"][text]
+        assert max(norm, state) < 1e-9
+        assert sizes == ({1} if "tensor" in text else {2})
+
+
 def test_what_does_not_fit_is_refused(of_four: list[dict[str, Any]]) -> None:
     for each in of_four:
         product, heads, checkpoint_of_another = each["refused"]
@@ -151,8 +188,11 @@ def test_what_does_not_fit_is_refused(of_four: list[dict[str, Any]]) -> None:
     ("options", "reason"),
     [
         ("shard=0", "shard=0; give a number of processes from 1"),
-        ("pipeline=2,dtype=bfloat16", "dtype=torch.bfloat16 does not work with stages; list autocast before it"),
-        ("tensor=2,dtype=bfloat16", "dtype=torch.bfloat16 does not work without data or shard"),
+        (
+            "pipeline=2,param_dtype=bfloat16",
+            "param_dtype=torch.bfloat16 does not work with stages; list autocast before it",
+        ),
+        ("tensor=2,param_dtype=bfloat16", "param_dtype=torch.bfloat16 does not work without data or shard"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: str, reason: str) -> None:

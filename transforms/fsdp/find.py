@@ -37,19 +37,23 @@ class Units:
 
     program: Program
     most: int | None = None  # parameters of a unit; None leaves that to the blocks
+    kept: frozenset[str] = frozenset()  # names of parameters that are not sharded
     refusals: list[Refusal] = field(default_factory=list[Refusal])
     _sizes: dict[str, int] = field(default_factory=dict[str, int], init=False)
 
     def find(self) -> list[Unit]:
-        """Return the units, the root last: it has what no other has."""
+        """Return the units in the order of their calls, the root last: it has what no other has."""
         blocks = list(self._blocks(""))
-        layers = (sum(p.numel() for p in m.parameters(recurse=False)) for m in self.program.names.distinct)
+        layers = (self._own_size(name) for name in self.program.names.modules)
         largest = max(map(self._size, blocks), default=0) or max(layers)
         # What the root has is gathered once a step; a unit is gathered for the backward again.
         is_root_large = self._rest(blocks) > self._limit
         chosen = {*blocks, *(self._layers("", blocks, largest) if is_root_large else ())}
         ordered = [name for name in self.program.names.modules if name in chosen]
-        return [*self._joined(ordered, self.most or largest), Unit(("",), self._rest(chosen))]
+        units = list(self._joined(ordered, self.most or largest))
+        number = {module: place for place, module in enumerate(self._callers.of)}
+        units.sort(key=lambda unit: number[self.program.module(unit.modules[0])])
+        return [*units, Unit(("",), self._rest(chosen))]
 
     # -- what may be a unit ----------------------------------------------------------------------------------------
 
@@ -140,8 +144,13 @@ class Units:
 
     def _size(self, name: str) -> int:
         if name not in self._sizes:
-            self._sizes[name] = sum(parameter.numel() for parameter in self.program.module(name).parameters())
+            named = self.program.module(name).named_parameters(prefix=name)
+            self._sizes[name] = sum(parameter.numel() for own, parameter in named if own not in self.kept)
         return self._sizes[name]
+
+    def _own_size(self, name: str) -> int:
+        named = self.program.module(name).named_parameters(prefix=name, recurse=False)
+        return sum(parameter.numel() for own, parameter in named if own not in self.kept)
 
     def _rest(self, names: Iterable[str]) -> int:
         """Return how many parameters are left for the root."""
@@ -174,22 +183,27 @@ def _parent(name: str) -> str:
 class Callers:
     """The modules that a model calls, as its graphs and, where there is no graph, its example inputs show it."""
 
-    of: Mapping[nn.Module, frozenset[nn.Module]]  # a called module -> those that call it; the root calls itself
+    of: Mapping[nn.Module, frozenset[nn.Module]]  # a called module -> those that call it, in the order of first calls
+    # The root calls itself.
     unseen: frozenset[nn.Module]  # the modules of which nothing shows what they call
 
     @classmethod
     def compute(cls, program: Program) -> Callers:
         model = program.model
         found: defaultdict[nn.Module, set[nn.Module]] = defaultdict(set, {model: {model}})
-        pending, unseen = [model], set[nn.Module]()
-        while pending:
-            caller = pending.pop()
+        unseen = set[nn.Module]()
+
+        def follow(caller: nn.Module) -> None:
             called = list(_called(program, caller))
             if not called and any(own_children(caller).values()) and not program.inputs:
                 unseen.add(caller)
-            pending += [module for module in dict.fromkeys(called) if module not in found]
             for module in called:
+                is_new = module not in found
                 found[module].add(caller)
+                if is_new:
+                    follow(module)
+
+        follow(model)
         return cls({module: frozenset(callers) for module, callers in found.items()}, frozenset(unseen))
 
 

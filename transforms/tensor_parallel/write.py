@@ -38,7 +38,8 @@ def split(
         plan |= {name: _row_style(holds_inputs_first(here[name])) for name in block["rows"] if name in here}
     readers = _readers(program)
     # Every process has the whole weights: nothing needs to be sent.
-    parallelize_module(model, mesh, plan, src_data_rank=None)
+    if plan:
+        parallelize_module(model, mesh, plan, src_data_rank=None)
     replicate_parameters(model, mesh, lambda parameter: (*around, *readers[parameter]))
 
 

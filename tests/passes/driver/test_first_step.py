@@ -94,9 +94,9 @@ def on_rank_wrong() -> Any:
 
 def on_rank_right() -> Any:
     found = {}
-    for passes in (Average(), "ddp", "sync_batchnorm,ddp", "fsdp", "fsdp{dtype=bfloat16}", "tensor_parallel"):
+    for passes in (Average(), "ddp", "sync_batchnorm,ddp", "fsdp", "fsdp{param_dtype=bfloat16}", "tensor_parallel"):
         model, ids = made()
-        if passes == "fsdp{dtype=bfloat16}":
+        if passes == "fsdp{param_dtype=bfloat16}":
             model.norm = nn.LayerNorm(8)
         rows = ids if passes == "tensor_parallel" else mine(ids)
         fast = fxopt.optimize(model, passes, example_inputs=rows, measure=False)
@@ -138,7 +138,7 @@ def on_rank_skipped() -> Any:
 
 
 WRONG = ("sum", "left out")
-SHARDED = ("fsdp", "fsdp{dtype=bfloat16}", "tensor_parallel")
+SHARDED = ("fsdp", "fsdp{param_dtype=bfloat16}", "tensor_parallel")
 
 
 # -- what the tests ask --------------------------------------------------------------------------------------------

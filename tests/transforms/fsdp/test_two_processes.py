@@ -154,15 +154,33 @@ def on_rank_composed() -> Any:
 
 def on_rank_mixed_precision() -> Any:
     model, x = made(dtype=torch.float32)
-    refused = said(lambda: fxopt.optimize(model, "fsdp{dtype=bfloat16}", example_inputs=x))
+    refused = said(lambda: fxopt.optimize(model, "fsdp{param_dtype=bfloat16}", example_inputs=x))
     model.norm = nn.Identity()
-    fast = fxopt.optimize(model, "fsdp{dtype=bfloat16}", example_inputs=x, measure=False)
-    narrow = said(lambda: fxopt.optimize(model, "fsdp{dtype=bfloat16,budget=1e-5}", example_inputs=x, measure=False))
+    fast = fxopt.optimize(model, "fsdp{param_dtype=bfloat16}", example_inputs=x, measure=False)
+    narrow = said(
+        lambda: fxopt.optimize(model, "fsdp{param_dtype=bfloat16,budget=1e-5}", example_inputs=x, measure=False)
+    )
     result = fast(own_rows(x))
     result.square().mean().backward()
     model(x).square().mean().backward()
     dtypes = {result.dtype, *(each.dtype for p in fast.parameters() for each in (p, p.grad))}
     return refused, narrow, dtypes, apart(gradients(fast), gradients(model))
+
+
+def on_rank_options() -> Any:
+    """What FSDP2 gathers, and when, changes no number; nor does a dtype of averages that is not narrower."""
+    found: list[Any] = []
+    for options in ("forward_prefetch=1,backward_prefetch=2", "reshard_after_forward=false,reduce_dtype=float64"):
+        model, x = made()
+        plain = copy.deepcopy(model)
+        fast = fxopt.optimize(model, f"fsdp{{{options}}}", example_inputs=x)
+        fast(own_rows(x)).square().mean().backward(), plain(x).square().mean().backward()
+        found.append(apart(gradients(fast), gradients(plain)))
+    model, x = made()
+    refused = ("offload_policy=cpu", "reshard_after_forward=2", "forward_prefetch=-1", "reduce_dtype=int8")
+    return found, [
+        said(lambda text=text: fxopt.optimize(model, f"fsdp{{{text}}}", example_inputs=x)) for text in refused
+    ]
 
 
 def on_rank_on_meta() -> Any:
@@ -225,6 +243,16 @@ def on_rank_refused() -> Any:
 
 
 @pytest.mark.slow
+def test_options_of_fully_shard(of_ranks: list[dict[str, Any]]) -> None:
+    for each in of_ranks:
+        errors, (offload, reshard, prefetch, dtype) = each["options"]
+        assert max(errors) < 1e-9
+        assert "offload_policy=cpu is for models on GPUs, and this one is on the CPU; leave it out" in offload
+        assert "reshard_after_forward=2; give true, false, or a number of processes that divides the 2" in reshard
+        assert "forward_prefetch=-1; give a number of units" in prefetch
+        assert "reduce_dtype=torch.int8; give one with a floating point" in dtype
+
+
 def test_real_models_have_the_gradients_of_one_process(of_ranks: list[dict[str, Any]]) -> None:
     for each in of_ranks:
         assert {name: values[0] for name, values in each["real"].items()} == {

@@ -176,7 +176,7 @@ def test_without_a_process_group_the_command_is_given() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("dtype=int8", "dtype=torch.int8; give one with a floating point"),
+        ("param_dtype=int8", "param_dtype=torch.int8; give one with a floating point"),
         ("unit_size=0", "unit_size=0; give a number of parameters"),
     ],
 )
@@ -203,12 +203,18 @@ def test_one_process_alone_is_sharded_into_one_part(alone: None) -> None:
 @given(
     st.builds(
         Fsdp,
-        dtype=st.sampled_from([None, torch.bfloat16, torch.float16]),
-        reshard=st.booleans(),
+        param_dtype=st.sampled_from([None, torch.bfloat16, torch.float16]),
+        reduce_dtype=st.sampled_from([None, torch.float32]),
+        reshard_after_forward=st.booleans() | st.integers(2, 64),
+        offload_policy=st.sampled_from([None, "cpu"]),
+        forward_prefetch=st.integers(0, 3),
+        backward_prefetch=st.integers(0, 3),
         unit_size=st.none() | st.integers(1, 10**12),
         budget=st.floats(1e-6, 1),
     )
 )
 def test_options_are_text(pass_: Fsdp) -> None:
     assert parse(str(pass_)) == (pass_,)
-    assert pass_.numerics is (Numerics.REASSOCIATED if pass_.dtype is None else Numerics.APPROXIMATE)
+    assert pass_.numerics is (
+        Numerics.REASSOCIATED if pass_.param_dtype is pass_.reduce_dtype else Numerics.APPROXIMATE
+    )

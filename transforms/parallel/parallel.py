@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 
-from ..compat import submodule
-from ..errors import UsageError
-from ..layers.distributed import SyncBatchNorm
-from ..passes.contract import Pass, device_type, launch_command, require_process_group, require_same_weights
-from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
-from ..tracing.program import Program
-from .fsdp import Fsdp
-from .pipeline import Line, Pipeline
-from .tensor_parallel import TensorParallel, blocks_in
+from ...compat import submodule
+from ...errors import UsageError
+from ...layers.distributed import Layout, SyncBatchNorm
+from ...passes.contract import Pass, device_type, launch_command, require_process_group, require_same_weights
+from ...passes.sites import Goal, Phase, Refusal, Site
+from ...tracing.program import Program
+from ..fsdp import Fsdp
+from ..pipeline import Line, Pipeline
+from ..tensor_parallel import TensorParallel, blocks_in
+from .experts import deal_experts, mixtures_in
+from .members import ensembles_in, split_ensembles
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,10 +38,16 @@ class Parallel(Pass):
     Options:
         data: replicas, whose gradients are averaged.
         shard: over how many processes each parameter, gradient and state of an optimizer is sharded (FSDP2).
-        tensor: over how many the layers of MLPs and of attention are split (as `tensor_parallel`).
+        tensor: over how many the layers of MLPs and of attention are split (as `tensor_parallel`), and
+            experts and members of fused ensembles dealt.
         pipeline: in how many stages the model is cut (as `pipeline`).
-        dtype: see `fsdp`.
-        reshard: see `fsdp`; with stages, units stay gathered for a step.
+        experts: deal the experts of mixtures to the processes of `shard`, and send tokens to them (all-to-all).
+        param_dtype: see `fsdp`.
+        reduce_dtype: see `fsdp`.
+        reshard_after_forward: see `fsdp`; with stages, units stay gathered for a step.
+        offload_policy: see `fsdp`.
+        forward_prefetch: see `fsdp`.
+        backward_prefetch: see `fsdp`.
         unit_size: see `fsdp`.
         budget: see `fsdp`.
         schedule: see `pipeline`; one with a stage for each process.
@@ -50,8 +58,13 @@ class Parallel(Pass):
     shard: int = 1
     tensor: int = 1
     pipeline: int = 1
-    dtype: torch.dtype | None = None
-    reshard: bool = True
+    experts: bool = False
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool | int = True
+    offload_policy: Literal["cpu"] | None = None
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
     unit_size: int | None = None
     budget: float = 0.05
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
@@ -64,13 +77,16 @@ class Parallel(Pass):
         wrong = next((name for name, size in self.sizes.items() if type(size) is not int or size < 1), None)
         if wrong is not None:
             raise UsageError(f"pass 'parallel': {wrong}={self.sizes[wrong]!r}; give a number of processes from 1")
-        if self.dtype is not None and (self.pipeline > 1 or not self._averages):
+        if self.param_dtype is not None and (self.pipeline > 1 or not self._averages):
             where = "with stages" if self.pipeline > 1 else "without data or shard"
             raise UsageError(
-                f"pass 'parallel': dtype={self.dtype} does not work {where}; list autocast before it instead"
+                f"pass 'parallel': param_dtype={self.param_dtype} does not work {where}; list autocast before it"
             )
+        if self.experts and (self.shard == 1 or self.param_dtype is not None):
+            why = "shard=1: give the number of processes" if self.shard == 1 else "param_dtype: list autocast before it"
+            raise UsageError(f"pass 'parallel': experts=true does not work with {why}")
         # What is computed in another dtype is held to the budget; stages are not called to be compared.
-        object.__setattr__(self, "numerics", Numerics.REASSOCIATED if self.dtype is None else Numerics.APPROXIMATE)
+        object.__setattr__(self, "numerics", self._sharding.numerics)
         object.__setattr__(self, "trains_by_call", self.pipeline == 1)
 
     @property
@@ -93,17 +109,24 @@ class Parallel(Pass):
             )
         device_type(model, self.name)
         if self._averages:
-            self._sharding.check(model)
+            self._sharding.check_for(model, self.shard)
         if self.pipeline > 1:
             self._stages.check_for(model, self.pipeline)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
         data, details = dict[str, Any](), list[str]()
+        mixtures = yield from self._mixtures(program)
+        if mixtures:
+            data["mixtures"] = mixtures
+            details.append(f"experts of {len(mixtures)} mixtures dealt to {self._dealt}")
         if self.tensor > 1:
-            data["blocks"] = yield from self._blocks(program)
-            details.append(f"{len(data['blocks'])} blocks split over {self.tensor}")
+            data |= yield from self._divided(program, must_find=not mixtures)
+            what = {"blocks": "blocks", "ensembles": "fused ensembles"}
+            counts = " and ".join(f"{len(data[key])} {word}" for key, word in what.items() if data[key])
+            details += [f"{counts} split over {self.tensor}"] if counts else []
         if self._averages:
-            found = yield from _sites(self._sharding.find(program))
+            kept = [name for each in mixtures if self.experts for name in each["tensors"]]
+            found = yield from _sites(self._sharding.find_beside(program, kept))
             data["units"] = [site.data["modules"] for site in found]
             parts = {"replicas": self.data, "shards": self.shard}
             several = " of ".join(f"{count} {kind}" for kind, count in parts.items() if count > 1)
@@ -114,21 +137,45 @@ class Parallel(Pass):
             details.append(cut.detail)
         yield Site(program, "", {}, data=data, detail="; ".join(details))
 
-    def _blocks(self, program: Program) -> Generator[Refusal, None, list[dict[str, Any]]]:
-        """Return the layers to split; UsageError where there are none."""
+    @property
+    def _dealt(self) -> int:
+        """Return to how many processes experts are dealt."""
+        return self.tensor * (self.shard if self.experts else 1)
+
+    def _mixtures(self, program: Program) -> Generator[Refusal, None, list[dict[str, Any]]]:
+        """Return the mixtures whose experts are dealt; UsageError where they are asked for and there are none."""
+        if self._dealt == 1:
+            return []
+        mixtures, refusals = mixtures_in(program, self._dealt)
+        if self.experts and refusals:
+            raise UsageError(f"pass 'parallel': '{refusals[0].at}': {refusals[0].reason}; leave experts out")
+        if self.experts and not mixtures:
+            raise UsageError(
+                "pass 'parallel': experts=true, and the model has no experts that are computed together; list "
+                "fuse_experts{lowering=loop} before it, whose refusals say why, or leave experts out"
+            )
+        yield from refusals
+        return mixtures
+
+    def _divided(self, program: Program, *, must_find: bool) -> Generator[Refusal, None, dict[str, Any]]:
+        """Return the layers and ensembles to split over `tensor`; UsageError where there are none."""
         for name, module in program.names.modules.items():
             if isinstance(module, SyncBatchNorm):
                 raise UsageError(
                     f"pass 'parallel': '{name}' would count each row {self.tensor} times; leave tensor out"
                 )
         blocks, refusals = blocks_in(program, self.tensor, must_divide=True)
+        ensembles, left = ensembles_in(program, self.tensor) if self.pipeline == 1 else ([], [])
+        refusals += left
         yield from refusals
-        if not blocks:
+        if must_find and not (blocks or ensembles):
             reasons = "".join(f"; '{refusal.at}': {refusal.reason}" for refusal in refusals[:2])
             raise UsageError(
                 f"pass 'parallel': tensor={self.tensor}, and no layers can be split; leave tensor out{reasons}"
             )
-        return [{"columns": block.columns, "rows": block.rows} for block in blocks]
+        return {
+            "blocks": [{"columns": block.columns, "rows": block.rows} for block in blocks], "ensembles": ensembles
+        }  # fmt: skip
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
@@ -161,11 +208,40 @@ class Parallel(Pass):
         units: Sequence[list[nn.Module]],
     ) -> None:
         """Split layers, then shard what that leaves to each process; `root` runs all that is left of the model."""
+        around = () if root is program.model else (root,)
+        mixtures = data.get("mixtures", ())
+        dealt = deal_experts(program, mixtures, self._layout(mesh), self._exchanging(mesh), around) if mixtures else []
+        if data.get("ensembles"):
+            split_ensembles(program, data["ensembles"], mesh["tensor"], _by_tensor(mesh))
         if "blocks" in data:
-            around = () if root is program.model else (root,)
             TensorParallel().split(program, data["blocks"], mesh["tensor"], around)
         if "units" in data:
-            self._sharding.shard(root, units, mesh["data", "shard"] if self.data > 1 else mesh["shard"])
+            self._sharding.shard(root, units, self._averaging(mesh), dealt if self.experts else ())
+
+    def _averaging(self, mesh: DeviceMesh) -> DeviceMesh:
+        return mesh["data", "shard"] if self.data > 1 else mesh["shard"]
+
+    def _exchanging(self, mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+        """Return the processes that send each other tokens, and those with the same ones, that experts are dealt to."""
+        return mesh["shard"] if self.experts else None, mesh["tensor"] if self.tensor > 1 else None
+
+    def _layout(self, mesh: DeviceMesh) -> Layout:
+        """Return how experts are dealt: over `tensor` alone, and FSDP2 shards the parts, or over `shard`, too."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        if not self.experts:
+            return _by_tensor(mesh)
+        split = {"shard": Shard(0), "tensor": Shard(0), "data": Replicate()}
+        names = [name for name in ("data", "shard", "tensor") if name == "shard" or self.sizes[name] > 1]
+        replicas = mesh["data"].get_group() if self.data > 1 else None
+
+        def average(gradient: Tensor) -> Tensor:
+            mean = gradient / (self.data * self.shard)  # of tokens of all senders, which each averages over its own
+            if replicas is not None:
+                distributed.all_reduce(mean, group=replicas)
+            return mean
+
+        return Layout(mesh[tuple(names)], tuple(split[name] for name in names), average)
 
     @property
     def _averages(self) -> bool:
@@ -174,11 +250,21 @@ class Parallel(Pass):
     @property
     def _sharding(self) -> Fsdp:
         # Each microbatch would gather its units again.
-        return Fsdp(self.dtype, self.reshard and self.pipeline == 1, self.unit_size, self.budget)
+        reshard = self.reshard_after_forward if self.pipeline == 1 else False
+        same = ("param_dtype", "reduce_dtype", "offload_policy", "forward_prefetch", "backward_prefetch")
+        options = {name: getattr(self, name) for name in (*same, "unit_size", "budget")}
+        return Fsdp(reshard_after_forward=reshard, **options)
 
     @property
     def _stages(self) -> Pipeline:
         return Pipeline(self.pipeline, self.schedule, self.microbatches or 2 * self.pipeline)
+
+
+def _by_tensor(mesh: DeviceMesh) -> Layout:
+    """Return how what is stacked is dealt to processes that have the same rows."""
+    from torch.distributed.tensor import Shard
+
+    return Layout(mesh["tensor"], (Shard(0),))
 
 
 def _sites(found: Iterable[Site | Refusal]) -> Generator[Refusal, None, list[Site]]:
