@@ -18,7 +18,7 @@ from ..passes.sites import Goal, Numerics, Phase, Refusal, Site
 from ..tracing.program import Program
 from .fsdp import Fsdp
 from .pipeline import Line, Pipeline
-from .tensor_parallel import TensorParallel, blocks_in
+from .tensor_parallel import TensorParallel, blocks_in, prepare, vocabularies_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -101,7 +101,9 @@ class Parallel(Pass):
         data, details = dict[str, Any](), list[str]()
         if self.tensor > 1:
             data["blocks"] = yield from self._blocks(program)
-            details.append(f"{len(data['blocks'])} blocks split over {self.tensor}")
+            words = sum("embeddings" in block for block in data["blocks"])
+            count = f"{len(data['blocks']) - words} blocks" + f" and {words} vocabulary" * bool(words)
+            details.append(f"{count} split over {self.tensor}")
         if self._averages:
             found = yield from _sites(self._sharding.find(program))
             data["units"] = [site.data["modules"] for site in found]
@@ -122,13 +124,24 @@ class Parallel(Pass):
                     f"pass 'parallel': '{name}' would count each row {self.tensor} times; leave tensor out"
                 )
         blocks, refusals = blocks_in(program, self.tensor, must_divide=True)
+        if self.pipeline > 1:  # each process has the tensors of its stages only
+            order = "with stages, outputs stay in their order, and it computes several parts"
+            refusals += [Refusal(order, at=block.columns[0]) for block in blocks if block.sections]
+            blocks = [block for block in blocks if not block.sections]
         yield from refusals
         if not blocks:
             reasons = "".join(f"; '{refusal.at}': {refusal.reason}" for refusal in refusals[:2])
             raise UsageError(
                 f"pass 'parallel': tensor={self.tensor}, and no layers can be split; leave tensor out{reasons}"
             )
-        return [{"columns": block.columns, "rows": block.rows} for block in blocks]
+        data, taken = [block.data() for block in blocks], {name for block in blocks for name in block.layers}
+        if self.pipeline == 1:  # an embedding and its head are in different stages
+            for found in vocabularies_in(program, self.tensor, taken, even=self._averages):
+                if isinstance(found, Refusal):
+                    yield found
+                else:
+                    data.append(found)
+        return data
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
@@ -139,6 +152,7 @@ class Parallel(Pass):
         require_same_weights(model, self.name)
         kind, sizes = device_type(model, self.name), self.sizes
         mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        prepare(model, site.data.get("blocks", ()), self.tensor)
         if self.pipeline == 1:
             units = [[model.get_submodule(name) for name in names] for names in site.data.get("units", ())]
             self._divide(Program(model), site.data, mesh, model, units)

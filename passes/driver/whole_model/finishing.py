@@ -40,7 +40,9 @@ def finished(
         planned = [d for d in plan.decisions if pass_.finishes and d.step == step and d.status == "applied"]
         if planned:
             finishing = _Finishing(pass_, planned, inputs, ranks, trains=plan.phase == "train")
-            model, record.finishing[pass_.name] = finishing.done(model)
+            given = model
+            model, record.finishing[pass_.name] = finishing.done(given)
+            record = vars(given).get(RECORD_KEY, record)  # a pass may have moved tensors
             vars(model).setdefault(RECORD_KEY, record)
     return model
 
