@@ -45,8 +45,8 @@ def by_old_names(fast: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]
     """Return whole tensors of an optimized model by the names of the original."""
     state_map = state_map_of(fast)
     assert state_map is not None
-    names = [name for name in state_map.names if name in (old := state_map.backward(state))]
-    return {name: old[name] for name in names}
+    old = state_map.backward(state)
+    return {name: old[name] for name in state_map.names if name in old}
 
 
 def on_rank_real() -> Any:
