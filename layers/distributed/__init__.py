@@ -1,8 +1,11 @@
-"""What computes with other processes: replicas, parameters on a mesh, batch norms, outer steps."""
+"""What computes with other processes: replicas, parameters on a mesh, dealt outputs, vocabularies, batch norms, outer
+steps.
+"""
 
 from __future__ import annotations
 
 from .crossings import AllMembers, Crossing, MeanOfMembers, OwnMembers, SharedByMembers, SumOfMembers
+from .dealt import COLUMNS, DealtColumns
 from .outer_steps import OuterSteps
 from .replica import REPLICA, Replica, is_replicated, no_sync, replicate
 from .replicated import Layout, deal_parameter, replicate_parameters
@@ -14,9 +17,11 @@ from .sync_batch_norm import (
     SyncBatchNorm2d,
     SyncBatchNorm3d,
 )
+from .vocabulary import GatheredLogits, Share, SplitCrossEntropy, SplitEmbedding
 
 __all__ = [
-    "BATCH_NORMS", "REPLICA", "SYNCHRONIZED", "AllMembers", "Crossing", "Layout", "MeanOfMembers", "OuterSteps",
-    "OwnMembers", "Replica", "SharedByMembers", "SumOfMembers", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d",
-    "SyncBatchNorm3d", "deal_parameter", "is_replicated", "no_sync", "replicate", "replicate_parameters",
+    "BATCH_NORMS", "COLUMNS", "REPLICA", "SYNCHRONIZED", "AllMembers", "Crossing", "DealtColumns", "GatheredLogits",
+    "Layout", "MeanOfMembers", "OuterSteps", "OwnMembers", "Replica", "Share", "SharedByMembers", "SplitCrossEntropy",
+    "SplitEmbedding", "SumOfMembers", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d",
+    "deal_parameter", "is_replicated", "no_sync", "replicate", "replicate_parameters",
 ]  # fmt: skip

@@ -50,6 +50,7 @@ from .sharding import (
 from .state_map import StateMap
 from .state_steps import (
     Concatenate,
+    Deal,
     Mask,
     Rename,
     Select,
@@ -61,11 +62,12 @@ from .state_steps import (
 )
 
 __all__ = [
-    "ADDED_TENSORS", "ELEMENT_WISE", "RECORD_KEY", "SETTLED", "STATE_MAP", "VIEWS", "Concatenate", "Holder", "InParts",
-    "KeepsOriginalNames", "Loading", "Mask", "Piece", "QuantizeByData", "QuantizeSmoothed", "QuantizeTrained",
-    "QuantizeWeight", "Rename", "Select", "Stack", "StateMap", "StateStep", "absent_from_checkpoints", "add_child",
-    "all_parameters", "check_type", "checkpointing_class", "cut_from_sharded", "dequantized", "element_wise",
-    "functional_state", "gathered", "holder_of", "is_element_wise", "leave_to_other_ranks", "merge", "numbers_in",
-    "packed", "powers_of", "quantized", "refuse_sharded", "sharded_like", "sharded_state", "steps_by_element",
-    "text_of_numbers", "translate_optimizer", "unpacked", "whole_state", "writes_files",
+    "ADDED_TENSORS", "ELEMENT_WISE", "RECORD_KEY", "SETTLED", "STATE_MAP", "VIEWS", "Concatenate", "Deal", "Holder",
+    "InParts", "KeepsOriginalNames", "Loading", "Mask", "Piece", "QuantizeByData", "QuantizeSmoothed",
+    "QuantizeTrained", "QuantizeWeight", "Rename", "Select", "Stack", "StateMap", "StateStep",
+    "absent_from_checkpoints", "add_child", "all_parameters", "check_type", "checkpointing_class", "cut_from_sharded",
+    "dequantized", "element_wise", "functional_state", "gathered", "holder_of", "is_element_wise",
+    "leave_to_other_ranks", "merge", "numbers_in", "packed", "powers_of", "quantized", "refuse_sharded", "sharded_like",
+    "sharded_state", "steps_by_element", "text_of_numbers", "translate_optimizer", "unpacked", "whole_state",
+    "writes_files",
 ]  # fmt: skip

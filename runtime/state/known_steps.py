@@ -11,7 +11,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from ...errors import StateError
 from .quantized_steps import QuantizeByData, QuantizeSmoothed, QuantizeTrained, QuantizeWeight
-from .state_steps import Concatenate, ConcatenateOfSome, Mask, Rename, Select, Stack, StackOfSome, StateStep
+from .state_steps import Concatenate, ConcatenateOfSome, Deal, Mask, Rename, Select, Stack, StackOfSome, StateStep
 
 __all__ = ["GROUP", "step_from_json"]
 
@@ -32,6 +32,7 @@ _OWN: Mapping[str, type[StateStep]] = {
         QuantizeWeight,
         StackOfSome,
         ConcatenateOfSome,
+        Deal,
     )
 }
 

@@ -20,8 +20,8 @@ from ...errors import StateError
 from .pieces import Piece
 
 __all__ = [
-    "Concatenate", "ConcatenateOfSome", "Mask", "Rename", "Select", "Stack", "StackOfSome", "StateStep", "merge",
-    "packed", "unpacked",
+    "Concatenate", "ConcatenateOfSome", "Deal", "Mask", "Rename", "Select", "Stack", "StackOfSome", "StateStep",
+    "merge", "packed", "unpacked",
 ]  # fmt: skip
 
 
@@ -234,6 +234,59 @@ def merge(olds: Sequence[str], new: str, example: Tensor, *, some: bool = False)
         return StackOfSome(tuple(olds), new) if some else Stack(tuple(olds), new)
     sizes = (example.shape[0],) * len(olds)
     return ConcatenateOfSome(tuple(olds), new, 0, sizes) if some else Concatenate(tuple(olds), new, 0, sizes)
+
+
+@dataclass(frozen=True)
+class Deal(_OfOne):
+    """The tensor `old` is several parts, of these `sizes` along `dim`, each in as many `shares`; in `new` the first
+    shares of all parts come first, then the second ones.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    shares: int
+
+    kind: ClassVar[str] = "deal"
+
+    def __post_init__(self) -> None:
+        if self.shares < 1 or any(size % self.shares for size in self.sizes):
+            raise StateError(f"'{self.old}' has parts of {self.sizes}; they do not divide by {self.shares}")
+
+    def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        (whole,) = tensors
+        self._check(self.old, whole)
+        return (torch.cat([whole.narrow(self.dim, start, size) for start, size in self._blocks()], self.dim),)
+
+    def backward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        (dealt,) = tensors
+        self._check(self.new, dealt)
+        blocks = self._blocks()
+        there = torch.split(dealt.detach(), [size for _, size in blocks], self.dim)
+        back = sorted(range(len(blocks)), key=lambda number: blocks[number][0])
+        return (torch.cat([there[number] for number in back], self.dim),)
+
+    def parts(self, piece: Piece) -> Sequence[Piece] | None:
+        found: list[Piece] = []
+        dim = self.dim % piece.memory.ndim
+        begin, end, at = piece.start[dim], piece.start[dim] + piece.memory.shape[dim], 0
+        for start, size in self._blocks():
+            low, high = max(begin, at), min(end, at + size)
+            if low < high:
+                place = (*piece.start[:dim], start + low - at, *piece.start[dim + 1 :])
+                found.append(Piece(self.old, place, piece.memory.narrow(dim, low - begin, high - low)))
+            at += size
+        return found
+
+    def _blocks(self) -> list[tuple[int, int]]:
+        """Return where the slices of the new tensor begin in the old one, and how large they are."""
+        starts = [sum(self.sizes[:number]) for number in range(len(self.sizes))]
+        each = [(start, size // self.shares) for start, size in zip(starts, self.sizes, strict=True)]
+        return [(start + share * size, size) for share in range(self.shares) for start, size in each]
+
+    def _check(self, name: str, tensor: Tensor) -> None:
+        if not -tensor.ndim <= self.dim < tensor.ndim or tensor.shape[self.dim] != sum(self.sizes):
+            expected = f"dimension {self.dim} must be {sum(self.sizes)} long"
+            raise StateError(f"'{name}' has shape {list(tensor.shape)}; {expected}")
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def test_layers_whose_number_is_read_do_not_share():
         ("fsdp", "model.layers.0 and 7 more"),
         ("tensor_parallel", "rows of model.layers.7.mlp.down_proj"),
         ("pipeline", f"{_RANKS} stages"),
-        ("parallel{data=2,shard=2,tensor=2}", "16 blocks split over 2; 9 units in 2 replicas of 2 shards"),
+        ("parallel{data=2,shard=2,tensor=2}", "16 blocks and 1 vocabulary split over 2; 9 units in 2"),
         ("parallel{shard=2,tensor=2,pipeline=2}", " units in 2 shards; 2 stages"),
     ],
 )

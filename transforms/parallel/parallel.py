@@ -18,7 +18,7 @@ from ...passes.sites import Goal, Phase, Refusal, Site
 from ...tracing.program import Program
 from ..fsdp import Fsdp
 from ..pipeline import Line, Pipeline
-from ..tensor_parallel import TensorParallel, blocks_in
+from ..tensor_parallel import TensorParallel, blocks_in, prepare, vocabularies_in
 from .experts import deal_experts, mixtures_in
 from .members import ensembles_in, split_ensembles
 
@@ -121,8 +121,9 @@ class Parallel(Pass):
             details.append(f"experts of {len(mixtures)} mixtures dealt to {self._dealt}")
         if self.tensor > 1:
             data |= yield from self._divided(program, must_find=not mixtures)
-            what = {"blocks": "blocks", "ensembles": "fused ensembles"}
-            counts = " and ".join(f"{len(data[key])} {word}" for key, word in what.items() if data[key])
+            words = sum("embeddings" in block for block in data["blocks"])
+            found = {"blocks": len(data["blocks"]) - words, "vocabulary": words, "fused ensembles": len(data["ensembles"])}
+            counts = " and ".join(f"{count} {what}" for what, count in found.items() if count)
             details += [f"{counts} split over {self.tensor}"] if counts else []
         if self._averages:
             kept = [name for each in mixtures if self.experts for name in each["tensors"]]
@@ -167,15 +168,24 @@ class Parallel(Pass):
         blocks, refusals = blocks_in(program, self.tensor, must_divide=True)
         ensembles, left = ensembles_in(program, self.tensor) if self.pipeline == 1 else ([], [])
         refusals += left
+        if self.pipeline > 1:  # each process has the tensors of its stages only
+            order = "with stages, outputs stay in their order, and it computes several parts"
+            refusals += [Refusal(order, at=block.columns[0]) for block in blocks if block.sections]
+            blocks = [block for block in blocks if not block.sections]
         yield from refusals
         if must_find and not (blocks or ensembles):
             reasons = "".join(f"; '{refusal.at}': {refusal.reason}" for refusal in refusals[:2])
             raise UsageError(
                 f"pass 'parallel': tensor={self.tensor}, and no layers can be split; leave tensor out{reasons}"
             )
-        return {
-            "blocks": [{"columns": block.columns, "rows": block.rows} for block in blocks], "ensembles": ensembles
-        }  # fmt: skip
+        data, taken = [block.data() for block in blocks], {name for block in blocks for name in block.layers}
+        if self.pipeline == 1:  # an embedding and its head are in different stages
+            for found in vocabularies_in(program, self.tensor, taken, even=self._averages):
+                if isinstance(found, Refusal):
+                    yield found
+                else:
+                    data.append(found)
+        return {"blocks": data, "ensembles": ensembles}
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
@@ -186,6 +196,7 @@ class Parallel(Pass):
         require_same_weights(model, self.name)
         kind, sizes = device_type(model, self.name), self.sizes
         mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        prepare(model, site.data.get("blocks", ()), self.tensor)
         if self.pipeline == 1:
             units = [[model.get_submodule(name) for name in names] for names in site.data.get("units", ())]
             self._divide(Program(model), site.data, mesh, model, units)

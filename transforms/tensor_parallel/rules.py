@@ -3,81 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, cast
 
 from torch import fx
 
 from ...operators import canonical_name, info_of, normalized_arguments
 from ...passes.rewriting import shape_of
+from .axes import SplitAxis, SplitSize, SplitTensor, Stop, joined, parts_in, settled, sizes_of
 
-__all__ = ["SplitBlock", "SplitCall", "SplitSize", "SplitTensor", "Stop", "parts_in", "result_of"]
-
-
-class Stop(Exception):
-    """A value that is split reaches what has to have the whole of it; the message says what."""
-
-    def __init__(self, reason: str, *, is_near: bool = True, is_uneven: bool = False) -> None:
-        super().__init__(reason)
-        self.is_near, self.is_uneven = is_near, is_uneven  # whether all but a reason, or a number, fits
-
-
-@dataclass(eq=False)
-class SplitBlock:
-    """Layers that are split together, because their results meet."""
-
-    columns: list[str]  # names of the layers that are split by outputs, and of those after them, by inputs
-    rows: list[str]
-    stop: Stop | None = None  # why it cannot be split after all
-    joined: SplitBlock | None = None  # the block that has taken this one in
-
-    @property
-    def whole(self) -> SplitBlock:
-        """Return the block that this one is a part of by now."""
-        return self if self.joined is None else self.joined.whole
-
-    def take(self, other: SplitBlock) -> SplitBlock:
-        one, two = self.whole, other.whole
-        if one is not two:
-            one.columns += two.columns
-            one.rows += two.rows
-            one.stop = one.stop or two.stop
-            two.joined = one
-        return one
-
-
-@dataclass(frozen=True)
-class SplitTensor:
-    """A tensor of which each process has a part."""
-
-    dim: int  # along which it is split, counted from the last: -1
-    block: SplitBlock  # which layers did it
-
-
-@dataclass(frozen=True)
-class SplitSize:
-    """A number that differs from that of one process: the size of a part."""
-
-    block: SplitBlock
-
-
-def parts_in(value: Any) -> Iterator[SplitTensor | SplitSize]:
-    """Yield what is split in a value."""
-    if isinstance(value, (SplitTensor, SplitSize)):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from parts_in(list(cast("Mapping[Any, Any]", value).values()))
-    elif isinstance(value, (tuple, list)):
-        for item in cast("list[Any]", value):
-            yield from parts_in(item)
-    elif isinstance(value, slice):
-        yield from parts_in((value.start, value.stop, value.step))
-
-
-def sizes_of(shape: tuple[int, ...], part: SplitTensor) -> tuple[SplitSize | None, ...]:
-    """Return the shape of a part, as a value."""
-    return tuple(SplitSize(part.block) if dim - len(shape) == part.dim else None for dim in range(len(shape)))
+__all__ = ["SplitCall", "result_of"]
 
 
 def position_after(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
@@ -102,6 +39,7 @@ class SplitCall:
     node: fx.Node
     value: Callable[[Any], Any]  # gives the value of an argument
     processes: int  # over how many it is split
+    numbers: list[list[Any]] = field(default_factory=list[list[Any]])  # that are others there: paths, each with its own
 
     @property
     def parts(self) -> list[SplitTensor | SplitSize]:
@@ -137,7 +75,7 @@ def result_of(call: SplitCall) -> Any:
         return sizes[0]
     if name in _SHAPES:
         return _reshaped(call)
-    if sizes:
+    if sizes and name not in ("split", "chunk"):
         raise Stop(f"'{call.node.name}' reads the size of a part")
     rule = _RULES.get(name or "")
     if rule is not None:
@@ -180,17 +118,61 @@ def _item(call: SplitCall) -> Any:
 
 
 def _sliced(call: SplitCall, part: SplitTensor, index: Any) -> SplitTensor:
-    """Let a tensor keep its split dimension where an index takes all of it."""
+    """Let a tensor keep its split dimension where an index takes all of it, or a part of the outputs of layers."""
     picks: list[Any] = list(cast("tuple[Any, ...]", index)) if isinstance(index, tuple) else [index]
-    shape = shape_of(call.node.args[0]) or ()
-    plain = all(pick is Ellipsis or isinstance(pick, slice) for pick in picks)
-    if Ellipsis in picks:
-        place = picks.index(Ellipsis)
-        picks[place : place + 1] = [slice(None)] * (len(shape) - len(picks) + 1)
-    picks += [slice(None)] * (len(shape) - len(picks))
-    if not plain or list(parts_in(call.value(tuple(picks)))) or picks[part.dim] != slice(None):
+    rank = len(shape_of(call.node.args[0]) or ())
+    known = (int, slice, type(None), type(Ellipsis), *(() if any(isinstance(p, int) for p in picks) else (list,)))
+    if sum(isinstance(pick, list) for pick in picks) > 1 or not all(
+        isinstance(pick, known) and not isinstance(pick, bool) for pick in picks
+    ):
+        raise Stop(f"'{call.node.name}' picks by what is computed")
+    places: list[int | None] = list(range(len(picks)))  # of each pick in the index
+    taken = sum(pick is not None and pick is not Ellipsis for pick in picks)
+    at = picks.index(Ellipsis) if Ellipsis in picks else len(picks)
+    picks[at : at + 1], places[at : at + 1] = [slice(None)] * (rank - taken), [None] * (rank - taken)
+    dim, kept, behind = 0, part, 0
+    for place, pick in reversed(list(zip(places, picks, strict=True))):
+        dim -= pick is not None
+        if dim == part.dim and pick is not None:
+            if not isinstance(pick, slice):
+                raise Stop(f"'{call.node.name}' picks from the dimension that is split")
+            kept = _section(call, part, pick, place, is_only=not isinstance(index, tuple))
+            continue
+        if dim > part.dim:
+            behind += (pick is None) - isinstance(pick, int)
+        if list(parts_in(call.value(pick))):
+            raise Stop(f"'{call.node.name}' reads the size of a part")
+    return replace(kept, dim=part.dim - behind)
+
+
+def _section(call: SplitCall, part: SplitTensor, pick: slice, place: int | None, *, is_only: bool) -> SplitTensor:
+    """Return the part of a section of a layer's outputs, which each process has a share of."""
+    if pick == slice(None):
+        return part
+    bounds = [_number(call, bound) for bound in (pick.start, pick.stop)]
+    if part.axis is None or pick.step not in (None, 1) or place is None or "?" in bounds:
         raise Stop(f"'{call.node.name}' picks from the dimension that is split")
-    return part
+    size = part.axis.whole.size
+    start, end, _ = slice(*bounds).indices(size)
+    part.axis.read(start, end)
+    path = ["args", 1] if is_only else ["args", 1, place]
+    for name, bound in (("start", pick.start), ("stop", pick.stop)):
+        if isinstance(bound, int) and bound:
+            call.numbers.append([*path, name, _share(call, bound)])
+    return replace(part, axis=None)
+
+
+def _number(call: SplitCall, bound: Any) -> Any:
+    """Return a number that is written, or that is a share where it is computed; "?" for any other."""
+    if isinstance(bound, fx.Node):
+        return bound.meta.get("val", "?") if isinstance(call.value(bound), SplitSize) else "?"
+    return bound
+
+
+def _share(call: SplitCall, number: int) -> int:
+    if number % call.processes:
+        raise Stop(f"'{call.node.name}' divides at {number}, no multiple of {call.processes} processes", is_uneven=True)
+    return number // call.processes
 
 
 def _aligned(call: SplitCall) -> SplitTensor:
@@ -204,14 +186,14 @@ def _aligned(call: SplitCall) -> SplitTensor:
     for part, shape in tensors:
         if part is None and len(shape) >= -first.dim and shape[first.dim] > 1:
             raise Stop(f"'{call.node.name}' joins a part with a whole tensor", is_near=False)
-    return first
+    return joined(first, others)
 
 
 def _transposed(call: SplitCall) -> SplitTensor:
     named, part = call.named("transpose"), _only(call)
     rank = len(shape_of(call.node) or ())
     one, other = (_integer(call, named[key]) % rank - rank for key in ("dim0", "dim1"))
-    return SplitTensor({one: other, other: one}.get(part.dim, part.dim), part.block)
+    return replace(part, dim={one: other, other: one}.get(part.dim, part.dim))
 
 
 def _permuted(call: SplitCall) -> SplitTensor:
@@ -219,13 +201,22 @@ def _permuted(call: SplitCall) -> SplitTensor:
     order = order[0] if len(order) == 1 and isinstance(order[0], (tuple, list)) else order
     rank = len(order)
     place = [_integer(call, dim) % rank for dim in order].index(part.dim % rank)
-    return SplitTensor(place - rank, part.block)
+    return replace(part, dim=place - rank)
 
 
 def _unsqueezed(call: SplitCall) -> SplitTensor:
     part, rank = _only(call), len(shape_of(call.node) or ())
     added = _integer(call, call.named("unsqueeze")["dim"]) % rank
-    return SplitTensor(part.dim - 1 if added - rank > part.dim - 1 else part.dim, part.block)
+    return replace(part, dim=part.dim - 1 if added - rank > part.dim - 1 else part.dim)
+
+
+def _unbound(call: SplitCall) -> Any:
+    """Let the slices along another dimension keep the one that is split."""
+    part, source = _only(call), shape_of(call.node.args[0]) or ()
+    dim = _integer(call, call.named("unbind").get("dim", 0)) % len(source) - len(source)
+    if dim == part.dim:
+        raise Stop(f"'{call.node.name}' (unbind) works along the dimension that is split")
+    return (replace(part, dim=part.dim + (dim > part.dim)),) * source[dim]
 
 
 def _only(call: SplitCall) -> SplitTensor:
@@ -242,12 +233,41 @@ def _beside(operator: str, default: int = 0) -> Callable[[SplitCall], Any]:
         part = _aligned(call)
         rank = len(shape_of(call.node.all_input_nodes[0]) or ())
         dim = call.named(operator).get("dim", default)
-        if dim is None or _integer(call, dim) % rank - rank == part.dim:
-            raise Stop(f"'{call.node.name}' ({operator}) works along the dimension that is split")
         meta: Any = call.node.meta.get("val")
+        if dim is None or _integer(call, dim) % rank - rank == part.dim:
+            if operator not in ("split", "chunk") or part.axis is None:
+                raise Stop(f"'{call.node.name}' ({operator}) works along the dimension that is split")
+            return _divided(call, part, [each.shape[part.dim] for each in meta])
         return (part,) * len(cast("list[Any]", meta)) if isinstance(meta, (tuple, list)) else part
 
     return rule
+
+
+def _divided(call: SplitCall, part: SplitTensor, sizes: Sequence[int]) -> Any:
+    """Return the parts of sections that a layer's outputs are divided into."""
+    axis = cast("SplitAxis", part.axis)
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        axis.read(end - size, end)
+    if canonical_name(call.node) == "chunk":
+        if len(set(sizes)) > 1:
+            raise Stop(f"'{call.node.name}' divides into unequal chunks")
+    else:
+        name = next((n for n in ("split_size_or_sections", "split_size", "split_sizes") if n in call.node.kwargs), None)
+        path = ["args", 1] if name is None else ["kwargs", name]
+        given: Any = call.node.args[1] if name is None else call.node.kwargs[name]
+        _write_shares(call, path, given)
+    return (replace(part, axis=None),) * len(sizes)
+
+
+def _write_shares(call: SplitCall, path: list[Any], given: Any) -> None:
+    """Let a number, or each in a list, be its share; those that are computed from sizes of parts are that already."""
+    if isinstance(given, (tuple, list)):
+        for place, each in enumerate(cast("list[Any]", given)):
+            _write_shares(call, [*path, place], each)
+    elif isinstance(given, int):
+        call.numbers.append([*path, _share(call, given)])
+    elif not isinstance(call.value(given), SplitSize):
+        raise Stop(f"'{call.node.name}' computes where it divides")
 
 
 def _product(call: SplitCall) -> SplitTensor:
@@ -264,54 +284,97 @@ def _attention(call: SplitCall) -> SplitTensor:
     parts = [call.value(named[key]) for key in ("query", "key", "value")]
     if not all(isinstance(part, SplitTensor) for part in parts):
         raise Stop(f"'{call.node.name}' joins a part with a whole tensor", is_near=False)
-    for part in parts[1:]:
-        parts[0].block.take(part.block)
-    if {part.dim for part in parts} != {-3}:
+    part = joined(parts[0], parts[1:])
+    if {each.dim for each in parts} != {-3}:
         raise Stop(f"'{call.node.name}' is not split by heads")
     mask = shape_of(named.get("attn_mask"))
     if mask is not None and len(mask) > 2 and mask[-3] > 1:
         raise Stop(f"'{call.node.name}' has a mask for each head")
-    return parts[0]
+    return part
 
 
 def _reshaped(call: SplitCall) -> SplitTensor:
-    """Let a tensor keep its dimension where it stays the outermost of what it is split into or joined with."""
+    """Let a tensor keep its dimension where it stays the outermost of what it is split into or joined with.
+    The outer dimension may count sections of a layer's outputs instead, as queries, keys and values are.
+    """
     source, part = call.node.args[0], call.value(call.node.args[0])
     before, after = shape_of(source), shape_of(call.node)
     if not isinstance(part, SplitTensor) or before is None or after is None:
         raise Stop(f"'{call.node.name}' reads the size of a part")
     if canonical_name(call.node) == "expand":
-        return SplitTensor(part.dim, part.block)
+        _write_size(call, len(after) + part.dim, len(after))
+        return part
     place = position_after(before, after, len(before) + part.dim)
     if place is None:
         raise Stop(f"'{call.node.name}' takes the dimension that is split apart")
-    if after[place] % call.processes and before[part.dim] != after[place]:
-        raise Stop(
-            f"{after[place]} heads do not divide by {call.processes} processes ('{call.node.name}')", is_uneven=True
-        )
+    size = before[part.dim]
+    if after[place] != size:
+        counts_sections = part.axis is not None and _counts_sections(after[place:], size, call.processes)
+        is_share = after[place] % call.processes == 0
+        if part.axis is not None and counts_sections and is_share:
+            part.axis.whole.has_choice = True
+        if part.axis is not None and counts_sections and (not is_share or part.axis.whole.prefers_sections):
+            count = after[place]
+            for number in range(count):
+                part.axis.read(number * size // count, (number + 1) * size // count)
+            part, place = replace(part, axis=None), place + 1
+        elif not is_share:
+            heads = f"{after[place]} heads do not divide by {call.processes} processes"
+            raise Stop(f"{heads} ('{call.node.name}')", is_uneven=True)
+        else:
+            part = settled(part)
     if canonical_name(call.node) != "flatten":
-        _check_written_size(call, place, len(after))
-    return SplitTensor(place - len(after), part.block)
+        _write_size(call, place, len(after))
+    return replace(part, dim=place - len(after))
 
 
-def _check_written_size(call: SplitCall, place: int, rank: int) -> None:
-    """Make sure that a new shape does not say how large the dimension is in one process."""
-    sizes: Sequence[Any] = call.node.args[1:]
-    if len(sizes) == 1 and not isinstance(sizes[0], int):
-        whole = sizes[0]
-        sizes = whole if isinstance(whole, (tuple, list)) else call.value(whole)
-    if not isinstance(sizes, (tuple, list)) or len(sizes) != rank:
+def _counts_sections(sizes: Sequence[int], size: int, processes: int) -> bool:
+    """Say whether a dimension may have become the number of sections, that of heads, and the size of each."""
+    return len(sizes) > 2 and math.prod(sizes[:3]) <= size and sizes[1] % processes == 0 and min(sizes[1:3]) > 1
+
+
+def _write_size(call: SplitCall, place: int, rank: int) -> None:
+    """Make sure that a new shape says of a part how large it is, where it says how large the dimension is."""
+    path, sizes, offset = _written_sizes(call)
+    if isinstance(sizes, fx.Node):
+        path, sizes = [], call.value(sizes)
+    if not isinstance(sizes, (tuple, list)) or len(sizes) + offset > rank:
         raise Stop(f"'{call.node.name}' computes its shape")
-    size = sizes[place]
-    if size != -1 and not isinstance(call.value(size), SplitSize):
+    if not offset <= place < offset + len(sizes):
+        return
+    size = sizes[place - offset]
+    if size == -1 or isinstance(call.value(size), SplitSize):
+        return
+    number = size.meta.get("val") if isinstance(size, fx.Node) else size  # it is as constant as the weights are
+    if isinstance(number, int) and path:
+        call.numbers.append([*path[:-1], path[-1] + place - offset, _share(call, number)])
+    else:
         shown = size if isinstance(size, int) else "a size"
-        raise Stop(f"'{call.node.name}' writes {shown} for the dimension that is split, where -1 would do")
+        raise Stop(f"'{call.node.name}' computes a shape with {shown} for the dimension that is split")
+
+
+def _written_sizes(call: SplitCall) -> tuple[list[Any], Any, int]:
+    """Return the path of the first size that a call writes, all of them, and of which dimension the first is."""
+    args, kwargs = call.node.args, call.node.kwargs
+    first, offset = 1, 0
+    if canonical_name(call.node) == "unflatten":
+        rank = len(shape_of(args[0]) or ())
+        first, offset = 2, _integer(call, kwargs["dim"] if "dim" in kwargs else args[1]) % rank
+    name = next((each for each in ("shape", "size", "sizes") if each in kwargs), None)
+    if name is not None:
+        return ["kwargs", name, 0], kwargs[name], offset
+    sizes: Any = args[first:]
+    if len(sizes) == 1 and not isinstance(sizes[0], int):
+        is_one = isinstance(sizes[0], fx.Node) and isinstance(sizes[0].meta.get("val"), int)
+        return ["args", first, 0], sizes if is_one else sizes[0], offset
+    return ["args", first], sizes, offset
 
 
 _RULES: Mapping[str, Callable[[SplitCall], Any]] = {
     "transpose": _transposed,
     "permute": _permuted,
     "unsqueeze": _unsqueezed,
+    "unbind": _unbound,
     "matmul": _product,
     "scaled_dot_product_attention": _attention,
     "softmax": _beside("softmax"),

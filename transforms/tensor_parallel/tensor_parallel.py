@@ -18,7 +18,10 @@ from ...runtime.graphs import Specialization, capture_of, specializations_of
 from ...runtime.guards import Argument, reader
 from ...runtime.values import qualified, user_class
 from ...tracing.program import Program, TensorOwners
-from .rules import SplitBlock, SplitCall, SplitSize, SplitTensor, Stop, parts_in, result_of
+from .axes import SplitAxis, SplitBlock, SplitSize, SplitTensor, Stop, parts_in, settled
+from .prepare import prepare
+from .rules import SplitCall, result_of
+from .vocabulary import vocabularies_in
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,16 +37,21 @@ def blocks_in(program: Program, processes: int, *, must_divide: bool = False) ->
     What cannot be a block is left whole, and the rest is looked at again. UsageError for heads or layers whose number
     alone does not fit, where it `must_divide`.
     """
-    left_out, refusals = set[str](), list[Refusal]()
+    left_out, in_sections, refusals = set[str](), set[str](), list[Refusal]()
     while True:
-        walk = _Walk(program, processes, left_out)
+        walk = _Walk(program, processes, left_out, in_sections)
         walk.model()
+        walk.note_what_changes()
         blocks = list({id(block.whole): block.whole for block in walk.blocks}.values())
         for block in blocks:
             block.stop = block.stop or _uneven(program, block, processes)
         stopped = [block for block in blocks if block.stop is not None or not block.rows]
         if not stopped:
             return blocks, refusals
+        unsure = {name for block in stopped for name in block.columns if walk.axes[name].whole.has_choice}
+        if unsure - in_sections:
+            in_sections |= unsure
+            continue
         for block in stopped:
             if block.stop is not None and block.stop.is_uneven and block.stop.is_near and must_divide:
                 raise UsageError(
@@ -56,27 +64,34 @@ def blocks_in(program: Program, processes: int, *, must_divide: bool = False) ->
 
 def _uneven(program: Program, block: SplitBlock, processes: int) -> Stop | None:
     """Say which layer cannot be split evenly."""
-    for layer in (layer_of(program.module(name)) for name in block.columns):
-        outputs = 0 if layer is None else layer.channels[1]
-        if outputs % processes:
-            return Stop(
-                f"its {outputs} outputs do not divide by {processes} processes",
-                is_near=bool(block.rows),
-                is_uneven=True,
-            )
+    for name in block.columns:
+        layer = layer_of(program.module(name))
+        sizes = block.sections.get(name) or [0 if layer is None else layer.channels[1]]
+        outputs = next((size for size in sizes if size % processes), None)
+        if outputs is not None:
+            of_them = f"its {outputs} outputs" if len(sizes) == 1 else f"parts of its outputs, such as {outputs},"
+            return Stop(f"{of_them} do not divide by {processes} processes", is_near=bool(block.rows), is_uneven=True)
     return None
 
 
 @dataclass
 class _Walk(Opener):
-    """One walk through all graphs of each mode, as they run. A place is a module, by its name and itself."""
+    """One walk through all graphs of each mode, as they run.
+    A place is a module, by its name and itself, and the number of its graph.
+    """
 
     program: Program
     processes: int
     left_out: set[str]  # layers that are left whole
+    in_sections: set[str]  # layers whose outputs are to be read in parts where that is not clear
     flipped: bool = False  # whether the graphs are followed for the other mode than the model is in
     blocks: list[SplitBlock] = field(default_factory=list[SplitBlock])
     roles: dict[str, str] = field(default_factory=dict[str, str])  # how each layer is split
+    axes: dict[str, SplitAxis] = field(default_factory=dict[str, SplitAxis])  # the outputs of each that is by columns
+    # of each node the numbers that are others for a part, and whose parts these were
+    numbers: dict[tuple[str, int, str], tuple[list[Any], list[SplitBlock]]] = field(
+        default_factory=dict[tuple[str, int, str], tuple[list[Any], list[SplitBlock]]]
+    )
 
     @cached_property
     def read(self) -> set[int]:
@@ -110,28 +125,53 @@ class _Walk(Opener):
         except TypeError as error:
             given = dict[str, Any]()
             _stop_all((args, kwargs), Stop(f"'{name}' is called in a way that its forward does not take: {error}"))
-        graph = specialization.graph
+        graph, number = specialization.graph, next(n for n, each in enumerate(found) if each is specialization)
         inputs = [_read(given, specialization, node) for node in graph.find_nodes(op="placeholder")]
-        result = self.run(graph, (name, module), inputs)
+        result = self.run(graph, (name, module, number), inputs)
         if not name:
             _stop_all(result, Stop("", is_near=False))  # no linear layer follows
         return result
 
-    def value(self, node: fx.Node, place: tuple[str, nn.Module], values: Mapping[fx.Node, Any]) -> Any:
+    def value(self, node: fx.Node, place: tuple[str, nn.Module, int], values: Mapping[fx.Node, Any]) -> Any:
         if node.op == "get_attr":
             return None
         value = partial(substituted, values=values)
         if node.op == "call_module":
-            name, owner, path = *place, str(node.target)
+            name, owner, path = *place[:2], str(node.target)
             return self.module(qualified(name, path), owner.get_submodule(path), value(node.args), value(node.kwargs))
         call = SplitCall(node, value, self.processes)
-        if not _alive(call.parts):
-            return None
+        parts, result = _alive(call.parts), None
         try:
-            return result_of(call)
+            result = result_of(call) if parts else None
         except Stop as stop:
             _stop_all(call.parts, stop)
-            return None
+        else:
+            self._note_numbers(call, parts, place)
+        return result
+
+    def _note_numbers(
+        self, call: SplitCall, parts: Sequence[SplitTensor | SplitSize], place: tuple[str, nn.Module, int]
+    ) -> None:
+        """Note which numbers of a call are others for parts; it may run at several places, which have to agree."""
+        _, owner, number = place
+        key, blocks = (self.program.names.name(owner), number, call.node.name), [part.block for part in parts]
+        numbers, known = self.numbers.setdefault(key, (call.numbers, blocks))
+        known += [block for block in blocks if block not in known]
+        if numbers != call.numbers:
+            stop = Stop(f"'{call.node.name}' is run for parts, and for whole tensors")
+            _stop_all([SplitTensor(-1, block) for block in known], stop)
+
+    def note_what_changes(self) -> None:
+        """Note in each block which numbers in graphs change for it, and which layers' outputs are in sections."""
+        visited = {key[:2] for key in self.numbers}
+        for (owner, number, node), (numbers, blocks) in self.numbers.items():
+            for block in {id(each.whole): each.whole for each in blocks if numbers}.values():
+                graphs = block.numbers.setdefault(owner, {str(n): {} for name, n in visited if name == owner})
+                graphs[str(number)][node] = numbers
+        for name, axis in self.axes.items():
+            block, sections = next(each.whole for each in self.blocks if name in each.columns), axis.sections()
+            if len(sections) > 1:
+                block.sections[name] = sections
 
     def _linear(self, name: str, module: nn.Module, given: Any) -> Any:
         """Split a layer by inputs where its input is a part; else by outputs, if that is to be tried."""
@@ -152,9 +192,17 @@ class _Walk(Opener):
         if block is None:
             block = SplitBlock([name], [])
             self.blocks.append(block)
-        return SplitTensor(-1, block)
+        if name not in self.axes:
+            layer = layer_of(module)
+            outputs = 0 if layer is None else layer.channels[1]
+            self.axes[name] = SplitAxis(outputs, prefers_sections=name in self.in_sections)
+        return SplitTensor(-1, block, self.axes[name])
 
     def _row(self, name: str, part: SplitTensor) -> None:
+        try:
+            part = settled(part)
+        except Stop as stop:
+            _stop_all(part, stop)
         if part.dim != -1:
             _stop_all(part, Stop(f"'{name}' gets what is split along another dimension than its inputs"))
         elif self._is_bound_elsewhere(self.program.module(name), name):
@@ -221,26 +269,37 @@ class TensorParallel(Pass):
         device_type(model, self.name)
 
     def find(self, program: Program) -> Iterator[Site | Refusal]:
-        blocks, refusals = blocks_in(program, distributed.get_world_size())
+        processes = distributed.get_world_size()
+        blocks, refusals = blocks_in(program, processes)
         for block in blocks:
             detail = f"columns of {', '.join(block.columns)}; rows of {', '.join(block.rows)}"
-            yield Site(
-                program, block.columns[0], {}, detail=detail, data={"columns": block.columns, "rows": block.rows}
-            )
+            yield Site(program, block.columns[0], {}, detail=detail, data=block.data())
         yield from refusals
+        for found in vocabularies_in(program, processes, {name for block in blocks for name in block.layers}):
+            if isinstance(found, Refusal):
+                yield found
+                continue
+            names = ", ".join((*found["embeddings"], *found["columns"]))
+            yield Site(program, found["embeddings"][0], {}, detail=f"words of {names}", data=found)
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
-        self.split(sites[0].program, [site.data for site in sites], mesh_of_same_weights(model, self.name))
+        blocks = [site.data for site in sites]
+        mesh = mesh_of_same_weights(model, self.name)
+        prepare(model, blocks, mesh.size())
+        self.split(Program(model), blocks, mesh)
         return model
 
     def split(
         self,
         program: Program,
-        blocks: Sequence[Mapping[str, Sequence[str]]],
+        blocks: Sequence[Mapping[str, Any]],
         mesh: DeviceMesh,
         around: Sequence[nn.Module] = (),
     ) -> None:
-        """Split the layers that `blocks` name over a mesh; `around`: what reads parameters outside of the model."""
+        """Split the layers that `blocks` name over a mesh, once these are prepared.
+
+        `around`: what reads parameters outside of the model.
+        """
         from .write import split  # with torch's parts for tensors that are split: only where it is used
 
         split(program, blocks, mesh, around)

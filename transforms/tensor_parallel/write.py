@@ -13,17 +13,19 @@ from torch.distributed.tensor import Replicate, Shard, distribute_module, distri
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ...compat import own_children, own_parameters
-from ...layers.distributed import replicate_parameters
+from ...layers.distributed import COLUMNS, replicate_parameters
 from ...passes.rewriting import holds_inputs_first
 from ...runtime.graphs import specializations_of
+from ...runtime.values import qualified
 from ...tracing.program import Program, TensorReads
+from .write_vocabulary import places_of, split_vocabulary
 
 __all__ = ["split"]
 
 
 def split(
     program: Program,
-    blocks: Sequence[Mapping[str, Sequence[str]]],
+    blocks: Sequence[Mapping[str, Any]],
     mesh: DeviceMesh,
     around: Sequence[nn.Module] = (),
 ) -> None:
@@ -34,12 +36,17 @@ def split(
     model, plan = program.model, dict[str, ParallelStyle]()
     here = {name: module for name, module in program.names.modules.items() if own_parameters(module)}
     for block in blocks:
-        plan |= {name: _column_style(holds_inputs_first(here[name])) for name in block["columns"] if name in here}
+        in_sections = block.get("sections", ())
+        columns = [qualified(name, COLUMNS) if name in in_sections else name for name in block["columns"]]
+        plan |= {name: _column_style(holds_inputs_first(here[name])) for name in columns if name in here}
         plan |= {name: _row_style(holds_inputs_first(here[name])) for name in block["rows"] if name in here}
     readers = _readers(program)
+    vocabularies = [(block, places_of(program, block["embeddings"][0])) for block in blocks if "embeddings" in block]
     # Every process has the whole weights: nothing needs to be sent.
     if plan:
         parallelize_module(model, mesh, plan, src_data_rank=None)
+    for block, places in vocabularies:
+        split_vocabulary(program, block, places, mesh)
     replicate_parameters(model, mesh, lambda parameter: (*around, *readers[parameter]))
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ....compat import all_modules
 from ....compat.distributed import shard_again
 from ....errors import FxoptError, PassError
-from ....runtime.record import Decision, Record
-from ....runtime.state import RECORD_KEY
+from ....runtime.record import Decision, Record, record_of
+from ....runtime.state import RECORD_KEY, StateMap, StateStep
 from ....runtime.values import tensors_in
 from ....tracing.examples import Inputs
 from ....tracing.isolation import in_phase, preserved
@@ -40,7 +40,9 @@ def finished(
         planned = [d for d in plan.decisions if pass_.finishes and d.step == step and d.status == "applied"]
         if planned:
             finishing = _Finishing(pass_, planned, inputs, ranks, trains=plan.phase == "train")
-            model, record.finishing[pass_.name] = finishing.done(model)
+            given = model
+            model, record.finishing[pass_.name] = finishing.done(given)
+            record = vars(given).get(RECORD_KEY, record)  # a pass may have moved tensors
             vars(model).setdefault(RECORD_KEY, record)
     return model
 
@@ -61,12 +63,13 @@ class _Finishing:
         if reason:
             return on_all_ranks(self.ranks, lambda: self._finalized(model)), f"not compared: {reason}"
         before = on_all_ranks(self.ranks, lambda: _outputs(model, self.inputs[0]))
-        step = self._first_step(model)
+        step, known = self._first_step(model), _steps_of(model)
         result = on_all_ranks(self.ranks, lambda: self._finalized(model))
         if result is not model:
             return result, f"not compared: a {type(result).__name__} stands for the model"
         on_all_ranks(self.ranks, lambda: self._check_outputs(before, result))
         if isinstance(step, FirstStep):
+            step.rename(StateMap(_steps_of(result)[len(known) :]))
             on_all_ranks(self.ranks, lambda: self._check_step(step, result))
             return result, "outputs and the gradients of a first step are as before"
         return result, "outputs are as before" + (f"; gradients were not compared: {step}" if step else "")
@@ -110,6 +113,11 @@ class _Finishing:
                 f"pass '{self.pass_.name}' changed how the model trains: in the first step {reason}; your model is "
                 "unchanged; leave the pass out, or give verify=False if this is intended"
             )
+
+
+def _steps_of(model: nn.Module) -> tuple[StateStep, ...]:
+    record = record_of(model)
+    return () if record is None else record.state_map.steps
 
 
 def _outputs(model: nn.Module, inputs: Inputs) -> list[Tensor]:

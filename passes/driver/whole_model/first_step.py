@@ -13,6 +13,7 @@ from ....compat import all_modules
 from ....compat.distributed import shard_again
 from ....errors import one_line
 from ....runtime.graphs import trial_step
+from ....runtime.state import StateMap
 from ....runtime.values import RandomState, tensors_in, whole_tensor
 from ....tracing.examples import Inputs
 from ....tracing.isolation import in_phase, preserved
@@ -63,6 +64,10 @@ class FirstStep:
             return reason
         step._average(model)
         return step
+
+    def rename(self, moved: StateMap) -> None:
+        """Let the expected gradients be those of tensors that the pass has moved."""
+        self.expected = moved.forward(self.expected, strict=False)
 
     def reason_against(self, model: nn.Module) -> str:
         """Return what is wrong with the gradients of the finished model, or ""."""

@@ -14,7 +14,7 @@ from torch import Tensor
 import fxopt
 from fxopt import Select, StateStep, StateWarning
 from fxopt.errors import StateError
-from fxopt.runtime.state import Rename, StateMap
+from fxopt.runtime.state import Deal, Piece, Rename, StateMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,3 +138,23 @@ def test_slices_are_named_in_order_and_once(kept: tuple[int, ...]) -> None:
 
 def test_the_names_are_public() -> None:
     assert {"StateStep", "Select", "Rename", "Stack", "Concatenate", "StateWarning", "Context"} <= set(fxopt.__all__)
+
+
+def test_shares_of_parts_lie_together_and_come_back() -> None:
+    step = Deal("w", "share.w", 0, (4, 2, 2), 2)
+    state_map, whole = StateMap((step,)), torch.arange(16.0).view(8, 2)
+    assert StateMap.from_json(written(state_map)) == state_map
+    (dealt,) = state_map.forward({"w": whole}).values()
+    assert dealt[:, 0].div(2).tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
+    assert torch.equal(state_map.backward({"share.w": dealt})["w"], whole)
+    memory = torch.zeros(4, 2)
+    for piece in step.parts(Piece("share.w", (4, 0), memory)) or ():
+        piece.memory.copy_(whole[piece.index])
+    assert torch.equal(memory, dealt[4:])
+
+
+def test_parts_without_whole_shares_are_refused() -> None:
+    with pytest.raises(StateError, match=r"'w' has parts of \(3, 3\); they do not divide by 2"):
+        Deal("w", "share.w", 0, (3, 3), 2)
+    with pytest.raises(StateError, match=r"'w' has shape \[5\]; dimension 0 must be 8 long"):
+        Deal("w", "share.w", 0, (4, 4), 2).forward([torch.ones(5)])

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from across_ranks import apart, gap, gradients, said, whole
+from support.fused_layers import SPELLINGS, Language
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fxopt
+from fxopt.runtime.record import state_map_of
 
 
 def models() -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
@@ -39,6 +41,14 @@ def models() -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
     yield tf.LlamaForCausalLM(llama), {"input_ids": ids}
 
 
+def by_old_names(fast: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole tensors of an optimized model by the names of the original."""
+    state_map = state_map_of(fast)
+    assert state_map is not None
+    old = state_map.backward(state)
+    return {name: old[name] for name in state_map.names if name in old}
+
+
 def on_rank_real() -> Any:
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
@@ -56,15 +66,60 @@ def on_rank_real() -> Any:
             {name: whole(state["exp_avg"]) for name, state in get_optimizer_state_dict(of, by)["state"].items()}
             for of, by in ((fast, own), (plain, theirs))
         )
+        moments = by_old_names(fast, moments)
         split = sum(type(parameter.data).__name__ == "DTensor" for parameter in fast.parameters())
         loaded = copy.deepcopy(model)
         loaded.load_state_dict(fxopt.state_dict(fast))
         sites = [d.site["data"]["rows"] for d in fxopt.plan(fast).decisions if d.status == "applied"]
-        differences = apart(gradients(fast), gradients(plain)), apart(loaded.state_dict(), plain.state_dict())
+        differences = (
+            apart(by_old_names(fast, gradients(fast)), gradients(plain)),
+            apart(loaded.state_dict(), plain.state_dict()),
+        )
         fxopt.load_state_dict(fast, model.state_dict())
         differences += (apart(fxopt.state_dict(fast), model.state_dict()),)
         differences += gap(*norms), apart(moments, known)
         found[type(model).__name__] = sites, split, differences
+    return found
+
+
+def on_rank_fused() -> dict[str, tuple[float, ...]]:
+    warnings.simplefilter("ignore")
+    found: dict[str, tuple[float, ...]] = {}
+    for spelling, (make, _, _) in SPELLINGS.items():
+        torch.manual_seed(1)
+        model, x = make().double(), torch.randn(2, 5, 16, dtype=torch.float64)
+        fast = fxopt.optimize(model, "tensor_parallel", example_inputs=x)
+        for each in (fast, model):
+            each(x).square().sum().backward()
+        errors = [apart(by_old_names(fast, gradients(fast)), gradients(model)), gap(fast(x[:1]), model(x[:1]))]
+        errors.append(apart(fxopt.state_dict(fast), model.state_dict()))
+        other = make().double()
+        fxopt.load_state_dict(fast, other.state_dict())
+        found[spelling] = (*errors, gap(fast(x), other(x)))
+    return found
+
+
+def on_rank_vocabulary() -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    for tied in (True, False):
+        torch.manual_seed(2)
+        model, ids = Language(tied=tied).double(), torch.randint(0, 65, (2, 2, 5))
+        ids[1, 0, :2] = -1
+        ids[0, 0, 0] = 64  # the padding row
+        calls = [(ids[0], ids[1]), (ids[0],)]
+        fast = fxopt.optimize(model, "tensor_parallel", example_inputs=calls)
+        losses = [each(*calls[0]) for each in (fast, model)]
+        for loss in losses:
+            loss.backward()
+        errors = [gap(*losses), apart(gradients(fast), gradients(model)), gap(fast(ids[0]), model(ids[0]))]
+        for each in (fast, model):
+            each.zero_grad()
+            each(ids[0]).square().sum().backward()
+        errors += [apart(gradients(fast), gradients(model)), apart(fxopt.state_dict(fast), model.state_dict())]
+        parts = fast.words.weight.to_local().shape[0], fast.head.weight.to_local().shape[0]
+        is_one = fast.words.weight is fast.head.weight
+        found[str(tied)] = errors, parts, is_one, said(lambda fast=fast: fast(torch.tensor([[65]])))
     return found
 
 
@@ -76,13 +131,29 @@ def on_rank_other_weights() -> str:
 
 def test_real_models_have_the_gradients_of_one_process(of_ranks: list[dict[str, Any]]) -> None:
     for each in of_ranks:
-        rows = {name: sites for name, (sites, _, _) in each["real"].items()}
-        assert rows["GPT2LMHeadModel"] == [["transformer.h.0.mlp.c_proj"]]
+        rows = {name: sites for name, (sites, _, _) in each["real"].items()}  # of a vocabulary there are none
+        block = "transformer.h.0"
+        assert rows["GPT2LMHeadModel"] == [[f"{block}.attn.c_proj"], [f"{block}.mlp.c_proj"], []]
         assert len(rows["BertForSequenceClassification"]) == 4
-        assert rows["LlamaForCausalLM"] == [["model.layers.0.self_attn.o_proj"], ["model.layers.0.mlp.down_proj"]]
+        block = "model.layers.0"
+        assert rows["LlamaForCausalLM"] == [[f"{block}.self_attn.o_proj"], [f"{block}.mlp.down_proj"], []]
         for _, split, (gradient, stepped, loaded, norm, moments) in each["real"].values():
             assert gradient < 1e-9 and stepped < 1e-9 and loaded == 0 and split > 3
             assert norm < 1e-9 and moments < 1e-9
+
+
+def test_layers_of_several_parts_have_the_gradients_of_one_process(of_ranks: list[dict[str, Any]]) -> None:
+    for each in of_ranks:
+        assert {spelling: max(errors) for spelling, errors in each["fused"].items() if max(errors) > 1e-12} == {}
+
+
+def test_a_vocabulary_has_the_loss_and_the_gradients_of_one_process(of_ranks: list[dict[str, Any]]) -> None:
+    for rank, each in enumerate(of_ranks):
+        for tied, (errors, parts, is_one, out_of_range) in each["vocabulary"].items():
+            assert max(errors) < 1e-12, errors
+            assert parts == ((33, 33), (32, 32))[rank]
+            assert str(is_one) == tied
+            assert out_of_range == "IndexError: index out of range: the vocabulary has 65 words"
 
 
 def test_processes_with_other_weights_are_refused(of_ranks: list[dict[str, Any]]) -> None:

@@ -1,0 +1,101 @@
+"""What changes in a model before its layers are split: numbers in its graphs, and the order of layers' outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from ...compat import all_modules, own_children, own_parameters
+from ...layers.distributed import COLUMNS, DealtColumns
+from ...passes.driver import make_root
+from ...passes.rewriting import holds_inputs_first
+from ...runtime.graphs import drop_specializations, own, recompile, specializations_of
+from ...runtime.record import record_of
+from ...runtime.state import Deal, StateMap, StateStep
+from ...runtime.values import qualified
+
+__all__ = ["prepare", "run_from_graphs", "write_number"]
+
+_LOST = "tensor_parallel split its layers, and the original forward has the sizes of the whole model"
+
+
+def prepare(model: nn.Module, blocks: Sequence[Mapping[str, Any]], processes: int) -> None:
+    """Make the model ready for `blocks` to be split: from then on it is right only with a share of each."""
+    steps: list[StateStep] = []
+    for block in blocks:
+        for name, sizes in block.get("sections", {}).items():
+            steps += _dealt(model, name, sizes, processes)
+    record = record_of(model)
+    if steps and record is not None:
+        make_root(model, record.changed(record.plan, record.state_map.compose(StateMap(tuple(steps)))))
+    numbers: dict[str, dict[str, dict[str, Any]]] = {}
+    for owner, graphs in ((owner, graphs) for block in blocks for owner, graphs in block.get("numbers", {}).items()):
+        for number, nodes in graphs.items():
+            numbers.setdefault(owner, {}).setdefault(number, {}).update(nodes)
+    for owner, graphs in numbers.items():
+        _write_numbers(model.get_submodule(owner), {int(number): nodes for number, nodes in graphs.items()})
+
+
+def _dealt(model: nn.Module, name: str, sizes: Sequence[int], processes: int) -> list[StateStep]:
+    """Put a layer's outputs in the order of the processes that get them; return what that does to its tensors."""
+    layer = model.get_submodule(name)
+    steps: list[StateStep] = []
+    for last, parameter in list(own_parameters(layer).items()):
+        if parameter is None:
+            continue
+        dim = 1 if last == "weight" and holds_inputs_first(layer) else 0
+        old, new = qualified(name, last), qualified(qualified(name, COLUMNS), last)
+        step = Deal(old, new, dim, tuple(sizes), processes)
+        (values,) = step.forward([parameter.detach()])
+        own_parameters(layer)[last] = made = nn.Parameter(values, parameter.requires_grad)
+        vars(made).update(vars(parameter))
+        steps.append(step)
+    dealt = DealtColumns(layer).train(layer.training)
+    for holder in all_modules(model):
+        for last, child in own_children(holder).items():
+            if child is layer and holder is not dealt:
+                own_children(holder)[last] = dealt
+    return steps
+
+
+def _write_numbers(owner: nn.Module, graphs: Mapping[int, Mapping[str, Sequence[Sequence[Any]]]]) -> None:
+    """Let a module's graphs have other numbers; graphs that were not looked at go, and so does its own forward."""
+    followed = [each for number, each in enumerate(specializations_of(owner)) if number in graphs]
+    if len(followed) < len(specializations_of(owner)):
+        drop_specializations(owner, lambda each: each not in followed, "tensor_parallel did not follow them")
+    capture = own(owner)
+    for number, specialization in zip(sorted(graphs), capture.specializations, strict=True):
+        nodes = {node.name: node for node in specialization.graph.nodes}
+        for name, changes in graphs[number].items():
+            for *path, value in changes:
+                write_number(nodes[name], path, value)
+    run_from_graphs(owner)
+
+
+def run_from_graphs(owner: nn.Module) -> None:
+    """Let a module run from its own graphs, which are others now, and never by its original forward."""
+    capture = own(owner)
+    capture.inactive, capture.rewritten, capture.lost = False, True, capture.lost or _LOST
+    recompile(owner)
+
+
+def write_number(node: fx.Node, path: Sequence[Any], value: int) -> None:
+    """Let a call have another number among its arguments."""
+    first, *inside = path
+    setattr(node, first, _written(getattr(node, first), inside, value))
+
+
+def _written(structure: Any, path: Sequence[Any], value: int) -> Any:
+    """Return a structure of arguments with another number at a place."""
+    if not path:
+        return value
+    first, *inside = path
+    if isinstance(structure, slice):
+        bounds = {"start": structure.start, "stop": structure.stop} | {first: value}
+        return slice(bounds["start"], bounds["stop"], structure.step)
+    if isinstance(structure, Mapping):
+        return {**structure, first: _written(structure[first], inside, value)}
+    items = [_written(each, inside, value) if number == first else each for number, each in enumerate(structure)]
+    return tuple(items) if isinstance(structure, tuple) else items
