@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,8 @@ def hgt(conv: Any, kept: KeptGraphs, x: Mapping[str, Tensor], edges: Mapping[Kin
             return by_head[head, part.edges]
 
         out = normalized_in_parts(value, of_part, rows, largest=largest_of(scores))
-    return _transformed(conv, x, dict(zip(sizes, out.flatten(1).split([*sizes.values()]), strict=True)))
+    parts = cast("list[Tensor]", out.flatten(1).split([*sizes.values()]))
+    return _transformed(conv, x, dict(zip(sizes, parts, strict=True)))
 
 
 def _rows_of_kinds(conv: Any, kept: KeptGraphs, sizes: Mapping[str, int], edges: Mapping[Kind, Tensor]) -> Rows | None:
