@@ -1,10 +1,13 @@
-"""Losses of one task on several processes: gradients averaged in each step, a step late, or parameters now and then.
+"""Losses and times of a step on several processes: gradients averaged in each step, a step late, or now and then.
 
     python benchmarks/local_steps.py --json benchmarks/results/local_steps.json
 
 A classifier of 32 numbers (two hidden layers of 128, AdamW), 32 rows a step in each process; the labels are those of a
 random network, a tenth of them wrong. The loss is that over 2,048 other rows, the mean over processes. All start with
 the same steps together. Messages are counted as float32 numbers that a process gives to `all_reduce`.
+
+Times are of two processes, a wider network and 512 rows. The network between them is slow: a message arrives no sooner
+than some milliseconds after it was sent (a sleep in `all_reduce`, and in a communication hook of torch's reducer).
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import statistics
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +28,10 @@ from machine import described
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import fxopt
+from fxopt.layers.distributed import replica
 
 WARM_UP, SEEN = 32, (32, 96, 160, 224, 288, 352, 416)
 LOCAL = f"ddp{{local_after={WARM_UP}}}"
@@ -93,13 +101,105 @@ def losses(passes: str, make: Make | None) -> list[float]:
     return found
 
 
-def run(rank: int, size: int, folder: str) -> None:
+def all_losses() -> dict[str, list[float]]:
+    return {name: losses(passes, make) for name, (passes, make, _) in WAYS.items()}
+
+
+def step_times() -> dict[str, list[float]]:
+    return {
+        name: [step_time(passes, make, delay / 1000) for delay in DELAYS] for name, (passes, make, _) in WAYS.items()
+    }
+
+
+def run(rank: int, size: int, folder: str, measure: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    found = {name: losses(passes, make) for name, (passes, make, _) in WAYS.items()}
+    found = measure()
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found), encoding="utf-8")
     distributed.destroy_process_group()
+
+
+def on_processes(size: int, measure: Callable[[], Any]) -> Any:
+    """Return what process 0 measures beside others."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        started = [context.Process(target=run, args=(rank, size, folder, measure)) for rank in range(size)]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
+        return json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
+
+
+DELAYS = (0, 10, 30)
+"""Milliseconds from sending a message to its arrival."""
+
+
+class Sending:
+    """A message under way."""
+
+    def __init__(self, work: Any, arrival: float) -> None:
+        self.work, self.arrival = work, arrival
+
+    def wait(self, _future: Any = None) -> Any:
+        found = self.work.wait()
+        time.sleep(max(0.0, self.arrival - time.perf_counter()))
+        return found
+
+
+@contextmanager
+def slow_network(seconds: float, *, hooked: bool) -> Iterator[None]:
+    """Let messages of `all_reduce` take so long, and those of torch's reducer, if it may have a hook for that."""
+    own, reducer = distributed.all_reduce, replica.DistributedDataParallel
+
+    def all_reduce(tensor: Tensor, *args: Any, async_op: bool = False, **options: Any) -> Any:
+        arrival = time.perf_counter() + seconds
+        sending = Sending(own(tensor, *args, async_op=True, **options), arrival)
+        return sending if async_op else sending.wait()
+
+    def exchange(bucket: Any) -> Any:
+        arrival = time.perf_counter() + seconds
+        sent = own(bucket.buffer().div_(distributed.get_world_size()), async_op=True).get_future()
+
+        def arrived(future: Any) -> Tensor:
+            time.sleep(max(0.0, arrival - time.perf_counter()))
+            return future.value()[0]
+
+        return sent.then(arrived)
+
+    def slow_reducer(*args: Any, **options: Any) -> Any:
+        made = DistributedDataParallel(*args, **options)
+        made.register_comm_hook(None, lambda _, bucket: exchange(bucket))  # torch refuses annotations that are text
+        return made
+
+    distributed.all_reduce = all_reduce
+    if hooked:
+        replica.DistributedDataParallel = slow_reducer
+    try:
+        yield
+    finally:
+        distributed.all_reduce, replica.DistributedDataParallel = own, reducer
+
+
+def step_time(passes: str, make: Make | None, seconds: float) -> float:
+    """Return the milliseconds of a step on a slow network, the mean of 64 after the first ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 512), *[nn.Linear(512, 512), nn.ReLU()] * 3, nn.Linear(512, 10))
+    model = fxopt.optimize(model, passes, example_inputs=torch.randn(512, 32), measure=False)
+    optimizer, times = torch.optim.AdamW(model.parameters(), lr=2e-3), list[float]()
+    after = None if make is None else make(model)
+    x, labels = rows(512, 1 + distributed.get_rank())
+    with slow_network(seconds, hooked="delayed" not in passes):
+        for _ in range(WARM_UP + 72):
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            cross_entropy(model(x), labels).backward()
+            optimizer.step()
+            if after is not None:
+                after()
+            times.append(1000 * (time.perf_counter() - start))
+    return round(statistics.mean(times[-64:]), 1)
 
 
 def main() -> None:
@@ -107,14 +207,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--processes", type=int, default=4)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("fork")
-        started = [context.Process(target=run, args=(rank, given.processes, folder)) for rank in range(given.processes)]
-        for process in started:
-            process.start()
-        for process in started:
-            process.join()
-        found = json.loads((Path(folder) / "found.json").read_text(encoding="utf-8"))
+    found, times = on_processes(given.processes, all_losses), on_processes(2, step_times)
     parameters = sum(parameter.numel() for parameter in network().parameters())
     local = SEEN[-1] - WARM_UP
     ways: dict[str, Any] = {
@@ -122,13 +215,16 @@ def main() -> None:
         for name, (_, _, every) in WAYS.items()
     }
     for name, way in ways.items():
-        print(f"| {name} | {' | '.join(f'{loss:.3f}' for loss in way['loss'])} | {way['sent'] / 1e6:.2f} |")
+        way["milliseconds"] = times[name]
+        curve = " | ".join(f"{loss:.3f}" for loss in way["loss"])
+        print(f"| {name} | {curve} | {way['sent'] / 1e6:.2f} | {times[name]} |")
     if given.json:
         result: dict[str, Any] = {
             "schema_version": 1,
             "machine": described(),
             "processes": given.processes,
             "steps": SEEN,
+            "delays": DELAYS,
         }
         result["ways"] = ways
         given.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

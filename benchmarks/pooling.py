@@ -195,6 +195,30 @@ def learned_cost() -> list[dict[str, Any]]:
     return rows
 
 
+def structures() -> list[dict[str, Any]]:
+    """Return seconds of learned pooling by each structure over those of `adjacency`: of ten circular skip links, and of
+    32 random graphs in which nearly all nodes are near each other.
+    """
+    generator = torch.Generator().manual_seed(1)
+    dense = [(torch.rand(20, 20, generator=generator) < 0.3).triu(1).nonzero().t() for _ in range(32)]
+    links = [edges_of(nx.circulant_graph(41, [1, skip])) for skip in SKIPS]
+    rows: list[dict[str, Any]] = []
+    for kind, graphs, nodes in (("circular skip links", links, 41), ("random", dense, 20)):
+        _, edges, batch = batched(graphs, nodes)
+        x = torch.randn(len(batch), 16, requires_grad=True)
+        pools = [RO3Pooling(16, structure) for structure in STRUCTURES]
+        for trains in (False, True):
+            rounds = [
+                [_seconds(partial(_pooled, pool, (x, edges, batch, len(graphs)), trains=trains))[1] for pool in pools]
+                for _ in range(25)
+            ]
+            middle = torch.tensor(rounds, dtype=torch.float64).median(0).values
+            row = {"graphs": kind, "trains": trains, "milliseconds": 1000 * float(middle[0])}
+            over = zip(STRUCTURES[1:], (middle / middle[0])[1:].tolist(), strict=True)
+            rows.append({**row, **{f"{name}_over_adjacency": value for name, value in over}})
+    return rows
+
+
 def _pooled(pool: nn.Module, given: tuple[Any, ...], *, trains: bool) -> None:
     x, edges, batch, graphs = given
     with torch.set_grad_enabled(trains):
@@ -392,6 +416,7 @@ PARTS: Mapping[str, Callable[[], Any]] = {
     "triangles": against_networkx,
     "counting": counting,
     "learned_cost": learned_cost,
+    "structures": structures,
     "skip_links": skip_links,
 }
 

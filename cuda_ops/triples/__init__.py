@@ -1,7 +1,8 @@
 """Triples of the nodes of graphs: triangles, types of triples, and sums of products over them."""
 
+from .near_pairs import near_pairs
 from .oriented_edges import oriented_edges
-from .products import CLOSED, sums_by_type
+from .products import CLOSED, NEAR, sums_by_type
 from .structures import NODE_LIMIT, TYPES
 from .triangles import (
     MEMORY_LIMIT,
@@ -16,6 +17,7 @@ from .triangles import (
 )
 
 __all__ = [
-    "CLOSED", "MEMORY_LIMIT", "NODE_LIMIT", "TYPES", "OrientedGraph", "check_batch", "check_edge_index",
-    "check_edges", "check_graphs", "lexicographic", "oriented_edges", "simple_edges", "sums_by_type", "triangles",
+    "CLOSED", "MEMORY_LIMIT", "NEAR", "NODE_LIMIT", "TYPES", "OrientedGraph", "check_batch", "check_edge_index",
+    "check_edges", "check_graphs", "lexicographic", "near_pairs", "oriented_edges", "simple_edges", "sums_by_type",
+    "triangles",
 ]  # fmt: skip

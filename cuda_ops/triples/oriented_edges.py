@@ -10,7 +10,15 @@ from torch import Tensor
 from ...errors import UsageError
 from ..definition import define
 from .structures import check_sizes
-from .triangles import OrientedGraph, check_batch, check_edge_index, check_graphs, check_nodes, simple_edges
+from .triangles import (
+    OrientedGraph,
+    check_batch,
+    check_edge_index,
+    check_graphs,
+    check_nodes,
+    lower_and_higher,
+    simple_edges,
+)
 
 __all__ = ["oriented_edges"]
 
@@ -22,7 +30,7 @@ def _reference(edge_index: Tensor, batch: Tensor, num_graphs: int, node_limit: i
         check_sizes(batch, node_limit)
     n = len(batch)
     edges = simple_edges(edge_index, n)
-    low, high = edge_index.aminmax(dim=0)
+    low, high = lower_and_higher(edge_index)
     position = torch.searchsorted(edges[0] * n + edges[1], low * n + high)
     graph = OrientedGraph(edges, n)
     place = torch.empty_like(graph.order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -11,26 +11,38 @@ from torch import Tensor
 from ...errors import UsageError
 from ..checks import check_one_device, check_one_dtype
 from ..definition import define, keep_inputs
-from .structures import TYPES, typed_triples
+from .structures import TYPES, multisets, near_triples, typed_triples
 from .triangles import OrientedGraph, check_edge_index
 
-__all__ = ["CLOSED", "Products", "sums_by_type", "triple_products", "triple_products_reference"]
+__all__ = ["CLOSED", "NEAR", "Products", "sums_by_type", "triple_products", "triple_products_reference"]
 
 CLOSED: Final = "closed"
 """Sum over triangles; p, q and r belong to their edges u-v, u-w and v-w."""
 
+NEAR: Final = "near"
+"""Sum over triples all of whose pairs are among the edges, which are those of `near_pairs`, by their distances."""
+
+_CELLS: Mapping[str, Callable[[int], int]] = {
+    CLOSED: lambda _: 1,
+    NEAR: multisets,
+    "codegree": TYPES["codegree"],
+}
+"""Which triples -> how many sums there are for a graph, by the cap."""
+
 _NAME = "triple_products"
 _ROLES = 4
+_CACHED = 2**15
+"""Numbers that are multiplied together, so that they stay in the cache: in a quarter of the time."""
 
 
 def sums_by_type(
     p: Tensor, q: Tensor, r: Tensor, graph: tuple[Tensor, Tensor, int], structure: str, cap: int, memory_limit: int
 ) -> Tensor:
     """Return the sums of p q r over triples, by graph and type: [graphs * types, C].
-    These are [rows, C], rows for oriented edges with `CLOSED` and else for nodes; colours from `cap` on are one.
+    These are [rows, C], rows for oriented edges with `CLOSED` and else for nodes.
     """
     edges, batch, count = graph
-    cells = p.new_zeros(count * (1 if structure == CLOSED else TYPES[structure](cap)), p.shape[1])
+    cells = p.new_zeros(count * _CELLS[structure](cap), p.shape[1])
     sums = triple_products(p, q, r, cells, edges, batch, structure, cap, memory_limit, [False, False, False, True])
     return sums[3]
 
@@ -60,7 +72,8 @@ def triple_products_reference(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
     given = Products(*args)
     sums = tuple(torch.zeros_like(table) for table in given.tables)
     half = given.memory_limit // 2
-    rows = max(1, half // (8 * (_ROLES + 3) * max(1, given.p.shape[1])))
+    channels = max(1, given.p.shape[1])
+    rows = max(1, min(half // (8 * (_ROLES + 3) * channels), _CACHED // channels))
     for whole in _places(given.edges, given.batch, given.structure, given.cap, half):
         for first in range(0, whole.shape[1], rows):
             _add_products(given.tables, whole[:, first : first + rows], given.wanted, sums)
@@ -82,7 +95,7 @@ def _add_products(tables: tuple[Tensor, ...], places: Tensor, wanted: list[bool]
 def _places(edges: Tensor, batch: Tensor, structure: str, cap: int, memory_limit: int) -> Iterator[Tensor]:
     """Yield the rows [4, t] of p, q, r and g that each triple multiplies."""
     if structure != CLOSED:
-        yield from typed_triples(edges, batch, structure, cap, memory_limit)
+        yield from (near_triples if structure == NEAR else typed_triples)(edges, batch, cap, memory_limit)
         return
     graph = OrientedGraph(edges, len(batch))
     for found in graph.triangles(memory_limit):
@@ -94,8 +107,8 @@ def _check(*args: Any) -> None:
     tables = dict(zip("pqrg", given.tables, strict=True))
     check_one_dtype(_NAME, **tables)
     check_one_device(_NAME, **tables, edges=given.edges, batch=given.batch)
-    check_edge_index(given.edges)
-    if given.structure not in (CLOSED, *TYPES) or given.cap < 0 or len(given.wanted) != _ROLES:
+    check_edge_index(given.edges[:2] if given.structure == NEAR else given.edges)
+    if given.structure not in _CELLS or given.cap < 0 or len(given.wanted) != _ROLES:
         triples = f"{given.structure!r} up to {given.cap}, for {len(given.wanted)} of {_ROLES} tables"
         raise UsageError(f"{_NAME}: no such triples: {triples}")
 

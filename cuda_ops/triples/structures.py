@@ -1,4 +1,4 @@
-"""Types of triples of nodes: by the distances of their nodes, or by the neighbours that they have in common."""
+"""Types of triples of nodes: by distances, and those by the neighbours that they have in common one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ...errors import UsageError
 from .listing import parts
 
-__all__ = ["NODE_LIMIT", "TYPES", "check_sizes", "typed_triples"]
+__all__ = ["NODE_LIMIT", "TYPES", "Layout", "check_sizes", "multisets", "near_triples", "typed_triples"]
 
 NODE_LIMIT = 512
 """Nodes of a graph: all its triples are looked at, 22 million for so many."""
@@ -21,15 +21,18 @@ _BITS = 62
 """Nodes in one word of a row of an adjacency matrix; signs are left alone."""
 
 _BYTES_A_TRIPLE = 160
+_TOGETHER = 2**13
+"""Triples that are looked at together: what is computed of them stays in the cache, and takes no new pages."""
 
 
-def _multisets(colors: int) -> int:
+def multisets(colors: int) -> int:
+    """Return how many multisets of three colours there are."""
     return (colors + 2) * (colors + 1) * colors // 6
 
 
 TYPES: Mapping[str, Callable[[int], int]] = {
-    "distance": lambda cap: _multisets(cap + 1),
-    "codegree": lambda cap: 4 * (cap + 1) * _multisets(cap + 1),
+    "distance": lambda cap: multisets(cap + 1),
+    "codegree": lambda cap: 4 * (cap + 1) * multisets(cap + 1),
 }
 """Structure -> how many types of triples it tells apart, by its cap."""
 
@@ -44,14 +47,13 @@ def check_sizes(batch: Tensor, limit: int) -> None:
         )
 
 
-def typed_triples(edges: Tensor, batch: Tensor, structure: str, cap: int, memory_limit: int) -> Iterator[Tensor]:
-    """Yield all triples of distinct nodes of one graph as [4, t]: three nodes, and graph * types + type."""
-    layout = _Layout.of(batch)
-    adjacency = layout.dense(edges)
-    typed = (_Distances if structure == "distance" else _CommonNeighbours).of(layout, edges, adjacency, cap)
-    types = TYPES[structure](cap)
+def typed_triples(edges: Tensor, batch: Tensor, cap: int, memory_limit: int) -> Iterator[Tensor]:
+    """Yield all triples of distinct nodes of one graph as [4, t]: three nodes, and graph * types + type (codegree)."""
+    layout = Layout.of(batch)
+    typed = _CommonNeighbours.of(layout, edges, layout.dense(edges), cap)
+    types = TYPES["codegree"](cap)
     pairs, later = layout.pairs()
-    for first, last in parts(later, max(1, memory_limit // _BYTES_A_TRIPLE)):
+    for first, last in parts(later, max(1, min(memory_limit // _BYTES_A_TRIPLE, _TOGETHER))):
         pair = torch.arange(last - first, device=batch.device).repeat_interleave(later[first:last])
         i, j = pairs[:, first:last].index_select(1, pair)
         ends = later[first:last].cumsum(0)
@@ -60,8 +62,32 @@ def typed_triples(edges: Tensor, batch: Tensor, structure: str, cap: int, memory
         yield torch.cat([layout.order[torch.stack([i, j, k])], cell[None]])
 
 
+def near_triples(pairs: Tensor, batch: Tensor, cap: int, memory_limit: int) -> Iterator[Tensor]:
+    """Yield the triples all of whose pairs `near_pairs` gave, as [4, t]: three nodes, and graph * types + type."""
+    layout, table = Layout.of(batch), _multiset_numbers(cap, batch.device).view(-1)
+    (low, high), colors = layout.place[pairs[:2]], pairs[2]
+    known, position = colors.new_full((len(batch), layout.width), cap), layout.position[high]
+    known[low, position] = colors
+    row, known = high * layout.width, known.view(-1)
+    places = torch.arange(len(low), device=low.device)
+    later = torch.bincount(low, minlength=len(batch)).cumsum(0)[low] - places - 1
+    for first, last in parts(later, max(1, min(memory_limit // _BYTES_A_TRIPLE, _TOGETHER))):
+        of_part, own = later[first:last], places[first:last]
+        edge = own.repeat_interleave(of_part)
+        other = (own + 1 - (of_part.cumsum(0) - of_part)).repeat_interleave(of_part)
+        other += torch.arange(len(edge), device=low.device)
+        third = known.index_select(0, row.index_select(0, edge) + position.index_select(0, other))
+        kept = (third < cap).nonzero().view(-1)
+        edge, other, third = (each.index_select(0, kept) for each in (edge, other, third))
+        ends = low.index_select(0, edge), high.index_select(0, edge), high.index_select(0, other)
+        u, v, w = (layout.order.index_select(0, end) for end in ends)
+        color = (colors.index_select(0, edge) * cap + colors.index_select(0, other)) * cap + third
+        cell = batch.index_select(0, u) * multisets(cap) + table.index_select(0, color)
+        yield torch.stack([u, v, w, cell])
+
+
 @dataclass
-class _Layout:
+class Layout:
     """Nodes in the order of their graphs: which is where, where each is, its number in its graph, that graph's size."""
 
     order: Tensor
@@ -70,7 +96,7 @@ class _Layout:
     sizes: Tensor
 
     @classmethod
-    def of(cls, batch: Tensor) -> _Layout:
+    def of(cls, batch: Tensor) -> Layout:
         """Return the layout of nodes whose graphs are given."""
         order = batch.argsort(stable=True)
         counts = torch.bincount(batch)
@@ -106,31 +132,6 @@ class _Layout:
 
 
 @dataclass
-class _Distances:
-    """Triples by the lengths of the three shortest paths; above the cap, and without a path, one more."""
-
-    colors: Tensor
-    position: Tensor
-    table: Tensor
-
-    @classmethod
-    def of(cls, layout: _Layout, edges: Tensor, adjacency: Tensor, cap: int) -> _Distances:
-        matrix, reached = layout.sparse(edges), adjacency.clone()
-        places = torch.arange(len(layout.order), device=edges.device)
-        reached[places, layout.position] = 1
-        colors = torch.full_like(adjacency, cap, dtype=torch.int64).masked_fill_(adjacency > 0, 0)
-        for distance in range(1, cap):
-            grown = reached + matrix @ reached
-            colors[(grown > 0) & (reached == 0)] = distance
-            reached = (grown > 0).to(grown.dtype)
-        return cls(colors, layout.position, _multiset_numbers(cap + 1, edges.device))
-
-    def types(self, i: Tensor, j: Tensor, k: Tensor) -> Tensor:
-        """Return the type of each triple of places."""
-        return self.table[_of_pairs(self.colors, self.position, i, j, k)]
-
-
-@dataclass
 class _CommonNeighbours:
     """Triples by edges among them, neighbours of all three, and neighbours of the three pairs, each up to the cap."""
 
@@ -142,7 +143,7 @@ class _CommonNeighbours:
     cap: int
 
     @classmethod
-    def of(cls, layout: _Layout, edges: Tensor, adjacency: Tensor, cap: int) -> _CommonNeighbours:
+    def of(cls, layout: Layout, edges: Tensor, adjacency: Tensor, cap: int) -> _CommonNeighbours:
         colors = (layout.sparse(edges) @ adjacency).to(torch.int64).clamp_(max=cap)
         table = _multiset_numbers(cap + 1, edges.device)
         return cls(adjacency.to(torch.int64), colors, _packed(adjacency), layout.position, table, cap)

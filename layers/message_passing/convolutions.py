@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ...compat import has_hooks, wants_gradients
 from ...runtime.values import user_class
-from .kept import KeptGraphs, is_small
-from .products import at_edges, neighbour_sums, normalized_in_parts, normalized_sums
+from .kept import KeptGraphs, noted
+from .products import at_edges, largest_of, neighbour_sums, normalized_in_parts, normalized_sums
 from .rows import Part, Rows, rows_of
 
-__all__ = ["gat", "gatv2", "gcn", "gin", "rgcn", "sage"]
+__all__ = ["gat", "gatv2", "gcn", "gin", "is_plain", "rgcn", "sage"]
 
 Pair = Tensor | tuple[Tensor, Tensor]
 """Features of all nodes, or of sources and of targets."""
@@ -52,10 +52,15 @@ def _linear(lin: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     """Return what a layer without a bias gives, and a bias: in one product where the layer is as it was."""
     if bias is None:
         return lin(x)
-    kind = cast("type[nn.Module]", type(lin))
+    is_as_it_was = is_plain(lin) and lin.bias is None
+    return F.linear(x, lin.weight, bias) if is_as_it_was else _plus(lin(x), bias)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Say whether this is a linear layer of PyTorch Geometric as its class has it, without hooks."""
+    kind = type(module)
     is_own = kind is user_class(kind) and kind.__module__ == _LINEAR_MODULE
-    is_plain = is_own and not has_hooks(lin) and lin.bias is None
-    return F.linear(x, lin.weight, bias) if is_plain else _plus(lin(x), bias)
+    return is_own and "forward" not in vars(module) and not has_hooks(module)
 
 
 def sage(conv: Any, kept: KeptGraphs, x: Pair, edge_index: Tensor, edges: Tensor | None) -> Tensor | None:
@@ -93,7 +98,7 @@ def rgcn(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_type: 
         return rows_of(by_relation, nodes, flow="source_to_target", num_targets=nodes * relations)
 
     rows = kept.of(made, edge_index, edge_type, key=("relations", nodes, relations, conv.flow))
-    if _noted(conv, kept, x, edge_index, rows) is None:
+    if noted(conv, kept, x, edge_index, rows) is None:
         return None
     weight = conv.weight
     if conv.num_bases is not None:
@@ -126,7 +131,7 @@ def gat(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr: T
         scores = F.leaky_relu(scores, conv.negative_slope)
         return _joined(conv, _by_node(conv, normalized_sums(hidden.view(-1, channels), scores, wide)), x)
     by_head = [None if each is None else each.t().contiguous() for each in (source, target, of_edges)]
-    largest = sum(_largest(each) for each in by_head) * max(1.0, abs(conv.negative_slope))
+    largest = sum(largest_of(each) for each in by_head) * max(1.0, abs(conv.negative_slope))
 
     def of_part(head: int, part: Part) -> Tensor:
         sources, targets, edges = (None if each is None else each[head] for each in by_head)
@@ -145,11 +150,6 @@ def _few_columns(x: Tensor, weights: Tensor) -> Tensor:
 def _blocks(attention: Tensor) -> Tensor:
     """Return the weights of heads [1, heads, C] as the blocks of a matrix [heads * C, heads]."""
     return cast("Any", torch).block_diag(*attention[0].unsqueeze(-1))
-
-
-def _largest(values: Tensor | None) -> float:
-    """Return how far a number is from zero at most."""
-    return 0.0 if values is None or not values.numel() else max(abs(float(bound)) for bound in values.aminmax())
 
 
 def _by_node(conv: Any, out: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def gatv2(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, edge_attr:
         out = _by_node(conv, normalized_sums(left.view(-1, conv.out_channels), scores.view(-1), wide))
     else:
         hidden = left.view(-1, conv.heads, conv.out_channels)
-        largest = _largest(scores)
+        largest = largest_of(scores)
         out = normalized_in_parts(hidden, lambda head, part: scores[head, part.edges], rows, largest=largest)
     return _joined(conv, out, x)
 
@@ -206,7 +206,10 @@ def _joined(conv: Any, out: Tensor, x: Tensor) -> Tensor:
 
 def _aggregated(conv: Any, x: Tensor, rows: Rows) -> Tensor:
     sums = neighbour_sums(x, None, rows)
-    return sums if conv.aggr != "mean" else sums / rows.degree.clamp(min=1).to(sums.dtype).unsqueeze(1)
+    if conv.aggr != "mean":
+        return sums
+    degree = rows.degree.clamp(min=1).to(sums.dtype).unsqueeze(1)
+    return sums / degree if torch.is_grad_enabled() else sums.div_(degree)
 
 
 def _plus(out: Tensor, bias: Tensor | None) -> Tensor:
@@ -226,15 +229,7 @@ def _plain_rows(
     targets = len(x) if num_targets is None else num_targets
     make = partial(rows_of, num_nodes=len(x), flow=conv.flow, num_targets=targets)
     rows = kept.of(make, edge_index, key=("edges", len(x), targets, conv.flow))
-    return _noted(conv, kept, x, edge_index, rows)
-
-
-def _noted(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, rows: Rows | None) -> Rows | None:
-    """Note that a layer goes over these rows where it matters how often it does."""
-    sights = kept.sights.get((id(conv), conv.training))
-    if rows is not None and sights is not None and is_small(x, edge_index):
-        sights.used(id(conv), rows)
-    return rows
+    return noted(conv, kept, x, edge_index, rows)
 
 
 def _weighted(
@@ -270,7 +265,7 @@ def _normalized(
         given = (edge_index,) if edge_weight is None else (edge_index, edge_weight)
         with torch.no_grad(), torch.inference_mode(False):
             found = kept.of(made, *given, key=("weights", *what, conv.improved, x.dtype))
-    _noted(conv, kept, x, edge_index, None if found is None else found[0])
+    noted(conv, kept, x, edge_index, None if found is None else found[0])
     return found
 
 
@@ -290,7 +285,7 @@ def _rows_with_loops(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor)
         return rows_of(_looped(conv, edges, None, len(x))[0], len(x), flow=conv.flow)
 
     rows = kept.of(made, edge_index, key=("loops", len(x), conv.flow))
-    return _noted(conv, kept, x, edge_index, rows)
+    return noted(conv, kept, x, edge_index, rows)
 
 
 def _looped(conv: Any, edge_index: Tensor, edge_attr: Tensor | None, nodes: int) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from ...compat import version_of
 from ...operators import Cache, Unchanged
 from .rows import Rows
 
-__all__ = ["KeptGraphs", "Sights", "is_small"]
+__all__ = ["KeptGraphs", "Sights", "is_small", "most_edges", "noted"]
 
 
 _WORTH = 2**19
@@ -142,6 +142,25 @@ class KeptGraphs(Cache):
         kept = self._kept.get(key)  # no lock: this may run in the midst of anything, in a thread that holds it
         if kept is not None and any(known is gone for known in kept[2]):
             self._kept.pop(key, None)
+
+
+def noted(conv: Any, kept: KeptGraphs, x: Tensor, edge_index: Tensor, rows: Rows | None) -> Rows | None:
+    """Note that a layer goes over these rows where it matters how often it does."""
+    sights = kept.sights.get((id(conv), conv.training))
+    if rows is not None and sights is not None and is_small(x, edge_index):
+        sights.used(id(conv), rows)
+    return rows
+
+
+def most_edges(x: Any, edges: Any) -> tuple[Any, Any]:
+    """Return the sources and edges of the kind that has most, which stand for all; twice None for other things."""
+    if not isinstance(x, dict) or not isinstance(edges, dict) or not edges:
+        return None, None
+    given = cast("dict[Any, Any]", edges)
+    if any(type(each) is not Tensor for each in given.values()):
+        return None, None
+    kind = max(given, key=lambda kind: given[kind].numel())
+    return cast("dict[Any, Any]", x).get(kind[0]), given[kind]
 
 
 def _forgetting(kept: Callable[[], KeptGraphs | None], key: Hashable) -> Callable[[object], None]:

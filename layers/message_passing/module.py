@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from ...compat import has_global_hooks, has_hooks
 from ...runtime.graphs import uninstall
 from ...runtime.values import Remade, in_class, remade_by, subclass, user_class
-from .kept import KeptGraphs, Sights, is_small
+from .kept import KeptGraphs, Sights, is_small, most_edges
 from .supported import CONVOLUTIONS, takes
 
 __all__ = ["CompressedMessages", "compressed", "is_compressed"]
@@ -65,7 +65,7 @@ class CompressedMessages(Remade):
         its[_UNOBSERVED] = seen.calls_unobserved
         return False
 
-    def _over_rows(self, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+    def _over_rows(self, x: Any, edge_index: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer's own forward would; None where that has to run."""
         given, layer = (*args, *kwargs.values()), cast("nn.Module", self)
         edges = given[0] if given else None
@@ -86,6 +86,23 @@ class CompressedMessages(Remade):
         cast("KeptGraphs", its[_KEPT]).forget_trained()
         its[_UNOBSERVED] = 0
         return cast("Any", super()).train(mode)
+
+
+class CompressedKinds(CompressedMessages):
+    """The same with features and edges by kind, as `HGTConv` takes them."""
+
+    def forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
+        own: Any = cast("Any", super(CompressedMessages, self)).forward
+        if is_compiling():
+            return own(x_dict, edge_index_dict)
+        its, (sources, edges) = vars(self), most_edges(x_dict, edge_index_dict)
+        if its[_UNOBSERVED] and type(sources) is Tensor and is_small(sources, edges):
+            its[_UNOBSERVED] -= 1
+        elif self._goes_over_rows(sources, edges):
+            found = self._over_rows(x_dict, edge_index_dict)
+            if found is not None:
+                return found
+        return own(x_dict, edge_index_dict)
 
 
 def _sources(x: object) -> Any:
@@ -112,4 +129,5 @@ def is_compressed(module: nn.Module) -> bool:
 
 def _compressed_class(base: type[nn.Module]) -> type[nn.Module]:
     body = partial(remade_by, _compressed_class, base)
-    return subclass(base, (CompressedMessages,), body, key="compressed messages")
+    mixin = CompressedKinds if base.__name__ == "HGTConv" else CompressedMessages
+    return subclass(base, (mixin,), body, key="compressed messages")

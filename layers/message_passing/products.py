@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Literal, cast
 
 import torch
@@ -12,7 +14,10 @@ from torch import Tensor
 from ...compat import wants_gradients
 from .rows import Part, Rows
 
-__all__ = ["at_edges", "neighbour_sums", "normalized_in_parts", "normalized_sums", "sums_of_edges"]
+__all__ = [
+    "at_edges", "edge_products", "largest_of", "neighbour_sums", "normalized_in_parts", "normalized_sums",
+    "sums_of_edges",
+]  # fmt: skip
 
 Side = Literal["sources", "targets"]
 
@@ -29,6 +34,13 @@ def at_edges(x: Tensor, rows: Rows, side: Side) -> Tensor:
     if wants_gradients(x):
         return cast("Tensor", _AtEdges.apply(x, rows, side))
     return x.index_select(0, getattr(rows, side))
+
+
+def edge_products(targets: Tensor, sources: Tensor, rows: Rows) -> Tensor:
+    """Return for each edge the product [E] of what its two nodes have: [targets, C] and [sources, C]."""
+    if wants_gradients(targets, sources):
+        return cast("Tensor", _EdgeProducts.apply(targets, sources, rows))
+    return _dots(targets, sources, rows)
 
 
 def sums_of_edges(values: Tensor, rows: Rows, side: Side = "targets") -> Tensor:
@@ -65,6 +77,11 @@ def normalized_in_parts(x: Tensor, scores: Callable[[int, Part], Tensor], rows: 
     return out
 
 
+def largest_of(values: Tensor | None) -> float:
+    """Return how far a number is from zero at most."""
+    return 0.0 if values is None or not values.numel() else max(abs(float(bound)) for bound in values.aminmax())
+
+
 _SAFE = 20.0
 """The exponential of a score up to this is taken as it is; of others that of the distance from the highest."""
 
@@ -73,6 +90,25 @@ def _bags(x: Tensor, places: Tensor, offsets: Tensor, values: Tensor | None = No
     return F.embedding_bag(
         places, x.contiguous(), offsets, mode="sum", per_sample_weights=values, include_last_offset=True
     )
+
+
+@cache
+def _announced() -> None:
+    """Let torch say once that compressed sparse tensors are new, where nobody has to read it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0, 0], [], torch.empty(0), (1, 1), check_invariants=False)
+
+
+def _dots(targets: Tensor, sources: Tensor, rows: Rows) -> Tensor:
+    """Multiply row by row of the matrix of edges, so that no edge needs features of its own."""
+    if targets.dtype not in (torch.float32, torch.float64):
+        return (at_edges(targets, rows, "targets") * at_edges(sources, rows, "sources")).sum(1)
+    _announced()
+    places, shape = (rows.offsets, rows.sources), (rows.num_targets, rows.num_sources)
+    empty = torch.sparse_csr_tensor(*places, targets.new_zeros(len(rows.sources)), shape, check_invariants=False)
+    factors = targets.contiguous(), sources.contiguous().t()
+    return cast("Tensor", cast("Any", torch.sparse).sampled_addmm(empty, *factors, beta=0.0).values())
 
 
 def _summed(values: Tensor, rows: Rows, side: Side) -> Tensor:
@@ -100,8 +136,27 @@ class _NeighbourSums(torch.autograd.Function):
             back = rows.transposed
             of_x = neighbour_sums(gradient, None if values is None else values.index_select(0, back.order), back)
         if ctx.needs_input_grad[1]:
-            of_values = (at_edges(gradient, rows, "targets") * at_edges(x, rows, "sources")).sum(1)
+            of_values = edge_products(gradient, x, rows)
         return of_x, of_values, None
+
+
+class _EdgeProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, targets: Tensor, sources: Tensor, rows: Rows) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.rows = rows
+        ctx.save_for_backward(targets, sources)
+        return _dots(targets, sources, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (targets, sources), rows = ctx.saved_tensors, ctx.rows
+        of_targets = of_sources = None
+        if ctx.needs_input_grad[0]:
+            of_targets = neighbour_sums(sources, gradient, rows)
+        if ctx.needs_input_grad[1]:
+            back = rows.transposed
+            of_sources = neighbour_sums(targets, gradient.index_select(0, back.order), back)
+        return of_targets, of_sources, None
 
 
 class _AtEdges(torch.autograd.Function):

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ...compat import is_plainly_eager
 from ...runtime.values import user_class
-from . import convolutions
-from .kept import KeptGraphs
+from . import convolutions, kinds
+from .kept import KeptGraphs, most_edges
 
 __all__ = ["CONVOLUTIONS", "not_supported", "takes"]
 
-Compute = Callable[[Any, KeptGraphs, Any, Tensor, "Tensor | None"], "Tensor | None"]
+Compute = Callable[[Any, KeptGraphs, Any, Any, Any], Any]
 
 _CONV = "torch_geometric.nn.conv."
 CONVOLUTIONS: Mapping[str, Compute] = {
@@ -25,14 +25,17 @@ CONVOLUTIONS: Mapping[str, Compute] = {
     f"{_CONV}rgcn_conv.RGCNConv": convolutions.rgcn,
     f"{_CONV}gat_conv.GATConv": convolutions.gat,
     f"{_CONV}gatv2_conv.GATv2Conv": convolutions.gatv2,
+    f"{_CONV}hgt_conv.HGTConv": kinds.hgt,
 }
-"""Class, by name -> what computes a call: of the layer, what is kept, x, edge_index and weights or features of edges.
+"""Class, by name -> what computes a call: of the layer, what is kept, x, edge_index and weights or features of edges;
+of `HGTConv` x and edges by kind.
 
 It returns None where the layer's own forward has to."""
 
 _AGGREGATIONS = {"SumAggregation": "sum", "MeanAggregation": "mean"}
 _AVERAGING = ("SAGEConv", "GINConv", "RGCNConv")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_FLOW = "source_to_target"
 _HOOKS = tuple(
     f"_{what}_forward_{kind}hooks"
     for what in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
@@ -62,6 +65,8 @@ def not_supported(conv: nn.Module) -> str | None:
 
 def takes(conv: nn.Module, x: object, edge_index: object, edges: object) -> bool:
     """Say whether a call, in eager mode on a CPU, goes over compressed rows."""
+    if isinstance(x, dict):
+        return _takes_kinds(conv, cast("dict[str, Any]", x), cast("dict[Any, Any]", edge_index))
     if type(x) is tuple:
         sources, targets = cast("tuple[object, object]", x)
         return _takes_targets(conv, sources, targets) and takes(conv, sources, edge_index, edges)
@@ -69,9 +74,7 @@ def takes(conv: nn.Module, x: object, edge_index: object, edges: object) -> bool
         return False
     if x.dim() != 2 or x.dtype not in _DTYPES or x.device.type != "cpu" or not x.numel():
         return False
-    if edge_index.dtype != torch.int64 or edge_index.layout != torch.strided or not edge_index.numel():
-        return False
-    if edge_index.dim() != 2 or len(edge_index) != 2 or edge_index.device != x.device:
+    if not _are_edges(edge_index) or not edge_index.numel() or edge_index.device != x.device:
         return False
     if torch.is_autocast_enabled("cpu") or not is_plainly_eager(watched=True):
         return False
@@ -79,12 +82,28 @@ def takes(conv: nn.Module, x: object, edge_index: object, edges: object) -> bool
     return fits and not _drops(conv) and not_supported(conv) is None
 
 
+def _are_edges(edge_index: Tensor) -> bool:
+    is_plain = edge_index.dtype == torch.int64 and edge_index.layout == torch.strided
+    return is_plain and edge_index.dim() == 2 and len(edge_index) == 2
+
+
+def _takes_kinds(conv: nn.Module, x: dict[str, Any], edges: dict[Any, Any]) -> bool:
+    """Say whether a layer goes over rows with these features and edges by kind; some kinds may have no edges."""
+    sources, most = most_edges(x, edges)
+    if most is None or not all(map(_are_edges, edges.values())) or not takes(conv, sources, most, None):
+        return False
+    if sources.dtype.itemsize < 4 or cast("Any", conv).flow != _FLOW:
+        return False
+    alike = (type(each) is Tensor and each.dim() == 2 and each.dtype == sources.dtype for each in x.values())
+    return all(alike) and {each.device for each in (*x.values(), *edges.values())} == {sources.device}
+
+
 def _takes_targets(conv: nn.Module, sources: object, targets: object) -> bool:
     """Say whether a layer goes over rows from nodes of one kind to these of another, as those of `HeteroConv` may."""
     if type(sources) is not Tensor or type(targets) is not Tensor or targets.dim() != 2 or not targets.numel():
         return False
     is_alike = targets.dtype == sources.dtype and targets.device == sources.device
-    return is_alike and user_class(type(conv)).__name__ == "SAGEConv" and cast("Any", conv).flow == "source_to_target"
+    return is_alike and user_class(type(conv)).__name__ == "SAGEConv" and cast("Any", conv).flow == _FLOW
 
 
 def _names_relations(edges: object, x: Tensor, edge_index: Tensor) -> bool:

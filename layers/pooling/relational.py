@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from ...compat import autocast_dtype
 from ...cuda_ops.triples import (
-    CLOSED,
     MEMORY_LIMIT,
     NODE_LIMIT,
     TYPES,
@@ -20,8 +19,9 @@ from ...cuda_ops.triples import (
 )
 from ...errors import UsageError, positive_integer
 from .standardized import Standardized
+from .sums import sums_by_distance, sums_by_edges, weights_of
 
-__all__ = ["RO3Pooling", "sums_by_edges", "weights_of"]
+__all__ = ["RO3Pooling"]
 
 Structure = Literal["adjacency", "distance", "codegree"]
 
@@ -44,8 +44,8 @@ class RO3Pooling(nn.Module):
 
     - ``"adjacency"``: 4, triples with no edge, one, two (an open wedge) and three (closed). Costs O(n + m) and the
       enumeration of triangles, O(m^1.5).
-    - ``"distance"``: 20, by the lengths of the three shortest paths: 1, 2, 3, and more or no path. O(n m + n^3)
-      for a graph.
+    - ``"distance"``: 20, by the lengths of the three shortest paths: 1, 2, 3, and more or no path. O(n m + n b^2)
+      for a graph, with b nodes within the last distance of one.
     - ``"codegree"``: 120, by the number of edges, of neighbours that all three have in common, and of those of the
       three pairs, the latter two up to 2. This is information about four nodes. O(n m + n^3) for a graph, n^3 once for
       every 62 nodes.
@@ -159,7 +159,9 @@ class RO3Pooling(nn.Module):
         edges, place = oriented_edges(edge_index, batch, count, self.node_limit if is_dense else -1)
         exact = torch.float32 if x.device.type == "mps" else torch.float64
         counted = torch.cat([x.to(exact), x.new_ones(x.shape[0], 1, dtype=exact)], 1)
-        if is_dense:
+        if self.structure == "distance":
+            sums = sums_by_distance(counted, edges, batch, count, self.cap, self.memory_limit)
+        elif self.structure == "codegree":
             graph = (edges, batch, count)
             flat = sums_by_type(counted, counted, counted, graph, self.structure, self.cap, self.memory_limit)
             sums = flat.view(count, self.num_types, counted.shape[1])
@@ -251,34 +253,3 @@ def _check_options(
         raise UsageError("in_channels and edge_channels are read where something is learned; give channels, too")
     if structure != "adjacency" and edge_channels is not None:
         raise UsageError(f"structure='{structure}' reads no edge_attr; leave edge_channels out, or use 'adjacency'")
-
-
-def sums_by_edges(x: Tensor, weights: Tensor, edges: Tensor, batch: Tensor, num_graphs: int, limit: int) -> Tensor:
-    """Return the sums of x_i x_j x_k over the triples without an edge, with one, two and three: [graphs, 4, C].
-    A weight [m, 1] is an edge to that share: a triple with a, b, c has two to a b (1-c) + a c (1-b) + b c (1-a).
-    Takes x [n, C], simple oriented edges [2, m], and a limit in bytes.
-    """
-
-    def by_graph(values: Tensor, nodes_graph: Tensor) -> Tensor:
-        return values.new_zeros(num_graphs, x.shape[1]).index_add(0, nodes_graph, values)
-
-    u, v = edges
-    of_edges, powers = batch[u], [by_graph(x**power, batch) for power in (1, 2, 3)]
-    at_u, at_v = weights * x[u], weights * x[v]
-    around = torch.zeros_like(x).index_add(0, u, at_v).index_add(0, v, at_u)
-    squares = torch.zeros_like(x).index_add(0, u, at_v.square()).index_add(0, v, at_u.square())
-    total = (powers[0] ** 3 - 3 * powers[0] * powers[1] + 2 * powers[2]) / 6
-    pairs = by_graph(at_u * x[v] * (powers[0][of_edges] - x[u] - x[v]), of_edges)
-    wedges = by_graph(x * (around.square() - squares) / 2, batch)
-    closed = sums_by_type(at_u, at_v, at_u, (edges, batch, num_graphs), CLOSED, 0, limit)
-    one, two = pairs - 2 * wedges + 3 * closed, wedges - 3 * closed
-    return torch.stack([total - pairs + wedges - closed, one, two, closed], 1)
-
-
-def weights_of(edges: Tensor, place: Tensor, given: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the weight of each simple edge, [m, 1]: the mean of those given for it; 1 where none are given."""
-    if given is None:
-        return torch.ones(edges.shape[1], 1, dtype=dtype, device=edges.device)
-    values = torch.stack([given.to(dtype), torch.ones_like(given, dtype=dtype)], 1)
-    sums = values.new_zeros(edges.shape[1] + 1, 2).index_add(0, place, values)[:-1]
-    return sums[:, :1] / sums[:, 1:]

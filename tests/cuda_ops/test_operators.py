@@ -49,7 +49,8 @@ EDGES = torch.tensor([[0, 0, 1, 2, 4, 4, 5, 3], [1, 2, 2, 3, 5, 6, 6, 3]])
 BATCH = torch.tensor([0, 0, 0, 0, 1, 1, 1])
 SIMPLE = torch.ops.fxopt.oriented_edges.default(EDGES, BATCH, 2, -1)[0]
 ORIENTED = torch.tensor([[0, 0, 1, 1, 2, 4, 4, 5], [1, 2, 2, 3, 3, 5, 6, 6]])
-TRIPLES = (SIMPLE, BATCH, "distance", 1, 2**20, [True] * 4)
+NEAR = torch.ops.fxopt.near_pairs.default(SIMPLE, BATCH, 2)
+TRIPLES = (SIMPLE, BATCH, "codegree", 0, 2**20, [True] * 4)
 TRIANGLES = (SIMPLE, BATCH, "closed", 0, 2**20, [False, True, True, True])
 CALLS: dict[str, Mapping[str, Make]] = {
     "add": {
@@ -150,6 +151,10 @@ CALLS: dict[str, Mapping[str, Make]] = {
         "vector": lambda t: (leaf(4, dtype=t), leaf(4, dtype=t), KEY),
         "scalar": lambda t: (leaf(dtype=t), None, KEY),
     },
+    "near_pairs": {
+        "two": lambda _: (SIMPLE, BATCH, 2),
+        "empty": lambda _: (SIMPLE[:, :0], BATCH[:0], 3),
+    },
     "oriented_edges": {
         "two": lambda _: (EDGES, BATCH, 2, -1),
         "empty": lambda _: (EDGES[:, :0], BATCH[:0], 0, 4),
@@ -160,10 +165,20 @@ CALLS: dict[str, Mapping[str, Make]] = {
     },
     "triple_products": {
         "closed": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(2, 2, dtype=t), *TRIANGLES),
-        "distance": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(8, 2, dtype=t), *TRIPLES),
+        "near": lambda t: (
+            *(leaf(7, 2, dtype=t) for _ in range(3)),
+            leaf(8, 2, dtype=t),
+            NEAR,
+            BATCH,
+            "near",
+            2,
+            2**20,
+            [True] * 4,
+        ),
+        "codegree": lambda t: (*(leaf(7, 2, dtype=t) for _ in range(3)), leaf(8, 2, dtype=t), *TRIPLES),
     },
 }
-WITHOUT_VMAP = ("oriented_edges", "triangles", "triple_products")
+WITHOUT_VMAP = ("near_pairs", "oriented_edges", "triangles", "triple_products")
 each_operator = pytest.mark.parametrize("name", CALLS)
 each_call = pytest.mark.parametrize(("name", "case"), [(name, case) for name, calls in CALLS.items() for case in calls])
 

@@ -125,7 +125,7 @@ def test_other_triples_and_deterministic_sums_are_left_to_the_reference(host: On
     monkeypatch.setattr(cuda_kernel, "native", lambda _: pytest.fail("the kernel is asked"))
     edges, batch = GRAPHS["complete"]
     tables = [torch.randn(len(batch), 2) for _ in range(3)]
-    settings = (edges, batch, "distance", 1, 2**20, [True] * 4)
+    settings = (edges, batch, "codegree", 0, 2**20, [True] * 4)
     for one in cuda_kernel.triple_products(*tables, torch.randn(8, 2), *settings):
         assert one.shape[1] == 2
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)

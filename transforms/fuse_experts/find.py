@@ -35,6 +35,10 @@ _ROUTES = frozenset(("where", "nonzero", "index_add", "index_add_", "any", "one_
 _ENDS_EARLY = "its loop breaks, or takes another path, at an expert without tokens; skip that expert (continue)"
 _NEVER_FULL = "its experts have a capacity that no call of as many tokens as the examples' fills; give more tokens"
 _NOT_LEFT_OUT = "it does more with the tokens beyond an expert's capacity than to leave the last ones out"
+_TAKE_PLACE = (
+    "the experts' results take the place of rows of a tensor that is not zeros, such as the inputs of tokens that no "
+    "expert has room for; assign to zeros, and take those tokens from their inputs by torch.where"
+)
 _NO_CALL = "a loop over experts is read off a call; give example_inputs"
 
 
@@ -214,6 +218,8 @@ def _mixture(name: str, unrolled: Unrolled, loop: Loop, capacity: Bound | None) 
         routed = routing_of(loop, count, unrolled.values, capacity)
     except MatchFailure as failure:
         raise MatchFailure(_odd_one(unrolled) or str(failure)) from failure
+    if loop.replaces and not routed.takes_all(loop.tokens, unrolled.values):
+        raise MatchFailure(_TAKE_PLACE)
     return Mixture(name, unrolled, loop, template, routed, count)
 
 

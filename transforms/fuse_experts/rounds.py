@@ -51,6 +51,7 @@ class Loop:
     writes: Sequence[fx.Node]  # the nodes that add results to it
     joined: Mapping[fx.Node, Joined]
     called: Sequence[int]  # the expert of each round; -1 of all
+    replaces: bool  # whether results take the place of what is in that tensor, and is not zeros
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class _Write:
     tokens: Tensor
     value: fx.Node
     in_place: bool
+    replaces: bool = False
 
 
 _Peeled = tuple[fx.Node, fx.Node | None, float, list[fx.Node]]
@@ -120,6 +122,7 @@ class _LoopReader:
         rounds = [each for write in writes for each in self._rounds(write)]
         if not any(len(self.experts[each.output]) == 1 for each in rounds):
             self._refuse_other_forms()
+            self._refuse_all_tokens()
             return None
         target = self._root(writes[0])
         if any(self._root(write) is not target for write in writes):
@@ -129,7 +132,8 @@ class _LoopReader:
         count = self.values[target].shape[:-1].numel()
         called = [next(iter(self.experts[each.output])) for each in rounds]
         nodes = [write.node for write in writes]
-        return Loop(rounds, target, result, count, tainted, nodes, self.joined, called)
+        replaces = any(write.replaces for write in writes) and bool(self.values[target].any())
+        return Loop(rounds, target, result, count, tainted, nodes, self.joined, called, replaces)
 
     def _refuse_other_forms(self) -> None:
         """Refuse experts on sorted tokens, on products with one-hot tensors, or on one token after another."""
@@ -156,6 +160,17 @@ class _LoopReader:
         products = [one for one in before if _name(one) in ("einsum", "matmul", "bmm", "mm")]
         return any(_name(used) == "one_hot" for one in products for used in upwards(one))
 
+    def _refuse_all_tokens(self) -> None:
+        """Refuse experts that get all tokens, where scores of as many as there are weigh their results."""
+        count = len({number for _, number in self.sources.values()})
+        products = [node for node in self.graph.nodes if self.is_tainted(node) and _name(node) in _PRODUCTS]
+        weights = {one for node in products for one in node.all_input_nodes if not self.is_tainted(one)}
+        for one in weights:
+            scores = [self.values[node] for node in upwards(one) if canonical_name(node) in ("softmax", "sigmoid")]
+            tokens = [each.shape[:-1].numel() for each in scores if each.shape[-1] == count > 1]
+            if tokens and self.values[one].numel() % tokens[0] == 0:
+                raise MatchFailure("every token goes to every expert; fuse_ensembles computes that")
+
     def _refuse_single_tokens(self) -> None:
         """Refuse experts that get one token at a time, and are called again and again."""
         called = [node for node in self.sources if node.op == "call_module" and operands(node)]
@@ -174,7 +189,7 @@ class _LoopReader:
 
     def _root(self, write: _Write) -> fx.Node:
         target = write.target
-        while not write.in_place and canonical_name(target) == "index_add" and self.is_tainted(target):
+        while not write.in_place and canonical_name(target) in ("index_add", "index_copy") and self.is_tainted(target):
             target = operands(target)[0]
         return target
 
@@ -182,7 +197,7 @@ class _LoopReader:
 
     def _write(self, node: fx.Node) -> _Write | None:
         name = canonical_name(node)
-        if name == "index_add" or (node.op == "call_method" and node.target == "index_add_"):
+        if name in ("index_add", "index_copy") or node.target in ("index_add_", "index_copy_"):
             return self._index_add(node)
         return self._setitem(node) if name == "setitem" else None
 
@@ -193,10 +208,11 @@ class _LoopReader:
         if not self.is_tainted(value) or given.get("dim") != 0 or "alpha" in node.kwargs:
             return None
         target, index = given["input"], self.values[given["index"]]
-        in_place = node.op == "call_method" and node.target == "index_add_"
+        in_place = node.op == "call_method" and str(node.target).endswith("_")
+        replaces = node.target == "index_copy_" or canonical_name(node) == "index_copy"
         if self.values[target].ndim != 2:
             raise MatchFailure("the experts' results are added along the first of several dimensions")
-        return _Write(node, target, index, value, in_place)
+        return _Write(node, target, index, value, in_place, replaces)
 
     def _setitem(self, node: fx.Node) -> _Write | None:
         target, key, value = operands(node)[:3]
@@ -207,8 +223,8 @@ class _LoopReader:
             here = [a for a in items if operands(a)[0] is target and (operands(a)[1] is key or operands(a)[1] == key)]
             rest = [a for a in operands(value) if a not in here]
             if len(here) == 1 and self.is_tainted(rest[0]):
-                value = rest[0]
-        return _Write(node, target, self._tokens(target, key), value, in_place=True)
+                return _Write(node, target, self._tokens(target, key), rest[0], in_place=True)
+        return _Write(node, target, self._tokens(target, key), value, in_place=True, replaces=True)
 
     def _tokens(self, target: fx.Node, key: Any) -> Tensor:
         shape = self.values[target].shape[:-1]
@@ -317,6 +333,7 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
+_PRODUCTS = ("mul", "einsum", "matmul", "bmm")
 _NOBODY = frozenset[int]()
 _ALL = -1
 

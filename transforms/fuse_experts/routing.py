@@ -37,6 +37,11 @@ class RoutedBy:
     orders: tuple[Order, ...] = ("tokens",)  # which of their choices come first, for all that the example shows
     is_turned: bool = False  # whether `chosen`, tokens of each expert, and `weights` are [n, experts]
 
+    def takes_all(self, tokens: int, values: Mapping[fx.Node, Any]) -> bool:
+        """Say whether each token has one expert, whatever is chosen."""
+        is_one = self.kind in ("chosen", "scores") and values[self.chosen].numel() == tokens
+        return is_one and not self.spare and self.capacity is None
+
 
 def routing_of(loop: Loop, count: int, values: Mapping[fx.Node, Any], capacity: Bound | None = None) -> RoutedBy:
     """Return where the routing of a loop comes from, or raise MatchFailure where no values fit."""

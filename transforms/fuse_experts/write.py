@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from ...compat import modules_by_name
@@ -86,8 +87,13 @@ class _Rewrite:
             self._turn(call)
         found = call
         if not self._is_alike():
+            target = self.target
+            if self.mixture.loop.replaces:  # all of it
+                with self.graph.inserting_before(call):
+                    target = self.graph.call_function(torch.zeros_like, (target,))
+                before.add(target)
             with self.graph.inserting_after(call):
-                found = self.graph.call_function(added_to, (self.target, call))
+                found = self.graph.call_function(added_to, (target, call))
         found.meta["val"] = self.target.meta.get("val")
         for user in list(self.result.users):
             if user not in before and user is not found:

@@ -57,6 +57,35 @@ class Convolutions(nn.Module):
         return self.second(self.first(x, edge_index).tanh(), edge_index)
 
 
+class Related(nn.Module):
+    """A convolution over edges with relations."""
+
+    def __init__(self, aggr: str) -> None:
+        super().__init__()
+        from torch_geometric import nn as pyg
+
+        self.conv = pyg.RGCNConv(WIDTH, WIDTH, 3, num_bases=2, aggr=aggr)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(x, edge_index, edge_index.sum(0) % 3)
+
+
+class TwoKinds(nn.Module):
+    """Nodes of two kinds, with the same edges there and back: one layer for all, or one for each kind of edge."""
+
+    def __init__(self, aggr: str) -> None:
+        super().__init__()
+        from torch_geometric import nn as pyg
+
+        self.kinds = [("a", "to", "b"), ("b", "to", "a")]
+        layers = {kind: pyg.SAGEConv((WIDTH, WIDTH), WIDTH, aggr=aggr) for kind in self.kinds}
+        self.conv = pyg.HGTConv(WIDTH, WIDTH, (["a", "b"], self.kinds), 2) if not aggr else pyg.HeteroConv(layers)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        found = self.conv({"a": x, "b": x.flip(-1)}, dict.fromkeys(self.kinds, edge_index))
+        return found["a"] - found["b"]
+
+
 def convolution(kind: str, aggr: str) -> nn.Module:
     from torch_geometric import nn as pyg
 
@@ -67,11 +96,14 @@ def convolution(kind: str, aggr: str) -> nn.Module:
         "gin": lambda: pyg.GINConv(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))),
         "gat": partial(pyg.GATConv, WIDTH, WIDTH // 2, heads=2),
         "gatv2": partial(pyg.GATv2Conv, WIDTH, WIDTH, heads=2, concat=False),
+        "rgcn": partial(Related, aggr),
+        "hetero": partial(TwoKinds, aggr),
+        "hgt": partial(TwoKinds, ""),
     }
     return made[kind]()
 
 
-KINDS = ("gcn", "improved", "sage", "gin", "gat", "gatv2")
+KINDS = ("gcn", "improved", "sage", "gin", "gat", "gatv2", "rgcn", "hetero", "hgt")
 
 
 def message_passing(random: Random) -> Sample:

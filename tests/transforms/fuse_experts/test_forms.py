@@ -184,9 +184,59 @@ class Dispatched(Mixture):
         return dispatcher.combine([self.experts[number](given[number]) for number in range(EXPERTS)])
 
 
+class Switch(Mixture):
+    """One expert for each token; results take the place of what `start` gives, and full experts leave tokens out."""
+
+    def start(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    def limit(self, tokens: int) -> int | None:
+        return max(1, tokens // EXPERTS)
+
+    def finish(self, x: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+        member = F.one_hot(chosen, EXPERTS)
+        place = (member.cumsum(0) * member).sum(-1, keepdim=True)
+        return torch.where(place > max(1, len(x) // EXPERTS), x, y)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        y, limit = self.start(x), self.limit(len(x))
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0][:limit]
+            y[rows] = weights[rows, None] * expert(x[rows])
+        return self.finish(x, y, chosen)
+
+
+class PassingOn(Switch):
+    """Tokens that are left out pass on, as they were there before."""
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    def finish(self, x: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+        return y
+
+
+class Replacing(PassingOn):
+    """No token is left out, so that nothing of the inputs is left."""
+
+    def limit(self, tokens: int) -> int | None:
+        return None
+
+
+class Copying(Switch):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = torch.where(chosen == number)[0]
+            y.index_copy_(0, rows, weights[rows, None] * expert(x[rows]))
+        return y
+
+
 FORMS: tuple[type[nn.Module], ...] = (
     Loss, LossInBuffer, Capacity, CapacityOfInt, CapacityByChoice, ExpertChoice, ExpertChoiceOfFew,
-    ExpertChoiceByColumn, Unbound, ListsOfRows, ListsInPython, Dispatched,
+    ExpertChoiceByColumn, Unbound, ListsOfRows, ListsInPython, Dispatched, Switch, Replacing, Copying,
 )  # fmt: skip
 
 
@@ -288,3 +338,32 @@ def test_pieces_of_sorted_tokens_are_refused_with_what_to_write() -> None:
     fast = fxopt.optimize(model, "fuse_experts", example_inputs=(x,), measure=False)
     (decision,) = fxopt.plan(fast).decisions
     assert decision.status == "refused" and "torch.split" in decision.reason
+
+
+class Everyone(Mixture):
+    """All tokens go to all experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares = self.gate(x).softmax(-1)
+        return sum(shares[:, number, None] * expert(x) for number, expert in enumerate(self.experts))
+
+
+class Stacked(Everyone):
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.stack([expert(x) for expert in self.experts], 1)
+        return torch.einsum("be,bed->bd", self.gate(x).softmax(-1), found)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (PassingOn, "take the place of rows of a tensor that is not zeros"),
+        (Everyone, "every token goes to every expert; fuse_ensembles computes that"),
+        (Stacked, "every token goes to every expert; fuse_ensembles computes that"),
+    ],
+)
+def test_forms_that_are_refused_with_what_to_write(form: type[nn.Module], reason: str) -> None:
+    model, x = build(form).eval(), torch.randn(24, WIDTH)
+    fast = fxopt.optimize(model, "fuse_experts", example_inputs=(x,), measure=False)
+    (decision,) = fxopt.plan(fast).decisions
+    assert decision.status == "refused" and reason in decision.reason
