@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import NothingDoneWarning, UnverifiedWarning
-from ..interrupts import stop_if_interrupted
 from ..known_passes import PRESETS, entry_points, listing, own_summaries
 from .app import (
     BothWeights,
@@ -33,7 +31,7 @@ from .app import (
     app,
     hide,
     open_with_inputs,
-    preset_for,
+    optimized,
     show,
     took,
 )
@@ -106,21 +104,16 @@ def optimize(
     check_written("--report", report)
     check_read(model, weights=weights, inputs=inputs, plan=plan)
     from .. import api
-    from ..reporting.notes import in_one_line
     from .arguments import factory_for
     from .pictures import note_graphs
 
     check_values(passes, time_budget)
     factory = None if output is None else factory_for(model)
     original, example_inputs = open_with_inputs(model, weights, inputs, trust, phase, seed)
-    preset = preset_for(original, phase) if passes is None and plan is None else None
-    with in_one_line(UnverifiedWarning, NothingDoneWarning):  # the report says so
-        fast = api.optimize(
-            original, preset if passes is None else passes, example_inputs=example_inputs, verify=verify,
-            measure="cold" if cold else measure, time_budget=time_budget, plan=plan, seed=seed,
-        )  # fmt: skip
-    stop_if_interrupted()
-    took("optimizing")
+    fast = optimized(
+        original, example_inputs, passes, phase, plan=plan, verify=verify, measure="cold" if cold else measure,
+        time_budget=time_budget, seed=seed,
+    )  # fmt: skip
     if print_after is not None:
         note_graphs(fast, print_after)
     if output is not None:

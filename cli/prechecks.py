@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import cast
 
 from ..deploy.formats.kinds import FORMATS, chosen_format
+from ..deploy.script import BY_REDUCE
 from ..errors import InputError, UsageError, did_you_mean
 from ..known_passes import PRESETS, check_names, pass_names
 
 __all__ = [
-    "ALL", "BY_REDUCE", "MAKE_INPUTS", "check_cold", "check_exported", "check_name", "check_picture", "check_pipeline",
+    "ALL", "MAKE_INPUTS", "check_cold", "check_exported", "check_name", "check_picture", "check_pipeline",
     "check_print_after", "check_read", "check_tolerance", "check_values", "check_written", "complete_name",
     "complete_pipeline", "times_beside",
 ]  # fmt: skip
@@ -25,8 +26,6 @@ _EXPORTED = frozenset(("", *(form.suffixes[0] for form in FORMATS.values())))
 MAKE_INPUTS = "write example_inputs() beside the factory, or give --inputs FILE"
 ALL = "all"
 """Instead of the name of a pass: each."""
-BY_REDUCE = "Made by fxopt reduce."
-"""Tells that a script was written by `reduce`."""
 _HEAD = 1000
 """So many letters of a page tell whose it is."""
 
