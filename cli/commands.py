@@ -85,6 +85,7 @@ def optimize(
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Repeat the decisions of this plan.")] = None,
     save_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the decisions here.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report here, as HTML.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the report here, as PNG.")] = None,
     verify: Verify = None,
     measure: Measure = None,
     cold: Cold = False,
@@ -102,12 +103,13 @@ def optimize(
     check_written("-o", output, model)
     check_written("--save-plan", save_plan)
     check_written("--report", report)
+    check_written("--plot", plot, suffix=".png")
     check_read(model, weights=weights, inputs=inputs, plan=plan)
     from .. import api
     from .arguments import factory_for
     from .pictures import note_graphs
 
-    check_values(passes, time_budget)
+    check_values(passes, time_budget, is_plotted=plot is not None)
     factory = None if output is None else factory_for(model)
     original, example_inputs = open_with_inputs(model, weights, inputs, trust, phase, seed)
     fast = optimized(
@@ -119,7 +121,7 @@ def optimize(
     if output is not None:
         api.save(fast, output, factory=factory)
         took("saving")
-    _tell(fast, example_inputs, save_plan, report, as_json)
+    _tell(fast, example_inputs, save_plan, report, plot, as_json)
 
 
 @app.command(epilog="Example: fxopt export demo.fxopt --trust fxopt -o demo.onnx")
@@ -319,14 +321,19 @@ def demo(
     raise typer.Exit(0 if all(result["checks"].values()) else 1)
 
 
-def _tell(fast: nn.Module, inputs: object, plan: Path | None, report: Path | None, as_json: bool) -> None:
-    """Write and print what was done to a model; a page also has what its nodes cost on the example inputs."""
+def _tell(
+    fast: nn.Module, inputs: object, plan: Path | None, report: Path | None, plot: Path | None, as_json: bool
+) -> None:
+    """Write and print what was done to a model; pages and plots also have what its nodes cost on the example inputs."""
     from .. import api
+    from .pictures import write_plot
 
-    done = api.report(fast, None if report is None else inputs)
+    done = api.report(fast, None if report is None and plot is None else inputs)
     if plan is not None:
         api.plan(fast).save(plan)
     if report is not None:
         done.to_html(report)
+    if plot is not None:
+        write_plot(done, plot)
     took("reporting")
     show(done.to_json() if as_json else done.table(), as_json)

@@ -147,8 +147,7 @@ def bisect(
         raise UsageError("--plan has decisions, -p asks for new ones; leave one of them out")
     from .. import api
     from ..deploy.opening import plan_in
-    from ..diagnosis.bisection import bisect as find_fault
-    from ..diagnosis.bisection import command_check, verify_check
+    from ..diagnosis import bisection
     from ..runtime.record import record_of
     from .arguments import factory_for
 
@@ -165,11 +164,11 @@ def bisect(
         )
     with tempfile.TemporaryDirectory(prefix="fxopt-bisect-") as folder:
         judge = (
-            verify_check(original, example_inputs, seed=seed, tolerance=tolerance)
+            bisection.verify_check(original, example_inputs, seed=seed, tolerance=tolerance)
             if check == VERIFY
-            else command_check(check, Path(folder), factory=factory)
+            else bisection.command_check(check, Path(folder), factory=factory)
         )
-        found = find_fault(original, judge, example_inputs, plan=decided, tell=note)
+        found = bisection.bisect(original, judge, example_inputs, plan=decided, tell=note)
     took("checking")
     show(found.to_json() if as_json else found, as_json)
 
