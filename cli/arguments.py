@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .. import api
+from .. import api, files
 from ..deploy.archive import factory_of
 from ..deploy.exported import load_exported
 from ..deploy.factory import build_model, importable
@@ -124,7 +124,7 @@ def _read(path: Path, trust: Sequence[str] | None, given: object) -> tuple[nn.Mo
     kind = kind_of_file(path)
     if kind is FileKind.EXPORTED:
         return load_exported(path)
-    built = api.load(path, trust=True if trust and ANYTHING in trust else trust or (), example_inputs=given)
+    built = files.load(path, trust=True if trust and ANYTHING in trust else trust or (), example_inputs=given)
     factory = factory_of(path) if kind is FileKind.RECIPE and given is None else None
     return built, None if factory is None else inputs_beside(factory, built)  # loading has imported it, as it may
 

@@ -105,7 +105,7 @@ def optimize(
     check_written("--report", report)
     check_written("--plot", plot, suffix=".png")
     check_read(model, weights=weights, inputs=inputs, plan=plan)
-    from .. import api
+    from .. import files
     from .arguments import factory_for
     from .pictures import note_graphs
 
@@ -119,7 +119,7 @@ def optimize(
     if print_after is not None:
         note_graphs(fast, print_after)
     if output is not None:
-        api.save(fast, output, factory=factory)
+        files.save(fast, output, factory=factory)
         took("saving")
     _tell(fast, example_inputs, save_plan, report, plot, as_json)
 
@@ -140,12 +140,12 @@ def export(
     """Export a model in evaluation mode as a file that runs without the model's code, for torch or other runtimes."""
     check_exported(output, form, model)
     check_read(model, weights=weights, inputs=inputs)
-    from .. import api
+    from .. import files
     from ..reporting.notes import in_one_line
 
     opened, example_inputs = open_with_inputs(model, weights, inputs, trust, seed=seed)
     with in_one_line():
-        error = api.export(opened, output, example_inputs, format=form, dynamic_batch=dynamic_batch)
+        error = files.export(opened, output, example_inputs, format=form, dynamic_batch=dynamic_batch)
     took("exporting")
     off = f"; largest difference {error:.0e} of a result's scale" if error else ""
     show({"path": str(output), "error": error} if as_json else f"wrote {output}, equal to the model{off}\n", as_json)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import api
+from .. import api, files
 from ..errors import InputError, PlanError, UsageError
 from ..interrupts import stop_if_interrupted
 from ..passes.driver import longest_right
@@ -183,7 +183,7 @@ def command_check(command: str, folder: Path, *, factory: str | None = None) -> 
     path = folder / "model.fxopt"
 
     def check(fast: nn.Module) -> bool:
-        api.save(fast, path, factory=factory)
+        files.save(fast, path, factory=factory)
         environment = environment_with(**{_MODEL_VARIABLE: str(path)})
         # The command is the user's own, and what it prints is no result of this one.
         code = subprocess.run(command, shell=True, check=False, stdout=2, env=environment).returncode  # noqa: S602
