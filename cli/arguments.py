@@ -75,7 +75,7 @@ def open_both(
     trust: Sequence[str] | None,
     seed: int,
     rows: int | None = None,
-) -> tuple[nn.Module, nn.Module, tuple[Inputs, ...]]:
+) -> tuple[nn.Module, nn.Module, list[Inputs]]:
     """Return two models, and the calls to run both on: those of the first, or else of the second."""
     state = weights_of_both(a, b, weights)
     before, own = open_model(a, state[a], inputs, trust, seed)
@@ -83,7 +83,7 @@ def open_both(
     return before, after, calls_for(before, others if own is None else own, rows)
 
 
-def calls_for(model: nn.Module, example_inputs: object, rows: int | None = None) -> tuple[Inputs, ...]:
+def calls_for(model: nn.Module, example_inputs: object, rows: int | None = None) -> list[Inputs]:
     """Return the calls of a model that example inputs mean, with so many rows each if a number is given.
 
     Raises `UsageError` if there is none, or one of a part.
@@ -92,7 +92,7 @@ def calls_for(model: nn.Module, example_inputs: object, rows: int | None = None)
     if not calls:
         raise UsageError(f"there are no example inputs; {MAKE_INPUTS}")
     check_whole(calls)
-    return calls if rows is None else tuple(_with_rows(call, rows) for call in calls)
+    return [call if rows is None else _with_rows(call, rows) for call in calls]
 
 
 def _with_rows(call: Inputs, rows: int) -> Inputs:

@@ -79,7 +79,7 @@ def bench(
         raise UsageError("-p says what is made of one model; give one, or leave -p out")
     check_pipeline(passes)
     check_read(*filter(None, (a, b)), weights=weights, inputs=inputs)
-    from ..diagnosis.race import race
+    from ..diagnosis.speeds import race
     from .arguments import calls_for, in_threads, open_both, open_model
 
     took("importing torch")

@@ -144,7 +144,9 @@ def _refuse_effects(program: torch.export.ExportedProgram, form: Format) -> None
 def _changed(program: torch.export.ExportedProgram) -> list[str]:
     """Return the buffers that a program writes to."""
     if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in program.graph.nodes):
-        program = program.run_decompositions({})  # writes become results
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch's own code, about itself
+            program = program.run_decompositions({})  # writes become results
     return [*program.graph_signature.buffers_to_mutate.values()]
 
 

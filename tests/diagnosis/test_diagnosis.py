@@ -112,8 +112,8 @@ Fxopt = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delitem(sys.modules, "acme", raising=False)
-    monkeypatch.setattr("fxopt.diagnosis.race._SECONDS", 0.05)
-    monkeypatch.setattr("fxopt.diagnosis.race._ROUNDS", 9)
+    monkeypatch.setattr("fxopt.diagnosis.speeds._SECONDS", 0.05)
+    monkeypatch.setattr("fxopt.diagnosis.speeds._ROUNDS", 9)
     with folder_of_modules(tmp_path, monkeypatch, zoo=SOURCE, bare="from zoo import heads") as folder:
         yield folder
 
@@ -267,6 +267,7 @@ def test_a_script_that_does_not_end_is_stopped(fxopt: Fxopt, zoo: Path, monkeypa
 
 def test_python_finds_and_reduces_the_same(zoo: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fxopt.diagnosis.scripts.failure_of", run_here)
+    monkeypatch.syspath_prepend(str(zoo))
     source: Any = importlib.import_module("zoo")
     model, inputs, said = source.deep(), source.example_inputs(), list[str]()
     fast = fxopt_package.optimize(model, "prune{amount=0.5}", example_inputs=inputs)
@@ -274,10 +275,12 @@ def test_python_finds_and_reduces_the_same(zoo: Path, monkeypatch: pytest.Monkey
     def keeps_block(candidate: nn.Module) -> bool:
         return bool((candidate.get_parameter("blocks.1.inner.weight") != 0).all())
 
-    fault = diagnosis.bisect(fast, keeps_block, inputs, tell=said.append)
+    fault = diagnosis.bisect(model, keeps_block, inputs, plan=fxopt_package.plan(fast), tell=said.append)
     assert ("blocks.1" in fault.decision.key, fault.alone, len(said)) == (True, True, fault.checks)
     reduced = diagnosis.reduce(model, "prune{amount=0.5}", inputs, zoo / "small.py")
     assert (reduced.failure, reduced.operations) == ("NotEquivalentError", 1)
+    with pytest.raises(fxopt_package.InputError, match="there is nothing to look for"):
+        diagnosis.bisect(fast, lambda _: True, inputs)
     found = diagnosis.race(model, fast, inputs, names=("plain", "pruned"))
     assert (found.before.model, found.training) == ("plain", False) and "| pruned" in str(found)
     for call in (lambda: diagnosis.race(model, fast, None), lambda: diagnosis.verify_check(model, None)):
