@@ -74,12 +74,14 @@ def note_graphs(model: nn.Module, wanted: str) -> None:
     for step, text in enumerate(record.plan.pipeline):
         if wanted not in (ALL, text.partition("{")[0]):
             continue
-        note(f"after {text}:")
-        for name, versions in record.graph_versions.items():
-            if any(number == step for number, _ in versions):
-                later = [graph for number, graph in versions if number > step]
-                graph = later[0] if later else record.graphs_after.get(name)
-                typer.echo(f"{printable(name) or '(root)'}: {graph or 'it is gone'}", err=True)
+        changed = {
+            name: next((graph for number, graph in versions if number > step), record.graphs_after.get(name))
+            for name, versions in record.graph_versions.items()
+            if any(number == step for number, _ in versions)
+        }
+        note(f"after {text}:" if changed else f"{text} changed no graph")
+        for name, graph in changed.items():
+            typer.echo(f"{printable(name) or '(root)'}: {graph or 'it is gone'}", err=True)
 
 
 def write_format(picture: Mapping[str, Any], form: str, output: Path | None) -> str:

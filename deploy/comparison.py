@@ -18,6 +18,7 @@ from ..runtime.values import flatten, map_tensors, tensors_in
 from ..tracing.examples import Inputs
 from ..tracing.isolation import ModelState, restoring
 from ..tracing.recording import copy_inputs
+from .formats.source import named_tensors
 
 __all__ = [
     "SEED", "Allowance", "Comparison", "FreeSizes", "check_plain", "leaves_of", "tensors_of", "up_to", "without_caches",
@@ -72,9 +73,10 @@ class Comparison:
         """Return the arguments that the model writes to."""
         found: dict[str, None] = {}
         for _, call, given in self.expected:
-            for name, leaf in leaves_of(None, call).items():
-                if isinstance(leaf, Tensor) and not _is_same(leaf, given[name]):
-                    found[name.removeprefix("argument ")] = None
+            names = {id(tensor): name for name, tensor in named_tensors(self.model, call).items()}
+            for where, leaf in flatten((call.args, call.kwargs), "argument ").items():
+                if isinstance(leaf, Tensor) and not _is_same(leaf, given[where]):
+                    found[names.get(id(leaf), where)] = None
         return list(found)
 
     def check_module(self, module: nn.Module) -> None:

@@ -83,8 +83,8 @@ def bisect(
     """Find the rewrite from which on a check fails, by halving: the check passes without it, and fails with it.
 
     Args:
-        model: an optimized model; with `plan`, the model that it is a plan for. Of a pruned one give the original and the
-            plan, for what was removed is gone from it.
+        model: an optimized model; with `plan`, the model that it is a plan for. Of a pruned one give the original with
+            the plan: what was removed is gone from it.
         check: is called with models that have some of the rewrites, and says whether one is right.
         example_inputs: as for `fxopt.optimize`.
         plan: look among its decisions.

@@ -193,14 +193,24 @@ def _runs(model: nn.Module, call: Inputs) -> bool:
 
 
 def _called(found: Failing) -> Iterator[tuple[str, nn.Module, Inputs]]:
-    """Yield the outermost modules inside a model that it calls, each with its first call."""
+    """Yield the outermost modules inside a model whose calls a script can hold, each with its first one."""
     recording, outer = record(found.model, [found.call]), list[str]()
     for name, module in modules_by_name(found.model).items():
         calls = recording.calls.get(module)
         if name and calls and not any(name.startswith(f"{each}.") for each in outer):
-            outer.append(name)
             args, kwargs = map_tensors(torch.clone, calls[0].plain_arguments)
-            yield name, module, Inputs(*args, **kwargs)
+            if _is_written(args) and _is_written(kwargs):
+                outer.append(name)
+                yield name, module, Inputs(*args, **kwargs)
+
+
+def _is_written(value: Any) -> bool:
+    """Say whether a script can hold what a call is given: not a cache, say."""
+    if isinstance(value, dict):
+        return all(map(_is_written, cast("dict[Any, Any]", value).values()))
+    if type(value) in (tuple, list):
+        return all(map(_is_written, value))
+    return isinstance(value, (Tensor, bool, int, float, str, type(None)))
 
 
 # -- as graphs ---------------------------------------------------------------------------------------------------------
