@@ -168,8 +168,10 @@ def without_caches(output: Any, left_out: set[str]) -> Any:
         kept = tuple(item for item in parts if not _is_cache(item))
     else:
         return output
-    left_out |= caches if kept else set()
-    return kept or output
+    if not kept:
+        return output
+    left_out |= caches
+    return kept
 
 
 def _is_cache(value: object) -> bool:

@@ -133,13 +133,13 @@ def race(
         for model in models.values():
             modes.enter_context(in_phase(model, training))
         runs = {name: Runner(model, calls, training=training) for name, model in models.items()}
-        one, other = names
+        first, second = names
         timings = time_candidates(runs, seconds=_SECONDS, least_rounds=_ROUNDS, cold=cold, clear=math.inf)
-        speed = timings.ratio(one, other)
-        times = {one: timings.microseconds(one), other: timings.microseconds(one) / speed.mid}
-        sides = [Side(name, times[name], _held(models[name]), _peak(run)) for name, run in runs.items()]
+        speed = timings.ratio(first, second)
+        times = {first: timings.microseconds(first), second: timings.microseconds(first) / speed.mid}
+        one, other = (Side(name, times[name], _held(models[name]), _peak(run)) for name, run in runs.items())
     threads = 1 if timings.in_one_thread else torch.get_num_threads()
-    return Race(*sides, speed, len(calls), training, threads, cold)
+    return Race(one, other, speed, len(calls), training, threads, cold)
 
 
 def _held(model: nn.Module) -> int:
