@@ -14,10 +14,8 @@ if TYPE_CHECKING:
     from .api import (
         capture,
         element_wise,
-        export,
         graphs,
         list_passes,
-        load,
         load_sharded,
         load_state_dict,
         optimize,
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
         refresh,
         report,
         restore,
-        save,
-        save_compact,
         state_dict,
         translate_optimizer,
         translate_state,
@@ -55,6 +51,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from .files import export, load, save, save_compact
     from .layers.distributed import OuterSteps, no_sync
     from .operators import OpInfo, register_operator
     from .passes.contract import Pass
@@ -98,14 +95,15 @@ if TYPE_CHECKING:
 
 _PLACES = {
     "api": (
-        "capture export graphs list_passes load load_sharded load_state_dict optimize plan refresh report restore save "
-        "save_compact state_dict element_wise translate_optimizer translate_state"
+        "capture graphs list_passes load_sharded load_state_dict optimize plan refresh report restore state_dict "
+        "element_wise translate_optimizer translate_state"
     ),
     "errors": (
         "ArchiveError BudgetError CalibrationError CaptureError EngineWarning FusedMemberError FxoptError GuardError "
         "GuardWarning InputError MatchFailure ModeError NothingDoneWarning OrderError PassError PipelineError "
         "PlanError StateError StateWarning UnverifiedWarning UsageError VerificationError"
     ),
+    "files": "export load save save_compact",
     "layers.distributed": "OuterSteps no_sync",
     "operators": "OpInfo register_operator",
     "passes.contract": "Pass",

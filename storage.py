@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from .errors import expect
 
-__all__ = ["as_path", "atomic_file", "byte_text", "parse_bytes", "write_atomically"]
+__all__ = ["allowed_bytes", "as_path", "atomic_file", "byte_text", "parse_bytes", "write_atomically"]
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -43,6 +43,14 @@ def parse_bytes(text: str) -> float | None:
     parts = _BYTES.fullmatch(text)
     unit = _UNITS.get(parts[2].lower()) if parts else None
     return None if parts is None or unit is None else float(parts[1]) * unit
+
+
+def allowed_bytes(budget: object, whole: float) -> float | None:
+    """Return how many bytes a budget allows: a share of a whole, from 0 to 1, or text with a unit; else None."""
+    if isinstance(budget, str):
+        return parse_bytes(budget)
+    is_share = isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0 <= budget <= 1
+    return budget * whole if is_share else None
 
 
 def write_atomically(path: str | os.PathLike[str], data: str | bytes, *, durable: bool = True) -> None:

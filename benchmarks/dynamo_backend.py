@@ -9,16 +9,14 @@ Inference on one thread, all ways in turns; ratios of processor time, the median
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import described
+from machine import begun
 from ordinary_models.networks import UNet, settled
 from ordinary_models.racing import in_turns
 from torch import nn
@@ -105,21 +103,13 @@ def _cell(way: Row) -> str:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path, required=True)
-    arguments.add_argument("--pairs", type=int, default=25)
-    arguments.add_argument("--table", action="store_true")
-    of = arguments.parse_args()
-    found: Row = json.loads(of.json.read_text(encoding="utf-8")) if of.json.exists() else {"models": {}}
-    if of.table:
-        print("\n".join(table(found["models"])))
-        return
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=25)
+    of, models, write = begun(parser, table)
     for name in MODELS:
-        found["models"][name] = measured(name, of.pairs)
-        print(name, found["models"][name], flush=True)
-        of.json.write_text(json.dumps(described() | found, indent=1) + "\n", encoding="utf-8")
+        models[name] = measured(name, of.pairs)
+        print(name, models[name], flush=True)
+        write()
 
 
 if __name__ == "__main__":

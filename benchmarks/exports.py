@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import described
+from machine import begun
 from torch import Tensor, nn
 
 import fxopt
@@ -230,25 +228,17 @@ def _error(row: Row) -> str:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path, required=True)
-    arguments.add_argument("--only", nargs="*", choices=list(SUBJECTS), default=list(SUBJECTS), metavar="MODEL")
-    arguments.add_argument("--formats", nargs="*", choices=list(FORMATS), default=list(FORMATS))
-    arguments.add_argument("--table", action="store_true")
-    of = arguments.parse_args()
-    found: Row = json.loads(of.json.read_text(encoding="utf-8")) if of.json.exists() else {"models": {}}
-    if of.table:
-        print("\n".join(table(found["models"])))
-        return
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", choices=list(SUBJECTS), default=list(SUBJECTS), metavar="MODEL")
+    parser.add_argument("--formats", nargs="*", choices=list(FORMATS), default=list(FORMATS))
+    of, models, write = begun(parser, table)
     for name in of.only:
-        row = found["models"].setdefault(name, {})
+        row = models.setdefault(name, {})
         row |= {"kind": SUBJECTS[name].kind, "free": SUBJECTS[name].free}
         for form in of.formats:
             row.setdefault("formats", {})[form] = examined(name, form)
             print(name, form, row["formats"][form], flush=True)
-            of.json.write_text(json.dumps(described() | found, indent=1) + "\n", encoding="utf-8")
+            write()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import FxoptError
+from ..errors import FxoptError, NothingDoneWarning, UnverifiedWarning
 from ..interrupts import noting_interrupts, stop_if_interrupted
 from ..version import VERSION
 from .prechecks import MAKE_INPUTS, complete_pipeline
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BothWeights", "Cold", "Html", "Inputs", "Json", "Measure", "Model", "Passes", "Phase", "PhaseOption",
     "PrintAfter", "Seed", "TimeBudget", "Timing", "Tolerance", "Trust", "Verify", "Weights", "app", "hide", "main",
-    "note", "open_with_inputs", "preset_for", "show", "took",
+    "note", "open_with_inputs", "optimized", "put_in", "show", "took",
 ]  # fmt: skip
 
 SCHEMA_VERSION = 1
@@ -263,14 +263,33 @@ def open_with_inputs(
     opened, example_inputs = open_model(model, weights, inputs, trust, seed)
     stop_if_interrupted()
     took("making the model")
-    if phase is not None:
-        opened.train(phase is PhaseOption.TRAIN)
     if example_inputs is None:
         note(f"no example inputs, so nothing can be checked or timed; {MAKE_INPUTS}")
-    return opened, example_inputs
+    return put_in(phase, opened), example_inputs
 
 
-def preset_for(model: nn.Module, phase: PhaseOption | None) -> str:
+def put_in(phase: PhaseOption | None, model: nn.Module) -> nn.Module:
+    """Return a model in the mode of a phase; as it is without one."""
+    return model if phase is None else model.train(phase is PhaseOption.TRAIN)
+
+
+def optimized(
+    model: nn.Module, example_inputs: object, passes: str | None, phase: PhaseOption | None, **options: Any
+) -> nn.Module:
+    """Return what passes, or a plan among the options, make of a model; by default the preset for its mode."""
+    from .. import api
+    from ..reporting.notes import in_one_line
+
+    if passes is None and options.get("plan") is None:
+        passes = _preset_for(model, phase)
+    with in_one_line(UnverifiedWarning, NothingDoneWarning):  # the report says so
+        fast = api.optimize(model, passes, example_inputs=example_inputs, **options)
+    stop_if_interrupted()
+    took("optimizing")
+    return fast
+
+
+def _preset_for(model: nn.Module, phase: PhaseOption | None) -> str:
     """Return the preset for the mode that a model is in; say so where that may be a surprise."""
     if model.training and phase is None:
         note(_IN_TRAINING)

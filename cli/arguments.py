@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from .. import api
+from .. import api, files
 from ..deploy.archive import factory_of
 from ..deploy.exported import load_exported
 from ..deploy.factory import build_model, importable
 from ..deploy.opening import FileKind, kind_of_file
 from ..deploy.source import inputs_beside, load_weights, read_inputs
 from ..errors import UsageError
+from ..passes.verification import with_rows
 from ..runtime.record import record_of
 from ..tracing.examples import Inputs, check_whole, normalize_inputs
 from ..tracing.program import Program
 from .prechecks import MAKE_INPUTS
 
-__all__ = ["calls_for", "factory_for", "open_both", "open_model", "program_of", "script_factory", "weights_of_both"]
+__all__ = [
+    "calls_for",
+    "factory_for",
+    "in_threads",
+    "open_both",
+    "open_model",
+    "program_of",
+    "script_factory",
+    "weights_of_both",
+]
 
 ANYTHING = "all"
 """Trusting this package trusts a file altogether."""
@@ -57,22 +68,49 @@ def open_model(
 
 
 def open_both(
-    a: str, b: str, weights: Path | None, inputs: Path | None, trust: Sequence[str] | None, seed: int
-) -> tuple[nn.Module, nn.Module, tuple[Inputs, ...]]:
+    a: str,
+    b: str,
+    weights: Path | None,
+    inputs: Path | None,
+    trust: Sequence[str] | None,
+    seed: int,
+    rows: int | None = None,
+) -> tuple[nn.Module, nn.Module, list[Inputs]]:
     """Return two models, and the calls to run both on: those of the first, or else of the second."""
     state = weights_of_both(a, b, weights)
     before, own = open_model(a, state[a], inputs, trust, seed)
     after, others = open_model(b, state[b], None, trust, seed)
-    return before, after, calls_for(before, others if own is None else own)
+    return before, after, calls_for(before, others if own is None else own, rows)
 
 
-def calls_for(model: nn.Module, example_inputs: object) -> tuple[Inputs, ...]:
-    """Return the calls of a model that example inputs mean; raise `UsageError` if there is none, or one of a part."""
+def calls_for(model: nn.Module, example_inputs: object, rows: int | None = None) -> list[Inputs]:
+    """Return the calls of a model that example inputs mean, with so many rows each if a number is given.
+
+    Raises `UsageError` if there is none, or one of a part.
+    """
     calls = normalize_inputs(example_inputs, model)
     if not calls:
         raise UsageError(f"there are no example inputs; {MAKE_INPUTS}")
     check_whole(calls)
-    return calls
+    return [call if rows is None else _with_rows(call, rows) for call in calls]
+
+
+def _with_rows(call: Inputs, rows: int) -> Inputs:
+    made = with_rows((call.args, call.kwargs), rows)
+    if made is None:
+        raise UsageError("--batch: the example inputs have no tensor with rows; leave it out")
+    return Inputs(*made[0], **made[1])
+
+
+@contextmanager
+def in_threads(count: int | None) -> Generator[None]:
+    """Let torch compute in so many threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def weights_of_both(a: str, b: str, weights: Path | None) -> Mapping[str, Path | None]:
@@ -86,7 +124,7 @@ def _read(path: Path, trust: Sequence[str] | None, given: object) -> tuple[nn.Mo
     kind = kind_of_file(path)
     if kind is FileKind.EXPORTED:
         return load_exported(path)
-    built = api.load(path, trust=True if trust and ANYTHING in trust else trust or (), example_inputs=given)
+    built = files.load(path, trust=True if trust and ANYTHING in trust else trust or (), example_inputs=given)
     factory = factory_of(path) if kind is FileKind.RECIPE and given is None else None
     return built, None if factory is None else inputs_beside(factory, built)  # loading has imported it, as it may
 

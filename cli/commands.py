@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import NothingDoneWarning, UnverifiedWarning
-from ..interrupts import stop_if_interrupted
 from ..known_passes import PRESETS, entry_points, listing, own_summaries
 from .app import (
     BothWeights,
@@ -33,7 +31,7 @@ from .app import (
     app,
     hide,
     open_with_inputs,
-    preset_for,
+    optimized,
     show,
     took,
 )
@@ -87,6 +85,7 @@ def optimize(
     plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Repeat the decisions of this plan.")] = None,
     save_plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the decisions here.")] = None,
     report: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report here, as HTML.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the report here, as PNG.")] = None,
     verify: Verify = None,
     measure: Measure = None,
     cold: Cold = False,
@@ -104,29 +103,25 @@ def optimize(
     check_written("-o", output, model)
     check_written("--save-plan", save_plan)
     check_written("--report", report)
+    check_written("--plot", plot, suffix=".png")
     check_read(model, weights=weights, inputs=inputs, plan=plan)
-    from .. import api
-    from ..reporting.notes import in_one_line
+    from .. import files
     from .arguments import factory_for
     from .pictures import note_graphs
 
-    check_values(passes, time_budget)
+    check_values(passes, time_budget, is_plotted=plot is not None)
     factory = None if output is None else factory_for(model)
     original, example_inputs = open_with_inputs(model, weights, inputs, trust, phase, seed)
-    preset = preset_for(original, phase) if passes is None and plan is None else None
-    with in_one_line(UnverifiedWarning, NothingDoneWarning):  # the report says so
-        fast = api.optimize(
-            original, preset if passes is None else passes, example_inputs=example_inputs, verify=verify,
-            measure="cold" if cold else measure, time_budget=time_budget, plan=plan, seed=seed,
-        )  # fmt: skip
-    stop_if_interrupted()
-    took("optimizing")
+    fast = optimized(
+        original, example_inputs, passes, phase, plan=plan, verify=verify, measure="cold" if cold else measure,
+        time_budget=time_budget, seed=seed,
+    )  # fmt: skip
     if print_after is not None:
         note_graphs(fast, print_after)
     if output is not None:
-        api.save(fast, output, factory=factory)
+        files.save(fast, output, factory=factory)
         took("saving")
-    _tell(fast, example_inputs, save_plan, report, as_json)
+    _tell(fast, example_inputs, save_plan, report, plot, as_json)
 
 
 @app.command(epilog="Example: fxopt export demo.fxopt --trust fxopt -o demo.onnx")
@@ -145,12 +140,12 @@ def export(
     """Export a model in evaluation mode as a file that runs without the model's code, for torch or other runtimes."""
     check_exported(output, form, model)
     check_read(model, weights=weights, inputs=inputs)
-    from .. import api
+    from .. import files
     from ..reporting.notes import in_one_line
 
     opened, example_inputs = open_with_inputs(model, weights, inputs, trust, seed=seed)
     with in_one_line():
-        error = api.export(opened, output, example_inputs, format=form, dynamic_batch=dynamic_batch)
+        error = files.export(opened, output, example_inputs, format=form, dynamic_batch=dynamic_batch)
     took("exporting")
     off = f"; largest difference {error:.0e} of a result's scale" if error else ""
     show({"path": str(output), "error": error} if as_json else f"wrote {output}, equal to the model{off}\n", as_json)
@@ -326,14 +321,19 @@ def demo(
     raise typer.Exit(0 if all(result["checks"].values()) else 1)
 
 
-def _tell(fast: nn.Module, inputs: object, plan: Path | None, report: Path | None, as_json: bool) -> None:
-    """Write and print what was done to a model; a page also has what its nodes cost on the example inputs."""
+def _tell(
+    fast: nn.Module, inputs: object, plan: Path | None, report: Path | None, plot: Path | None, as_json: bool
+) -> None:
+    """Write and print what was done to a model; pages and plots also have what its nodes cost on the example inputs."""
     from .. import api
+    from .pictures import write_plot
 
-    done = api.report(fast, None if report is None else inputs)
+    done = api.report(fast, None if report is None and plot is None else inputs)
     if plan is not None:
         api.plan(fast).save(plan)
     if report is not None:
         done.to_html(report)
+    if plot is not None:
+        write_plot(done, plot)
     took("reporting")
     show(done.to_json() if as_json else done.table(), as_json)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,11 +26,17 @@ from .app import (
     Verify,
     Weights,
     app,
+    note,
     open_with_inputs,
+    optimized,
+    put_in,
     show,
     took,
 )
 from .prechecks import check_pipeline, check_read, check_tolerance, check_values, check_written
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["bench", "bisect", "plan_show", "reduce", "repro"]
 
@@ -73,19 +79,39 @@ def bench(
         raise UsageError("-p says what is made of one model; give one, or leave -p out")
     check_pipeline(passes)
     check_read(*filter(None, (a, b)), weights=weights, inputs=inputs)
-    from .speeds import in_threads, pair_of, race
+    from ..diagnosis.speeds import race
+    from .arguments import calls_for, in_threads, open_both, open_model
 
     took("importing torch")
     check_values(passes)
     with in_threads(threads):
-        models, calls = pair_of(
-            a, b, passes=passes, weights=weights, inputs=inputs, phase=phase, rows=batch, cold=cold, seed=seed,
-            trust=trust,
-        )  # fmt: skip
-        took("making the models" if b is not None else "optimizing")
-        found = race(models, calls, phase, cold=cold)
+        if b is not None:
+            before, after, calls = open_both(a, b, weights, inputs, trust, seed, rows=batch)
+            names = a, b if a != b else f"{b}, again"
+            took("making the models")
+        else:
+            opened, example_inputs = open_model(a, weights, inputs, trust, seed)
+            calls = calls_for(opened, example_inputs, batch)
+            took("making the model")
+            (before, after), names = _before_and_after(a, opened, calls, passes, phase, cold, seed)
+        training = None if phase is None else phase is PhaseOption.TRAIN
+        found = race(before, after, calls, names=names, training=training, cold=cold)
     took("timing")
     show(found.to_json() if as_json else found, as_json)
+
+
+def _before_and_after(
+    name: str, model: nn.Module, calls: object, passes: str | None, phase: PhaseOption | None, cold: bool, seed: int
+) -> tuple[tuple[nn.Module, nn.Module], tuple[str, str]]:
+    """Return a saved model with its original, any other with what passes make of it, and what to call the two."""
+    from .. import api
+    from ..runtime.record import record_of
+
+    if passes is None and record_of(model) is not None:
+        return (api.restore(model), model), (f"{name}, as it was", name)
+    how = "cold" if cold else None
+    fast = optimized(put_in(phase, model), calls, passes, phase, measure=how, seed=seed)
+    return (model, fast), (name, f"{name}, optimized")
 
 
 @app.command(
@@ -119,23 +145,30 @@ def bisect(
     check_read(model, weights=weights, inputs=inputs, plan=plan)
     if plan is not None and passes is not None:
         raise UsageError("--plan has decisions, -p asks for new ones; leave one of them out")
+    from .. import api
+    from ..deploy.opening import plan_in
+    from ..diagnosis import bisection
+    from ..runtime.record import record_of
     from .arguments import factory_for
-    from .bisection import Bisection, command_check, decided, plan_in, verify_check
 
     check_values(passes)
     factory = None if check == VERIFY else factory_for(model)
-    opened, example_inputs = open_with_inputs(model, weights, inputs, trust, phase, seed)
-    given = None if plan is None else plan_in(plan)
-    options = {"verify": verify, "measure": measure, "seed": seed}
-    original, calls, given = decided(opened, example_inputs, passes, given, phase, options)
-    took("optimizing")
+    original, example_inputs = open_with_inputs(model, weights, inputs, trust, phase, seed)
+    if plan is not None:
+        decided = plan_in(plan)
+    elif passes is None and record_of(original) is not None:
+        decided, original = api.plan(original), api.restore(original)
+    else:
+        decided = api.plan(
+            optimized(original, example_inputs, passes, phase, verify=verify, measure=measure, seed=seed)
+        )
     with tempfile.TemporaryDirectory(prefix="fxopt-bisect-") as folder:
         judge = (
-            verify_check(original, calls, seed, tolerance)
+            bisection.verify_check(original, example_inputs, seed=seed, tolerance=tolerance)
             if check == VERIFY
-            else command_check(check, factory, Path(folder))
+            else bisection.command_check(check, Path(folder), factory=factory)
         )
-        found = Bisection(original, given, calls, judge).run()
+        found = bisection.bisect(original, judge, example_inputs, plan=decided, tell=note)
     took("checking")
     show(found.to_json() if as_json else found, as_json)
 
@@ -165,26 +198,17 @@ def reduce(
     check_written("-o", output, model, suffix=".py", kind="script")
     check_written("-o", output.with_suffix(".pt"), kind="numbers")
     check_read(model, weights=weights, inputs=inputs)
-    from ..reporting.wording import counted
-    from ..settings import on_trial
+    from ..diagnosis.scripts import reduce as write_reduced
     from .arguments import calls_for, script_factory
-    from .reduction import Case, reduced
-    from .scripts import write_script
 
     check_values(passes)
     opened, example_inputs = open_with_inputs(model, weights, inputs, trust, phase, seed)
-    case = Case(passes, opened.training, verify, measure, tolerance, seed)
-    call, *_ = calls_for(opened, example_inputs)
-    with tempfile.TemporaryDirectory(prefix="fxopt-reduce-") as folder, on_trial(Path(folder)):
-        found = reduced(case, opened, call)
-        took("reducing")
-        written = write_script(output, case, found, script_factory(model))
-        took("replaying")
-    if as_json:
-        return show({**written, "failure": found.kind, "message": found.message}, as_json)
-    size = counted(written["operations"], "operation") if written["part"] is None else f"{written['part']} as it is"
-    numbers = f", with numbers in {written['numbers']}" if written["numbers"] else ""
-    return show(f"wrote {output}: {size}{numbers}; it fails in a new process, too\n")
+    found = write_reduced(
+        opened, passes, calls_for(opened, example_inputs), output, verify=verify, measure=measure, tolerance=tolerance,
+        seed=seed, factory=script_factory(model), tell=note,
+    )  # fmt: skip
+    took("reducing")
+    show(found.to_json() if as_json else found, as_json)
 
 
 @app.command(epilog="Example: fxopt repro reduced.py")
@@ -198,7 +222,7 @@ def repro(
         raise InputError(f"{file}: no such file")
     if b"fxopt" not in file.read_bytes():
         raise InputError(f"{file} calls nothing of fxopt: name what fxopt reduce wrote, or the reproduce.py of a pass")
-    from .scripts import failure_of
+    from ..diagnosis.scripts import failure_of
 
     failure = failure_of(file)
     took("running")
@@ -215,7 +239,8 @@ def plan_show(
     """Show the decisions of a plan: what was done where, and what was not and why. Nothing in the file is run."""
     if not file.is_file():
         raise InputError(f"{file}: no such file")
-    from .bisection import PlanTable, plan_in
+    from ..deploy.opening import plan_in
+    from ..reporting.table import PlanTable
 
     plan = plan_in(file)
     show(plan.to_json() if as_json else PlanTable(plan), as_json)

@@ -17,6 +17,8 @@ from ..reporting.exports import FORMATS, json_text, times_of_nodes
 from ..reporting.html import graphs_page
 from ..reporting.inspection import inspection, inspection_json
 from ..reporting.picture import picture_of_programs, profile_of
+from ..reporting.plots import png_of
+from ..reporting.report import Report
 from ..reporting.wording import printable
 from ..runtime.record import needed_record, record_of
 from ..runtime.values import user_class
@@ -26,7 +28,7 @@ from .app import note
 from .arguments import program_of
 from .prechecks import ALL, times_beside
 
-__all__ = ["Inspected", "inspected", "note_graphs", "one_graph", "write_comparison", "write_format"]
+__all__ = ["Inspected", "inspected", "note_graphs", "one_graph", "write_comparison", "write_format", "write_plot"]
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,14 @@ def note_graphs(model: nn.Module, wanted: str) -> None:
     for step, text in enumerate(record.plan.pipeline):
         if wanted not in (ALL, text.partition("{")[0]):
             continue
-        note(f"after {text}:")
-        for name, versions in record.graph_versions.items():
-            if any(number == step for number, _ in versions):
-                later = [graph for number, graph in versions if number > step]
-                graph = later[0] if later else record.graphs_after.get(name)
-                typer.echo(f"{printable(name) or '(root)'}: {graph or 'it is gone'}", err=True)
+        changed = {
+            name: next((graph for number, graph in versions if number > step), record.graphs_after.get(name))
+            for name, versions in record.graph_versions.items()
+            if any(number == step for number, _ in versions)
+        }
+        note(f"after {text}:" if changed else f"{text} changed no graph")
+        for name, graph in changed.items():
+            typer.echo(f"{printable(name) or '(root)'}: {graph or 'it is gone'}", err=True)
 
 
 def write_format(picture: Mapping[str, Any], form: str, output: Path | None) -> str:
@@ -94,3 +98,8 @@ def write_format(picture: Mapping[str, Any], form: str, output: Path | None) -> 
 def write_comparison(path: Path, title: str, before: Program, after: Program, text: str) -> None:
     """Write the graphs of two models side by side as a page, and their difference below."""
     write_atomically(path, graphs_page(title, picture_of_programs(before, after), text))
+
+
+def write_plot(report: Report, path: Path) -> None:
+    """Write a report as a figure."""
+    write_atomically(path, png_of(report.plot()))

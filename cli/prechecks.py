@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import cast
 
 from ..deploy.formats.kinds import FORMATS, chosen_format
+from ..deploy.script import BY_REDUCE
 from ..errors import InputError, UsageError, did_you_mean
 from ..known_passes import PRESETS, check_names, pass_names
 
 __all__ = [
-    "ALL", "BY_REDUCE", "MAKE_INPUTS", "check_cold", "check_exported", "check_name", "check_picture", "check_pipeline",
+    "ALL", "MAKE_INPUTS", "check_cold", "check_exported", "check_name", "check_picture", "check_pipeline",
     "check_print_after", "check_read", "check_tolerance", "check_values", "check_written", "complete_name",
     "complete_pipeline", "times_beside",
 ]  # fmt: skip
@@ -25,8 +26,6 @@ _EXPORTED = frozenset(("", *(form.suffixes[0] for form in FORMATS.values())))
 MAKE_INPUTS = "write example_inputs() beside the factory, or give --inputs FILE"
 ALL = "all"
 """Instead of the name of a pass: each."""
-BY_REDUCE = "Made by fxopt reduce."
-"""Tells that a script was written by `reduce`."""
 _HEAD = 1000
 """So many letters of a page tell whose it is."""
 
@@ -41,14 +40,20 @@ def check_pipeline(text: str | None) -> None:
     check_names(text)
 
 
-def check_values(passes: str | None, time_budget: str | None = None) -> None:
-    """Refuse wrong options of passes, and budgets, before the model is built; torch is imported for that."""
+def check_values(passes: str | None, time_budget: str | None = None, *, is_plotted: bool = False) -> None:
+    """Refuse wrong options of passes and budgets, and plots that there cannot be, before the model is built.
+
+    Torch is imported for that.
+    """
     from ..passes.pipeline import parse
     from ..passes.timing import BudgetRequest
+    from ..reporting.plots import check_matplotlib
 
     BudgetRequest.of(time_budget)
     if passes:
         parse(passes)
+    if is_plotted:
+        check_matplotlib()
 
 
 def check_print_after(name: str | None) -> None:
@@ -192,6 +197,15 @@ def _is_report(path: Path) -> bool:
         return False
 
 
+def _is_plot(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            start = file.read(_HEAD)
+    except OSError:
+        return False
+    return start.startswith(b"\x89PNG") and b"Matplotlib" in start
+
+
 def _is_picture(path: Path) -> bool:
     try:
         text = path.read_text(encoding="utf-8")
@@ -224,6 +238,7 @@ _WRITTEN: dict[str, tuple[str, str, Callable[[Path], bool]]] = {
     "-o": ("model.fxopt", "saved model", _is_saved_model),
     "--save-plan": ("plan.json", "plan", _is_plan),
     "--report": ("report.html", "report", _is_report),
+    "--plot": ("report.png", "plot of matplotlib", _is_plot),
     "--html": ("graphs.html", "page of fxopt", _is_report),
     "script": ("reduced.py", "script of fxopt", _is_script),
     "numbers": ("reduced.pt", "file of numbers of a script beside it", _is_numbers),

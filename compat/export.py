@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
@@ -10,7 +9,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch.fx import Graph
 
-__all__ = ["batches_by_vmap", "load_exported_program", "onnx_log_off", "onnx_notes_off"]
+__all__ = ["batches_by_vmap", "load_exported_program", "onnx_log_off"]
 
 
 def batches_by_vmap(graph: Graph) -> bool:
@@ -48,15 +47,3 @@ def onnx_log_off() -> Generator[None]:
 
 
 def _nothing(*_: object) -> None: ...
-
-
-@contextmanager
-def onnx_notes_off() -> Generator[None]:
-    """Let the ONNX exporter of exported programs not log which packages it would also know operators of."""
-    log = logging.getLogger("torch.onnx._internal.exporter")
-    before = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import threading
 import warnings
 from collections.abc import Generator, Sequence
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UsageError
+from .logs import unheard
 
 __all__ = [
     "INT8_STEPS", "OBSERVERS", "Int8Result", "Observer", "dequantized_by_pattern", "empty_tensor", "exports_pattern",
@@ -38,6 +38,7 @@ OBSERVERS = {
 """What options call observers -> torchao's class."""
 
 _TALKING = ("torchao", "torch.utils._pytree")
+"""Torchao tells at length which of its CUDA libraries are not there, and torch what torchao should have done."""
 _NO_TORCHAO = 'calibration needs torchao; install it with: pip install "fxopt[quantization]"'
 
 _FLOAT8_CAPABILITY = (8, 9)
@@ -256,7 +257,7 @@ class Observer:
     """torchao's observer of activations in 8 bits: "histogram", "minmax" or "moving_average"."""
 
     def __init__(self, kind: str) -> None:
-        with _unheard():
+        with unheard(*_TALKING):
             try:
                 module = importlib.import_module("torchao.quantization.pt2e.observer")
             except ImportError as error:
@@ -266,30 +267,14 @@ class Observer:
 
     def see(self, x: Tensor) -> None:
         """Take note of an activation."""
-        with _unheard():
+        with unheard(*_TALKING):
             self._observer(x)
 
     def scale_and_zero_point(self) -> tuple[float, int]:
         """Return what stands for the range of all that was seen."""
-        with _unheard():
+        with unheard(*_TALKING):
             scale, zero_point = self._observer.calculate_qparams()
         return float(scale), int(zero_point)
-
-
-@contextmanager
-def _unheard() -> Generator[None]:
-    """Silence torchao, which tells at length which of its CUDA libraries are not there, and what torch says to it."""
-    loggers = [logging.getLogger(name) for name in _TALKING]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
 
 
 Int8Result = tuple[float, int, torch.dtype, str]

@@ -18,8 +18,11 @@ from ..runtime.values import flatten, map_tensors, tensors_in
 from ..tracing.examples import Inputs
 from ..tracing.isolation import ModelState, restoring
 from ..tracing.recording import copy_inputs
+from .formats.source import named_tensors
 
-__all__ = ["SEED", "Allowance", "Comparison", "FreeSizes", "check_plain", "leaves_of", "tensors_of", "up_to"]
+__all__ = [
+    "SEED", "Allowance", "Comparison", "FreeSizes", "check_plain", "leaves_of", "tensors_of", "up_to", "without_caches",
+]  # fmt: skip
 
 _GIVEN = (Tensor, bool, int, float, type(None))
 """What results are made of, in plain containers."""
@@ -66,6 +69,16 @@ class Comparison:
             with suppress(Exception):  # what the model itself does not take need not be exported
                 self.expected.append((f"with {rows} row{'s' * (rows != 1)}", call, _results(self.model, call)))
 
+    def written(self) -> list[str]:
+        """Return the arguments that the model writes to."""
+        found: dict[str, None] = {}
+        for _, call, given in self.expected:
+            names = {id(tensor): name for name, tensor in named_tensors(self.model, call).items()}
+            for where, leaf in flatten((call.args, call.kwargs), "argument ").items():
+                if isinstance(leaf, Tensor) and not _is_same(leaf, given[where]):
+                    found[names.get(id(leaf), where)] = None
+        return list(found)
+
     def check_module(self, module: nn.Module) -> None:
         """Raise `ArchiveError` if a module gives something else than what was noted."""
         for where, call, expected in self.expected:
@@ -106,6 +119,10 @@ class Comparison:
         )
 
 
+def _is_same(one: Tensor, other: Any) -> bool:
+    return isinstance(other, Tensor) and one.shape == other.shape and bool(((one == other) | (one != one)).all())
+
+
 def _results(module: nn.Module, call: Inputs) -> dict[str, Any]:
     """Return what a call gives and what it leaves of its arguments, leaf by leaf; the module is left as it was."""
     copy = copy_inputs(call)
@@ -132,12 +149,33 @@ def check_plain(value: Any, name: str, leaves: tuple[type, ...], error: type[Fxo
         for index, item in enumerate(value):
             check_plain(item, f"{name}[{index}]", leaves, error)
     elif not isinstance(value, leaves):
-        is_cache = "Cache" in kind.__name__  # as models of transformers give
-        advice = "; switch the cache off: give use_cache=False with the example inputs" if is_cache else ""
+        advice = "; switch the cache off: give use_cache=False with the example inputs" if _is_cache(value) else ""
         raise error(
             f"{name} is a {kind.__name__}; an exported file takes tensors, numbers and text and gives tensors and "
             f"numbers, in tuples, lists and dictionaries{advice}"
         )
+
+
+def without_caches(output: Any, left_out: set[str]) -> Any:
+    """Return a plain output without the caches that stand beside results, as language models give; note their names."""
+    if type(output) in (dict, OrderedDict):
+        items = cast("dict[str, Any]", output)
+        caches = {str(name) for name, item in items.items() if _is_cache(item)}
+        kept: Any = {name: item for name, item in items.items() if name not in caches}
+    elif type(output) is tuple:
+        parts = cast("tuple[Any, ...]", output)
+        caches = {f"result {index}" for index, item in enumerate(parts) if _is_cache(item)}
+        kept = tuple(item for item in parts if not _is_cache(item))
+    else:
+        return output
+    if not kept:
+        return output
+    left_out |= caches
+    return kept
+
+
+def _is_cache(value: object) -> bool:
+    return "Cache" in type(value).__name__
 
 
 def _listed(names: Mapping[str, Any]) -> str:

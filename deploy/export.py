@@ -29,7 +29,7 @@ from ..tracing.examples import Inputs, check_whole
 from ..tracing.isolation import in_phase, outside_inference_mode, preserved
 from ..tracing.reads import raised_at
 from ..tracing.recording import copy_inputs
-from .comparison import Comparison, FreeSizes, check_plain, tensors_of, up_to
+from .comparison import Comparison, FreeSizes, check_plain, tensors_of, up_to, without_caches
 from .exported import drop_checksum, load_exported, sha256_of, write_checksum
 from .folding import fold_parameters
 from .formats.fresh import results_in_fresh_process
@@ -58,11 +58,14 @@ def export_model(model: nn.Module, path: Path, calls: Sequence[Inputs], *, dynam
         stack.enter_context(preserved(model))
         stack.enter_context(in_phase(model, training=False))
         stack.enter_context(simulating())  # with kernels, results would differ where a number lies between two steps
-        stack.callback(model.register_forward_hook(lambda _, __, output: plain(output)).remove)
+        caches = set[str]()
+        simplified = model.register_forward_hook(lambda _, __, output: without_caches(plain(output), caches))
+        stack.callback(simplified.remove)
         file = stack.enter_context(atomic_file(path))
         stack.enter_context(interruptible())  # within the one above: where exporters swallow Ctrl-C, the old file stays
         comparison = Comparison(path, model)
         comparison.run_model(calls, sizes)
+        _tell_of_caches(caches, path)
         if form is not PT2:
             stack.enter_context(written_out())
             return _write(form, model, calls[0], comparison, sizes, file)
@@ -80,6 +83,11 @@ def _write(
     form: Format, model: nn.Module, call: Inputs, comparison: Comparison, sizes: FreeSizes, file: BinaryIO
 ) -> float:
     """Write files of another format than `.pt2` once a fresh process gives with them what the model gives."""
+    if form.is_flat and (written := comparison.written()):
+        raise ArchiveError(
+            f"the model writes into its arguments ({', '.join(written)}), and {form.name} leaves them as they are; let "
+            "it write into copies, or export it as .pt2"
+        )
     program = None if form.is_traced else _exported(model, call, sizes)
     if program is not None:
         _refuse_effects(program, form)
@@ -111,6 +119,15 @@ def _beside(path: Path, suffix: str) -> AbstractContextManager[BinaryIO]:
     return atomic_file(target)
 
 
+def _tell_of_caches(names: set[str], path: Path) -> None:
+    if names:
+        warnings.warn(
+            f"{path.name} gives no cache: {', '.join(sorted(names))} among the model's results is left out; to see no "
+            "warning, give use_cache=False with the example inputs",
+            stacklevel=5,
+        )
+
+
 def _refuse_effects(program: torch.export.ExportedProgram, form: Format) -> None:
     changed = _changed(program)
     if changed:
@@ -127,7 +144,9 @@ def _refuse_effects(program: torch.export.ExportedProgram, form: Format) -> None
 def _changed(program: torch.export.ExportedProgram) -> list[str]:
     """Return the buffers that a program writes to."""
     if any(getattr(getattr(node.target, "_schema", None), "is_mutable", False) for node in program.graph.nodes):
-        program = program.run_decompositions({})  # writes become results
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch's own code, about itself
+            program = program.run_decompositions({})  # writes become results
     return [*program.graph_signature.buffers_to_mutate.values()]
 
 

@@ -87,7 +87,13 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _is_edge(node: fx.Node, made: Mapping[fx.Node, bool]) -> bool:
-    return made[node] and any(user not in made for user in node.users)
+    """Say whether others read what is made, and none writes there: it would be another at the next call."""
+    readers = [user for user in node.users if user not in made]
+    return made[node] and bool(readers) and not any(_writes(user) for user in readers)
+
+
+def _writes(node: fx.Node) -> bool:
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def _is_worth(node: fx.Node, values: Mapping[fx.Node, Tensor], made: Mapping[fx.Node, bool]) -> bool:

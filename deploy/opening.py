@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ..errors import ArchiveError, InputError, UsageError, one_line
+from ..runtime.record import Plan
 from . import archive
 from .archive import check_kind
 from .container import MANIFEST, UNREADABLE, read_manifest, regular_file
 from .exported import is_exported, load_exported
 
-__all__ = ["FileKind", "kind_of_file", "load_pickle", "open_file"]
+__all__ = ["FileKind", "kind_of_file", "load_pickle", "open_file", "plan_in"]
 
 
 class FileKind(enum.Enum):
@@ -63,6 +64,15 @@ def kind_of_file(path: Path) -> FileKind:
         return FileKind.PICKLE
     check_kind(path, read_manifest(path))
     return FileKind.RECIPE
+
+
+def plan_in(path: Path) -> Plan:
+    """Return the plan in a JSON file, or in an archive."""
+    if zipfile.is_zipfile(path):
+        if kind_of_file(path) is not FileKind.RECIPE:
+            raise InputError(f"{path} has no plan; name one that --save-plan wrote, or a model that optimize saved")
+        return archive.plan_of(path)
+    return Plan.load(path)
 
 
 def _outline(path: Path) -> tuple[bytes, list[str]]:

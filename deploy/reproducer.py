@@ -16,40 +16,30 @@ from ..errors import FxoptError
 from ..passes.contract import Pass
 from ..settings import Settings
 from ..storage import write_atomically
+from .script import script_text
 
 __all__ = ["write"]
 
-_SCRIPT = '''\
-"""Replay: {summary}
-
-Run `python reproduce.py`: it exits with status 4 while the pass fails, and 0 once it does not.
-The .pt files beside it are pickles of the user's own model: run it only where you trust them.
-"""
-
+_MADE = "A pass raised. The file beside this one is a pickle of the user's own model: run this only where you trust it."
+_IMPORTS = """\
 import runpy
 import sys
-from pathlib import Path
 
 sys.path[:0] = {path!r}
-HERE = Path(__file__).parent
 MAIN = {main!r}
 if MAIN:
     vars(sys.modules["__main__"]).update(
         {{k: v for k, v in runpy.run_path(MAIN, run_name="reproduced_main").items() if not k.startswith("__")}}
     )
 
-import torch
-import fxopt
+from pathlib import Path
 
-case = torch.load(HERE / "case.pt", weights_only=False)
-model, passes = case.pop("model"), case.pop("passes")
-try:
-    fxopt.optimize(model, passes, **case, seed={seed})
-except fxopt.PassError as error:
-    print(error)
-    sys.exit(4)
-print("no failure")
-'''
+import torch"""
+_DEFINITIONS = (
+    'CASE = torch.load(Path(__file__).with_name("case.pt"), weights_only=False)\nPASSES = CASE["passes"]',
+    'def build():\n    return CASE["model"]',
+    'def example_inputs():\n    return CASE["example_inputs"]',
+)
 
 
 def write(
@@ -64,8 +54,9 @@ def write(
     """Write a reproducer and return its script's path; None, with a note on the error, if the case cannot be saved."""
     folder = _new_folder(settings.reproducer_dir)
     case = {"model": model, "passes": list(passes), "example_inputs": example_inputs, "phase": phase}
-    summary = " ".join(str(error).split()).replace("\\", "/").replace('"""', "'''")
-    script = _SCRIPT.format(summary=summary, path=[p for p in sys.path if p], main=_main_file(), seed=seed)
+    imports = _IMPORTS.format(path=[p for p in sys.path if p], main=_main_file())
+    options = {"phase": 'CASE["phase"]', "seed": str(seed)}
+    script = script_text(str(error), _MADE, [imports], _DEFINITIONS, options)
     try:
         folder.mkdir(parents=True)
         torch.save(case, folder / "case.pt")

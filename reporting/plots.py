@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..passes.pipeline import parse
-from ..storage import byte_text, parse_bytes
+from ..storage import allowed_bytes, byte_text
 from .wording import clipped, duration, headline, phase_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..runtime.record import Decision, Record
     from .picture import NodeCost, Profile
 
-__all__ = ["figure_of", "has_matplotlib", "png_of"]
+__all__ = ["check_matplotlib", "figure_of", "has_matplotlib", "png_of"]
 
 _NO_MATPLOTLIB = 'a plot needs matplotlib; install it with: pip install "fxopt[plots]"'
 _MOST = 24
@@ -56,10 +56,15 @@ def has_matplotlib() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def figure_of(record: Record, profiles: tuple[Profile, Profile] | None = None) -> Figure:
-    """Draw what a record and the costs of nodes hold; raise `UsageError` where matplotlib is missing."""
+def check_matplotlib() -> None:
+    """Raise `UsageError` where there can be no plots."""
     if not has_matplotlib():
         raise UsageError(_NO_MATPLOTLIB)
+
+
+def figure_of(record: Record, profiles: tuple[Profile, Profile] | None = None) -> Figure:
+    """Draw what a record and the costs of nodes hold; raise `UsageError` where matplotlib is missing."""
+    check_matplotlib()
     found = (
         _speeds(record), _errors(record), _sensitivities(record), _memory(record), _removed(record), _times(profiles),
     )  # fmt: skip
@@ -232,8 +237,7 @@ def _memory(record: Record) -> _Panel | None:
 def _limit(pipeline: Sequence[str], saved: int) -> float | None:
     """Return the bytes that the budget of `checkpoint` allows of what the plain model saves; None without the pass."""
     text = next((text for text in pipeline if text.partition("{")[0] == "checkpoint"), None)
-    budget: Any = None if text is None else getattr(parse(text)[0], "budget", None)
-    return parse_bytes(budget) if isinstance(budget, str) else None if budget is None else budget * saved
+    return None if text is None else allowed_bytes(getattr(parse(text)[0], "budget", None), saved)
 
 
 def _removed(record: Record) -> _Panel | None:

@@ -12,13 +12,14 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from ..runtime.record import Plan, Record
+from ..runtime.state import StateMap
 from .wording import Left, Row, applied_rows, headline, left_alone, phase_of, printable, summary, turned_away
 
 if TYPE_CHECKING:
     from ..runtime.graphs import Miss
-    from ..runtime.record import Record
 
-__all__ = ["ReportTable", "cells", "plain_text", "titles"]
+__all__ = ["PlanTable", "ReportTable", "cells", "plain_text", "titles"]
 
 NARROW = 100
 TITLES = {
@@ -79,6 +80,20 @@ class ReportTable:
             for field in fields(row)[2:]:
                 if text := getattr(row, field.name):
                     yield Text(f"  {field.name:<10}{text}")
+
+
+class PlanTable(ReportTable):
+    """The decisions of a plan, without what only a model tells."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(Record(plan, StateMap(), {}, {}, "", 0, 0))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        plan = self.record.plan
+        yield Text(f"plan for {'training' if plan.phase == 'train' else 'inference'}", style="bold")
+        yield Text(f"made by fxopt {printable(plan.fxopt)} on torch {printable(plan.torch)}")
+        yield Text(f"passes: {printable(', '.join(plan.pipeline)) or 'none'}")
+        yield from self.decided(options)
 
 
 def plain_text(shown: RenderableType, width: int) -> str:

@@ -26,7 +26,8 @@ NOT_PACKAGE = {"tests", "benchmarks", "examples", "docs", "build", "dist"}
 HOUSE = (
     ("__main__",),
     ("cli",),
-    ("__init__", "demo", "dynamo_backend"),
+    ("__init__", "demo", "diagnosis", "dynamo_backend"),
+    ("files",),
     ("api",),
     ("deploy", "reporting", "testing", "transforms"),
     ("passes",),

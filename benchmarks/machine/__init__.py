@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
+import json
 import multiprocessing
 import os
 import platform
 import resource
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 
 os.environ.setdefault("FXOPT_CACHE", "0")  # what preparation takes is measured: nothing may be known of earlier runs
 
-__all__ = ["described", "forget_peak", "forked", "memory", "page_faults"]
+__all__ = ["begun", "described", "forget_peak", "forked", "memory", "page_faults"]
 
 
 def described() -> dict[str, Any]:
@@ -76,3 +78,26 @@ def forked(work: Callable[[], dict[str, Any]], limit: float) -> dict[str, Any]:
 def _send(pipe: Connection, work: Callable[[], dict[str, Any]]) -> None:
     warnings.simplefilter("ignore")
     pipe.send(work())
+
+
+def begun(
+    parser: argparse.ArgumentParser, table: Callable[[dict[str, Any]], Iterable[str]]
+) -> tuple[argparse.Namespace, dict[str, Any], Callable[[], None]]:
+    """Return the options of a benchmark, the models in its file of results, and what writes them there.
+
+    With --table it measures nothing: it prints the table of what the file has, and ends.
+    """
+    parser.add_argument("--json", type=Path, required=True, help="file to add measurements to")
+    parser.add_argument("--table", action="store_true", help="measure nothing: print what the file has, in Markdown")
+    of = parser.parse_args()
+    found: dict[str, Any] = json.loads(of.json.read_text(encoding="utf-8")) if of.json.exists() else {"models": {}}
+    if of.table:
+        print(*table(found["models"]), sep="\n")
+        raise SystemExit
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+
+    def write() -> None:
+        of.json.write_text(json.dumps(described() | found, indent=1) + "\n", encoding="utf-8")
+
+    return of, found["models"], write

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import warnings
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ...compat.export import onnx_notes_off
+from ...compat.logs import unheard
 from ...errors import ArchiveError
 from ...storage import byte_text
 from .source import Source, result_names
@@ -28,8 +27,7 @@ def write_onnx(source: Source, folder: Path) -> tuple[Path, ...]:
         program = program.run_decompositions(_SPELT_OUT)
     if (size := sum(tensor.nbytes for tensor in program.state_dict.values())) > _MOST:
         raise ArchiveError(f"its tensors take {byte_text(size)}, and one ONNX file holds less than 2 GiB")
-    with onnx_notes_off(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with unheard("torch.onnx._internal.exporter"):  # it tells which packages it would also know operators of
         made: Any = torch.onnx.export(
             program, dynamo=True, verbose=False, input_names=list(source.arguments),
             output_names=result_names(source.given),

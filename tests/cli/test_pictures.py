@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,18 +100,31 @@ def test_times_stand_beside_what_model_explorer_shows(fxopt: Fxopt, zoo: Path):
         (("inspect", "zoo:heads", "--format", "dot", "-o", "bare.py"), 3, "-o bare.py is there and is no picture"),
         (("inspect", "zoo:heads", "--format", "model-explorer", "-o", "h.json"), 3, "-o h.time.json is there and"),
         (("diff", "zoo:heads", "zoo.py:heads", "--html", "zoo.py"), 3, "--html zoo.py is the model that is read"),
+        (("optimize", "zoo:heads", "--plot", "heads.svg"), 3, "this writes .png files; name it heads.png"),
+        (("optimize", "zoo:heads", "--plot", "photo.png"), 3, "photo.png is there and is no plot of matplotlib"),
     ],
 )  # fmt: skip
 def test_options_are_checked_before_the_work(
     fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], code: int, message: str
 ):
     (zoo / "h.time.json").write_text('{"my": {"times": 3}}')
+    (zoo / "photo.png").write_bytes(b"\x89PNG of a cat")
     before = {path: path.read_bytes() for path in zoo.iterdir() if path.is_file()}
     monkeypatch.setattr("fxopt.cli.arguments.open_model", lambda *_: pytest.fail("the work has begun"))
     done = fxopt(*arguments)
     assert done.code == code
     assert message in " ".join(done.err.replace("│", " ").split())
     assert {path: path.read_bytes() for path in zoo.iterdir() if path.is_file()} == before
+
+
+def test_a_report_is_drawn_and_drawn_again(fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("matplotlib")
+    for _ in range(2):
+        assert fxopt("optimize", "zoo:heads", *FUSED, "--plot", "heads.png").code == 0
+    assert (zoo / "heads.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused = fxopt("optimize", "not_there:nothing", "--plot", "heads.png")
+    assert (refused.code, 'pip install "fxopt[plots]"' in refused.err) == (2, True)
 
 
 def test_a_configuration_is_a_model_with_inputs(fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch):

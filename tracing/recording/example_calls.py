@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import modules_by_name
+from ...compat.logs import unheard
 from ...errors import FusedMemberError, InputError, UsageError, one_line
 from ...runtime.graphs import CACHES, Region
 from ...runtime.values import flatten, has_attributes, is_container, is_leaf, is_meta, map_tensors, parts_of
@@ -251,10 +252,11 @@ def _recorded(model: nn.Module, call: Generating) -> list[Inputs]:
     if not any(name in settings for name in _LENGTHS):
         settings |= {"max_new_tokens": _STEPS + 1, "min_new_tokens": _STEPS + 1}
     whole = Generating(*call.args, **settings)
-    with preserved(model), _settings_kept(model), in_phase(model, False), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with recording(model) as calls:
-            whole.run(model)
+    with (
+        preserved(model), _settings_kept(model), in_phase(model, False), torch.no_grad(), unheard("transformers"),
+        recording(model) as calls,
+    ):  # fmt: skip
+        whole.run(model)
     if all(each.module for each in calls):
         raise UsageError("it never called the model")
     return calls

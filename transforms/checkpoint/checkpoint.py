@@ -12,7 +12,7 @@ from ...passes.contract import Pass
 from ...passes.rewriting import Edit
 from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...runtime.graphs import WrappedRegion
-from ...storage import byte_text, parse_bytes
+from ...storage import allowed_bytes, byte_text
 from ...tracing.program import Program
 from .find import Choice, Choices, Stretch, choices
 from .recomputation import Recomputation, counts
@@ -119,12 +119,8 @@ def _site(program: Program, stretch: Stretch) -> Site:
 
 def limit_of(budget: float | str, saved: int) -> float:
     """Return how many bytes a budget allows: a share of `saved`, or text with a unit; UsageError if it is neither."""
-    if isinstance(budget, str):
-        allowed = parse_bytes(budget)
-        if allowed is not None:
-            return allowed
-    elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0 <= budget <= 1:
-        return budget * saved
+    if (allowed := allowed_bytes(budget, saved)) is not None:
+        return allowed
     raise UsageError(
         f"pass 'checkpoint': budget={budget!r}; give a share of what the model saves, from 0 to 1, or bytes with a "
         "unit, such as 2GiB or 512MiB"

@@ -122,8 +122,9 @@ class Parallel(Pass):
         if self.tensor > 1:
             data |= yield from self._divided(program, must_find=not mixtures)
             words = sum("embeddings" in block for block in data["blocks"])
-            found = {"blocks": len(data["blocks"]) - words, "vocabulary": words, "fused ensembles": len(data["ensembles"])}
-            counts = " and ".join(f"{count} {what}" for what, count in found.items() if count)
+            blocks, ensembles = len(data["blocks"]) - words, len(data["ensembles"])
+            split = {"blocks": blocks, "vocabulary": words, "fused ensembles": ensembles}
+            counts = " and ".join(f"{count} {what}" for what, count in split.items() if count)
             details += [f"{counts} split over {self.tensor}"] if counts else []
         if self._averages:
             kept = [name for each in mixtures if self.experts for name in each["tensors"]]

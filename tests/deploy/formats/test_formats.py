@@ -70,6 +70,20 @@ def test_a_compiled_library_needs_no_code_of_the_model(tmp_path: Path) -> None:
         fxopt.load(tmp_path / "m.pt2")
 
 
+class Writing(nn.Module):
+    def forward(self, x: Tensor, scales: dict[str, Tensor]) -> Tensor:
+        scales["all"].mul_(2)
+        return x * scales["all"]
+
+
+@pytest.mark.parametrize("form", ["onnx", "openvino"])
+def test_a_model_that_writes_into_an_argument_is_refused(form: str, tmp_path: Path) -> None:
+    call = fxopt.Inputs(torch.randn(2, 3), {"all": torch.ones(3)})
+    with pytest.raises(ArchiveError, match=r"writes into its arguments \(scales_all\), and \w+ leaves them as"):
+        fxopt.export(Writing(), tmp_path / FILES[form], call, format=form)
+    assert files(tmp_path) == []
+
+
 def test_static_int8_is_quantize_and_dequantize_in_onnx(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     model, x = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)).eval(), torch.randn(4, 16)

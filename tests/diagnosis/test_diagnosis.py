@@ -1,10 +1,9 @@
-"""`bench`, `bisect`, `reduce`, `repro` and `plan show`, and that the example in each help runs."""
+"""`bench`, `bisect`, `reduce` and `repro`, from the command line and from Python; and `plan show`."""
 
 from __future__ import annotations
 
-import re
+import importlib
 import runpy
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-import typer
 from support.command_line import HEADS, folder_of_modules
+from torch import nn
 
-from fxopt.cli import app
+import fxopt as fxopt_package
+from fxopt import diagnosis
 
 SOURCE = (
     HEADS
@@ -112,8 +112,8 @@ Fxopt = Callable[..., Any]
 @pytest.fixture(autouse=True)
 def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delitem(sys.modules, "acme", raising=False)
-    monkeypatch.setattr("fxopt.cli.speeds._SECONDS", 0.05)
-    monkeypatch.setattr("fxopt.cli.speeds._ROUNDS", 9)
+    monkeypatch.setattr("fxopt.diagnosis.speeds._SECONDS", 0.05)
+    monkeypatch.setattr("fxopt.diagnosis.speeds._ROUNDS", 9)
     with folder_of_modules(tmp_path, monkeypatch, zoo=SOURCE, bare="from zoo import heads") as folder:
         yield folder
 
@@ -205,7 +205,7 @@ def run_here(script: Path) -> str:
 
 
 def test_a_wrong_result_is_reduced_to_few_operations(fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fxopt.cli.scripts.failure_of", run_here)
+    monkeypatch.setattr("fxopt.diagnosis.scripts.failure_of", run_here)
     done = fxopt("reduce", "zoo:deep", *PRUNED, "-o", "small.py", "--json")
     assert done.code == 0, done.err
     assert (done.json["failure"], done.json["operations"]) == ("NotEquivalentError", 1)
@@ -230,7 +230,7 @@ def test_a_pass_that_raises_is_reduced(fxopt: Fxopt, zoo: Path, monkeypatch: pyt
     )
     (zoo / "acme.py").write_text(BROKEN)
     monkeypatch.syspath_prepend(str(zoo))
-    monkeypatch.setattr("fxopt.cli.scripts.failure_of", run_here)
+    monkeypatch.setattr("fxopt.diagnosis.scripts.failure_of", run_here)
     monkeypatch.setenv("FXOPT_REPRODUCER_DIR", str(zoo / "reproducers"))
     done = fxopt("reduce", "zoo:deep", "-p", "break_tanh", "-o", "small.py", "--json")
     assert done.code == 0, done.err
@@ -256,34 +256,33 @@ def test_a_model_that_does_not_fail_is_not_reduced(fxopt: Fxopt, zoo: Path):
 
 
 def test_a_script_that_does_not_end_is_stopped(fxopt: Fxopt, zoo: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fxopt.cli.scripts._SECONDS", 0.5)
+    monkeypatch.setattr("fxopt.diagnosis.scripts._SECONDS", 0.5)
     (zoo / "endless.py").write_text("# fxopt\nwhile True:\n    pass")
     done = fxopt("repro", "endless.py")
     assert (done.code, "endless.py was stopped after 0.5 s" in done.err) == (3, True)
 
 
-# -- help --------------------------------------------------------------------------------------------------------------
+# -- from Python -------------------------------------------------------------------------------------------------------
 
 
-def commands(group: Any, *before: str) -> Iterator[tuple[str, ...]]:
-    for name, command in group.commands.items():
-        if hasattr(command, "commands"):
-            yield from commands(command, *before, name)
-        else:
-            yield (*before, name)
+def test_python_finds_and_reduces_the_same(zoo: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fxopt.diagnosis.scripts.failure_of", run_here)
+    monkeypatch.syspath_prepend(str(zoo))
+    source: Any = importlib.import_module("zoo")
+    model, inputs, said = source.deep(), source.example_inputs(), list[str]()
+    fast = fxopt_package.optimize(model, "prune{amount=0.5}", example_inputs=inputs)
 
+    def keeps_block(candidate: nn.Module) -> bool:
+        return bool((candidate.get_parameter("blocks.1.inner.weight") != 0).all())
 
-def test_each_help_ends_with_an_example_that_runs(fxopt: Fxopt, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    for name, value in {"CACHE": str(tmp_path / "decisions"), "VERIFY": "0", "MEASURE": "0"}.items():
-        monkeypatch.setenv(f"FXOPT_{name}", value)
-    ends_with_1 = {("diff",), ("repro",)}
-    for names in commands(typer.main.get_command(app)):
-        shown = " ".join(fxopt(*names, "--help").out.split())
-        found = re.search(r"Example: fxopt (.*)\Z", shown)
-        assert found is not None, names
-        arguments = shlex.split(found[1])
-        assert tuple(arguments[: len(names)]) == names
-        if names == ("repro",):  # reduce has run it in a new process
-            monkeypatch.setattr("fxopt.cli.scripts.failure_of", run_here)
-        done = fxopt(*arguments)
-        assert done.code == (1 if names in ends_with_1 else 0), (found[1], done.err)
+    fault = diagnosis.bisect(model, keeps_block, inputs, plan=fxopt_package.plan(fast), tell=said.append)
+    assert ("blocks.1" in fault.decision.key, fault.alone, len(said)) == (True, True, fault.checks)
+    reduced = diagnosis.reduce(model, "prune{amount=0.5}", inputs, zoo / "small.py")
+    assert (reduced.failure, reduced.operations) == ("NotEquivalentError", 1)
+    with pytest.raises(fxopt_package.InputError, match="there is nothing to look for"):
+        diagnosis.bisect(fast, lambda _: True, inputs)
+    found = diagnosis.race(model, fast, inputs, names=("plain", "pruned"))
+    assert (found.before.model, found.training) == ("plain", False) and "| pruned" in str(found)
+    for call in (lambda: diagnosis.race(model, fast, None), lambda: diagnosis.verify_check(model, None)):
+        with pytest.raises(fxopt_package.UsageError, match="there are none; give example_inputs"):
+            call()

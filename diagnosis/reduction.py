@@ -1,4 +1,4 @@
-"""What `reduce` does: shrink a model on which passes fail, as long as they fail in the same way."""
+"""Shrink a model on which passes fail, as long as they fail in the same way."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from ..runtime.values import map_tensors, user_class
 from ..testing import assert_equivalent
 from ..tracing.examples import Inputs
 from ..tracing.recording import record
-from .app import note
 
 __all__ = ["Case", "Failing", "reduced"]
 
@@ -99,20 +98,22 @@ class Failing:
         return sum(len(_operations(each)) for each in all_modules(self.model) if isinstance(each, fx.GraphModule))
 
 
-def reduced(case: Case, model: nn.Module, call: Inputs) -> Failing:
+def reduced(case: Case, model: nn.Module, call: Inputs, tell: Callable[[str], None]) -> Failing:
     """Return the smallest model found on which passes fail as on this one; raise `InputError` if they do not."""
     kind, message = case.failure(model, call)
     if not kind:
-        raise InputError("the passes do not fail on this model; for rewrites that checks take back, give --no-verify")
-    note(f"{kind}: {message}")
-    return _Reduction(case).run(Failing(model, call, kind, message))
+        raise InputError(
+            "the passes do not fail on this model; for rewrites that checks take back, give --no-verify (verify=False)"
+        )
+    tell(f"{kind}: {message}")
+    return _Reduction(case, tell).run(Failing(model, call, kind, message))
 
 
 class _Reduction:
     """Try smaller models one after another."""
 
-    def __init__(self, case: Case) -> None:
-        self._case, self._left = case, _ATTEMPTS
+    def __init__(self, case: Case, tell: Callable[[str], None]) -> None:
+        self._case, self._tell, self._left = case, tell, _ATTEMPTS
 
     def run(self, found: Failing) -> Failing:
         found = origin = self._inner(self._with_few_rows(found))
@@ -139,7 +140,7 @@ class _Reduction:
             return None
         smaller = made and self._tried(found, *made)
         if smaller:
-            note(f"{smaller.nodes} operations left")
+            self._tell(f"{smaller.nodes} operations left")
         return smaller or None
 
     def _cut_off(self, found: Failing) -> Failing:
@@ -164,7 +165,7 @@ class _Reduction:
             path = ".".join(filter(None, (found.path, name)))
             smaller = self._tried(found, module, call, path)
             if smaller is not None:
-                note(f"{path} fails by itself, a {user_class(type(module)).__name__}")
+                self._tell(f"{path} fails by itself, a {user_class(type(module)).__name__}")
                 return self._inner(smaller)
         return found
 
@@ -192,14 +193,24 @@ def _runs(model: nn.Module, call: Inputs) -> bool:
 
 
 def _called(found: Failing) -> Iterator[tuple[str, nn.Module, Inputs]]:
-    """Yield the outermost modules inside a model that it calls, each with its first call."""
+    """Yield the outermost modules inside a model whose calls a script can hold, each with its first one."""
     recording, outer = record(found.model, [found.call]), list[str]()
     for name, module in modules_by_name(found.model).items():
         calls = recording.calls.get(module)
         if name and calls and not any(name.startswith(f"{each}.") for each in outer):
-            outer.append(name)
             args, kwargs = map_tensors(torch.clone, calls[0].plain_arguments)
-            yield name, module, Inputs(*args, **kwargs)
+            if _is_written(args) and _is_written(kwargs):
+                outer.append(name)
+                yield name, module, Inputs(*args, **kwargs)
+
+
+def _is_written(value: Any) -> bool:
+    """Say whether a script can hold what a call is given: not a cache, say."""
+    if isinstance(value, dict):
+        return all(map(_is_written, cast("dict[Any, Any]", value).values()))
+    if type(value) in (tuple, list):
+        return all(map(_is_written, value))
+    return isinstance(value, (Tensor, bool, int, float, str, type(None)))
 
 
 # -- as graphs ---------------------------------------------------------------------------------------------------------

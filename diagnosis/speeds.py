@@ -1,12 +1,12 @@
-"""What `bench` does: two models, timed side by side on the same calls, and what they take in memory."""
+"""Two models, timed side by side on the same calls, and what they take in memory."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,27 +18,21 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from .. import api
 from ..compat import all_modules, storage_id
-from ..errors import NothingDoneWarning, UnverifiedWarning, UsageError
-from ..interrupts import stop_if_interrupted
+from ..errors import UsageError
 from ..layers.delegated import held_bytes
 from ..operators import Keeping
 from ..passes.timing import Interval, Runner, time_candidates
-from ..passes.verification import with_rows
-from ..reporting.notes import in_one_line
 from ..reporting.table import plain_text
 from ..reporting.wording import counted, duration, printable
 from ..runtime.graphs import specializations_of
 from ..runtime.record import record_of
 from ..runtime.values import all_tensors, plain_tensors, tensors_in
 from ..storage import byte_text
-from ..tracing.examples import Inputs
+from ..tracing.examples import check_whole, normalize_inputs
 from ..tracing.isolation import in_phase
-from .app import PhaseOption, preset_for, took
-from .arguments import calls_for, open_both, open_model
 
-__all__ = ["Race", "in_threads", "pair_of", "race"]
+__all__ = ["Race", "race"]
 
 _SECONDS, _ROUNDS = 2.0, 50
 """Calls are sampled for so long, short ones in so many rounds at least: an interval of a percent or two."""
@@ -46,7 +40,7 @@ _STATUS, _FORGET_PEAK = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
-class _Side:
+class Side:
     """One of two models: its time in microseconds, the bytes that it holds, and those a call takes at most besides."""
 
     model: str
@@ -57,10 +51,20 @@ class _Side:
 
 @dataclass(frozen=True)
 class Race:
-    """What was measured of two models."""
+    """What was measured of two models.
 
-    before: _Side
-    after: _Side
+    Attributes:
+        before: the first model.
+        after: the second one.
+        speed: how many times as fast the second is, with an interval of 95%.
+        calls: so many calls were timed together.
+        training: whether a call is a forward with its backward.
+        threads: so many threads computed.
+        cold: whether caches were emptied before each call.
+    """
+
+    before: Side
+    after: Side
     speed: Interval
     calls: int
     training: bool
@@ -95,77 +99,47 @@ class Race:
         yield table
 
 
-def pair_of(
-    a: str,
-    b: str | None,
+def race(
+    before: nn.Module,
+    after: nn.Module,
+    example_inputs: object,
     *,
-    passes: str | None,
-    weights: Path | None,
-    inputs: Path | None,
-    phase: PhaseOption | None,
-    rows: int | None,
-    cold: bool,
-    seed: int,
-    trust: Sequence[str] | None,
-) -> tuple[dict[str, nn.Module], Sequence[Inputs]]:
-    """Return two models by name, or one before and after, and the calls to time them on."""
-    if b is not None:
-        before, after, calls = open_both(a, b, weights, inputs, trust, seed)
-        return {a: before, b if a != b else f"{b}, again": after}, _with_rows(calls, rows)
-    model, example_inputs = open_model(a, weights, inputs, trust, seed)
-    calls = _with_rows(calls_for(model, example_inputs), rows)
-    took("making the model")
-    if phase is not None:
-        model.train(phase is PhaseOption.TRAIN)
-    if passes is None and record_of(model) is not None:
-        return {f"{a}, as it was": api.restore(model), a: model}, calls
-    with in_one_line(UnverifiedWarning, NothingDoneWarning):
-        fast = api.optimize(
-            model, passes or preset_for(model, phase), example_inputs=list(calls), measure="cold" if cold else None,
-            seed=seed,
-        )  # fmt: skip
-    stop_if_interrupted()
-    return {a: model, f"{a}, optimized": fast}, calls
+    names: tuple[str, str] = ("before", "after"),
+    training: bool | None = None,
+    cold: bool = False,
+) -> Race:
+    """Time two models on the same calls, interleaved, then measure the memory of each; `print` shows a table.
 
+    Args:
+        before: the model that the other is compared with.
+        after: the other one.
+        example_inputs: as for `fxopt.optimize`.
+        names: what the table calls the models.
+        training: time a forward with its backward, in training mode. By default in the mode of the optimized model, or
+            of the first.
+        cold: empty the caches before each call, as other work does.
 
-def race(models: dict[str, nn.Module], calls: Sequence[Inputs], phase: PhaseOption | None, *, cold: bool) -> Race:
-    """Time two models on calls, interleaved, then measure the memory of each; by default in the mode of the optimized
-    one, or of the first.
+    Raises:
+        UsageError: there are no example inputs.
     """
-    of_mode = next((each for each in models.values() if record_of(each) is not None), next(iter(models.values())))
-    training = of_mode.training if phase is None else phase is PhaseOption.TRAIN
+    calls = normalize_inputs(example_inputs, before)
+    if not calls:
+        raise UsageError("models are timed on example inputs, and there are none; give example_inputs (--inputs)")
+    check_whole(calls)
+    models = dict(zip(names, (before, after), strict=True))
+    if training is None:
+        training = next((each for each in models.values() if record_of(each) is not None), before).training
     with ExitStack() as modes:
         for model in models.values():
             modes.enter_context(in_phase(model, training))
         runs = {name: Runner(model, calls, training=training) for name, model in models.items()}
-        before, after = runs
+        first, second = names
         timings = time_candidates(runs, seconds=_SECONDS, least_rounds=_ROUNDS, cold=cold, clear=math.inf)
-        speed = timings.ratio(before, after)
-        times = {before: timings.microseconds(before), after: timings.microseconds(before) / speed.mid}
-        one, other = (_Side(name, times[name], _held(models[name]), _peak(run)) for name, run in runs.items())
+        speed = timings.ratio(first, second)
+        times = {first: timings.microseconds(first), second: timings.microseconds(first) / speed.mid}
+        one, other = (Side(name, times[name], _held(models[name]), _peak(run)) for name, run in runs.items())
     threads = 1 if timings.in_one_thread else torch.get_num_threads()
     return Race(one, other, speed, len(calls), training, threads, cold)
-
-
-def _with_rows(calls: Sequence[Inputs], rows: int | None) -> Sequence[Inputs]:
-    """Return the calls with so many rows each; as they are for None."""
-    if rows is None:
-        return calls
-    made = [with_rows((call.args, call.kwargs), rows) for call in calls]
-    if None in made:
-        raise UsageError("--batch: the example inputs have no tensor with rows; leave it out")
-    return [Inputs(*args, **kwargs) for args, kwargs in filter(None, made)]
-
-
-@contextmanager
-def in_threads(count: int | None) -> Generator[None]:
-    """Let torch compute in so many threads for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _held(model: nn.Module) -> int:
