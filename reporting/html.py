@@ -16,7 +16,7 @@ from ..runtime.values import user_class
 from .table import ReportTable, cells, titles
 from .wording import headline, printable, summary
 
-__all__ = ["PAGE_MARK", "graphs_page", "report_html", "report_page"]
+__all__ = ["PAGE_MARK", "graphs_page", "points_html", "report_html", "report_page"]
 
 PAGE_MARK = "<meta name='generator' content='fxopt'/>"
 """What tells a page of fxopt from other files."""
@@ -87,6 +87,13 @@ def report_page(table: ReportTable, diff: str, picture: Mapping[str, Any] | None
     title = f"{user_class(type(table.record.skeleton)).__name__}: {headline(table.record)}"
     versions = f"fxopt {plan.fxopt}, PyTorch {plan.torch}"
     return _page(title, f"<p class='pipeline'>{pipeline}</p>\n{_picture(picture)}{body}", versions)
+
+
+def points_html(headline: str, heads: Iterable[str], rows: Iterable[Iterable[str]], remarks: Iterable[str]) -> str:
+    """Return the points of a search as one element: a headline, a table, and what else is to know."""
+    lines = "".join(f"<p style='{_NOTE}'>{escape(printable(line))}</p>" for line in remarks)
+    head = f"<p style='margin:4px 0'><b>{escape(printable(headline))}</b></p>"
+    return f"<div style='overflow-x:auto;font-size:90%'>{head}{_table(heads, rows)}{lines}</div>"
 
 
 def graphs_page(title: str, picture: Mapping[str, Any], text: str = "") -> str:

@@ -27,6 +27,7 @@ HOUSE = (
     ("__main__",),
     ("cli",),
     ("__init__", "demo", "dynamo_backend"),
+    ("searching",),
     ("api",),
     ("deploy", "reporting", "testing", "transforms"),
     ("passes",),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .judging import number_of
 from .layers import candidates
 from .quantize import Quantize
 
-__all__ = ["Quantize", "candidates"]
+__all__ = ["Quantize", "candidates", "number_of"]

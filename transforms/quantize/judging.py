@@ -20,7 +20,7 @@ from ...tracing.isolation import preserved
 from ..calibration import run_call
 from .options import Options
 
-__all__ = ["ComparedRun", "Judge", "Measurement", "with_metric"]
+__all__ = ["ComparedRun", "Judge", "Measurement", "number_of", "with_metric"]
 
 Layer = TypeVar("Layer")
 
@@ -60,7 +60,7 @@ class ComparedRun(Generic[Layer]):
         """Return a user's metric of the model where these layers are replaced."""
         try:
             with torch.no_grad(), preserved(self._model), self._all_replaced(layers):
-                return _number(metric, self._model)
+                return number_of(metric, self._model)
         except CalibrationError:
             raise
         except InputError as error:
@@ -120,17 +120,17 @@ def with_metric(items: Iterable[Site | Refusal], metric: Measurement | None) -> 
         yield item
 
 
-def _number(metric: Callable[[nn.Module], Any], model: nn.Module) -> float:
-    """Return what a user's metric gives for a model."""
+def number_of(metric: Callable[[nn.Module], Any], model: nn.Module, name: str = "metric=") -> float:
+    """Return what a user's metric, the argument of this name, gives for a model; CalibrationError if that is none."""
     try:
         found = metric(model)
     except Exception as error:  # whatever the user's function raises
-        raise CalibrationError(f"metric= raised {type(error).__name__}: {one_line(error)}") from error
+        raise CalibrationError(f"{name} raised {type(error).__name__}: {one_line(error)}") from error
     try:
         value = float(found)
     except (TypeError, ValueError, RuntimeError):
         value = math.nan
     if not math.isfinite(value):
         shown = f"{found}" if isinstance(found, float) else f"a {type(found).__name__}" if found is not None else "None"
-        raise CalibrationError(f"metric= returned {shown}; return a finite number, larger for better")
+        raise CalibrationError(f"{name} returned {shown}; return a finite number, larger for better")
     return value
