@@ -84,6 +84,11 @@ class Bench:
         """Number of a point -> its weights, where they were trained."""
 
     @property
+    def forward_seconds(self) -> float:
+        """Return what all calls of the original take."""
+        return self._seconds
+
+    @property
     def trial_seconds(self) -> float:
         """Return about how long a trial takes: what `optimize` may take at least, and evaluating."""
         return self.evaluate_seconds + max(1.0, 40 * self._seconds)

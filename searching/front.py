@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -18,13 +19,16 @@ from .. import api
 from ..deploy.container import read_weights, stored_once, weights_bytes
 from ..errors import ArchiveError, InputError, PlanError, UsageError, expect, one_line
 from ..passes.driver import copied
-from ..reporting.html import points_html
+from ..reporting.html import points_html, points_page
 from ..reporting.plots import front_figure
 from ..reporting.table import plain_text
 from ..reporting.wording import counted, printable
+from ..runtime.record import record_of
 from ..storage import as_path, write_atomically
 from ..tracing.examples import Inputs, normalize_inputs
+from ..version import VERSION
 from .demands import QUANTITIES, Bound, parse_bounds
+from .explain import held_back
 from .points import Aim, Point
 
 if TYPE_CHECKING:
@@ -159,24 +163,57 @@ class Front:
             QUANTITIES[self.aim.objective].written,
         )  # fmt: skip
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write everything but the model into a folder: `front.json`, and weights that were trained; no pickle."""
-        target = as_path(folder, "folder")
-        target.mkdir(parents=True, exist_ok=True)
+    def why(self, point: Point | int = 0) -> list[str]:
+        """Say what holds a point back: the layers that take most of a call, with what was refused or undone there.
+
+        The model is built as by `Front.model`, and each of its nodes is timed.
+        """
+        fast = self.model(point)
+        return [] if record_of(fast) is None else held_back(api.report(fast, list(self._calls)))
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write the points as a page; what is shown in it is opened by a click: what holds it back, and its report.
+
+        The reports are pages in a folder beside it, whose name is that of the page with `-points`. For each point its
+        model is built, and each of its nodes is timed.
+        """
+        target = as_path(path)
+        folder = target.with_name(f"{target.stem}-points")
+        shown: list[tuple[str, list[str], str]] = []
+        for number, point in enumerate(self._shown):
+            summary, lines, link = f"{number}: {point.pipeline or 'as it was'}", list(point.left), ""
+            if point.plan is not None and self._model is not None:
+                folder.mkdir(exist_ok=True)
+                report = api.report(self.model(point), list(self._calls))
+                lines, link = [*held_back(report), *lines], f"{folder.name}/{number}.html"
+                report.to_html(target.parent / link)
+            shown.append((summary, [*self.lacks(point), *lines], link))
+        shown += [(point.pipeline or "as it was", [point.reason], "") for point in self.trials if point.reason]
+        versions = f"fxopt {VERSION}, PyTorch {torch.__version__}"
+        write_atomically(target, points_page(self.headline(), self._repr_html_(), shown, versions))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but models and weights as plain JSON values."""
         aim = self.aim
-        text = {
+        return {
             "schema_version": SCHEMA_VERSION,
             "objective": aim.objective,
             "minimize": aim.minimize,
             "has_metric": aim.has_metric,
             "bounds": [[b.name, b.number, b.is_share, b.text, b.higher] for b in aim.bounds],
+            "front": [point.number for point in self.points],
             "original": self.original.to_json(),
             "trials": [point.to_json() for point in self.trials],
             "notes": self.notes,
         }
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write everything but the model into a folder: `front.json`, and weights that were trained; no pickle."""
+        target = as_path(folder, "folder")
+        target.mkdir(parents=True, exist_ok=True)
         for number, state in self._states.items():
             save_state(target, number, state)
-        write_atomically(target / _FILE, json.dumps(text))
+        write_atomically(target / _FILE, json.dumps(self.to_json()))
 
     @classmethod
     def load(
@@ -214,12 +251,15 @@ class Front:
         """Return titles and rows: the original, the points of the front or, where there are none, the nearest."""
         names = [name for name in _SHOWN if name in self.original.figures]
         rows = [["", "as it was", *(_cell(name, self.original) for name in names)]]
-        shown = self.points or self.nearest[:_NEAREST]
-        for number, point in enumerate(shown):
+        for number, point in enumerate(self._shown):
             if point is not self.original:
                 label = str(number) if self.points else "-"
                 rows.append([label, point.pipeline or "as it was", *(_cell(name, point) for name in names)])
         return ["", "pipeline", *names], rows
+
+    @property
+    def _shown(self) -> list[Point]:
+        return self.points or self.nearest[:_NEAREST]
 
     def headline(self) -> str:
         """Say in a line what was found."""

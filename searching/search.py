@@ -27,6 +27,7 @@ from .demands import parse_bounds, parse_objective, parse_seconds
 from .front import Front, load_state, save_state
 from .points import Aim, Point
 from .predictions import Predictions
+from .sensitivity import Sensitivities, sensitivities
 from .space import Choice, Space, pipeline_of
 from .trials import Trials
 
@@ -38,7 +39,10 @@ __all__ = ["Search", "search"]
 _LOG = logging.getLogger("fxopt")
 _PROMISING = 8
 """So many combinations that are predicted to be good are tried before the sampler chooses."""
+_MENDED = 2
 _CLEARLY = 0.95
+_SHARE_FOR_LAYERS = 0.1
+"""Of the time: looking at layers one by one takes no more."""
 _BYTES = ("memory", "size")
 
 
@@ -103,9 +107,17 @@ def search(
     bench = Bench(model, calls, training=phase is Phase.TRAIN, evaluate=evaluate, finetune=finetune, seed=seed)
     aim = Aim(objective, bounds, bench.original.figures, evaluate is not None, minimize)
     goals = {Goal.SPEED, *([Goal.MEMORY, Goal.SIZE] if _asks_for_bytes(aim) else [])}
-    space = Space(phase, goals)
+    space = Space(phase, goals, _measured(bench, seconds))
     made = Trials(space, aim, of=_said(model, objective, evaluate), folder=folder, seed=seed)
     return Search(bench, space, aim, made, folder=folder, deadline=start + seconds, most=most).run()
+
+
+def _measured(bench: Bench, seconds: float) -> Sensitivities | None:
+    """Return how sensitive layers are, where there is time for it."""
+    layers = len(modules_by_name(bench.base))
+    if bench.training or 2 * layers * bench.forward_seconds > _SHARE_FOR_LAYERS * seconds:
+        return None
+    return sensitivities(bench.base, bench.calls)
 
 
 def _asks_for_bytes(aim: Aim) -> bool:
@@ -146,7 +158,7 @@ class Search:
             with progress_bar("fxopt: searching", self.most) as move:
                 while (self.most is None or made < self.most) and self._has_time(took):
                     if not planned and made >= singles:
-                        self.trials.plan(predictions.promising(_PROMISING))
+                        self.trials.plan([*self._mended(), *predictions.promising(_PROMISING)])
                         planned = True
                     chosen = self.trials.next()
                     if chosen is None:
@@ -209,6 +221,15 @@ class Search:
             save_state(self.folder, point.number, self.bench.states[point.number])
         self.trials.tell(trial, point)
         return point
+
+    def _mended(self) -> list[Choice]:
+        """Return, of points that lose too much, what leaves their most sensitive layers alone."""
+        lossy = ("metric", "error")
+        wrong = [
+            point for point in self.trials.points().values()
+            if point.is_known and any(bound.name in lossy for bound in self.aim.lacks(point.figures))
+        ]  # fmt: skip
+        return [choice for point in wrong for choice in self.space.keeping_more(point.choice)[:_MENDED]]
 
     def _unwanted(self, figures: Mapping[str, float], others: Mapping[int, Point]) -> str:
         """Say why the metric of a point need not be known: another one is clearly better and nearer to the original."""

@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ..errors import FxoptError, UsageError
 from ..known_passes import PRESET_OPTIONS, has_engines, pass_names
 from ..passes.contract import Pass, format_value, option_types
 from ..passes.pipeline import chosen_passes, find_pass
-from ..passes.sites import Goal, Phase
+from ..passes.sites import Goal, Numerics, Phase
+from .sensitivity import Sensitivities
 
-__all__ = ["Choice", "Group", "Space", "are_numbers", "key_of", "passes_of", "pipeline_of"]
+__all__ = ["Choice", "Group", "Option", "Space", "key_of", "passes_of", "pipeline_of"]
 
 PRESET = "preset"
 _PRESETS = {Phase.EVAL: ("inference", "compress"), Phase.TRAIN: ("training",)}
+_KEEP = "keep"
+_KEPT_SHARES = (0.0, 0.125, 0.25, 0.5)
+"""Of the layers so many are left alone by a lossy pass, those first that matter most."""
 _NOTHING = ""
 
 Choice = Mapping[str, str]
 """Name of a group -> what is chosen of it, as text; "" leaves its pass out."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """The values of an option, as texts: those that have an order, and those that are tried before others."""
+
+    texts: tuple[str, ...]
+    is_ordered: bool
+    first: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -30,22 +44,34 @@ class Group:
     Attributes:
         name: "preset", or that of the pass.
         texts: what can be chosen, each as a pipeline has it.
-        options: option -> its values, each as text, for a pass; the texts are their products.
+        options: of a pass.
+        by_options: values of the options -> the text.
     """
 
     name: str
     texts: tuple[str, ...]
-    options: Mapping[str, Sequence[str]]
-    by_options: Mapping[tuple[str, ...], str]
+    options: Mapping[str, Option] = field(default_factory=dict[str, Option])
+    by_options: Mapping[tuple[str, ...], str] = field(default_factory=dict[tuple[str, ...], str])
 
     def alone(self) -> Sequence[str]:
-        """Return what is tried of it first: of options that are numbers one in the middle, all of the others."""
+        """Return what is tried of it before all else."""
         if not self.options:
             return self.texts[1:]
-        few = [
-            values if not are_numbers(values) else values[len(values) // 2 :][:1] for values in self.options.values()
-        ]
-        return [self.by_options[each] for each in itertools.product(*few) if each in self.by_options]
+        few = itertools.product(*(option.first for option in self.options.values()))
+        return [self.by_options[values] for values in few if values in self.by_options]
+
+    def values_of(self, text: str) -> tuple[str, ...]:
+        """Return the values of the options that a text stands for."""
+        return next((values for values, other in self.by_options.items() if other == text), ())
+
+    def keeping_more(self, text: str) -> list[str]:
+        """Return what leaves more layers alone and is the same otherwise, the least first."""
+        values = self.values_of(text)
+        if _KEEP not in self.options or not values:
+            return []
+        place, texts = list(self.options).index(_KEEP), self.options[_KEEP].texts
+        more = texts[texts.index(values[place]) + 1 :]
+        return [self.by_options[(*values[:place], each, *values[place + 1 :])] for each in more]
 
 
 class Space:
@@ -54,10 +80,12 @@ class Space:
     Args:
         phase: whether models are optimized for evaluation or for training.
         goals: what is asked for: speed, memory or size.
+        sensitivities: which layers lossy passes had better leave alone.
     """
 
-    def __init__(self, phase: Phase, goals: Collection[Goal]) -> None:
-        self.groups = {group.name: group for group in (_presets(phase, goals), *_passes(phase, goals))}
+    def __init__(self, phase: Phase, goals: Collection[Goal], sensitivities: Sensitivities | None = None) -> None:
+        groups = (_presets(phase, goals), *_passes(phase, goals, sensitivities or Sensitivities({}, {})))
+        self.groups = {group.name: group for group in groups}
 
     @property
     def start(self) -> Choice:
@@ -73,6 +101,12 @@ class Space:
         """Yield every choice, whether or not its passes go together."""
         for texts in itertools.product(*(group.texts for group in self.groups.values())):
             yield dict(zip(self.groups, texts, strict=True))
+
+    def keeping_more(self, choice: Choice) -> list[Choice]:
+        """Return what leaves more layers alone than a choice does, in one pass, and is the same otherwise."""
+        return [
+            {**choice, name: text} for name, group in self.groups.items() for text in group.keeping_more(choice[name])
+        ]
 
 
 def key_of(choice: Choice) -> tuple[str, ...]:
@@ -121,10 +155,10 @@ def _presets(phase: Phase, goals: Collection[Goal]) -> Group:
         for values in itertools.product(*options.values()):
             chosen = ",".join(f"{option}={value}" for option, value in zip(options, values, strict=True))
             texts.append(f"{name}{{{chosen}}}" if chosen else name)
-    return Group(PRESET, (*texts, *([] if set(goals) <= {Goal.SPEED} else [_NOTHING])), {}, {})
+    return Group(PRESET, (*texts, *([] if set(goals) <= {Goal.SPEED} else [_NOTHING])))
 
 
-def _passes(phase: Phase, goals: Collection[Goal]) -> Iterator[Group]:
+def _passes(phase: Phase, goals: Collection[Goal], sensitivities: Sensitivities) -> Iterator[Group]:
     """Yield the passes that take part, fxopt's own and others."""
     for name in pass_names():
         try:
@@ -132,33 +166,43 @@ def _passes(phase: Phase, goals: Collection[Goal]) -> Iterator[Group]:
         except (FxoptError, ImportError):  # `list_passes` tells of it
             continue
         options = kind.searched(phase, goals)
-        if options is not None and kind.phase in (phase, Phase.BOTH):
-            yield _group(name, kind, options)
+        if options is None or kind.phase not in (phase, Phase.BOTH):
+            continue
+        layers = sensitivities.units if kind.numerics is Numerics.SEMANTIC else sensitivities.bits
+        if _KEEP in option_types(kind) and layers and not kind.numerics.keeps_function:
+            options = {**options, _KEEP: _most_sensitive(layers)}
+        yield _group(name, kind, options)
 
 
-def _group(name: str, kind: type[Pass], options: Mapping[str, Sequence[Any]]) -> Group:
+def _most_sensitive(layers: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """Return which layers are left alone: none, and some shares of those that matter most."""
+    order = sorted(layers, key=lambda name: layers[name], reverse=True)
+    counts = dict.fromkeys(math.ceil(share * len(order)) for share in _KEPT_SHARES)
+    return [tuple(order[:count]) for count in counts if count < len(order)]
+
+
+def _group(name: str, kind: type[Pass], values: Mapping[str, Sequence[Any]]) -> Group:
     """Return a pass with each combination of its values that it accepts; UsageError where it accepts none."""
     kinds, made, problem = option_types(kind), dict[tuple[str, ...], str](), None
-    unknown = next((option for option in options if option not in kinds), None)
+    unknown = next((option for option in values if option not in kinds), None)
     if unknown is not None:
         raise UsageError(f"pass {name!r}: searched() names {unknown!r}, which is no option of it")
-    words = {option: tuple(format_value(each, kinds[option]) for each in values) for option, values in options.items()}
-    for values in itertools.product(*options.values()):
+    options = {option: _option(option, each, kinds[option]) for option, each in values.items()}
+    texts = itertools.product(*(option.texts for option in options.values()))
+    for given, written in zip(itertools.product(*values.values()), texts, strict=True):
         try:
-            pass_ = cast("Any", kind)(**dict(zip(options, values, strict=True)))
+            made[written] = str(cast("Any", kind)(**dict(zip(options, given, strict=True))))
         except UsageError as error:
             problem = error
-            continue
-        texts = tuple(format_value(each, kinds[option]) for option, each in zip(options, values, strict=True))
-        made[texts] = str(pass_)
     if not made:
         raise UsageError(f"pass {name!r}: no values of searched() go together: {problem}")
-    return Group(name, (_NOTHING, *dict.fromkeys(made.values())), words, made)
+    return Group(name, (_NOTHING, *dict.fromkeys(made.values())), options, made)
 
 
-def are_numbers(values: Sequence[str]) -> bool:
-    """Say whether the values of an option have an order."""
-    try:
-        return bool([float(each) for each in values])
-    except ValueError:
-        return False
+def _option(name: str, values: Sequence[Any], kind: Any) -> Option:
+    """Return an option; of numbers one in the middle is tried first."""
+    texts = tuple(format_value(each, kind) for each in values)
+    are_numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in values)
+    if name == _KEEP:
+        return Option(texts, is_ordered=True, first=texts[:1])
+    return Option(texts, are_numbers, texts[len(texts) // 2 :][:1] if are_numbers else texts)

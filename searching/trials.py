@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import InputError, UsageError
 from .points import Aim, Point
-from .space import Choice, Group, Space, are_numbers, key_of, passes_of
+from .space import Choice, Group, Option, Space, key_of, passes_of
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -135,9 +135,8 @@ class Trials:
                 found[name] = choice[name]
                 continue
             found[name] = bool(choice[name])
-            values = next((values for values, text in group.by_options.items() if text == choice[name]), ())
-            for (option, texts), value in zip(group.options.items(), values, strict=False):
-                found[f"{name}.{option}"] = texts.index(value) if are_numbers(texts) else value
+            for (key, option), value in zip(group.options.items(), group.values_of(choice[name]), strict=False):
+                found[f"{name}.{key}"] = option.texts.index(value) if option.is_ordered else value
         return found
 
 
@@ -147,14 +146,14 @@ def _text(trial: Trial, group: Group) -> str | None:
         return str(trial.suggest_categorical(group.name, group.texts))
     if not trial.suggest_categorical(group.name, (False, True)):
         return ""
-    values = tuple(_option(trial, f"{group.name}.{option}", texts) for option, texts in group.options.items())
+    values = tuple(_value(trial, f"{group.name}.{name}", option) for name, option in group.options.items())
     return group.by_options.get(values)
 
 
-def _option(trial: Trial, name: str, texts: Sequence[str]) -> str:
-    if are_numbers(texts):
-        return texts[trial.suggest_int(name, 0, len(texts) - 1)]
-    return str(trial.suggest_categorical(name, tuple(texts)))
+def _value(trial: Trial, name: str, option: Option) -> str:
+    if option.is_ordered:
+        return option.texts[trial.suggest_int(name, 0, len(option.texts) - 1)]
+    return str(trial.suggest_categorical(name, option.texts))
 
 
 def _opened(of: str, folder: Path | None, seed: int, sampler: Sampler) -> Study:

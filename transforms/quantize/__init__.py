@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .judging import number_of
+from .judging import ComparedRun, number_of
 from .layers import candidates
 from .quantize import Quantize
+from .within import costs
 
-__all__ = ["Quantize", "candidates", "number_of"]
+__all__ = ["ComparedRun", "Quantize", "candidates", "costs", "number_of"]
