@@ -18,7 +18,8 @@ from ..errors import InputError, UsageError, did_you_mean, one_line
 from .configurations import is_configuration, model_of_configuration
 
 __all__ = [
-    "build_model", "find_factory", "find_function", "import_module", "importable", "is_trusted", "module_of", "name_class", "owner_of",
+    "build_model", "find_factory", "find_function", "import_module", "importable", "is_trusted", "module_of",
+    "name_class", "owner_of",
 ]  # fmt: skip
 
 _SPEC = re.compile(r"(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<path>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
