@@ -25,6 +25,7 @@ from ..errors import (
 from ..passes.contract import Pass
 from ..passes.driver import copied
 from ..passes.kinds import error_of
+from ..passes.pipeline import chosen_passes
 from ..passes.sites import Numerics
 from ..passes.timing import Interval, Runner, call_bytes, held_memory, memory_use, time_candidates
 from ..reporting.wording import left_alone
@@ -35,7 +36,7 @@ from ..tracing.isolation import in_phase, preserved
 from ..tracing.recording import copy_inputs
 from ..transforms.quantize import number_of
 from .points import Point
-from .space import Choice, passes_of, pipeline_of
+from .space import Choice
 
 __all__ = ["Bench"]
 
@@ -93,12 +94,14 @@ class Bench:
         """Return about how long a trial takes: what `optimize` may take at least, and evaluating."""
         return self.evaluate_seconds + max(1.0, 40 * self._seconds)
 
-    def point(self, number: int, choice: Choice, unwanted: Callable[[Mapping[str, float]], str]) -> Point:
-        """Return the point of a choice. `unwanted` says of figures without a metric why that need not be known."""
-        start, pipeline = time.perf_counter(), pipeline_of(choice)
+    def point(
+        self, number: int, pipeline: str, choice: Choice, unwanted: Callable[[Mapping[str, float]], str] = lambda _: ""
+    ) -> Point:
+        """Return the point of a pipeline. `unwanted` says of figures without a metric why that need not be known."""
+        start = time.perf_counter()
         made: dict[str, Any] = {}
         try:
-            made = self._made(number, passes_of(choice), unwanted)
+            made = self._made(number, chosen_passes(pipeline) if pipeline else (), unwanted)
         except (FxoptError, RuntimeError) as error:
             made = {"reason": f"{type(error).__name__}: {one_line(error)}"}
         return Point(number, pipeline, **made, seconds=time.perf_counter() - start, choice=dict(choice))

@@ -212,7 +212,9 @@ class Search:
         else:
             try:
                 with interruptible():
-                    point = self.bench.point(trial.number, choice, lambda found: self._unwanted(found, others))
+                    point = self.bench.point(
+                        trial.number, pipeline_of(choice), choice, lambda found: self._unwanted(found, others)
+                    )
             except KeyboardInterrupt:
                 self.trials.forget(trial)
                 raise
