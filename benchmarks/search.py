@@ -260,7 +260,7 @@ def measure(name: str, trials: int, seeds: int) -> dict[str, Any]:
     at_least = all(any(not aim.beats(preset.figures, each.figures) for each in front) for preset in presets)
     row = {
         "task": name, "original": bench.original.figures, "areas": found, "seconds": seconds, "presets": singles,
-        "expert": {"area": area(aim, [expert]), **dataclasses.asdict(dataclasses.replace(expert, plan=None))},
+        "expert": {"area": area(aim, [expert]), **expert.to_json(), "plan": None},
         "front": [[point.pipeline, point.figures] for point in front], "has_each_preset": at_least,
         "points": [[point.pipeline, point.figures, point.reason] for point in shown],
     }  # fmt: skip
