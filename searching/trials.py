@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import warnings
@@ -45,7 +46,7 @@ class Trials:
         self._space, self._aim = space, aim
         self._random = random.Random(seed)  # noqa: S311 - it hides no secret
         with _quiet():
-            self._study = _opened(of, folder, seed, sampler)
+            self._study = _opened(f"{of}, choices {_digest(space)}", folder, seed, sampler)
         self._tried: set[tuple[str, ...]] = set()
         self._impossible: set[tuple[str, ...]] = set()
         for point in self.points().values():
@@ -75,10 +76,11 @@ class Trials:
                     self._tried.add(key_of(choice))
                     return trial, choice
                 self._give_up(trial)
-            left = [each for each in self._space.all() if self._is_new(each)]
-            if not left:
+            every = list(self._space.all())
+            left = next(filter(self._is_new, self._random.sample(every, len(every))), None)
+            if left is None:
                 return None
-            self._study.enqueue_trial(self._parameters(self._random.choice(left)))
+            self._study.enqueue_trial(self._parameters(left))
             trial, choice = self._asked()
         if choice is None or not self._is_new(choice):  # another process has put something into the queue
             self._give_up(trial)
@@ -181,6 +183,15 @@ def _opened(of: str, folder: Path | None, seed: int, sampler: Sampler) -> Study:
         raise InputError(f"storage={str(folder)!r} cannot be used: {type(error).__name__}: {error}") from error
     study.sampler = _sampler(sampler, seed + done)
     return study
+
+
+def _digest(space: Space) -> str:
+    """Tell spaces apart: optuna takes no other words for a choice within a study."""
+    words = {
+        name: {key: option.texts for key, option in group.options.items() if not option.is_ordered} or group.texts
+        for name, group in space.groups.items()
+    }
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:8]
 
 
 def _sampler(name: Sampler, seed: int) -> BaseSampler:

@@ -197,17 +197,12 @@ def test_what_evaluate_changes_is_put_back():
         assert front.original.figures["metric"] == pytest.approx(front.trials[0].figures["metric"], rel=1e-3)
 
 
-def test_a_slow_metric_says_how_many_trials_fit(caplog: pytest.LogCaptureFixture):
-    import time
-
-    def slow(model: nn.Module) -> float:
-        time.sleep(1.2)
-        return 1.0
-
+def test_where_few_trials_fit_that_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Bench, "trial_seconds", 50.0)
     with caplog.at_level(logging.WARNING, "fxopt"):
-        front = search(evaluate=slow, trials=None, time_budget=4.5)
-    assert "so about" in front.notes[0]
-    assert "fit into the time budget" in caplog.text
+        front = search(time_budget="2 min", trials=3)
+    assert front.notes[0].startswith("a trial takes about 50 s, so about ")
+    assert front.notes[0] in caplog.text
 
 
 def test_an_original_that_fails_its_constraint_is_told():
