@@ -85,9 +85,9 @@ def front_figure(
         raise UsageError(_NO_MATPLOTLIB)
     figure = _inline_figure()(figsize=(6.5, 4.0), layout="constrained")
     axes = figure.subplots()
-    axes.plot(*zip(*tried, strict=True) if tried else ([], []), "o", markersize=4, color=_BEFORE, label="tried")
-    if front:
-        axes.plot(*zip(*front, strict=True), "o-", markersize=5, color=_AFTER, label="that no other beats")
+    for points, line, colour, label in ((tried, "o", _BEFORE, "tried"), (front, "o-", _AFTER, "that no other beats")):
+        places = [x for x, _ in points], [y for _, y in points]
+        axes.plot(*places, line, markersize=4, color=colour, label=label)
     axes.plot(*original, "D", markersize=6, color=_LEFT, label="as it was")
     axes.set_xlabel(objective, fontsize=9)
     axes.set_ylabel(lost, fontsize=9)

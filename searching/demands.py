@@ -38,7 +38,8 @@ def _seconds(number: float, unit: str) -> float | None:
 
 
 def _bytes(number: float, unit: str) -> float | None:
-    return number if not unit else parse_bytes(f"{number} {unit}")
+    size = parse_bytes(f"1 {unit or 'b'}")
+    return None if size is None else number * size
 
 
 def _share(number: float, unit: str) -> float | None:

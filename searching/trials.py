@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -205,7 +205,7 @@ def _sampler(name: Sampler, seed: int) -> BaseSampler:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet() -> Generator[None]:
     """Keep optuna from telling of each trial, and of what it calls experimental."""
     import optuna
 

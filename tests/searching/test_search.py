@@ -86,7 +86,7 @@ def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path):
             optimizer.step()
 
     folder = tmp_path / "trials"
-    front = search(finetune=finetune, trials=20, storage=folder, time_budget=100)
+    front = search(finetune=finetune, trials=5, storage=folder)
     pruned = [point for point in front.trials if point.finetuned]
     assert pruned
     assert all("prune" in point.pipeline for point in pruned)

@@ -37,8 +37,7 @@ class Doze(Pass):
 def others(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = importlib.metadata.EntryPoint("doze", f"{__name__}:Doze", "fxopt.passes")
     monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda _: Doze)
-    monkeypatch.setattr("fxopt.known_passes.entry_points", lambda: [entry])
-    monkeypatch.setattr("fxopt.passes.pipeline.registry.entry_points", lambda: [entry])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [entry] if group == "fxopt.passes" else [])
 
 
 def space(goals: Collection[Goal] = (Goal.SPEED,), phase: Phase = Phase.EVAL) -> Space:
