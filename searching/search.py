@@ -40,7 +40,8 @@ _LOG = logging.getLogger("fxopt")
 _PROMISING = 8
 """So many combinations that are predicted to be good are tried before the sampler chooses."""
 _MENDED = 2
-_CLEARLY = 0.95
+_CLEARLY, _CHEAP = 0.95, 1.0
+"""A metric that takes less than a second is evaluated in any case: what it says guides the sampler."""
 _SHARE_FOR_LAYERS = 0.1
 """Of the time: looking at layers one by one takes no more."""
 _BYTES = ("memory", "size")
@@ -160,7 +161,8 @@ class Search:
                     if not planned and made >= singles:
                         self.trials.plan([*self._mended(), *predictions.promising(_PROMISING)])
                         planned = True
-                    chosen = self.trials.next()
+                    best = self.aim.unbeaten(self.trials.points().values()) if self.guided else []
+                    chosen = self.trials.next([point.choice for point in best])
                     if chosen is None:
                         notes.append("every pipeline of the space was tried")
                         break
@@ -235,6 +237,8 @@ class Search:
 
     def _unwanted(self, figures: Mapping[str, float], others: Mapping[int, Point]) -> str:
         """Say why the metric of a point need not be known: another one is clearly better and nearer to the original."""
+        if self.bench.evaluate_seconds < _CHEAP:
+            return ""
         for other in others.values():
             is_good = other.is_known and self.aim.loss(other.figures) <= 0 and not self.aim.lacks(other.figures)
             is_better = is_good and self.aim.cost(other.figures) < _CLEARLY * self.aim.cost(figures)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -101,6 +101,12 @@ class Space:
         """Yield every choice, whether or not its passes go together."""
         for texts in itertools.product(*(group.texts for group in self.groups.values())):
             yield dict(zip(self.groups, texts, strict=True))
+
+    def near(self, choices: Iterable[Choice]) -> Iterator[Choice]:
+        """Yield what differs from one of some choices in one group."""
+        for choice in choices:
+            for name, group in self.groups.items():
+                yield from ({**choice, name: text} for text in group.texts)
 
     def keeping_more(self, choice: Choice) -> list[Choice]:
         """Return what leaves more layers alone than a choice does, in one pass, and is the same otherwise."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -49,6 +49,7 @@ class Trials:
             self._study = _opened(f"{of}, choices {_digest(space)}", folder, seed, sampler)
         self._tried: set[tuple[str, ...]] = set()
         self._impossible: set[tuple[str, ...]] = set()
+        self._all = self._shuffled(space.all())
         for point in self.points().values():
             self._tried.add(key_of(point.choice))
 
@@ -67,8 +68,10 @@ class Trials:
             self._study.enqueue_trial(self._parameters(choice), skip_if_exists=True)
         return len(new)
 
-    def next(self) -> tuple[Trial, Choice] | None:
-        """Return what is to be tried; None where all was."""
+    def next(self, near: Sequence[Choice] = ()) -> tuple[Trial, Choice] | None:
+        """Return what is to be tried; None where all was. Where the sampler proposes nothing new, it is something that
+        differs in one choice from what is given as `near`, or else anything.
+        """
         with _quiet():
             for _ in range(_TRIES):
                 trial, choice = self._asked()
@@ -76,15 +79,14 @@ class Trials:
                     self._tried.add(key_of(choice))
                     return trial, choice
                 self._give_up(trial)
-            every = list(self._space.all())
-            left = next(filter(self._is_new, self._random.sample(every, len(every))), None)
+            left = next(filter(self._is_new, (*self._shuffled(self._space.near(near)), *self._all)), None)
             if left is None:
                 return None
             self._study.enqueue_trial(self._parameters(left))
             trial, choice = self._asked()
         if choice is None or not self._is_new(choice):  # another process has put something into the queue
             self._give_up(trial)
-            return self.next()
+            return self.next(near)
         self._tried.add(key_of(choice))
         return trial, choice
 
@@ -105,6 +107,10 @@ class Trials:
         """Take back a trial that was interrupted, so that it can be tried again."""
         with _quiet():
             self._give_up(trial)
+
+    def _shuffled(self, choices: Iterable[Choice]) -> list[Choice]:
+        every = list(choices)
+        return self._random.sample(every, len(every))
 
     def _give_up(self, trial: Trial) -> None:
         from optuna.trial import TrialState
