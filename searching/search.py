@@ -187,11 +187,11 @@ class Search:
                 "of it once the original is measured; give more"
             )
         notes: list[str] = []
-        wanted, fit = len(self.space.singles()), int(left / each)
+        wanted, fit = len(self.space.singles()), left / each
         if fit < wanted and (self.most is None or self.most > fit):
             why = f"evaluate takes {duration(metric)}" if metric > each / 2 else f"a trial takes about {duration(each)}"
             notes.append(
-                f"{why}, so about {counted(fit, 'trial')} fit into the time budget; {wanted} try each choice once"
+                f"{why}, so about {counted(int(fit), 'trial')} fit into the time budget; {wanted} try each choice once"
             )
             _LOG.warning("%s", notes[-1])
         original = self.bench.original.figures

@@ -50,16 +50,17 @@ class Trials:
         self._tried: set[tuple[str, ...]] = set()
         self._impossible: set[tuple[str, ...]] = set()
         self._all = self._shuffled(space.all())
-        for point in self.points().values():
-            self._tried.add(key_of(point.choice))
+        self._points: dict[int, Point] = {}
+        self.points()
 
     def points(self) -> dict[int, Point]:
         """Return every point that was tried, by number, those of other processes too."""
-        found: dict[int, Point] = {}
         for trial in self._study.get_trials(deepcopy=False):
-            if _POINT in trial.user_attrs:
-                found[trial.number] = Point.from_json(json.loads(trial.user_attrs[_POINT]), f"trial {trial.number}")
-        return found
+            if _POINT in trial.user_attrs and trial.number not in self._points:
+                point = Point.from_json(json.loads(trial.user_attrs[_POINT]), f"trial {trial.number}")
+                self._points[trial.number] = point
+                self._tried.add(key_of(point.choice))
+        return dict(sorted(self._points.items()))
 
     def plan(self, choices: Sequence[Choice]) -> int:
         """Let these be tried next, in this order, and return how many are; those that were tried are passed over."""
