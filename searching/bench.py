@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +31,7 @@ from ..passes.pipeline import chosen_passes
 from ..passes.sites import Numerics
 from ..passes.timing import Interval, Runner, call_bytes, held_memory, memory_use, time_candidates
 from ..reporting.wording import left_alone
-from ..runtime.record import needed_record
+from ..runtime.record import Record, needed_record
 from ..runtime.values import flatten
 from ..tracing.examples import Inputs
 from ..tracing.isolation import in_phase, preserved
@@ -81,6 +83,8 @@ class Bench:
         timed = time_candidates({"before": self._runner}, seconds=_SECONDS, least_rounds=_ROUNDS)
         self._seconds = timed.seconds("before")
         self.original = Point(-1, "", {**self._costs(self.base, self._seconds), "error": 0.0, **worth})
+        self._measured = dict[frozenset[tuple[str, ...]], dict[str, Any]]()
+        """What was rewritten -> what was measured of it: another pipeline that rewrites the same is the same point."""
         self.states: dict[int, Mapping[str, Tensor]] = {}
         """Number of a point -> its weights, where they were trained."""
 
@@ -110,21 +114,27 @@ class Bench:
         self, number: int, passes: Sequence[Pass], unwanted: Callable[[Mapping[str, float]], str]
     ) -> dict[str, Any]:
         fast, finetuned = self._optimized(number, passes)
+        record = needed_record(fast) if passes else None
+        rewrites = _rewrites(record)
+        if not finetuned and rewrites in self._measured:
+            return {**self._measured[rewrites], "plan": None if record is None else record.plan}
         with in_phase(fast, self.training):
             speed = self._speed(fast)
             seconds = self._seconds / speed.mid
             figures = {**self._costs(fast, seconds), "error": self._error(fast)}
-        record = needed_record(fast) if passes else None
         left = [] if record is None else [f"{each.status} {each.what}: {each.reason}" for each in left_alone(record)]
         reason = "" if self._evaluate is None else unwanted(figures)
         if self._evaluate is not None and not reason:
             figures["metric"] = self._worth(fast)
         calls = len(self.calls)
-        return {
+        made = {
             "figures": figures, "interval": (self._seconds / speed.high / calls, self._seconds / speed.low / calls),
             "plan": None if record is None else record.plan, "left": tuple(left[:_MOST_LEFT]), "reason": reason,
             "finetuned": finetuned,
         }  # fmt: skip
+        if not finetuned and not reason:
+            self._measured[rewrites] = made
+        return made
 
     def _optimized(self, number: int, passes: Sequence[Pass]) -> tuple[nn.Module, bool]:
         """Return the model after some passes; it is trained behind those that change what it computes."""
@@ -193,6 +203,23 @@ class Bench:
         except InputError as error:
             said = "evaluate changes parameters of the model it is given, a copy of yours; let it only run the model"
             raise UsageError(said) from error
+
+
+def _rewrites(record: Record | None) -> frozenset[tuple[str, ...]]:
+    """Return what tells optimized models apart: the rewrites that stand, with the options of their passes."""
+    if record is None:
+        return frozenset()
+    texts = record.plan.pipeline
+    applied = [each for each in record.plan.decisions if each.status == "applied"]
+    return frozenset(
+        (_without_keep(texts[each.step]), each.key, each.choice or "", json.dumps(each.to_json()["site"]))
+        for each in applied
+    )
+
+
+def _without_keep(text: str) -> str:
+    """Return a pass as text without what it leaves alone, which is no rewrite."""
+    return re.sub(r",?keep=\[[^\]]*\]", "", text)
 
 
 def _rows(call: Inputs) -> int:

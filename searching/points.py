@@ -94,6 +94,13 @@ class Aim:
         worse = self.original["metric"] - figures.get("metric", -math.inf)
         return -(self.original["metric"] - figures.get("metric", math.inf)) if self.minimize else worse
 
+    @property
+    def allowed_loss(self) -> float:
+        """Return how much may be lost at most, by the bounds; infinity where none says."""
+        limits = {bound.name: bound.limit(self.original) for bound in self.bounds}
+        name = "metric" if self.has_metric else "error"
+        return max(0.0, self.loss({name: limits[name]})) if name in limits else math.inf
+
     def lacks(self, figures: Mapping[str, float]) -> list[Bound]:
         """Return the bounds that are not met."""
         return [bound for bound in self.bounds if bound.lack(figures, self.original) > 0]

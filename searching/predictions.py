@@ -14,6 +14,8 @@ __all__ = ["Predictions"]
 
 _MORE_SPEED, _LESS_LOSS = 0.75, 0.5
 """A prediction may be wrong by so much: the objective may be a quarter better, and half as much may be lost."""
+_FAR = 3.0
+"""What loses so many times what is allowed loses too much beside anything else."""
 _MOST = 2000
 """So many combinations are looked at."""
 
@@ -31,12 +33,16 @@ class Predictions:
     def __init__(self, space: Space, aim: Aim) -> None:
         self._space, self._aim = space, aim
         self._known: dict[tuple[str, ...], _Expected] = {}
+        self._lossy: list[Point] = []
 
     def learn(self, point: Point) -> None:
         """Take in a point."""
         if point.is_known:
             found = _Expected(self._aim.cost(point.figures), self._aim.loss(point.figures))
             self._known[key_of(point.choice)] = found
+            changed = [name for name, text in point.choice.items() if text != self._space.start[name]]
+            if len(changed) == 1 and found.loss > _FAR * self._aim.allowed_loss:
+                self._lossy.append(point)
 
     def expected(self, choice: Choice) -> _Expected | None:
         """Return what a choice will cost and lose; None where a part of it was not measured by itself."""
@@ -59,6 +65,14 @@ class Predictions:
         cost, loss = _MORE_SPEED * found.cost, found.loss - _LESS_LOSS * abs(found.loss)
         for point in points.values():
             if point.is_known and self._aim.cost(point.figures) <= cost and self._aim.loss(point.figures) <= loss:
+                return point
+        return None
+
+    def hopeless(self, choice: Choice) -> Point | None:
+        """Return a point of one pass that loses far too much, where a choice has that pass, or with larger numbers."""
+        for point in self._lossy:
+            name = next(each for each in point.choice if point.choice[each] != self._space.start[each])
+            if self._space.groups[name].is_milder(point.choice[name], choice[name]):
                 return point
         return None
 

@@ -27,7 +27,7 @@ from .demands import parse_bounds, parse_objective, parse_seconds
 from .front import Front, load_state, save_state
 from .points import Aim, Point
 from .predictions import Predictions
-from .sensitivity import Sensitivities, sensitivities
+from .sensitivity import Sensitivities, sensitivities, weighted
 from .space import Choice, Space, pipeline_of
 from .trials import Trials
 
@@ -115,7 +115,7 @@ def search(
 
 def _measured(bench: Bench, seconds: float) -> Sensitivities | None:
     """Return how sensitive layers are, where there is time for it."""
-    layers = len(modules_by_name(bench.base))
+    layers = len(weighted(bench.base))
     if bench.training or 2 * layers * bench.forward_seconds > _SHARE_FOR_LAYERS * seconds:
         return None
     return sensitivities(bench.base, bench.calls)
@@ -207,9 +207,8 @@ class Search:
     def _tried(self, trial: Trial, choice: Choice, predictions: Predictions) -> Point:
         """Return the point of a trial, or why it was not made."""
         others = self.trials.points()
-        beaten = predictions.beaten_by(choice, others) if self.guided else None
-        if beaten is not None:
-            reason = f"not made: predicted to be beaten by {beaten.pipeline or 'the original'!r}"
+        reason = self._ruled_out(choice, others, predictions) if self.guided else ""
+        if reason:
             point = Point(trial.number, pipeline_of(choice), reason=reason, choice=dict(choice))
         else:
             try:
@@ -225,6 +224,14 @@ class Search:
             save_state(self.folder, point.number, self.bench.states[point.number])
         self.trials.tell(trial, point)
         return point
+
+    def _ruled_out(self, choice: Choice, others: Mapping[int, Point], predictions: Predictions) -> str:
+        """Return why a point is not made, if so."""
+        beaten = predictions.beaten_by(choice, others)
+        if beaten is not None:
+            return f"not made: predicted to be beaten by {beaten.pipeline or 'the original'!r}"
+        lossy = predictions.hopeless(choice)
+        return "" if lossy is None else f"not made: {lossy.pipeline!r} loses far too much already"
 
     def _mended(self) -> list[Choice]:
         """Return, of points that lose too much, what leaves their most sensitive layers alone."""

@@ -13,7 +13,7 @@ from ..compat import modules_by_name
 from ..tracing.examples import Inputs
 from ..transforms.quantize import ComparedRun, costs
 
-__all__ = ["Sensitivities", "sensitivities"]
+__all__ = ["Sensitivities", "sensitivities", "weighted"]
 
 _LEVELS = 7
 """Weights are rounded to 4 bits, in which every layer shows: what is coarser orders layers as 8 bits would."""
@@ -30,7 +30,7 @@ class Sensitivities:
 
 def sensitivities(model: nn.Module, calls: Sequence[Inputs]) -> Sensitivities:
     """Measure each linear layer and convolution of a model by itself, on the first call or a smaller one."""
-    layers = {name: each for name, each in modules_by_name(model).items() if isinstance(each, _WEIGHTS)}
+    layers = weighted(model)
     names = {module: name for name, module in layers.items()}
 
     def measured(change: Callable[[Tensor], Tensor]) -> dict[str, float]:
@@ -38,6 +38,11 @@ def sensitivities(model: nn.Module, calls: Sequence[Inputs]) -> Sensitivities:
         return {names[layer]: cost for layer, cost in costs(layers.values(), run.error).items()}
 
     return Sensitivities(measured(_rounded), measured(_halved))
+
+
+def weighted(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers that are looked at, by name."""
+    return {name: each for name, each in modules_by_name(model).items() if isinstance(each, _WEIGHTS)}
 
 
 @contextmanager

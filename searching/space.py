@@ -64,6 +64,16 @@ class Group:
         """Return the values of the options that a text stands for."""
         return next((values for values, other in self.by_options.items() if other == text), ())
 
+    def is_milder(self, one: str, other: str) -> bool:
+        """Say whether a text changes no more than another: numbers are no further on, all else is equal."""
+        if not self.options or not one or not other:
+            return one == other
+        pairs = zip(self.options.items(), self.values_of(one), self.values_of(other), strict=True)
+        return all(
+            first == second or (option.is_ordered and name != _KEEP and _before(option, first, second))
+            for (name, option), first, second in pairs
+        )
+
     def keeping_more(self, text: str) -> list[str]:
         """Return what leaves more layers alone and is the same otherwise, the least first."""
         values = self.values_of(text)
@@ -178,6 +188,10 @@ def _passes(phase: Phase, goals: Collection[Goal], sensitivities: Sensitivities)
         if _KEEP in option_types(kind) and layers and not kind.numerics.keeps_function:
             options = {**options, _KEEP: _most_sensitive(layers)}
         yield _group(name, kind, options)
+
+
+def _before(option: Option, one: str, other: str) -> bool:
+    return option.texts.index(one) < option.texts.index(other)
 
 
 def _most_sensitive(layers: Mapping[str, float]) -> list[tuple[str, ...]]:

@@ -112,6 +112,15 @@ def test_constraints_that_nothing_meets_show_the_nearest_points():
         front.model()
 
 
+def test_pipelines_that_rewrite_the_same_are_one_point():
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.ReLU()).eval()
+    front = search(model, example_inputs=torch.ones(1, 2, 4), trials=8)
+    of = {point.pipeline: point for point in front.trials}
+    plain, idle = of["inference{dtype=float32}"], of["quantize,inference{dtype=float32}"]  # there is no linear layer
+    assert plain.figures == idle.figures
+    assert plain.plan != idle.plan
+
+
 def test_training_steps_and_bytes():
     front = search(net().train(), objective="training_step", constraints={"memory": "-10%"}, trials=2)
     assert {"training_step", "memory", "size", "error"} == set(front.original.figures)
