@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
@@ -108,6 +109,7 @@ class Bench:
             made = self._made(number, chosen_passes(pipeline) if pipeline else (), unwanted)
         except (FxoptError, RuntimeError) as error:
             made = {"reason": f"{type(error).__name__}: {one_line(error)}"}
+        gc.collect()  # optimized models are in circles of references: the next one needs their memory
         return Point(number, pipeline, **made, seconds=time.perf_counter() - start, choice=dict(choice))
 
     def _made(
