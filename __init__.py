@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .runtime.record import Decision, Plan
     from .runtime.state import Concatenate, Mask, Rename, Select, Stack, StateStep
     from .runtime.values import leaf
+    from .searching import Front, search
     from .tracing.examples import Inputs
     from .tracing.program import Program
     from .tracing.recording import recording
@@ -119,6 +120,7 @@ _PLACES = {
     "tracing.examples": "Inputs",
     "runtime.graphs": "Context",
     "tracing.program": "Program",
+    "searching": "Front search",
 }
 _PASSES = (
     "Attention Autocast ChannelsLast Checkpoint Ddp Delegate EliminateCommonSubexpressions EliminateDeadCode "
@@ -134,16 +136,16 @@ __all__ = [
     "ArchiveError", "Attention", "Autocast", "BudgetError", "CalibrationError", "CaptureError", "Cause",
     "ChannelsLast", "Checkpoint", "Concatenate", "Context", "Ddp", "Decision", "Delegate", "Edit",
     "EliminateCommonSubexpressions", "EliminateDeadCode", "EngineWarning", "FlattenCalls", "FoldBatchnorm",
-    "FoldConstants", "Fsdp", "FuseEnsembles", "FuseExperts", "FusedMemberError", "FxoptError", "Goal", "GraphPooling",
-    "GuardError", "GuardWarning", "InputError", "Inputs", "Mask", "Match", "MatchFailure", "ModeError",
+    "FoldConstants", "Front", "Fsdp", "FuseEnsembles", "FuseExperts", "FusedMemberError", "FxoptError", "Goal",
+    "GraphPooling", "GuardError", "GuardWarning", "InputError", "Inputs", "Mask", "Match", "MatchFailure", "ModeError",
     "NothingDoneWarning", "Numerics", "OpInfo", "OrderError", "OuterSteps", "OwnForward", "Pack", "Pass", "PassError",
     "Pattern", "Phase", "Pipeline", "PipelineError", "Plan", "PlanError", "Program", "Prune", "Qat", "Quantize",
     "Refusal", "Release", "Rename", "Report", "Select", "Site", "SparseMessagePassing", "Stack", "StateError",
     "StateStep", "StateWarning", "SwapKernels", "SyncBatchnorm", "TensorParallel", "UnverifiedWarning", "UsageError",
-    "VerificationError", "__version__", "anything", "capture", "either", "element_wise", "ending_together",
-    "export", "graphs", "leaf", "list_passes", "load", "load_sharded", "load_state_dict", "module", "no_sync",
-    "operation", "optimize", "plan", "recording", "refresh", "register_operator", "report", "restore", "save",
-    "save_compact", "state_dict", "to_networkx", "translate_optimizer", "translate_state",
+    "VerificationError", "__version__", "anything", "capture", "either", "element_wise", "ending_together", "export",
+    "graphs", "leaf", "list_passes", "load", "load_sharded", "load_state_dict", "module", "no_sync", "operation",
+    "optimize", "plan", "recording", "refresh", "register_operator", "report", "restore", "save", "save_compact",
+    "search", "state_dict", "to_networkx", "translate_optimizer", "translate_state",
 ]  # fmt: skip
 
 

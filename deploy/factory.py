@@ -18,7 +18,8 @@ from ..errors import InputError, UsageError, did_you_mean, one_line
 from .configurations import is_configuration, model_of_configuration
 
 __all__ = [
-    "build_model", "find_factory", "import_module", "importable", "is_trusted", "module_of", "name_class", "owner_of",
+    "build_model", "find_factory", "find_function", "import_module", "importable", "is_trusted", "module_of",
+    "name_class", "owner_of",
 ]  # fmt: skip
 
 _SPEC = re.compile(r"(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<path>[^\W\d]\w*(?:\.[^\W\d]\w*)*)")
@@ -26,17 +27,12 @@ _SPEC = re.compile(r"(?P<module>[^\W\d]\w*(?:\.[^\W\d]\w*)*):(?P<path>[^\W\d]\w*
 
 def find_factory(spec: str) -> Callable[[], object]:
     """Import the function or class without arguments that `package.module:factory` names; `InputError` if it breaks."""
-    module_name, path = _parts(spec)
-    found: Any = import_module(module_name)
-    for attribute in path.split("."):
-        owner, found = found, getattr(found, attribute, None)
-        if found is None:
-            public = [name for name in dir(owner) if not name.startswith("_")]
-            raise UsageError(f"{spec!r}: {module_name} has no {attribute!r}{did_you_mean(attribute, public)}")
+    found = _imported(spec)
     if isinstance(found, nn.Module) or not callable(found):
         raise UsageError(f"{spec!r} is of type {type(found).__name__}, not a function or class that builds a model")
     missing = _required_parameters(found)
     if missing:
+        module_name, _ = _parts(spec)
         configuration: Any = getattr(found, "config_class", None)
         other = (
             f"its configuration, {module_name}:{configuration.__name__}"
@@ -44,6 +40,26 @@ def find_factory(spec: str) -> Callable[[], object]:
             else "a function that needs none"
         )
         raise UsageError(f"{spec!r} needs arguments ({', '.join(missing)}); name {other}")
+    return found
+
+
+def find_function(spec: str) -> Callable[..., Any]:
+    """Import the function that `package.module:function` or `path/to/file.py:function` names."""
+    found = _imported(importable(spec))
+    if not callable(found):
+        raise UsageError(f"{spec!r} is of type {type(found).__name__}, not a function")
+    return found
+
+
+def _imported(spec: str) -> Any:
+    """Import what `package.module:name` names."""
+    module_name, path = _parts(spec)
+    found: Any = import_module(module_name)
+    for attribute in path.split("."):
+        owner, found = found, getattr(found, attribute, None)
+        if found is None:
+            public = [name for name in dir(owner) if not name.startswith("_")]
+            raise UsageError(f"{spec!r}: {module_name} has no {attribute!r}{did_you_mean(attribute, public)}")
     return found
 
 

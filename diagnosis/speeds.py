@@ -16,18 +16,13 @@ from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor, nn
+from torch import nn
 
-from ..compat import all_modules, storage_id
 from ..errors import UsageError
-from ..layers.delegated import held_bytes
-from ..operators import Keeping
-from ..passes.timing import Interval, Runner, time_candidates
+from ..passes.timing import Interval, Runner, held_memory, time_candidates
 from ..reporting.table import plain_text
 from ..reporting.wording import counted, duration, printable
-from ..runtime.graphs import specializations_of
 from ..runtime.record import record_of
-from ..runtime.values import all_tensors, plain_tensors, tensors_in
 from ..storage import byte_text
 from ..tracing.examples import check_whole, normalize_inputs
 from ..tracing.isolation import in_phase
@@ -137,42 +132,9 @@ def race(
         timings = time_candidates(runs, seconds=_SECONDS, least_rounds=_ROUNDS, cold=cold, clear=math.inf)
         speed = timings.ratio(first, second)
         times = {first: timings.microseconds(first), second: timings.microseconds(first) / speed.mid}
-        one, other = (Side(name, times[name], _held(models[name]), _peak(run)) for name, run in runs.items())
+        one, other = (Side(name, times[name], held_memory(models[name]), _peak(run)) for name, run in runs.items())
     threads = 1 if timings.in_one_thread else torch.get_num_threads()
     return Race(one, other, speed, len(calls), training, threads, cold)
-
-
-def _held(model: nn.Module) -> int:
-    """Return the bytes of the tensors of a model, of what its graphs derived from them, and of engines; shared ones
-    once.
-    """
-    modules = all_modules(model)
-    kept = [
-        node.target for module in modules for each in specializations_of(module) for node in each.graph.nodes
-        if isinstance(node.target, Keeping)
-    ]  # fmt: skip
-    tensors = [
-        *all_tensors(modules), *(tensor for module in modules for tensor in plain_tensors(module)),
-        *(tensor for each in kept for made in each.kept() for tensor in tensors_in(made)),
-    ]  # fmt: skip
-    return sum({_memory(each): _bytes(each) for each in tensors}.values()) + sum(
-        size for size, _ in held_bytes(model).values()
-    )
-
-
-def _memory(tensor: Tensor) -> int:
-    """Tell memory from others'; a packed weight has none that torch tells of."""
-    try:
-        return storage_id(tensor)
-    except NotImplementedError:
-        return -id(tensor)
-
-
-def _bytes(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().nbytes()
-    except NotImplementedError:
-        return tensor.numel() * tensor.element_size()
 
 
 def _peak(run: Runner) -> int | None:

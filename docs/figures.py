@@ -1,7 +1,8 @@
 """The figures of these pages, each from a real run; `make figures` makes them anew.
 
 The figure of a pass is made of the example on its page: what `fxopt.optimize` returned there, as the page of its report
-shows it in a browser. Names on the command line make only these: of passes, `page`, `plots`, `comparison`.
+shows it in a browser. Names on the command line make only these: of passes, `page`, `plots`, `comparison`,
+`search`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -231,6 +233,36 @@ class Mlp(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
+def draw_search() -> None:
+    """Show what a search found for each task of the benchmark, by time and by what was lost."""
+    tasks = json.loads((RESULTS / "search.json").read_text(encoding="utf-8"))["tasks"]
+    figure = Figure(figsize=(9.0, 2.9 * math.ceil(len(tasks) / 2)), layout="constrained")
+    panels = figure.subplots(math.ceil(len(tasks) / 2), 2, squeeze=False).flat
+    for axes, task in zip(panels, tasks, strict=False):
+        original = task["original"]
+
+        def place(figures: dict[str, float], original: dict[str, float] = original) -> tuple[float, float]:
+            return figures["latency"] / original["latency"], figures["metric"]
+
+        tried = [place(figures) for _, figures, reason in task["points"] if figures and not reason]
+        presets = [place(figures) for text, figures, _ in task["points"] if text in task["presets"] and figures]
+        front = [place(figures) for _, figures in task["front"]]
+        axes.plot(*zip(*tried, strict=True), "o", markersize=3, color="#a9b4c0", label="tried")
+        axes.plot(*zip(*front, strict=True), "o-", markersize=4, color="#2f7d4f", label="the front")
+        axes.plot(*zip(*presets, strict=True), "s", markersize=6, mfc="none", color="#30549c", label="a preset alone")
+        if task["expert"]["figures"]:
+            axes.plot(*place(task["expert"]["figures"]), "*", markersize=9, color="#b06a5a", label="an expert's")
+        axes.set_title(task["task"], loc="left", fontsize=9)
+        axes.set_xlabel("time of a call, of the original's", fontsize=8)
+        axes.set_ylabel("metric", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels:
+        axes.set_axis_off()
+    figure.axes[0].legend(fontsize=7)
+    save(png_of(figure, DPI), PICTURES / "search.png")
+
+
 def held(model: nn.Module) -> float:
     """Return the MiB of the parameters that this process holds."""
     return sum(own_part(each).nbytes for each in model.parameters()) / 2**20
@@ -286,7 +318,7 @@ def main(asked: list[str]) -> int:
                 traceback.print_exc()
         if "page" in (asked or ["page"]):
             draw_page(page, Path(folder))
-    for name, draw in {"plots": draw_plots, "comparison": draw_comparison}.items():
+    for name, draw in {"plots": draw_plots, "comparison": draw_comparison, "search": draw_search}.items():
         if name in (asked or [name]):
             draw()
     return failed

@@ -16,7 +16,7 @@ from ..runtime.values import user_class
 from .table import ReportTable, cells, titles
 from .wording import headline, printable, summary
 
-__all__ = ["PAGE_MARK", "graphs_page", "report_html", "report_page"]
+__all__ = ["PAGE_MARK", "graphs_page", "points_html", "points_page", "report_html", "report_page"]
 
 PAGE_MARK = "<meta name='generator' content='fxopt'/>"
 """What tells a page of fxopt from other files."""
@@ -87,6 +87,26 @@ def report_page(table: ReportTable, diff: str, picture: Mapping[str, Any] | None
     title = f"{user_class(type(table.record.skeleton)).__name__}: {headline(table.record)}"
     versions = f"fxopt {plan.fxopt}, PyTorch {plan.torch}"
     return _page(title, f"<p class='pipeline'>{pipeline}</p>\n{_picture(picture)}{body}", versions)
+
+
+def points_html(headline: str, heads: Iterable[str], rows: Iterable[Iterable[str]], remarks: Iterable[str]) -> str:
+    """Return the points of a search as one element: a headline, a table, and what else is to know."""
+    lines = "".join(f"<p style='{_NOTE}'>{escape(printable(line))}</p>" for line in remarks)
+    head = f"<p style='margin:4px 0'><b>{escape(printable(headline))}</b></p>"
+    return f"<div style='overflow-x:auto;font-size:90%'>{head}{_table(heads, rows)}{lines}</div>"
+
+
+def points_page(title: str, shown: str, points: Iterable[tuple[str, Iterable[str], str]], versions: str) -> str:
+    """Return the points of a search as a page: what `points_html` gave, then each point with a summary, lines to read
+    when it is opened, and the page of its own report beside this one, or "".
+    """
+    parts: list[str] = []
+    for summary_line, lines, link in points:
+        listed = "".join(f"<li>{escape(printable(line))}</li>" for line in lines)
+        leads = f"<p><a href='{escape(link, quote=True)}'>its graphs and decisions</a></p>" if link else ""
+        parts.append(f"<details><summary>{escape(printable(summary_line))}</summary><ul>{listed}</ul>{leads}</details>")
+    body = f"<section>{shown}</section>\n<section><h2>The points</h2>{''.join(parts)}</section>"
+    return _page(title, body, versions)
 
 
 def graphs_page(title: str, picture: Mapping[str, Any], text: str = "") -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..runtime.record import Decision, Record
     from .picture import NodeCost, Profile
 
-__all__ = ["check_matplotlib", "figure_of", "has_matplotlib", "png_of"]
+__all__ = ["check_matplotlib", "figure_of", "front_figure", "has_matplotlib", "png_of"]
 
 _NO_MATPLOTLIB = 'a plot needs matplotlib; install it with: pip install "fxopt[plots]"'
 _MOST = 24
@@ -76,6 +76,33 @@ def figure_of(record: Record, profiles: tuple[Profile, Profile] | None = None) -
         panel.draw(axes)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(_plain(headline(record)), fontsize=10, fontweight="bold", x=0.01, ha="left")
+    return figure
+
+
+def front_figure(
+    objective: str,
+    lost: str,
+    tried: Sequence[tuple[float, float]],
+    front: Sequence[tuple[float, float]],
+    original: tuple[float, float],
+    written: Callable[[float], str],
+) -> Figure:
+    """Draw the points of a search by an objective and what is lost; raise `UsageError` where matplotlib is missing."""
+    if not has_matplotlib():
+        raise UsageError(_NO_MATPLOTLIB)
+    figure = _inline_figure()(figsize=(6.5, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for points, line, colour, label in ((tried, "o", _BEFORE, "tried"), (front, "o-", _AFTER, "that no other beats")):
+        places = [x for x, _ in points], [y for _, y in points]
+        axes.plot(*places, line, markersize=4, color=colour, label=label)
+    axes.plot(*original, "D", markersize=6, color=_LEFT, label="as it was")
+    axes.set_xlabel(objective, fontsize=9)
+    axes.set_ylabel(lost, fontsize=9)
+    axes.xaxis.set_major_formatter(lambda value, _: written(value) if value > 0 else "")
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

@@ -27,6 +27,7 @@ HOUSE = (
     ("__main__",),
     ("cli",),
     ("__init__", "demo", "diagnosis", "dynamo_backend"),
+    ("searching",),
     ("files",),
     ("api",),
     ("deploy", "reporting", "testing", "transforms"),

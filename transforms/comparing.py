@@ -17,7 +17,7 @@ from ..tracing.examples import Inputs
 from ..tracing.isolation import preserved
 from .calibration import run_call
 
-__all__ = ["ComparedRun", "computing"]
+__all__ = ["ComparedRun", "computing", "number_of"]
 
 Part = TypeVar("Part")
 
@@ -54,7 +54,7 @@ class ComparedRun(Generic[Part]):
         """Return a user's metric of the model where these parts are replaced."""
         try:
             with torch.no_grad(), preserved(self._model), self._all_replaced(parts):
-                return _number(metric, self._model)
+                return number_of(metric, self._model)
         except CalibrationError:
             raise
         except InputError as error:
@@ -91,17 +91,17 @@ def computing(module: nn.Module, other: nn.Module) -> Generator[None]:
             own["forward"] = before
 
 
-def _number(metric: Callable[[nn.Module], Any], model: nn.Module) -> float:
-    """Return what a user's metric gives for a model."""
+def number_of(metric: Callable[[nn.Module], Any], model: nn.Module, name: str = "metric=") -> float:
+    """Return what a user's metric, the argument of this name, gives for a model; CalibrationError if that is none."""
     try:
         found = metric(model)
     except Exception as error:  # whatever the user's function raises
-        raise CalibrationError(f"metric= raised {type(error).__name__}: {one_line(error)}") from error
+        raise CalibrationError(f"{name} raised {type(error).__name__}: {one_line(error)}") from error
     try:
         value = float(found)
     except (TypeError, ValueError, RuntimeError):
         value = math.nan
     if not math.isfinite(value):
         shown = f"{found}" if isinstance(found, float) else f"a {type(found).__name__}" if found is not None else "None"
-        raise CalibrationError(f"metric= returned {shown}; return a finite number, larger for better")
+        raise CalibrationError(f"{name} returned {shown}; return a finite number, larger for better")
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar, Self, cast
@@ -100,6 +100,14 @@ class Pass:
             if isinstance(value, str) and isinstance(wanted, type) and issubclass(wanted, enum.Enum):
                 meant = next((member for member in wanted if member.value == value), value)
                 object.__setattr__(self, name, meant)  # a pass is frozen, and is being made
+
+    @classmethod
+    def searched(cls, phase: Phase, goals: Collection[Goal]) -> Mapping[str, Sequence[Any]] | None:
+        """Return what `fxopt.search` tries of the options in a phase: name -> values, numbers by how much they change.
+
+        None: the pass takes part in presets only. `goals` says what is looked for: speed, memory, size.
+        """
+        return None
 
     @property
     def name(self) -> str:

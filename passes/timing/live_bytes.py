@@ -15,7 +15,7 @@ from ...runtime.values import flatten, map_tensors, requires_grad, tensors_in
 from ...tracing.examples import Inputs
 from ...tracing.isolation import preserved
 
-__all__ = ["LiveBytes", "MemoryUse", "memory_use"]
+__all__ = ["LiveBytes", "MemoryUse", "call_bytes", "memory_use"]
 
 
 class LiveBytes(DispatchMode):
@@ -79,6 +79,19 @@ def memory_use(model: nn.Module, calls: Sequence[Inputs]) -> MemoryUse:
     with preserved(model), torch.enable_grad():
         uses = [_use_of(model, call) for call in calls]
     return max(uses, key=lambda use: use.peak)
+
+
+def call_bytes(model: nn.Module, calls: Sequence[Inputs]) -> int:
+    """Return the bytes that the largest of some calls takes at most beside parameters and inputs, without gradients."""
+    peaks = [0]
+    with preserved(model), torch.no_grad():
+        for call in calls:
+            args, kwargs = map_tensors(torch.clone, (call.args, call.kwargs))
+            with LiveBytes() as live:
+                live.expect((list(model.parameters()), list(model.buffers()), args, kwargs))
+                model(*args, **kwargs)
+            peaks.append(live.peak)
+    return max(peaks)
 
 
 def _use_of(model: nn.Module, call: Inputs) -> MemoryUse:

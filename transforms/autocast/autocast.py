@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -52,6 +52,10 @@ class Autocast(Pass):
     goal: ClassVar[Goal] = Goal.SPEED
     phase: ClassVar[Phase] = Phase.BOTH
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
+
+    @classmethod
+    def searched(cls, phase: Phase, goals: Collection[Goal]) -> Mapping[str, Sequence[Any]] | None:
+        return {} if phase is Phase.TRAIN else None
 
     def check(self, model: nn.Module) -> None:
         for device in sorted({tensor.device.type for tensor in (*model.parameters(), *model.buffers())} or {"cpu"}):

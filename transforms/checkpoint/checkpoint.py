@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,6 +42,10 @@ class Checkpoint(Pass):
     phase: ClassVar[Phase] = Phase.TRAIN
     own_forward: ClassVar[OwnForward | None] = OwnForward.ACCEPTABLE
     profiles_itself: ClassVar[bool] = True  # a region runs the same operations: the whole model, run once, tells
+
+    @classmethod
+    def searched(cls, phase: Phase, goals: Collection[Goal]) -> Mapping[str, Sequence[Any]] | None:
+        return {"budget": (0.75, 0.5, 0.25)} if phase is Phase.TRAIN and Goal.MEMORY in goals else None
 
     def __post_init__(self) -> None:
         limit_of(self.budget, 0)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 
 from ...layers.quantized import check_in_floats
 from ...passes.contract import check_named
 from ...passes.rewriting import Edit
-from ...passes.sites import Goal, Numerics, OwnForward, Refusal, Site
+from ...passes.sites import Goal, Numerics, OwnForward, Phase, Refusal, Site
 from ...runtime.record import Decision
 from ...tracing.program import Program
 from .amounts import check_target
@@ -70,6 +70,11 @@ class Prune(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_criterion(self)
+
+    @classmethod
+    def searched(cls, phase: Phase, goals: Collection[Goal]) -> Mapping[str, Sequence[Any]] | None:
+        structured = {"method": ("structured",), "amount": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)}
+        return structured if phase is Phase.EVAL else None
 
     def check(self, model: nn.Module) -> None:
         check_named(self.name, "keep", self.keep, model)

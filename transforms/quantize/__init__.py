@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from .layers import candidates
 from .quantize import Quantize
+from .within import costs
 
-__all__ = ["Quantize", "candidates"]
+__all__ = ["Quantize", "candidates", "costs"]

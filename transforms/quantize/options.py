@@ -15,7 +15,7 @@ from ...passes.contract import Pass, check_options_read, module_words
 from ...passes.sites import Goal, Numerics, OwnForward, Phase
 from ..calibration import replayable
 
-__all__ = ["Options", "check_options"]
+__all__ = ["SCHEMES", "Options", "check_options"]
 
 Scheme = Literal["int8_dynamic", "int8_static", "int8_weight", "int4_weight", "float8"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)

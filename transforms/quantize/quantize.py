@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch import nn
 from ...errors import UsageError
 from ...passes.contract import check_named
 from ...passes.rewriting import Edit
-from ...passes.sites import Refusal, Site
+from ...passes.sites import Goal, Phase, Refusal, Site
 from ...tracing.program import Program
 from . import layerwise, static
 from .find import Found
-from .options import Options, check_options
+from .options import SCHEMES, Options, check_options
 
 __all__ = ["Quantize"]
 
@@ -55,6 +55,14 @@ class Quantize(Options):
             judged by, in the place of `budget`, which is then 0.5; the option text leaves it out.
         drop: how much of the metric may be lost, in its own units; by default 0.01.
     """
+
+    @classmethod
+    def searched(cls, phase: Phase, goals: Collection[Goal]) -> Mapping[str, Sequence[Any]] | None:
+        if phase is not Phase.EVAL:
+            return None
+        if set(goals) <= {Goal.SPEED}:
+            return {"scheme": ("int8_dynamic", "int8_static", "int8_weight")}
+        return {"scheme": SCHEMES, "aim": ("speed", "size")}
 
     def check(self, model: nn.Module) -> None:
         check_options(self)

@@ -1,0 +1,230 @@
+"""Make points: run a pipeline on the model, measure what the result costs, and what it is worth."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import re
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import api
+from ..errors import (
+    CalibrationError,
+    FxoptError,
+    InputError,
+    NothingDoneWarning,
+    StateWarning,
+    UnverifiedWarning,
+    UsageError,
+    one_line,
+)
+from ..passes.contract import Pass
+from ..passes.driver import copied
+from ..passes.kinds import error_of
+from ..passes.pipeline import chosen_passes
+from ..passes.sites import Numerics
+from ..passes.timing import Interval, Runner, call_bytes, held_memory, memory_use, time_candidates
+from ..reporting.wording import left_alone
+from ..runtime.record import Record, needed_record
+from ..runtime.values import flatten
+from ..tracing.examples import Inputs
+from ..tracing.isolation import in_phase, preserved
+from ..tracing.recording import copy_inputs
+from ..transforms.comparing import number_of
+from .points import Point
+from .space import Choice
+
+__all__ = ["Bench"]
+
+_SECONDS, _ROUNDS = 0.5, 25
+"""Each point is timed beside the original for so long, in so many rounds at least: an interval of a few percent."""
+_MOST_LEFT = 12
+
+
+class Bench:
+    """The model as it was given, and what it takes to measure others beside it.
+
+    Args:
+        model: it is copied; the copy is put in the mode of the search.
+        calls: the example inputs.
+        training: whether steps of training are measured.
+        evaluate: the user's metric, or None.
+        finetune: trains a model whose function was changed, or None.
+        seed: of what verification draws.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calls: Sequence[Inputs],
+        *,
+        training: bool,
+        evaluate: Callable[[nn.Module], float] | None,
+        finetune: Callable[[nn.Module], object] | None,
+        seed: int,
+    ) -> None:
+        self.calls, self.training, self.seed = calls, training, seed
+        self._evaluate, self._finetune = evaluate, finetune
+        self.base = copied(model)
+        if self.base.training != training:
+            self.base.train(training)
+        self._rows = sum(map(_rows, calls))
+        self._expected = self._results(self.base)
+        start = time.perf_counter()
+        worth = {} if evaluate is None else {"metric": self._worth(self.base)}
+        self.evaluate_seconds = time.perf_counter() - start
+        self._runner = Runner(self.base, calls, training=training)
+        timed = time_candidates({"before": self._runner}, seconds=_SECONDS, least_rounds=_ROUNDS)
+        self._seconds = timed.seconds("before")
+        self.original = Point(-1, "", {**self._costs(self.base, self._seconds), "error": 0.0, **worth})
+        self._measured = dict[frozenset[tuple[str, ...]], dict[str, Any]]()
+        """What was rewritten -> what was measured of it: another pipeline that rewrites the same is the same point."""
+        self.states: dict[int, Mapping[str, Tensor]] = {}
+        """Number of a point -> its weights, where they were trained."""
+
+    @property
+    def forward_seconds(self) -> float:
+        """Return what all calls of the original take."""
+        return self._seconds
+
+    @property
+    def trial_seconds(self) -> float:
+        """Return about how long a trial takes: what `optimize` may take at least, and evaluating."""
+        return self.evaluate_seconds + max(1.0, 40 * self._seconds)
+
+    def point(
+        self, number: int, pipeline: str, choice: Choice, unwanted: Callable[[Mapping[str, float]], str] = lambda _: ""
+    ) -> Point:
+        """Return the point of a pipeline. `unwanted` says of figures without a metric why that need not be known."""
+        start = time.perf_counter()
+        made: dict[str, Any] = {}
+        try:
+            made = self._made(number, chosen_passes(pipeline) if pipeline else (), unwanted)
+        except (FxoptError, RuntimeError) as error:
+            made = {"reason": f"{type(error).__name__}: {one_line(error)}"}
+        gc.collect()  # optimized models are in circles of references: the next one needs their memory
+        return Point(number, pipeline, **made, seconds=time.perf_counter() - start, choice=dict(choice))
+
+    def _made(
+        self, number: int, passes: Sequence[Pass], unwanted: Callable[[Mapping[str, float]], str]
+    ) -> dict[str, Any]:
+        fast, finetuned = self._optimized(number, passes)
+        record = needed_record(fast) if passes else None
+        rewrites = _rewrites(record)
+        if not finetuned and rewrites in self._measured:
+            return {**self._measured[rewrites], "plan": None if record is None else record.plan}
+        with in_phase(fast, self.training):
+            speed = self._speed(fast)
+            seconds = self._seconds / speed.mid
+            figures = {**self._costs(fast, seconds), "error": self._error(fast)}
+        left = [] if record is None else [f"{each.status} {each.what}: {each.reason}" for each in left_alone(record)]
+        reason = "" if self._evaluate is None else unwanted(figures)
+        if self._evaluate is not None and not reason:
+            figures["metric"] = self._worth(fast)
+        calls = len(self.calls)
+        made = {
+            "figures": figures, "interval": (self._seconds / speed.high / calls, self._seconds / speed.low / calls),
+            "plan": None if record is None else record.plan, "left": tuple(left[:_MOST_LEFT]), "reason": reason,
+            "finetuned": finetuned,
+        }  # fmt: skip
+        if not finetuned and not reason:
+            self._measured[rewrites] = made
+        return made
+
+    def _optimized(self, number: int, passes: Sequence[Pass]) -> tuple[nn.Module, bool]:
+        """Return the model after some passes; it is trained behind those that change what it computes."""
+        if not passes:
+            return self.base, False
+        changing = [each for each in passes if each.numerics is Numerics.SEMANTIC]
+        if self._finetune is None or not changing:
+            return self._run(self.base, passes), False
+        pruned = self._run(self.base, changing)
+        self._train(pruned)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", StateWarning)
+            self.states[number] = {name: each.clone() for name, each in api.state_dict(pruned).items()}
+        rest = [each for each in passes if each not in changing]
+        return (self._run(pruned, rest) if rest else pruned), True
+
+    def _train(self, model: nn.Module) -> None:
+        assert self._finetune is not None  # noqa: S101 - whoever calls this has looked
+        model.train()
+        try:
+            self._finetune(model)
+        except Exception as error:  # whatever the user's function raises
+            raise InputError(f"finetune raised {type(error).__name__}: {one_line(error)}") from error
+        model.train(self.training)
+
+    def _run(self, model: nn.Module, passes: Sequence[Pass]) -> nn.Module:
+        with warnings.catch_warnings():
+            for expected in (NothingDoneWarning, UnverifiedWarning):
+                warnings.simplefilter("ignore", expected)
+            return api.optimize(model, list(passes), example_inputs=list(self.calls), seed=self.seed)
+
+    def _speed(self, fast: nn.Module) -> Interval:
+        if fast is self.base:
+            return Interval(1.0, 1.0, 1.0)
+        runs = {"before": self._runner, "after": Runner(fast, self.calls, training=self.training)}
+        return time_candidates(runs, seconds=_SECONDS, least_rounds=_ROUNDS).ratio("before", "after")
+
+    def _costs(self, model: nn.Module, seconds: float) -> dict[str, float]:
+        held = held_memory(model)
+        if self.training:
+            more, times = memory_use(model, self.calls).peak, {"training_step": seconds / len(self.calls)}
+        else:
+            more = call_bytes(model, self.calls)
+            times = {"latency": seconds / len(self.calls), "throughput": self._rows / seconds}
+        return {**times, "memory": float(held + more), "size": float(held)}
+
+    def _results(self, model: nn.Module) -> list[Any]:
+        with torch.no_grad(), in_phase(model, training=False), preserved(model):
+            return [copy_inputs(call).run(model) for call in self.calls]
+
+    def _error(self, model: nn.Module) -> float:
+        """Return how far results are off in evaluation, relative to the scale of each."""
+        error = max(map(error_of, self._expected, self._results(model)), default=0.0)
+        if not math.isfinite(error):
+            raise InputError("its results are not finite")
+        return error
+
+    def _worth(self, model: nn.Module) -> float:
+        """Return the user's metric of a model in evaluation mode; what it changes is put back, or said to be wrong."""
+        assert self._evaluate is not None  # noqa: S101 - whoever calls this has looked
+        try:
+            with torch.no_grad(), in_phase(model, training=False), preserved(model):
+                return number_of(self._evaluate, model, "evaluate")
+        except CalibrationError:
+            raise
+        except InputError as error:
+            said = "evaluate changes parameters of the model it is given, a copy of yours; let it only run the model"
+            raise UsageError(said) from error
+
+
+def _rewrites(record: Record | None) -> frozenset[tuple[str, ...]]:
+    """Return what tells optimized models apart: the rewrites that stand, with the options of their passes."""
+    if record is None:
+        return frozenset()
+    texts = record.plan.pipeline
+    applied = [each for each in record.plan.decisions if each.status == "applied"]
+    return frozenset(
+        (_without_keep(texts[each.step]), each.key, each.choice or "", json.dumps(each.to_json()["site"]))
+        for each in applied
+    )
+
+
+def _without_keep(text: str) -> str:
+    """Return a pass as text without what it leaves alone, which is no rewrite."""
+    return re.sub(r",?keep=\[[^\]]*\]", "", text)
+
+
+def _rows(call: Inputs) -> int:
+    """Return the rows of a call: the first size of its first tensor."""
+    shapes = [each.shape for each in flatten((call.args, call.kwargs)).values() if isinstance(each, Tensor)]
+    return next((shape[0] for shape in shapes if shape), 1)

@@ -1,0 +1,133 @@
+"""A point of a search: a pipeline, what it costs, what it is worth; and which of several points no other beats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..errors import PlanError
+from ..runtime.record import Plan
+from .demands import QUANTITIES, Bound
+
+__all__ = ["Aim", "Point"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One pipeline that was tried.
+
+    Attributes:
+        number: which trial it is, from 0; -1 is the model as it was given.
+        pipeline: what was run, as text that `fxopt.optimize` takes; "" where nothing was.
+        figures: name -> number: `latency` and `throughput`, or `training_step`, in seconds; `memory` and `size` in
+            bytes; `error` of the results on the example inputs, of their scale; `metric`, if it was asked for.
+        interval: where the seconds lie with 95% confidence.
+        plan: the decisions; None for the model as it was given, and where the trial failed.
+        left: what was not rewritten, and why, a line each.
+        finetuned: whether its weights were trained; they are kept beside its plan.
+        reason: why it failed, was not tried, or was not evaluated; "" if all is known.
+        seconds: how long the trial took.
+        choice: what the search chose.
+    """
+
+    number: int
+    pipeline: str
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+    interval: tuple[float, float] | None = None
+    plan: Plan | None = None
+    left: tuple[str, ...] = ()
+    finetuned: bool = False
+    reason: str = ""
+    seconds: float = 0.0
+    choice: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def is_known(self) -> bool:
+        """Say whether it was measured to the end."""
+        return bool(self.figures) and not self.reason
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {**plain, "plan": None if self.plan is None else self.plan.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> Point:
+        """Return the point that `to_json` described; PlanError says where it is malformed."""
+        try:
+            given = {each.name: data[each.name] for each in fields(cls)}
+            given["interval"] = None if given["interval"] is None else tuple(map(float, given["interval"]))
+            given["figures"] = {str(name): float(number) for name, number in given["figures"].items()}
+            given["left"], given["number"] = tuple(map(str, given["left"])), int(given["number"])
+            given["plan"] = None if given["plan"] is None else Plan.from_json(given["plan"], f"{where}: plan")
+            return cls(**given)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"{where} is no point of a search: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What points are compared by: an objective, what is lost for it, and bounds.
+
+    Attributes:
+        original: the figures of the model as it was given.
+        has_metric: whether the user's metric says what is lost, or the error.
+        minimize: whether less of the metric is better.
+    """
+
+    objective: str
+    bounds: Sequence[Bound]
+    original: Mapping[str, float]
+    has_metric: bool
+    minimize: bool
+
+    def cost(self, figures: Mapping[str, float]) -> float:
+        """Return the objective as a number of which less is better."""
+        return QUANTITIES[self.objective].cost(figures.get(self.objective, math.inf))
+
+    def loss(self, figures: Mapping[str, float]) -> float:
+        """Return what is lost of the metric, or the error; below zero where the metric is better than before."""
+        if not self.has_metric:
+            return figures.get("error", math.inf)
+        worse = self.original["metric"] - figures.get("metric", -math.inf)
+        return -(self.original["metric"] - figures.get("metric", math.inf)) if self.minimize else worse
+
+    @property
+    def allowed_loss(self) -> float:
+        """Return how much may be lost at most, by the bounds; infinity where none says."""
+        limits = {bound.name: bound.limit(self.original) for bound in self.bounds}
+        name = "metric" if self.has_metric else "error"
+        return max(0.0, self.loss({name: limits[name]})) if name in limits else math.inf
+
+    def lacks(self, figures: Mapping[str, float]) -> list[Bound]:
+        """Return the bounds that are not met."""
+        return [bound for bound in self.bounds if bound.lack(figures, self.original) > 0]
+
+    def distance(self, figures: Mapping[str, float]) -> float:
+        """Return how far figures are from what is asked for: 0 where all bounds are met."""
+        return sum(bound.lack(figures, self.original) for bound in self.bounds)
+
+    def beats(self, one: Mapping[str, float], other: Mapping[str, float]) -> bool:
+        """Say whether the first is as good in both, and better in one."""
+        first, second = (self.cost(one), self.loss(one)), (self.cost(other), self.loss(other))
+        return first != second and first[0] <= second[0] and first[1] <= second[1]
+
+    def unbeaten(self, points: Iterable[Point]) -> list[Point]:
+        """Return the points that meet the bounds and that no other of these beats, best objective first; of equal ones
+        the first.
+        """
+        fit = [each for each in points if each.is_known and not self.lacks(each.figures)]
+        fit.sort(key=lambda each: (self.cost(each.figures), self.loss(each.figures), each.number))
+        best, found = math.inf, list[Point]()
+        for each in fit:
+            if self.loss(each.figures) < best:
+                best = self.loss(each.figures)
+                found.append(each)
+        return found
+
+    def nearest(self, points: Iterable[Point]) -> list[Point]:
+        """Return the points by how little they lack, those that lack least first."""
+        known = [each for each in points if each.is_known]
+        return sorted(known, key=lambda each: (self.distance(each.figures), self.cost(each.figures)))

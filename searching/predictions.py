@@ -1,0 +1,96 @@
+"""What a point will be, told from points that differ from the first one in one choice each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .points import Aim, Point
+from .space import Choice, Space, key_of
+
+__all__ = ["Predictions"]
+
+_MORE_SPEED, _LESS_LOSS = 0.75, 0.5
+"""A prediction may be wrong by so much: the objective may be a quarter better, and half as much may be lost."""
+_FAR = 3.0
+"""What loses so many times what is allowed loses too much beside anything else."""
+_MOST = 2000
+"""So many combinations are looked at."""
+
+
+class _Expected(NamedTuple):
+    cost: float
+    loss: float
+
+
+class Predictions:
+    """Gains multiply and losses add up, as if choices did not know of each other; so combinations of choices whose
+    effect alone was measured are predicted without being built.
+    """
+
+    def __init__(self, space: Space, aim: Aim) -> None:
+        self._space, self._aim = space, aim
+        self._known: dict[tuple[str, ...], _Expected] = {}
+        self._lossy: list[Point] = []
+
+    def learn(self, point: Point) -> None:
+        """Take in a point."""
+        if point.is_known:
+            found = _Expected(self._aim.cost(point.figures), self._aim.loss(point.figures))
+            self._known[key_of(point.choice)] = found
+            changed = [name for name, text in point.choice.items() if text != self._space.start[name]]
+            if len(changed) == 1 and found.loss > _FAR * self._aim.allowed_loss:
+                self._lossy.append(point)
+
+    def expected(self, choice: Choice) -> _Expected | None:
+        """Return what a choice will cost and lose; None where a part of it was not measured by itself."""
+        start = self._space.start
+        base = self._known.get(key_of(start))
+        parts = [
+            self._known.get(key_of({**start, name: choice[name]})) for name in start if choice[name] != start[name]
+        ]
+        if base is None or None in parts:
+            return None
+        known = [part for part in parts if part is not None]
+        gain = math.prod(part.cost / base.cost for part in known)
+        return _Expected(base.cost * gain, base.loss + sum(part.loss - base.loss for part in known))
+
+    def beaten_by(self, choice: Choice, points: Mapping[int, Point]) -> Point | None:
+        """Return a point that beats a choice, even if it turns out better than predicted; None if there is none."""
+        found = self.expected(choice)
+        if found is None:
+            return None
+        cost, loss = _MORE_SPEED * found.cost, found.loss - _LESS_LOSS * abs(found.loss)
+        for point in points.values():
+            if point.is_known and self._aim.cost(point.figures) <= cost and self._aim.loss(point.figures) <= loss:
+                return point
+        return None
+
+    def hopeless(self, choice: Choice) -> Point | None:
+        """Return a point of one pass that loses far too much, where a choice has that pass, or with larger numbers."""
+        for point in self._lossy:
+            name = next(each for each in point.choice if point.choice[each] != self._space.start[each])
+            if self._space.groups[name].is_milder(point.choice[name], choice[name]):
+                return point
+        return None
+
+    def promising(self, most: int) -> list[Choice]:
+        """Return combinations that no other beats by what is predicted, the best objective first."""
+        measured = {
+            name: [text for text in group.texts if key_of({**self._space.start, name: text}) in self._known]
+            for name, group in self._space.groups.items()
+        }
+        found: list[tuple[_Expected, Choice]] = []
+        for texts in itertools.islice(itertools.product(*measured.values()), _MOST):
+            choice = dict(zip(measured, texts, strict=True))
+            expected = self.expected(choice)
+            if expected is not None and key_of(choice) not in self._known:
+                found.append((expected, choice))
+        best, chosen = math.inf, list[Choice]()
+        for expected, choice in sorted(found, key=lambda each: each[0]):
+            if expected.loss < best:
+                best = expected.loss
+                chosen.append(choice)
+        return chosen[:most]

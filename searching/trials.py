@@ -1,0 +1,226 @@
+"""Which point is tried next: a study of optuna, in memory or in a folder that several processes share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import warnings
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import InputError, UsageError
+from .points import Aim, Point
+from .space import Choice, Group, Option, Space, key_of, passes_of
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.samplers import BaseSampler
+    from optuna.trial import Trial
+
+__all__ = ["Sampler", "Trials"]
+
+Sampler = Literal["tpe", "nsga2", "random"]
+_NO_OPTUNA = 'a search needs optuna; install it with: pip install "fxopt[search]"'
+_POINT, _OF = "point", "of"
+_NAME = "fxopt"
+_POPULATION = 10
+_TRIES = 8
+"""After so many choices that were tried already, or cannot be, any other one is taken."""
+
+
+class Trials:
+    """The points that were tried, and the choice of the next.
+
+    Args:
+        of: what is searched, and for what: a folder is of one search.
+        folder: where trials are kept; None: nowhere.
+        sampler: who chooses; `random` looks at no result.
+    """
+
+    def __init__(
+        self, space: Space, aim: Aim, *, of: str, folder: Path | None, seed: int, sampler: Sampler = "tpe"
+    ) -> None:
+        self._space, self._aim = space, aim
+        self._random = random.Random(seed)  # noqa: S311 - it hides no secret
+        with _quiet():
+            self._study = _opened(f"{of}, choices {_digest(space)}", folder, seed, sampler)
+        self._tried: set[tuple[str, ...]] = set()
+        self._impossible: set[tuple[str, ...]] = set()
+        self._all = self._shuffled(space.all())
+        self._points: dict[int, Point] = {}
+        self.points()
+
+    def points(self) -> dict[int, Point]:
+        """Return every point that was tried, by number, those of other processes too."""
+        for trial in self._study.get_trials(deepcopy=False):
+            if _POINT in trial.user_attrs and trial.number not in self._points:
+                point = Point.from_json(json.loads(trial.user_attrs[_POINT]), f"trial {trial.number}")
+                self._points[trial.number] = point
+                self._tried.add(key_of(point.choice))
+        return dict(sorted(self._points.items()))
+
+    def plan(self, choices: Sequence[Choice]) -> int:
+        """Let these be tried next, in this order, and return how many are; those that were tried are passed over."""
+        new = [choice for choice in choices if self._is_new(choice)]
+        for choice in new:
+            self._study.enqueue_trial(self._parameters(choice), skip_if_exists=True)
+        return len(new)
+
+    def next(self, near: Sequence[Choice] = ()) -> tuple[Trial, Choice] | None:
+        """Return what is to be tried; None where all was. Where the sampler proposes nothing new, it is something that
+        differs in one choice from what is given as `near`, or else anything.
+        """
+        with _quiet():
+            for _ in range(_TRIES):
+                trial, choice = self._asked()
+                if choice is not None and self._is_new(choice):
+                    self._tried.add(key_of(choice))
+                    return trial, choice
+                self._give_up(trial)
+            left = next(filter(self._is_new, (*self._shuffled(self._space.near(near)), *self._all)), None)
+            if left is None:
+                return None
+            self._study.enqueue_trial(self._parameters(left))
+            trial, choice = self._asked()
+        if choice is None or not self._is_new(choice):  # another process has put something into the queue
+            self._give_up(trial)
+            return self.next(near)
+        self._tried.add(key_of(choice))
+        return trial, choice
+
+    def tell(self, trial: Trial, point: Point) -> None:
+        """Note what became of a trial."""
+        from optuna.trial import TrialState
+
+        trial.set_user_attr(_POINT, json.dumps(point.to_json()))
+        with _quiet():
+            if not point.is_known:
+                self._study.tell(trial, state=TrialState.FAIL)
+                return
+            for bound in self._aim.bounds:
+                trial.set_constraint(bound.name, bound.lack(point.figures, self._aim.original))
+            self._study.tell(trial, [self._aim.cost(point.figures), self._aim.loss(point.figures)])
+
+    def forget(self, trial: Trial) -> None:
+        """Take back a trial that was interrupted, so that it can be tried again."""
+        with _quiet():
+            self._give_up(trial)
+
+    def _shuffled(self, choices: Iterable[Choice]) -> list[Choice]:
+        every = list(choices)
+        return self._random.sample(every, len(every))
+
+    def _give_up(self, trial: Trial) -> None:
+        from optuna.trial import TrialState
+
+        self._study.tell(trial, state=TrialState.FAIL)
+
+    def _is_new(self, choice: Choice) -> bool:
+        """Say whether a choice was not tried yet, and can be."""
+        key = key_of(choice)
+        if key in self._tried or key in self._impossible:
+            return False
+        try:
+            passes_of(choice)
+        except UsageError:
+            self._impossible.add(key)
+            return False
+        return True
+
+    def _asked(self) -> tuple[Trial, Choice | None]:
+        trial = self._study.ask()
+        texts = {name: _text(trial, group) for name, group in self._space.groups.items()}
+        choice = {name: text for name, text in texts.items() if text is not None}
+        return trial, choice if len(choice) == len(texts) else None
+
+    def _parameters(self, choice: Choice) -> dict[str, Any]:
+        """Return what optuna is told that a choice is."""
+        found: dict[str, Any] = {}
+        for name, group in self._space.groups.items():
+            if not group.options:
+                found[name] = choice[name]
+                continue
+            found[name] = bool(choice[name])
+            for (key, option), value in zip(group.options.items(), group.values_of(choice[name]), strict=False):
+                found[f"{name}.{key}"] = option.texts.index(value) if option.is_ordered else value
+        return found
+
+
+def _text(trial: Trial, group: Group) -> str | None:
+    """Return what a trial chooses of a group; None if its options do not go together."""
+    if not group.options:
+        return str(trial.suggest_categorical(group.name, group.texts))
+    if not trial.suggest_categorical(group.name, (False, True)):
+        return ""
+    values = tuple(_value(trial, f"{group.name}.{name}", option) for name, option in group.options.items())
+    return group.by_options.get(values)
+
+
+def _value(trial: Trial, name: str, option: Option) -> str:
+    if option.is_ordered:
+        return option.texts[trial.suggest_int(name, 0, len(option.texts) - 1)]
+    return str(trial.suggest_categorical(name, option.texts))
+
+
+def _opened(of: str, folder: Path | None, seed: int, sampler: Sampler) -> Study:
+    try:
+        import optuna
+    except ImportError as error:
+        raise UsageError(_NO_OPTUNA) from error
+    storage = None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        storage = f"sqlite:///{(folder / 'trials.sqlite').resolve()}"
+    try:
+        study = optuna.create_study(
+            storage=storage, study_name=_NAME, load_if_exists=True, directions=["minimize", "minimize"]
+        )
+        done = len(study.get_trials(deepcopy=False))
+        if study.user_attrs.setdefault(_OF, of) != of:
+            raise UsageError(
+                f"storage={str(folder)!r} holds another search ({study.user_attrs[_OF]}); name a new folder"
+            )
+        study.set_user_attr(_OF, of)
+    except UsageError:
+        raise
+    except Exception as error:  # of optuna, alembic or sqlalchemy: a file that is none of theirs
+        raise InputError(f"storage={str(folder)!r} cannot be used: {type(error).__name__}: {error}") from error
+    study.sampler = _sampler(sampler, seed + done)
+    return study
+
+
+def _digest(space: Space) -> str:
+    """Tell spaces apart: optuna takes no other words for a choice within a study."""
+    words = {
+        name: {key: option.texts for key, option in group.options.items() if not option.is_ordered} or group.texts
+        for name, group in space.groups.items()
+    }
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:8]
+
+
+def _sampler(name: Sampler, seed: int) -> BaseSampler:
+    from optuna import samplers
+
+    if name == "random":
+        return samplers.RandomSampler(seed=seed)
+    if name == "nsga2":
+        return samplers.NSGAIISampler(seed=seed, population_size=_POPULATION)
+    return samplers.TPESampler(seed=seed)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Keep optuna from telling of each trial, and of what it calls experimental."""
+    import optuna
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)

@@ -1,0 +1,58 @@
+"""What is predicted of combinations, from points of one choice each."""
+
+from __future__ import annotations
+
+from fxopt.passes.sites import Goal, Phase
+from fxopt.searching.demands import parse_bounds
+from fxopt.searching.points import Aim, Point
+from fxopt.searching.predictions import Predictions
+from fxopt.searching.space import Space, key_of, pipeline_of
+
+SPACE = Space(Phase.EVAL, {Goal.SPEED})
+START = SPACE.start
+PRUNED, STATIC = "prune{method=structured,amount=0.4}", "quantize{scheme=int8_static}"
+
+
+def aim(limit: str = "-10%") -> Aim:
+    bounds = parse_bounds({"metric": limit}, training=False, minimize=False, has_metric=True)
+    return Aim("latency", bounds, {"latency": 10.0, "metric": 1.0}, has_metric=True, minimize=False)
+
+
+def point(latency: float, metric: float, **choice: str) -> Point:
+    chosen = {**START, **choice}
+    return Point(0, pipeline_of(chosen), {"latency": latency, "metric": metric, "error": 0.0}, choice=chosen)
+
+
+def learned(*points: Point) -> Predictions:
+    predictions = Predictions(SPACE, aim())
+    for each in points:
+        predictions.learn(each)
+    return predictions
+
+
+def test_gains_multiply_and_losses_add_up():
+    predictions = learned(point(8, 1.0), point(4, 0.98, quantize=STATIC), point(6, 0.97, prune=PRUNED))
+    found = predictions.expected({**START, "quantize": STATIC, "prune": PRUNED})
+    assert found is not None
+    assert abs(found.cost - 3.0) < 1e-9
+    assert abs(found.loss - 0.05) < 1e-9
+    assert predictions.expected({**START, "quantize": "quantize"}) is None
+    promising = [key_of(each) for each in predictions.promising(8)]
+    assert promising == [key_of({**START, "quantize": STATIC, "prune": PRUNED})]
+
+
+def test_what_is_beaten_even_if_it_is_better_than_predicted_is_left_out():
+    points = [point(8, 1.0), point(7, 0.98, quantize=STATIC), point(9, 0.97, prune=PRUNED)]
+    predictions, both = learned(*points), {**START, "quantize": STATIC, "prune": PRUNED}
+    fast = point(2, 1.0, preset="inference{dtype=bfloat16}")
+    assert predictions.beaten_by(both, dict(enumerate(points))) is None
+    assert predictions.beaten_by(both, {0: fast}) is fast
+
+
+def test_a_pass_that_loses_far_too_much_is_left_out_with_larger_numbers():
+    predictions = learned(point(8, 1.0), point(4, 0.5, prune=PRUNED))
+    assert predictions.hopeless({**START, "quantize": STATIC, "prune": PRUNED}) is not None
+    assert predictions.hopeless({**START, "prune": "prune{method=structured,amount=0.6}"}) is not None
+    assert predictions.hopeless({**START, "prune": "prune{method=structured,amount=0.3}"}) is None
+    assert predictions.hopeless({**START, "quantize": STATIC}) is None
+    assert learned(point(4, 0.8, prune=PRUNED)).hopeless({**START, "prune": PRUNED}) is None

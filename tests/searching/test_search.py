@@ -1,0 +1,235 @@
+"""A search on a small model: what it tries, what it finds, what stops it, and what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxopt
+from fxopt.errors import InputError, UsageError
+from fxopt.searching.bench import Bench
+
+pytest.importorskip("optuna")
+
+X = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time each point for a moment: these tests are of no figure."""
+    monkeypatch.setattr("fxopt.searching.bench._SECONDS", 0.01)
+    monkeypatch.setattr("fxopt.searching.bench._ROUNDS", 3)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 4)).eval()
+
+
+def accuracy(model: nn.Module) -> float:
+    labels = net()(X).argmax(1)
+    return float((model(X).argmax(1) == labels).float().mean())
+
+
+def search(model: nn.Module | None = None, **options: Any) -> fxopt.Front:
+    settings = {"example_inputs": X, "trials": 3, "time_budget": 60, **options}
+    return fxopt.search(net() if model is None else model, **settings)
+
+
+def test_points_are_built_from_their_plans_and_equal_what_was_measured(tmp_path: Path):
+    model = net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    front = search(model, evaluate=accuracy, trials=9, constraints={"metric": "-20%"})
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    tried = [point.pipeline for point in front.trials]
+    assert tried[:3] == ["inference{dtype=float32}", "inference{dtype=bfloat16}", "inference{dtype=int8}"]
+    measured = [point for point in front.trials if point.is_known]
+    assert len(measured) >= 6
+    for point in measured:
+        assert any(not front.aim.beats(point.figures, each.figures) for each in front)
+    lossy = max(measured, key=lambda point: point.figures["error"])
+    assert lossy.figures["error"] > 0
+    with torch.no_grad():
+        results = front.model(lossy)(X)
+        error = float((results - model(X)).abs().max() / model(X).abs().max())
+    assert error == pytest.approx(lossy.figures["error"], rel=1e-3)
+    assert accuracy(front.model(lossy)) == lossy.figures["metric"]
+    best = front.best("latency", metric=">= 0.9")
+    assert best.figures["metric"] >= 0.9
+    with pytest.raises(UsageError, match="no point meets the bounds; the nearest"):
+        front.best(latency="1 us")
+    with pytest.raises(UsageError, match="and none at 99"):
+        front.model(99)
+    front.save(tmp_path / "front")
+    again = fxopt.Front.load(tmp_path / "front", model=model, example_inputs=X)
+    assert str(again) == str(front)
+    assert "that no other beats" in str(front)
+    assert "<table" in front._repr_html_()
+    with torch.no_grad():
+        assert torch.equal(again.model(lossy)(X), results)
+    assert front.plot().axes[0].get_xlabel() == "latency"
+
+
+def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path):
+    def finetune(model: nn.Module) -> None:
+        assert model.training
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(X).square().mean().backward()
+            optimizer.step()
+
+    folder = tmp_path / "trials"
+    front = search(finetune=finetune, trials=5, storage=folder)
+    pruned = [point for point in front.trials if point.finetuned]
+    assert pruned
+    assert all("prune" in point.pipeline for point in pruned)
+    with torch.no_grad():
+        first = front.model(pruned[0])(X)
+        error = float((first - net()(X)).abs().max() / net()(X).abs().max())
+    assert error == pytest.approx(pruned[0].figures["error"], rel=1e-3)
+    again = search(trials=1, storage=folder)
+    assert [point.pipeline for point in again.trials[: len(front.trials)]] == [p.pipeline for p in front.trials]
+    with torch.no_grad():
+        torch.testing.assert_close(again.model(again.trials[pruned[0].number])(X), first)
+    with pytest.raises(UsageError, match="holds another search"):
+        search(evaluate=accuracy, storage=folder)
+
+
+def test_constraints_that_nothing_meets_show_the_nearest_points():
+    front = search(constraints={"latency": "1 us"})
+    assert len(front) == 0
+    assert "no point meets the constraints" in str(front)
+    assert "latency" in str(front)
+    assert "wanted <= 1 us" in str(front)
+    with pytest.raises(UsageError, match="0 points"):
+        front.model()
+
+
+def test_pipelines_that_rewrite_the_same_are_one_point():
+    model = nn.Sequential(nn.Conv1d(2, 2, 1), nn.ReLU()).eval()
+    front = search(model, example_inputs=torch.ones(1, 2, 4), trials=8)
+    of = {point.pipeline: point for point in front.trials}
+    plain, idle = of["inference{dtype=float32}"], of["quantize,inference{dtype=float32}"]  # there is no linear layer
+    assert plain.figures == idle.figures
+    assert plain.plan != idle.plan
+
+
+def test_training_steps_and_bytes():
+    front = search(net().train(), objective="training_step", constraints={"memory": "-10%"}, trials=2)
+    assert {"training_step", "memory", "size", "error"} == set(front.original.figures)
+    assert front.trials[0].pipeline == "training"
+    assert front.model(front.trials[0]).training
+
+
+def test_ctrl_c_gives_the_front_so_far(monkeypatch: pytest.MonkeyPatch):
+    point: Callable[..., Any] = Bench.point
+
+    def stopped(self: Bench, number: int, *rest: Any) -> Any:
+        if number == 1:
+            raise KeyboardInterrupt
+        return point(self, number, *rest)
+
+    monkeypatch.setattr(Bench, "point", stopped)
+    front = search()
+    assert len(front.trials) == 1
+    assert front.notes[-1] == "the search was stopped after 1 trial"
+
+
+def test_the_same_seed_tries_the_same():
+    first, second = search(trials=4), search(trials=4)
+    assert [point.pipeline for point in first.trials] == [point.pipeline for point in second.trials]
+
+
+class Changing(nn.Module):
+    """A model with a buffer that a metric may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+def raising(model: nn.Module) -> float:
+    raise ZeroDivisionError("no data")
+
+
+def spoiling(model: nn.Module) -> float:
+    model[0].weight.mul_(0)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"evaluate": raising}, InputError, "evaluate raised ZeroDivisionError: no data"),
+        ({"evaluate": lambda _: float("nan")}, InputError, "evaluate returned nan; return a finite number"),
+        ({"evaluate": lambda _: None}, InputError, "evaluate returned None"),
+        ({"evaluate": spoiling}, UsageError, "evaluate changes parameters of the model it is given"),
+        ({"evaluate": 3}, UsageError, "evaluate is of type int; give a function"),
+        ({"finetune": 3}, UsageError, "finetune is of type int"),
+        ({"objective": "speed"}, UsageError, "objective='speed'"),
+        ({"time_budget": 0.05}, UsageError, "time_budget: one trial takes about"),
+        ({"trials": 0}, UsageError, "trials is 0"),
+        ({"example_inputs": None}, UsageError, "there are no example inputs"),
+        ({"seed": "a"}, UsageError, "seed is of type str"),
+        ({"constraints": {"memory": "much"}}, UsageError, "constraints: memory='much'"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(options: Any, kind: type[Exception], message: str):
+    model = net()
+    before = model[0].weight.clone()
+    with pytest.raises(kind) as caught:
+        search(model, **options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert torch.equal(model[0].weight, before)
+
+
+def test_what_evaluate_changes_is_put_back():
+    def worth(model: Any) -> float:
+        model.train()
+        model.scale.mul_(2.0)
+        return float(model(X).abs().mean())
+
+    front = search(Changing().eval(), evaluate=worth, trials=2)
+    with torch.no_grad():
+        assert front.original.figures["metric"] == pytest.approx(front.trials[0].figures["metric"], rel=1e-3)
+
+
+def test_where_few_trials_fit_that_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Bench, "trial_seconds", 50.0)
+    with caplog.at_level(logging.WARNING, "fxopt"):
+        front = search(time_budget="2 min", trials=3)
+    assert front.notes[0].startswith("a trial takes about 50 s, so about ")
+    assert front.notes[0] in caplog.text
+
+
+def test_an_original_that_fails_its_constraint_is_told():
+    front = search(evaluate=accuracy, constraints={"metric": ">= 1.5"}, trials=1)
+    assert front.notes[0] == "the original itself does not meet a constraint: metric 1, wanted >= 1.5"
+
+
+def test_a_metric_that_fails_on_a_point_is_a_reason():
+    calls: list[nn.Module] = []
+
+    def once(model: nn.Module) -> float:
+        calls.append(model)
+        if len(calls) > 1:
+            raise ValueError("only once")
+        return 1.0
+
+    front = search(evaluate=once, trials=2)
+    assert [point.reason for point in front.trials] == ["CalibrationError: evaluate raised ValueError: only once"] * 2
+    assert [point.number for point in front] == [-1]
+    with pytest.raises(UsageError, match="failed: CalibrationError"):
+        front.model(front.trials[0])

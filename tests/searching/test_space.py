@@ -1,0 +1,100 @@
+"""What can be chosen: presets, and what passes declare, those of other packages too."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from fxopt.errors import UsageError
+from fxopt.passes.contract import Pass
+from fxopt.passes.sites import Goal, Numerics, Phase, Refusal, Site
+from fxopt.searching.sensitivity import Sensitivities
+from fxopt.searching.space import Space, key_of, passes_of, pipeline_of
+from fxopt.tracing.program import Program
+
+
+@dataclass(frozen=True)
+class Doze(Pass):
+    """Do nothing, at several depths."""
+
+    depth: int = 1
+    kind: str = "light"
+    numerics = Numerics.APPROXIMATE
+
+    @classmethod
+    def searched(cls, phase: Phase, goals: Collection[Goal]) -> Mapping[str, Sequence[Any]] | None:
+        return {"depth": (1, 2, 3), "kind": ("light", "deep")}
+
+    def find(self, program: Program) -> Iterator[Site | Refusal]:
+        yield Refusal("it sleeps", at="(root)")
+
+
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = importlib.metadata.EntryPoint("doze", f"{__name__}:Doze", "fxopt.passes")
+    monkeypatch.setattr(importlib.metadata.EntryPoint, "load", lambda _: Doze)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda *, group: [entry] if group == "fxopt.passes" else [])
+
+
+def space(goals: Collection[Goal] = (Goal.SPEED,), phase: Phase = Phase.EVAL) -> Space:
+    return Space(phase, goals, Sensitivities({"a": 0.1, "b": 0.4, "c": 0.2}, {"a": 0.3, "b": 0.2, "c": 0.1}))
+
+
+def test_a_search_begins_with_presets_and_single_passes():
+    singles = [pipeline_of(choice) for choice in space().singles()]
+    assert singles[:3] == ["inference{dtype=float32}", "inference{dtype=bfloat16}", "inference{dtype=int8}"]
+    assert "prune{method=structured,amount=0.4},inference{dtype=float32}" in singles
+    assert "quantize{scheme=int8_static},inference{dtype=float32}" in singles
+    assert len(singles) == len(set(singles))
+
+
+def test_what_saves_only_bytes_takes_part_where_bytes_are_asked_for():
+    assert "release" not in space().groups
+    wanted = space((Goal.SPEED, Goal.MEMORY))
+    assert pipeline_of({**wanted.start, "release": "release"}) == "inference{dtype=float32},release"
+    assert wanted.groups["preset"].texts[-1] == ""
+
+
+def test_training_has_its_own_passes():
+    assert set(space((Goal.SPEED, Goal.MEMORY), Phase.TRAIN).groups) == {"preset", "autocast", "checkpoint"}
+
+
+def test_lossy_passes_leave_the_most_sensitive_layers_alone():
+    found = space()
+    kept = found.groups["quantize"].options["keep"].texts
+    assert kept == ("[]", "[b]", "[b,c]")
+    assert found.groups["prune"].options["keep"].texts == ("[]", "[a]", "[a,b]")
+    single = {**found.start, "quantize": "quantize"}
+    more = [pipeline_of(choice) for choice in found.keeping_more(single)]
+    assert more == [f"quantize{{keep={each}}},inference{{dtype=float32}}" for each in kept[1:]]
+
+
+def test_what_does_not_go_together_is_refused():
+    both = {**space().start, "preset": "inference{dtype=int8}", "quantize": "quantize{scheme=int8_static}"}
+    with pytest.raises(UsageError, match="has 'quantize' with other options"):
+        passes_of(both)
+
+
+@pytest.mark.usefixtures("others")
+def test_a_pass_of_another_package_takes_part():
+    found = space()
+    assert found.groups["doze"].texts[1:3] == ("doze", "doze{kind=deep}")
+    assert found.groups["doze"].alone() == ["doze{depth=2}", "doze{depth=2,kind=deep}"]
+    names = [each.name for each in passes_of({**found.start, "doze": "doze{depth=2}"})]
+    assert names[0] == "doze"
+
+
+@pytest.mark.usefixtures("others")
+def test_a_declaration_of_what_is_no_option_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Doze, "searched", classmethod(lambda cls, phase, goals: {"width": (1,)}))
+    with pytest.raises(UsageError, match="'width', which is no option"):
+        space()
+
+
+def test_equal_choices_have_equal_keys():
+    start = space().start
+    assert key_of(start) == key_of({**start, "unknown": ""}) != key_of({**start, "quantize": "quantize"})
