@@ -25,8 +25,8 @@ class SparseMessagePassing(Pass):
     """Sum over neighbours in compressed rows, made once for each graph, without a message for each edge.
 
     Before: y = conv(x, edge_index)        After: the same call; the layer keeps the rows of `edge_index`
-    Refuses: layers other than GCNConv, SAGEConv, GINConv, RGCNConv, GATConv, GATv2Conv and HGTConv, classes derived from
-    these, hooks on messages, aggregations other than sums and means.
+    Refuses: layers other than GCNConv, SAGEConv, GINConv, RGCNConv, GATConv, GATv2Conv and HGTConv, classes derived
+    from these, hooks on messages, aggregations other than sums and means.
     """
 
     numerics: ClassVar[Numerics] = Numerics.REASSOCIATED

@@ -19,6 +19,8 @@ __all__ = ["write_onnx"]
 _MOST = 2**31 - 1
 """Bytes of a message of protobuf, which an ONNX model is."""
 
+_EXPORTER = ".".join(("torch.onnx", "_internal", "exporter"))
+
 
 def write_onnx(source: Source, folder: Path) -> tuple[Path, ...]:
     """Write `model.onnx` into a folder."""
@@ -27,7 +29,7 @@ def write_onnx(source: Source, folder: Path) -> tuple[Path, ...]:
         program = program.run_decompositions(_SPELT_OUT)
     if (size := sum(tensor.nbytes for tensor in program.state_dict.values())) > _MOST:
         raise ArchiveError(f"its tensors take {byte_text(size)}, and one ONNX file holds less than 2 GiB")
-    with unheard("torch.onnx._internal.exporter"):  # it tells which packages it would also know operators of
+    with unheard(_EXPORTER):  # it tells which packages it would also know operators of
         made: Any = torch.onnx.export(
             program, dynamo=True, verbose=False, input_names=list(source.arguments),
             output_names=result_names(source.given),
