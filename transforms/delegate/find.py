@@ -211,9 +211,9 @@ class _Forms(GraphRunner):
         return self._metas
 
     def run_node(self, n: fx.Node) -> Any:
-        known = n.meta.get("val")
+        known = cast("Meta", n.meta.get("val"))
         is_taken_apart = isinstance(known, tuple) and all(user.target is getitem for user in n.users)
-        parts: Sequence[Meta] = known if is_taken_apart else (known,)
+        parts = cast("tuple[Meta, ...]", known) if is_taken_apart else (known,)
         tensors = [_of_form(each) for each in parts if isinstance(each, TensorMeta)]
         if parts and len(tensors) == len(parts):
             self._metas[n] = known
