@@ -67,10 +67,11 @@ def exchanged(
     """Send rows to each process of a mesh, and return theirs: so many each; by default as many to all. Gradients go
     back the same way.
     """
-    from torch.distributed import _functional_collectives as collectives
+    from torch.distributed import _functional_collectives
 
+    collectives: Any = _functional_collectives
     is_trained = tensor.is_floating_point()
-    send: Any = collectives.all_to_all_single_autograd if is_trained else collectives.all_to_all_single
+    send = collectives.all_to_all_single_autograd if is_trained else collectives.all_to_all_single
     return collectives.wait_tensor(send(tensor.contiguous(), received, sent, mesh.get_group()))
 
 

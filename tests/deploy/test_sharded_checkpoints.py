@@ -119,7 +119,8 @@ def on_rank_heads() -> Any:
         checkpoint.save({"model": fxopt.state_dict(fast, gather=False)}, checkpoint_id=folder)  # each rank its part
         found[f"{passes}, from parts"] = loaded(fused(heads()), heads(1), ROWS, folder, key="model")
         writer = checkpoint.HuggingFaceStorageWriter(str(folder / "parts"), save_distributed=True)
-        checkpoint.save(fxopt.state_dict(fast, gather=False), storage_writer=writer)
+        apart_in_memory = {name: tensor.clone() for name, tensor in fxopt.state_dict(fast, gather=False).items()}
+        checkpoint.save(apart_in_memory, storage_writer=writer)
         found[f"{passes}, safetensors in parts"] = loaded(fused(heads()), heads(1), ROWS, folder / "parts")
     return found
 

@@ -181,8 +181,8 @@ def _is_mean_of(node: fx.Node, stacked: fx.Node) -> bool:
     """Say whether a node is the mean over members along the dimension that they were stacked along."""
     if stacked.target is not ensemble.stack_members or canonical_name(node) != "mean" or node.args[0] is not stacked:
         return False
-    dims = [each.args[1] if len(each.args) > 1 else each.kwargs.get("dim") for each in (stacked, node)]
-    return dims[1] is not None and (dims[0] or 0) == dims[1]
+    dims: list[object] = [each.args[1] if len(each.args) > 1 else each.kwargs.get("dim") for each in (stacked, node)]
+    return isinstance(dims[1], int) and (dims[0] or 0) == dims[1]
 
 
 def _cross(graph: fx.Graph, node: fx.Node, crossing: Crossing, users: Sequence[fx.Node]) -> None:
