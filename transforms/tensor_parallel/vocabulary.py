@@ -128,9 +128,6 @@ def _edits(vocabulary: _Vocabulary) -> dict[str, dict[str, Any]]:
     missing = next((name for name in vocabulary.heads if name not in called), None)
     if missing is not None:
         raise Stop(f"no graph calls its head '{missing}'")
-    for name, graphs in edits.items():  # the graphs that call no head stay as they are
-        for number in range(len(specializations_of(vocabulary.program.module(name)))):
-            graphs.setdefault(str(number), {})
     return edits
 
 
