@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 
@@ -90,9 +90,10 @@ def _written(structure: Any, path: Sequence[Any], value: int) -> Any:
         return value
     first, *inside = path
     if isinstance(structure, slice):
-        bounds = {"start": structure.start, "stop": structure.stop} | {first: value}
-        return slice(bounds["start"], bounds["stop"], structure.step)
+        given = cast("Any", structure)
+        return slice(*(value if name == first else getattr(given, name) for name in ("start", "stop")), given.step)
     if isinstance(structure, Mapping):
-        return {**structure, first: _written(structure[first], inside, value)}
+        named = cast("Mapping[str, Any]", structure)
+        return {**named, first: _written(named[first], inside, value)}
     items = [_written(each, inside, value) if number == first else each for number, each in enumerate(structure)]
     return tuple(items) if isinstance(structure, tuple) else items
