@@ -91,7 +91,8 @@ def _written(structure: Any, path: Sequence[Any], value: int) -> Any:
     first, *inside = path
     if isinstance(structure, slice):
         given = cast("Any", structure)
-        return slice(*(value if name == first else getattr(given, name) for name in ("start", "stop")), given.step)
+        start, stop = (value if name == first else getattr(given, name) for name in ("start", "stop"))
+        return slice(start, stop, given.step)
     if isinstance(structure, Mapping):
         named = cast("Mapping[str, Any]", structure)
         return {**named, first: _written(named[first], inside, value)}
