@@ -165,7 +165,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         shares, places, here = ctx.saved_tensors
         gradient = gradients[0].to(shares.dtype)
         own = shares * gradient.unsqueeze(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 
@@ -11,7 +11,7 @@ from ...compat import all_modules, own_children, own_parameters
 from ...layers.distributed import COLUMNS, DealtColumns
 from ...passes.driver import make_root
 from ...passes.rewriting import holds_inputs_first
-from ...runtime.graphs import drop_specializations, own, recompile, specializations_of
+from ...runtime.graphs import own, recompile
 from ...runtime.record import record_of
 from ...runtime.state import Deal, StateMap, StateStep
 from ...runtime.values import qualified
@@ -61,15 +61,12 @@ def _dealt(model: nn.Module, name: str, sizes: Sequence[int], processes: int) ->
 
 
 def _write_numbers(owner: nn.Module, graphs: Mapping[int, Mapping[str, Sequence[Sequence[Any]]]]) -> None:
-    """Let a module's graphs have other numbers; graphs that were not looked at go, and so does its own forward."""
-    followed = [each for number, each in enumerate(specializations_of(owner)) if number in graphs]
-    if len(followed) < len(specializations_of(owner)):
-        drop_specializations(owner, lambda each: each not in followed, "tensor_parallel did not follow them")
+    """Let a module's graphs have other numbers; its own forward has those of the whole model."""
     capture = own(owner)
-    for number, specialization in zip(sorted(graphs), capture.specializations, strict=True):
-        nodes = {node.name: node for node in specialization.graph.nodes}
-        for name, changes in graphs[number].items():
-            for *path, value in changes:
+    for number, changes in graphs.items():
+        nodes = {node.name: node for node in capture.specializations[number].graph.nodes}
+        for name, every in changes.items():
+            for *path, value in every:
                 write_number(nodes[name], path, value)
     run_from_graphs(owner)
 
@@ -93,9 +90,11 @@ def _written(structure: Any, path: Sequence[Any], value: int) -> Any:
         return value
     first, *inside = path
     if isinstance(structure, slice):
-        bounds = {"start": structure.start, "stop": structure.stop} | {first: value}
-        return slice(bounds["start"], bounds["stop"], structure.step)
+        given = cast("Any", structure)
+        start, stop = (value if name == first else getattr(given, name) for name in ("start", "stop"))
+        return slice(start, stop, given.step)
     if isinstance(structure, Mapping):
-        return {**structure, first: _written(structure[first], inside, value)}
+        named = cast("Mapping[str, Any]", structure)
+        return {**named, first: _written(named[first], inside, value)}
     items = [_written(each, inside, value) if number == first else each for number, each in enumerate(structure)]
     return tuple(items) if isinstance(structure, tuple) else items

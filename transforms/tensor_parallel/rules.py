@@ -136,7 +136,7 @@ def _sliced(call: SplitCall, part: SplitTensor, index: Any) -> SplitTensor:
         if dim == part.dim and pick is not None:
             if not isinstance(pick, slice):
                 raise Stop(f"'{call.node.name}' picks from the dimension that is split")
-            kept = _section(call, part, pick, place, is_only=not isinstance(index, tuple))
+            kept = _section(call, part, cast("Any", pick), place, is_only=not isinstance(index, tuple))
             continue
         if dim > part.dim:
             behind += (pick is None) - isinstance(pick, int)
@@ -338,7 +338,10 @@ def _write_size(call: SplitCall, place: int, rank: int) -> None:
     path, sizes, offset = _written_sizes(call)
     if isinstance(sizes, fx.Node):
         path, sizes = [], call.value(sizes)
-    if not isinstance(sizes, (tuple, list)) or len(sizes) + offset > rank:
+    if not isinstance(sizes, (tuple, list)):
+        raise Stop(f"'{call.node.name}' computes its shape")
+    sizes = cast("Sequence[Any]", sizes)
+    if len(sizes) + offset > rank:
         raise Stop(f"'{call.node.name}' computes its shape")
     if not offset <= place < offset + len(sizes):
         return

@@ -163,11 +163,14 @@ class _Walk(Opener):
 
     def note_what_changes(self) -> None:
         """Note in each block which numbers in graphs change for it, and which layers' outputs are in sections."""
-        visited = {key[:2] for key in self.numbers}
+        followed = {key[:2] for key in self.numbers}
         for (owner, number, node), (numbers, blocks) in self.numbers.items():
+            every = range(len(specializations_of(self.program.module(owner))))
             for block in {id(each.whole): each.whole for each in blocks if numbers}.values():
-                graphs = block.numbers.setdefault(owner, {str(n): {} for name, n in visited if name == owner})
-                graphs[str(number)][node] = numbers
+                graphs = block.numbers.setdefault(owner, {})
+                graphs.setdefault(str(number), {})[node] = numbers
+                if any((owner, other) not in followed for other in every):
+                    block.stop = block.stop or Stop(f"'{owner}' has graphs for several kinds of calls")
         for name, axis in self.axes.items():
             block, sections = next(each.whole for each in self.blocks if name in each.columns), axis.sections()
             if len(sections) > 1:

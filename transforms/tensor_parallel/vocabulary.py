@@ -67,7 +67,7 @@ def _candidates(program: Program, taken: Collection[str]) -> Iterator[_Vocabular
                 holders.setdefault(id(parameter), []).append((program.names.name(module), module))
     reads = program.analyses[TensorReads]
     for holding in holders.values():
-        weight = holding[0][1]._parameters.get("weight")
+        weight = own_parameters(holding[0][1]).get("weight")
         embeddings = [name for name, module in holding if _is_embedding(module)]
         heads = [name for name, module in holding if user_class(type(module)) is nn.Linear]
         if weight is None or not embeddings or len(embeddings) + len(heads) < len(holding):
@@ -128,9 +128,6 @@ def _edits(vocabulary: _Vocabulary) -> dict[str, dict[str, Any]]:
     missing = next((name for name in vocabulary.heads if name not in called), None)
     if missing is not None:
         raise Stop(f"no graph calls its head '{missing}'")
-    for name, graphs in edits.items():  # the graphs that call no head stay as they are
-        for number in range(len(specializations_of(vocabulary.program.module(name)))):
-            graphs.setdefault(str(number), {})
     return edits
 
 
@@ -216,4 +213,4 @@ class _Follower:
         is_plain = all(each is None for each in others) and named.get("label_smoothing", 0.0) == 0.0
         is_numbers = isinstance(meta, TensorMeta) and not meta.dtype.is_floating_point
         are_rows = len(shape_of(logits) or ()) in (1, 2) and isinstance(values[logits], SplitTensor)
-        return is_plain and is_numbers and are_rows
+        return bool(is_plain and is_numbers and are_rows)

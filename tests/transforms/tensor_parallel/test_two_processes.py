@@ -112,11 +112,18 @@ def on_rank_vocabulary() -> dict[str, Any]:
         losses = [each(*calls[0]) for each in (fast, model)]
         for loss in losses:
             loss.backward()
-        errors = [gap(*losses), apart(gradients(fast), gradients(model)), gap(fast(ids[0]), model(ids[0]))]
+        errors = [
+            gap(*losses),
+            apart(by_old_names(fast, gradients(fast)), gradients(model)),
+            gap(fast(ids[0]), model(ids[0])),
+        ]
         for each in (fast, model):
             each.zero_grad()
             each(ids[0]).square().sum().backward()
-        errors += [apart(gradients(fast), gradients(model)), apart(fxopt.state_dict(fast), model.state_dict())]
+        errors += [
+            apart(by_old_names(fast, gradients(fast)), gradients(model)),
+            apart(fxopt.state_dict(fast), model.state_dict()),
+        ]
         parts = fast.words.weight.to_local().shape[0], fast.head.weight.to_local().shape[0]
         is_one = fast.words.weight is fast.head.weight
         found[str(tied)] = errors, parts, is_one, said(lambda fast=fast: fast(torch.tensor([[65]])))
