@@ -49,8 +49,9 @@ def allowed_bytes(budget: object, whole: float) -> float | None:
     """Return how many bytes a budget allows: a share of a whole, from 0 to 1, or text with a unit; else None."""
     if isinstance(budget, str):
         return parse_bytes(budget)
-    is_share = isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0 <= budget <= 1
-    return budget * whole if is_share else None
+    if isinstance(budget, (int, float)) and not isinstance(budget, bool) and 0 <= budget <= 1:
+        return budget * whole
+    return None
 
 
 def write_atomically(path: str | os.PathLike[str], data: str | bytes, *, durable: bool = True) -> None:

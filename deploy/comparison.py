@@ -158,18 +158,18 @@ def check_plain(value: Any, name: str, leaves: tuple[type, ...], error: type[Fxo
 
 def without_caches(output: Any, left_out: set[str]) -> Any:
     """Return a plain output without the caches that stand beside results, as language models give; note their names."""
+    kept: Any = None
+    caches = set[str]()
     if type(output) in (dict, OrderedDict):
         items = cast("dict[str, Any]", output)
         caches = {str(name) for name, item in items.items() if _is_cache(item)}
-        kept: Any = {name: item for name, item in items.items() if name not in caches}
+        kept = {name: item for name, item in items.items() if name not in caches}
     elif type(output) is tuple:
         parts = cast("tuple[Any, ...]", output)
         caches = {f"result {index}" for index, item in enumerate(parts) if _is_cache(item)}
         kept = tuple(item for item in parts if not _is_cache(item))
-    else:
-        return output
     if not kept:
-        return output
+        return cast("Any", output)
     left_out |= caches
     return kept
 
