@@ -46,6 +46,8 @@ __all__ = ["Bench"]
 _SECONDS, _ROUNDS = 0.5, 25
 """Each point is timed beside the original for so long, in so many rounds at least: an interval of a few percent."""
 _MOST_LEFT = 12
+_LARGE = 4 * 2**20
+"""Bytes of a model from which on its memory is worth a collection, which takes a tenth of a second."""
 
 
 class Bench:
@@ -109,7 +111,8 @@ class Bench:
             made = self._made(number, chosen_passes(pipeline) if pipeline else (), unwanted)
         except (FxoptError, RuntimeError) as error:
             made = {"reason": f"{type(error).__name__}: {one_line(error)}"}
-        gc.collect()  # optimized models are in circles of references: the next one needs their memory
+        if self.original.figures["size"] > _LARGE:
+            gc.collect()  # optimized models are in circles of references, and the next one needs their memory
         return Point(number, pipeline, **made, seconds=time.perf_counter() - start, choice=dict(choice))
 
     def _made(
