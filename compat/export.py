@@ -9,7 +9,10 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch.fx import Graph
 
-__all__ = ["batches_by_vmap", "load_exported_program", "onnx_log_off"]
+__all__ = ["ONNX_EXPORTER", "batches_by_vmap", "load_exported_program", "onnx_log_off"]
+
+ONNX_EXPORTER = "torch.onnx._internal.exporter"
+"""The logger of the exporter of exported programs."""
 
 
 def batches_by_vmap(graph: Graph) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ...compat.export import ONNX_EXPORTER
 from ...compat.logs import unheard
 from ...errors import ArchiveError
 from ...storage import byte_text
@@ -29,7 +30,13 @@ def write_onnx(source: Source, folder: Path) -> tuple[Path, ...]:
         program = program.run_decompositions(_SPELT_OUT)
     if (size := sum(tensor.nbytes for tensor in program.state_dict.values())) > _MOST:
         raise ArchiveError(f"its tensors take {byte_text(size)}, and one ONNX file holds less than 2 GiB")
+<<<<<<< HEAD
     with unheard(_EXPORTER):  # it tells which packages it would also know operators of
+||||||| 5d46678e
+    with unheard("torch.onnx._internal.exporter"):  # it tells which packages it would also know operators of
+=======
+    with unheard(ONNX_EXPORTER):  # it tells which packages it would also know operators of
+>>>>>>> h-cli
         made: Any = torch.onnx.export(
             program, dynamo=True, verbose=False, input_names=list(source.arguments),
             output_names=result_names(source.given),
