@@ -20,8 +20,6 @@ __all__ = ["write_onnx"]
 _MOST = 2**31 - 1
 """Bytes of a message of protobuf, which an ONNX model is."""
 
-_EXPORTER = ".".join(("torch.onnx", "_internal", "exporter"))
-
 
 def write_onnx(source: Source, folder: Path) -> tuple[Path, ...]:
     """Write `model.onnx` into a folder."""
@@ -30,13 +28,7 @@ def write_onnx(source: Source, folder: Path) -> tuple[Path, ...]:
         program = program.run_decompositions(_SPELT_OUT)
     if (size := sum(tensor.nbytes for tensor in program.state_dict.values())) > _MOST:
         raise ArchiveError(f"its tensors take {byte_text(size)}, and one ONNX file holds less than 2 GiB")
-<<<<<<< HEAD
-    with unheard(_EXPORTER):  # it tells which packages it would also know operators of
-||||||| 5d46678e
-    with unheard("torch.onnx._internal.exporter"):  # it tells which packages it would also know operators of
-=======
     with unheard(ONNX_EXPORTER):  # it tells which packages it would also know operators of
->>>>>>> h-cli
         made: Any = torch.onnx.export(
             program, dynamo=True, verbose=False, input_names=list(source.arguments),
             output_names=result_names(source.given),
