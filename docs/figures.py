@@ -238,7 +238,7 @@ def draw_search() -> None:
     tasks = json.loads((RESULTS / "search.json").read_text(encoding="utf-8"))["tasks"]
     figure = Figure(figsize=(9.0, 2.9 * math.ceil(len(tasks) / 2)), layout="constrained")
     panels = figure.subplots(math.ceil(len(tasks) / 2), 2, squeeze=False).flat
-    for axes, task in zip(panels, tasks, strict=False):
+    for task, axes in zip(tasks, panels, strict=False):  # tasks first: the panels that are left stay
         original = task["original"]
 
         def place(figures: dict[str, float], original: dict[str, float] = original) -> tuple[float, float]:
