@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -21,9 +22,25 @@ def under_mode(module: nn.Module, mode: TorchFunctionMode) -> None:
     known: tuple[TorchFunctionMode, ...] = vars(module).get(_MODES, ())
     vars(module)[_MODES] = (*known, mode)
     if not known:
-        base = type(module)
-        watched = type(base.__name__, (base,), {"__call__": _call, "__module__": base.__module__})
-        object.__setattr__(module, "__class__", watched)
+        _watch(module)
+
+
+def _watch(module: nn.Module) -> None:
+    base = type(module)
+    own = {"__call__": _call, "__deepcopy__": _copied, "__module__": base.__module__}
+    object.__setattr__(module, "__class__", type(base.__name__, (base,), own))
+
+
+def _copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a module as its own class does; the copy runs under copies of the modes."""
+    watched = type(self)
+    object.__setattr__(self, "__class__", watched.__bases__[0])
+    try:
+        made = copy.deepcopy(self, memo)
+    finally:
+        object.__setattr__(self, "__class__", watched)
+    _watch(made)
+    return made
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
