@@ -166,10 +166,8 @@ def _value(trial: Trial, name: str, option: Option) -> str:
 
 
 def _opened(of: str, folder: Path | None, seed: int, sampler: Sampler) -> Study:
-    try:
-        import optuna
-    except ImportError as error:
-        raise UsageError(_NO_OPTUNA) from error
+    import optuna
+
     storage = None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -213,9 +211,11 @@ def _sampler(name: Sampler, seed: int) -> BaseSampler:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Keep optuna from telling of each trial, and of what it calls experimental."""
-    import optuna
-
+    """Keep optuna from telling of each trial, and of what it calls experimental; UsageError where it is missing."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise UsageError(_NO_OPTUNA) from error
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:

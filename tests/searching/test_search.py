@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,9 @@ def test_a_metric_that_fails_on_a_point_is_a_reason():
     assert [point.number for point in front] == [-1]
     with pytest.raises(UsageError, match="failed: CalibrationError"):
         front.model(front.trials[0])
+
+
+def test_a_missing_optuna_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(fxopt.UsageError, match=r"needs optuna; install it with: pip install"):
+        fxopt.search(nn.Linear(4, 2).eval(), example_inputs=torch.randn(2, 4), trials=1)
