@@ -244,7 +244,8 @@ def measure(name: str, trials: int, seeds: int) -> dict[str, Any]:
     singles = {point.pipeline: area(aim, [point]) for point in presets}
     expert = bench.point(-2, task.expert, {})
     front = aim.unbeaten(shown)
-    at_least = all(any(not aim.beats(preset.figures, each.figures) for each in front) for preset in presets)
+    places = [(aim.cost(point.figures), aim.loss(point.figures)) for point in front]
+    at_least = all(any(x <= aim.cost(p.figures) and y <= aim.loss(p.figures) for x, y in places) for p in presets)
     row = {
         "task": name, "original": bench.original.figures, "areas": found, "seconds": seconds, "presets": singles,
         "expert": {"area": area(aim, [expert]), **expert.to_json(), "plan": None},

@@ -75,12 +75,20 @@ def exchanged(
     return collectives.wait_tensor(send(tensor.contiguous(), received, sent, mesh.get_group()))
 
 
-def gathered_in_order(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the rows of all processes of a mesh, as many each; the gradient, which all have, is cut."""
+def gathered_in_order(tensor: Tensor, mesh: DeviceMesh, dim: int = 0, size: int | None = None) -> Tensor:
+    """Return the parts of all processes of a mesh, side by side along `dim`: by default all as large, else `size`
+    together, in which DTensors are divided. The gradient, which all have, is cut.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    parts: Any = DTensor.from_local(tensor.contiguous(), mesh, [Shard(0)], run_check=False)
-    return parts.redistribute(placements=[Replicate()]).to_local()
+    place = dim % tensor.ndim
+    shape = [*tensor.shape]
+    shape[place] = tensor.shape[place] * mesh.size() if size is None else size
+    stride = torch.empty(shape, device="meta").stride()
+    parts: Any = DTensor.from_local(
+        tensor.contiguous(), mesh, [Shard(place)], run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    return parts.redistribute(placements=[Replicate()]).to_local().contiguous()
 
 
 def give_memory(model: nn.Module, device: torch.device, made: dict[int, Tensor]) -> None:

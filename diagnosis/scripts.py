@@ -29,6 +29,7 @@ from .reduction import Case, Failing, reduced
 __all__ = ["Reduced", "failure_of", "reduce"]
 
 _SECONDS = 600
+"""A script that takes longer is stopped."""
 _ERROR = re.compile(r"[\w.]+Error\b")
 
 

@@ -43,7 +43,7 @@ _SHOWN = ("latency", "throughput", "training_step", "memory", "size", "error", "
 
 
 class Front:
-    """The points of a search that no other beats, best objective first; `print(front)` shows them as a table.
+    """The Pareto front of a search: the points that no other beats, best objective first; `print` shows a table.
 
     It has a length, and `front[0]` is the first point. Attributes:
         trials: every point that was tried, in order, with the reason where it was not measured to the end.

@@ -91,8 +91,8 @@ class Aim:
         """Return what is lost of the metric, or the error; below zero where the metric is better than before."""
         if not self.has_metric:
             return figures.get("error", math.inf)
-        worse = self.original["metric"] - figures.get("metric", -math.inf)
-        return -(self.original["metric"] - figures.get("metric", math.inf)) if self.minimize else worse
+        worse = figures.get("metric", math.inf if self.minimize else -math.inf) - self.original["metric"]
+        return worse if self.minimize else -worse
 
     @property
     def allowed_loss(self) -> float:
@@ -109,14 +109,9 @@ class Aim:
         """Return how far figures are from what is asked for: 0 where all bounds are met."""
         return sum(bound.lack(figures, self.original) for bound in self.bounds)
 
-    def beats(self, one: Mapping[str, float], other: Mapping[str, float]) -> bool:
-        """Say whether the first is as good in both, and better in one."""
-        first, second = (self.cost(one), self.loss(one)), (self.cost(other), self.loss(other))
-        return first != second and first[0] <= second[0] and first[1] <= second[1]
-
     def unbeaten(self, points: Iterable[Point]) -> list[Point]:
-        """Return the points that meet the bounds and that no other of these beats, best objective first; of equal ones
-        the first.
+        """Return the Pareto front: the points that meet the bounds and that no other of these beats (as good in
+        objective and loss, better in one), best objective first; of equal ones the first.
         """
         fit = [each for each in points if each.is_known and not self.lacks(each.figures)]
         fit.sort(key=lambda each: (self.cost(each.figures), self.loss(each.figures), each.number))

@@ -40,7 +40,10 @@ _LOG = logging.getLogger("fxopt")
 _PROMISING = 8
 """So many combinations that are predicted to be good are tried before the sampler chooses."""
 _MENDED = 2
-_CLEARLY, _CHEAP = 0.95, 1.0
+"""Of a point that loses too much, so many with more of its layers left alone are tried."""
+_CLEARLY = 0.95
+"""What takes less than this part of another's time is faster beyond the noise of timing."""
+_CHEAP = 1.0
 """A metric that takes less than a second is evaluated in any case: what it says guides the sampler."""
 _SHARE_FOR_LAYERS = 0.1
 """Of the time: looking at layers one by one takes no more."""
@@ -86,7 +89,8 @@ def search(
 
     Raises:
         UsageError: a wrong argument; a time budget shorter than one trial; optuna is not installed.
-        InputError: the model refuses its inputs, or `evaluate` raises or returns no number for the original.
+        InputError: the model refuses its inputs, or `evaluate` raises, returns no number for the original, or changes
+            parameters.
     """
     check_kind(model)
     phase = Phase.TRAIN if parse_objective(objective) == "training_step" else Phase.EVAL

@@ -52,14 +52,8 @@ class ComparedRun(Generic[Part]):
 
     def measured(self, metric: Callable[[nn.Module], float], parts: Iterable[Part] = ()) -> float:
         """Return a user's metric of the model where these parts are replaced."""
-        try:
-            with torch.no_grad(), preserved(self._model), self._all_replaced(parts):
-                return number_of(metric, self._model)
-        except CalibrationError:
-            raise
-        except InputError as error:
-            said = "metric= changes parameters of the model in place; let it only run the model, or change a copy"
-            raise CalibrationError(said) from error
+        with self._all_replaced(parts):
+            return number_of(metric, self._model)
 
     @contextmanager
     def _all_replaced(self, parts: Iterable[Part]) -> Generator[None]:
@@ -92,7 +86,20 @@ def computing(module: nn.Module, other: nn.Module) -> Generator[None]:
 
 
 def number_of(metric: Callable[[nn.Module], Any], model: nn.Module, name: str = "metric=") -> float:
-    """Return what a user's metric, the argument of this name, gives for a model; CalibrationError if that is none."""
+    """Return what a user's metric, the argument of this name, gives for a model, without gradients. What it changes is
+    put back; CalibrationError if it gives no number, or changes parameters.
+    """
+    try:
+        with torch.no_grad(), preserved(model):
+            return _number_of(metric, model, name)
+    except CalibrationError:
+        raise
+    except InputError as error:
+        said = f"{name} changes parameters of the model in place; let it only run the model, or change a copy"
+        raise CalibrationError(said) from error
+
+
+def _number_of(metric: Callable[[nn.Module], Any], model: nn.Module, name: str) -> float:
     try:
         found = metric(model)
     except Exception as error:  # whatever the user's function raises

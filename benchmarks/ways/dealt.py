@@ -13,6 +13,7 @@ from torch.distributed.nn import functional as collectives
 
 from fxopt.layers import MixtureOfExperts
 
+from .collectives import given_to_all, summed_over_all
 from .models import Made
 from .steps import by_pass, training_step
 from .way import Step, Way
@@ -109,34 +110,6 @@ def mixtures_by_hand() -> Step:
     return training_step(model.train(), loss)
 
 
-class _Copied(torch.autograd.Function):
-    """What all processes have; gradients are added up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        total = gradients[0].clone()
-        distributed.all_reduce(total)
-        return total
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over all processes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        distributed.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
 class SomeHeads(nn.Module):
     """This process's columns and rows of the two layers, and its members, one after another."""
 
@@ -152,11 +125,9 @@ class SomeHeads(nn.Module):
         self.heads = model.heads[rank * MEMBERS // processes : (rank + 1) * MEMBERS // processes]
 
     def forward(self, x: Tensor) -> Tensor:
-        summed: Any = _Summed.apply
-        copied: Any = _Copied.apply
-        x = x + summed(self.down(torch.relu(self.up(copied(x))))) + self.bias
-        x = copied(x)
-        return summed(torch.stack([head(x) for head in self.heads]).sum(0)) / MEMBERS
+        x = x + summed_over_all(self.down(torch.relu(self.up(given_to_all(x))))) + self.bias
+        x = given_to_all(x)
+        return summed_over_all(torch.stack([head(x) for head in self.heads]).sum(0)) / MEMBERS
 
 
 def heads_by_hand() -> Step:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
@@ -11,8 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 from transformers.pytorch_utils import Conv1D
 
-import fxopt
-
+from .collectives import given_to_all, summed_over_all
+from .models import Made
+from .steps import by_pass, training_step
 from .way import Step, Way
 
 WORDS, WIDTH = 8000, 256
@@ -30,29 +33,34 @@ class WithLoss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def llama() -> tuple[WithLoss, Tensor]:
+def _made(model: nn.Module) -> Made:
+    whole, ids = WithLoss(model).train(), torch.randint(0, WORDS, (8, 64))
+    return whole, lambda model: model(ids), {"ids": ids}
+
+
+def llama() -> Made:
     """Return a Llama of 7 million parameters, and 8 rows of 64 words."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=WIDTH, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
         vocab_size=WORDS, use_cache=False,
     )  # fmt: skip
-    return WithLoss(LlamaModel(config)).train(), torch.randint(0, WORDS, (8, 64))
+    return _made(LlamaModel(config))
 
 
-def gpt2() -> tuple[WithLoss, Tensor]:
+def gpt2() -> Made:
     """Return a GPT-2 of 8 million parameters, whose queries, keys and values are one layer, and 8 rows of 64 words."""
     torch.manual_seed(0)
     config = GPT2Config(
         n_embd=WIDTH, n_layer=6, n_head=4, vocab_size=WORDS, n_positions=128, use_cache=False, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    return WithLoss(GPT2Model(config)).train(), torch.randint(0, WORDS, (8, 64))
+    return _made(GPT2Model(config))
 
 
 def llama_by_hand() -> Step:
     """Write the plan of each layer, and open `loss_parallel` around a step."""
-    model, ids = llama()
+    model, loss, _ = llama()
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     plan = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
     plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
@@ -63,39 +71,13 @@ def llama_by_hand() -> Step:
         plan |= {f"{layer}.self_attn.o_proj": RowwiseParallel(), f"{layer}.mlp.down_proj": RowwiseParallel()}
     parallelize_module(model, mesh, plan)
 
-    def loss() -> None:
+    step = training_step(model, loss)
+
+    def with_loss() -> None:
         with loss_parallel():
-            model(ids).backward()
+            step()
 
-    return _step(model, loss)
-
-
-class _ToAll(torch.autograd.Function):
-    """What all processes have; its gradient is the sum of theirs."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.contiguous()
-        distributed.all_reduce(gradient)
-        return gradient
-
-
-class _OfAll(torch.autograd.Function):
-    """The sum of what the processes have."""
-
-    @staticmethod
-    def forward(ctx, x):
-        total = x.clone()
-        distributed.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
+    return with_loss
 
 
 def _columns(layer: Conv1D, parts: int) -> Conv1D:
@@ -105,7 +87,7 @@ def _columns(layer: Conv1D, parts: int) -> Conv1D:
     for own, whole in ((made.weight, layer.weight), (made.bias, layer.bias)):
         shares = [part.chunk(size, -1)[rank] for part in whole.detach().chunk(parts, -1)]
         own.data = torch.cat(shares, -1).contiguous()
-    made.register_forward_pre_hook(lambda _, args: (_ToAll.apply(args[0]),))
+    made.register_forward_pre_hook(lambda _, args: (given_to_all(args[0]),))
     return made
 
 
@@ -119,38 +101,22 @@ class _Rows(nn.Module):
         self.bias = nn.Parameter(layer.bias.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
-        return _OfAll.apply(x @ self.weight) + self.bias
+        return summed_over_all(x @ self.weight) + self.bias
 
 
 def gpt2_by_hand() -> Step:
     """Cut the layers, and leave the vocabulary whole, as `parallelize_module` has no style for `Conv1D`."""
-    model, ids = gpt2()
+    made, loss, _ = gpt2()
+    model = cast("Any", made)
     for block in model.model.h:
         attention, mlp = block.attn, block.mlp
         attention.split_size //= distributed.get_world_size()
         attention.c_attn, attention.c_proj = _columns(attention.c_attn, 3), _Rows(attention.c_proj)
         mlp.c_fc, mlp.c_proj = _columns(mlp.c_fc, 1), _Rows(mlp.c_proj)
-    return _step(model, lambda: model(ids).backward())
-
-
-def _step(model, loss) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss()
-        optimizer.step()
-
-    return step
-
-
-def _by_pass(make) -> Step:
-    model, ids = make()
-    fast = fxopt.optimize(model, "tensor_parallel", example_inputs=ids)
-    return _step(fast, lambda: fast(ids).backward())
+    return training_step(model, loss)
 
 
 WAYS = [
-    Way("tensor, Llama", llama_by_hand, lambda: _by_pass(llama)),
-    Way("tensor, GPT-2", gpt2_by_hand, lambda: _by_pass(gpt2)),
+    Way("tensor, Llama", llama_by_hand, lambda: by_pass(llama, "tensor_parallel")),
+    Way("tensor, GPT-2", gpt2_by_hand, lambda: by_pass(gpt2, "tensor_parallel")),
 ]

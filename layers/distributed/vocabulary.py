@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 from torch.autograd.function import once_differentiable
 
+from ...compat.distributed import added_up, gathered_in_order
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -62,7 +64,7 @@ class SplitEmbedding(nn.Embedding):
         padding = None if self.padding_idx is None else self.padding_idx - self.share.start
         padding = padding if padding is not None and 0 <= padding < len(own) else None
         found = F.embedding(places, own, padding)
-        return cast("Tensor", _Sum.apply(found.masked_fill(~here.unsqueeze(-1), 0), self.share))
+        return added_up(found.masked_fill(~here.unsqueeze(-1), 0), self.share.mesh)
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class GatheredLogits:
         return "gathered_logits"
 
     def __call__(self, logits: Tensor) -> Tensor:
-        return cast("Tensor", _Gather.apply(logits, self.share))
+        return gathered_in_order(logits, self.share.mesh, -1, self.share.size)
 
 
 @dataclass(frozen=True)
@@ -113,35 +115,6 @@ class SplitCrossEntropy:
         if reduction == "none":
             return losses
         return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over the processes, which all go on alike from it: each keeps the gradient as it is."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, share: Share) -> Tensor:
-        total = tensor.contiguous()
-        distributed.all_reduce(total, group=share.mesh.get_group())
-        ctx.mark_dirty(*([tensor] if total is tensor else []))
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, share: Share) -> Tensor:
-        ctx.share = share
-        own = F.pad(logits, (0, share.widest - logits.shape[-1])).contiguous()
-        every = [torch.empty_like(own) for _ in range(share.mesh.size())]
-        distributed.all_gather(every, own, group=share.mesh.get_group())
-        return torch.cat(every, -1)[..., : share.size].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0][..., ctx.share.start : ctx.share.end], None
 
 
 class _Losses(torch.autograd.Function):

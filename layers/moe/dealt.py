@@ -16,11 +16,11 @@ from .lowerings import Compute, Projection
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Deal", "dealt_mixture"]
+__all__ = ["ExpertPlacement", "dealt_mixture"]
 
 
 @dataclass(frozen=True)
-class Deal:
+class ExpertPlacement:
     """To which processes `experts` are dealt, in order and each as many.
     `senders` have rows of their own, which they send to each other; `sharers` have the same rows, and add up what their
     experts give. With both, each sender's experts are dealt to its sharers.
@@ -41,7 +41,7 @@ class Deal:
 
 
 def dealt_mixture(
-    deal: Deal,
+    placement: ExpertPlacement,
     x: Tensor,
     indices: Tensor,
     weights: Tensor,
@@ -50,16 +50,19 @@ def dealt_mixture(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return what `mixture` does, of experts that are dealt; `projections` has this process's part.
-    All processes call it, those without tokens, too. A token is sent once to each process that has experts of it.
+
+    Takes tokens `x` [n, C], and the numbers and weights [n, k] of the experts of each. All processes call it, those
+    without tokens, too. Expert parallelism as in Lepikhin et al. 2021, "GShard", section 3, without capacities; but a
+    token is sent once to each process that has experts of it, not once to each expert.
     """
-    if deal.sharers is not None:
-        x, weights = handed_to_all(x, deal.sharers), handed_to_all(weights, deal.sharers)
-    owners, places = deal.places(indices)
-    if deal.senders is None:
+    if placement.sharers is not None:
+        x, weights = handed_to_all(x, placement.sharers), handed_to_all(weights, placement.sharers)
+    owners, places = placement.places(indices)
+    if placement.senders is None:
         total = _sum_of_own(x, places, weights, projections, compute, dtype)
     else:
-        total = _sent(deal.senders, owners, x, places, weights, projections, compute, dtype)
-    return total if deal.sharers is None else added_up(total, deal.sharers)
+        total = _sent(placement.senders, owners, x, places, weights, projections, compute, dtype)
+    return total if placement.sharers is None else added_up(total, placement.sharers)
 
 
 def _sent(

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from ...runtime.graphs import PortableGraph
 from ..vectorized import graph_of_member
-from .dealt import Deal, dealt_mixture
+from .dealt import ExpertPlacement, dealt_mixture
 from .dispatch import may_look, mixture
 from .lowerings import Linear, Lowering, Projection, Task, combine, outputs_in_blocks
 from .router import over_capacity
@@ -60,7 +60,7 @@ class FusedExperts(nn.Module):
         self.lowering: Lowering | None = lowering
         self.spare, self.adds_to_inputs, self.tokens = spare, adds_to_inputs, tokens
         self.slots_first = slots_first
-        self.deal: Deal | None = None  # where the tensors that it is given are those of some experts only
+        self.placement: ExpertPlacement | None = None  # where it is given the tensors of some experts only
 
     def forward(
         self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, *tensors: Tensor, capacity: int | None = None
@@ -135,7 +135,7 @@ class FusedExperts(nn.Module):
         mask = mask if self.routing == "slots" else _rows(mask).unsqueeze(1)
         # Loops leave out experts that nobody chose, by the sum of the mask: of counts that are none it may be zero.
         mask = mask * (mask.sum((0, 1)) > 0)
-        if self.deal is None and not may_look(x):
+        if self.placement is None and not may_look(x):
             return self._by_all(x, mask != 0, weights, projections)
         tokens, slots, chosen = mask.nonzero(as_tuple=True)
         if weights is None:
@@ -155,15 +155,15 @@ class FusedExperts(nn.Module):
     def _mixture(
         self, x: Tensor, chosen: Tensor, weights: Tensor, projections: list[Projection], tokens: int
     ) -> Tensor:
-        if self.deal is not None:
-            return dealt_mixture(self.deal, x, chosen, weights, projections, self.compute, self._dtype(x))
+        if self.placement is not None:
+            return dealt_mixture(self.placement, x, chosen, weights, projections, self.compute, self._dtype(x))
         lowering = self.lowering
         if self.tokens is not None and not (may_look(x) and self.tokens <= 2 * tokens <= 4 * self.tokens):
             lowering = None
         return mixture(x, chosen, weights, projections, self.compute, lowering, self._dtype(x))
 
     def _experts(self, projections: list[Projection]) -> int:
-        return len(projections[0].weight) if self.deal is None else self.deal.experts
+        return len(projections[0].weight) if self.placement is None else self.placement.experts
 
     def _dtype(self, x: Tensor) -> torch.dtype | None:
         return x.dtype if self.adds_to_inputs else None

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from ...compat import autocast_dtype
 from ...errors import UsageError, positive_integer
-from .dealt import Deal, dealt_mixture
+from .dealt import ExpertPlacement, dealt_mixture
 from .dispatch import mixture
 from .lowerings import Linear, Projection
 from .router import GATES, Gate, Router, RouterOutput
@@ -62,7 +62,7 @@ class MixtureOfExperts(nn.Module):
 
     _fxopt_is_operation: ClassVar[bool] = True
 
-    deal: Deal | None = None
+    placement: ExpertPlacement | None = None
     """To which processes the experts are dealt, if they are."""
 
     down_proj: nn.Parameter
@@ -128,10 +128,10 @@ class MixtureOfExperts(nn.Module):
         self._check_input(x)
         tokens = x.reshape(-1, self.dim)
         logits, indices, weights = self.router(tokens)
-        if self.deal is None:
+        if self.placement is None:
             output = mixture(tokens, indices, weights, self._projections(), self._expert)
         else:
-            output = dealt_mixture(self.deal, tokens, indices, weights, self._projections(), self._expert)
+            output = dealt_mixture(self.placement, tokens, indices, weights, self._projections(), self._expert)
         if self.shared:
             linears = [cast("nn.Linear", linear) for linear in self.shared.values()]
             output = output + self._expert(tokens, linears)

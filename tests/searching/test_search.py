@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fxopt
-from fxopt.errors import InputError, UsageError
+from fxopt.errors import CalibrationError, InputError, UsageError
 from fxopt.searching.bench import Bench
 
 pytest.importorskip("optuna")
@@ -52,8 +52,12 @@ def test_points_are_built_from_their_plans_and_equal_what_was_measured(tmp_path:
     assert tried[:3] == ["inference{dtype=float32}", "inference{dtype=bfloat16}", "inference{dtype=int8}"]
     measured = [point for point in front.trials if point.is_known]
     assert len(measured) >= 6
+    places = [(front.aim.cost(each.figures), front.aim.loss(each.figures)) for each in front]
+    assert places == sorted(places)
     for point in measured:
-        assert any(not front.aim.beats(point.figures, each.figures) for each in front)
+        cost, loss = front.aim.cost(point.figures), front.aim.loss(point.figures)
+        assert front.lacks(point) or any(x <= cost and y <= loss for x, y in places)
+        assert not any(cost <= x and loss <= y and (cost, loss) != (x, y) for x, y in places)
     lossy = max(measured, key=lambda point: point.figures["error"])
     assert lossy.figures["error"] > 0
     with torch.no_grad():
@@ -175,7 +179,7 @@ def spoiling(model: nn.Module) -> float:
         ({"evaluate": raising}, InputError, "evaluate raised ZeroDivisionError: no data"),
         ({"evaluate": lambda _: float("nan")}, InputError, "evaluate returned nan; return a finite number"),
         ({"evaluate": lambda _: None}, InputError, "evaluate returned None"),
-        ({"evaluate": spoiling}, UsageError, "evaluate changes parameters of the model it is given"),
+        ({"evaluate": spoiling}, CalibrationError, "evaluate changes parameters of the model in place"),
         ({"evaluate": 3}, UsageError, "evaluate is of type int; give a function"),
         ({"finetune": 3}, UsageError, "finetune is of type int"),
         ({"objective": "speed"}, UsageError, "objective='speed'"),

@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 import torch
-from torch import distributed
+from torch import Tensor, distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,6 +64,31 @@ def test_a_plan_without_weights(text: str, said: str):
     report = str(fxopt.report(fast))
     assert said in report
     assert "not compared: the model is on the meta device" in report
+
+
+class _Members(nn.Module):
+    """An ensemble and a vocabulary beside layers that can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(4)))
+        self.members = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.blocks(self.words(words))
+        return self.head(torch.stack([member(x) for member in self.members]).mean(0))
+
+
+@pytest.mark.usefixtures("ranks")
+def test_what_stays_whole_with_stages_is_in_the_report():
+    with torch.device("meta"):
+        model = _Members()
+    text = "fuse_ensembles{lowering=bmm},parallel{data=2,tensor=2,pipeline=2}"
+    report = str(fxopt.report(fxopt.optimize(model, text, example_inputs=torch.zeros(4, 6, dtype=torch.long))))
+    assert "4 blocks split over 2" in report
+    assert "with stages, a vocabulary stays whole" in report
+    assert "with stages, each process computes all members of an ensemble" in report
 
 
 @pytest.mark.parametrize("text", ["checkpoint{budget=0.5}", "autocast"])

@@ -10,7 +10,7 @@ from torch import fx, nn
 from ...compat import own_parameters, own_tensor
 from ...layers.distributed import Layout, deal_parameter
 from ...layers.ensemble import split_vectors
-from ...layers.moe import Deal, FusedExperts, MixtureOfExperts
+from ...layers.moe import ExpertPlacement, FusedExperts, MixtureOfExperts
 from ...operators import canonical_name
 from ...passes.sites import Refusal
 from ...runtime.graphs import own, recompile, specializations_of
@@ -112,7 +112,7 @@ def deal_experts(
         if whole is None:
             continue
         layer = cast("FusedExperts | MixtureOfExperts", program.module(each["layer"]))
-        layer.deal = Deal(whole.shape[0], *meshes)
+        layer.placement = ExpertPlacement(whole.shape[0], *meshes)
         for holder, name in places:
             deal_parameter(holder, name, layout, (reader, *around))
             dealt.append(cast("nn.Parameter", own_parameters(holder)[name]))

@@ -167,26 +167,24 @@ class Parallel(Pass):
                     f"pass 'parallel': '{name}' would count each row {self.tensor} times; leave tensor out"
                 )
         blocks, refusals = blocks_in(program, self.tensor, must_divide=True)
-        ensembles, left = ensembles_in(program, self.tensor) if self.pipeline == 1 else ([], [])
+        layers, taken = [block.data() for block in blocks], {name for block in blocks for name in block.layers}
+        for found in vocabularies_in(program, self.tensor, taken, even=self._averages):
+            if isinstance(found, Refusal):
+                refusals.append(found)
+            else:
+                layers.append(found)
+        ensembles, left = ensembles_in(program, self.tensor)
+        if self.pipeline > 1:
+            layers, whole = _split_in_stages(layers, ensembles)
+            ensembles, left = [], [*left, *whole]
         refusals += left
-        if self.pipeline > 1:  # each process has the tensors of its stages only
-            order = "with stages, outputs stay in their order, and it computes several parts"
-            refusals += [Refusal(order, at=block.columns[0]) for block in blocks if block.sections]
-            blocks = [block for block in blocks if not block.sections]
         yield from refusals
-        if must_find and not (blocks or ensembles):
+        if must_find and not (layers or ensembles):
             reasons = "".join(f"; '{refusal.at}': {refusal.reason}" for refusal in refusals[:2])
             raise UsageError(
                 f"pass 'parallel': tensor={self.tensor}, and no layers can be split; leave tensor out{reasons}"
             )
-        data, taken = [block.data() for block in blocks], {name for block in blocks for name in block.layers}
-        if self.pipeline == 1:  # an embedding and its head are in different stages
-            for found in vocabularies_in(program, self.tensor, taken, even=self._averages):
-                if isinstance(found, Refusal):
-                    yield found
-                else:
-                    data.append(found)
-        return {"blocks": data, "ensembles": ensembles}
+        return {"blocks": layers, "ensembles": ensembles}
 
     def finalize(self, model: nn.Module, sites: Sequence[Site]) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
@@ -270,6 +268,24 @@ class Parallel(Pass):
     @property
     def _stages(self) -> Pipeline:
         return Pipeline(self.pipeline, self.schedule, self.microbatches or 2 * self.pipeline)
+
+
+def _split_in_stages(
+    layers: Sequence[dict[str, Any]], ensembles: Sequence[Mapping[str, Any]]
+) -> tuple[list[dict[str, Any]], list[Refusal]]:
+    """Return the layers that are split where each process has the tensors of its stages only, and what stays whole."""
+    split, refusals = list[dict[str, Any]](), list[Refusal]()
+    for each in layers:
+        if "embeddings" in each:
+            reason = "with stages, a vocabulary stays whole: its embedding and its head are in different ones"
+            refusals.append(Refusal(reason, at=each["embeddings"][0]))
+        elif "sections" in each:
+            reason = "with stages, outputs stay in their order, and it computes several parts"
+            refusals.append(Refusal(reason, at=each["columns"][0]))
+        else:
+            split.append(each)
+    reason = "with stages, each process computes all members of an ensemble"
+    return split, [*refusals, *(Refusal(reason, at=each["owner"] or "(root)") for each in ensembles)]
 
 
 def _by_tensor(mesh: DeviceMesh) -> Layout:
