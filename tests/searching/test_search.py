@@ -100,6 +100,10 @@ def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path):
         torch.testing.assert_close(again.model(again.trials[pruned[0].number])(X), first)
     with pytest.raises(UsageError, match="holds another search"):
         search(evaluate=accuracy, storage=folder)
+    other = net()
+    nn.init.zeros_(other[0].bias)
+    with pytest.raises(UsageError, match="holds another search"):
+        search(other, storage=folder)
 
 
 def test_constraints_that_nothing_meets_show_the_nearest_points():
@@ -182,6 +186,9 @@ def spoiling(model: nn.Module) -> float:
         ({"trials": 0}, UsageError, "trials is 0"),
         ({"example_inputs": None}, UsageError, "there are no example inputs"),
         ({"seed": "a"}, UsageError, "seed is of type str"),
+        ({"seed": -1}, UsageError, "seed is -1; give a whole number, at least 0"),
+        ({"time_budget": 10**400}, UsageError, "give seconds, or a text such as '10 min'"),
+        ({"storage": __file__}, InputError, "cannot be used: FileExistsError"),
         ({"constraints": {"memory": "much"}}, UsageError, "constraints: memory='much'"),
     ],
 )
