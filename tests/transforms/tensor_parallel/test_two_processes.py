@@ -126,7 +126,8 @@ def on_rank_vocabulary() -> dict[str, Any]:
         ]
         parts = fast.words.weight.to_local().shape[0], fast.head.weight.to_local().shape[0]
         is_one = fast.words.weight is fast.head.weight
-        found[str(tied)] = errors, parts, is_one, said(lambda fast=fast: fast(torch.tensor([[65]])))
+        wrong = [said(lambda fast=fast, given=given: fast(given)) for given in (torch.tensor([[65]]), ids[0, :0])]
+        found[str(tied)] = errors, parts, is_one, wrong
     return found
 
 
@@ -156,11 +157,12 @@ def test_layers_of_several_parts_have_the_gradients_of_one_process(of_ranks: lis
 
 def test_a_vocabulary_has_the_loss_and_the_gradients_of_one_process(of_ranks: list[dict[str, Any]]) -> None:
     for rank, each in enumerate(of_ranks):
-        for tied, (errors, parts, is_one, out_of_range) in each["vocabulary"].items():
+        for tied, (errors, parts, is_one, (out_of_range, empty)) in each["vocabulary"].items():
             assert max(errors) < 1e-12, errors
             assert parts == ((33, 33), (32, 32))[rank]
             assert str(is_one) == tied
             assert out_of_range == "IndexError: index out of range: the vocabulary has 65 words"
+            assert "InputError: a layer that is split over processes gets [0, 5, 16], without rows" in empty
 
 
 def test_processes_with_other_weights_are_refused(of_ranks: list[dict[str, Any]]) -> None:
