@@ -106,6 +106,18 @@ def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path):
         search(other, storage=folder)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"latency"', '"speed"'), ('"pipeline": "', '"pipeline": 3, "more": "'), ('"notes"', '"other"'), ("{", "")],
+)
+def test_a_damaged_front_is_refused(tmp_path: Path, old: str, new: str):
+    search(trials=1).save(tmp_path)
+    file = tmp_path / "front.json"
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(InputError, match="holds no front"):
+        fxopt.Front.load(tmp_path)
+
+
 def test_constraints_that_nothing_meets_show_the_nearest_points():
     front = search(constraints={"latency": "1 us"})
     assert len(front) == 0
