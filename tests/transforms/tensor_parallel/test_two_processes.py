@@ -137,6 +137,16 @@ def on_rank_other_weights() -> str:
     return said(lambda: fxopt.optimize(model, "tensor_parallel", example_inputs=torch.ones(2, 4)))
 
 
+def on_rank_embeddings() -> list[str]:
+    found = list[str]()
+    for options in ({"sparse": True}, {"max_norm": 0.5}):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Embedding(40, 4, **options), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        ids = torch.zeros(2, 3, dtype=torch.long)
+        found.append(said(lambda model=model, ids=ids: fxopt.optimize(model, "tensor_parallel", example_inputs=ids)))
+    return found
+
+
 def test_real_models_have_the_gradients_of_one_process(of_ranks: list[dict[str, Any]]) -> None:
     for each in of_ranks:
         rows = {name: sites for name, (sites, _, _) in each["real"].items()}  # of a vocabulary there are none
@@ -168,3 +178,10 @@ def test_a_vocabulary_has_the_loss_and_the_gradients_of_one_process(of_ranks: li
 def test_processes_with_other_weights_are_refused(of_ranks: list[dict[str, Any]]) -> None:
     for each in of_ranks:
         assert "of rank 1 is not that of rank 0; seed all processes alike" in each["other_weights"]
+
+
+def test_embeddings_that_no_mesh_takes_are_refused(of_ranks: list[dict[str, Any]]) -> None:
+    for each in of_ranks:
+        for said_of, option in zip(each["embeddings"], ("sparse=True", "max_norm=0.5"), strict=True):
+            assert f"an embedding of 40 rows has {option}, which does not go with parameters on a mesh" in said_of
+            assert said_of.startswith("UsageError")
