@@ -172,7 +172,10 @@ def parse_seconds(given: object, name: str = "time_budget") -> float:
     number, unit = (given, "s") if isinstance(given, (int, float)) and not isinstance(given, bool) else (math.nan, "")
     if isinstance(given, str) and (parts := _BOUND.fullmatch(given)) and not parts["sign"]:
         number, unit = float(parts["number"]), parts["unit"] or "s"
-    seconds = _seconds(float(number), unit)
+    try:
+        seconds = _seconds(float(number), unit)
+    except OverflowError:
+        seconds = None
     if seconds is None or not 0 < seconds < math.inf:
         raise UsageError(f"{name}={given!r}; give seconds, or a text such as '10 min'")
     return seconds

@@ -27,7 +27,7 @@ from ..runtime.record import record_of
 from ..storage import as_path, write_atomically
 from ..tracing.examples import Inputs, normalize_inputs
 from ..version import VERSION
-from .demands import QUANTITIES, Bound, parse_bounds
+from .demands import QUANTITIES, Bound, parse_bounds, parse_objective
 from .explain import held_back
 from .points import Aim, Point
 
@@ -237,9 +237,10 @@ class Front:
             original = Point.from_json(given["original"], "the original")
             trials = [Point.from_json(each, f"trial {number}") for number, each in enumerate(given["trials"])]
             bounds = [Bound(*each) for each in given["bounds"]]
-            aim = Aim(given["objective"], bounds, original.figures, bool(given["has_metric"]), bool(given["minimize"]))
+            objective = parse_objective(given["objective"])
+            aim = Aim(objective, bounds, original.figures, bool(given["has_metric"]), bool(given["minimize"]))
             notes = [str(each) for each in given["notes"]]
-        except (OSError, ValueError, KeyError, TypeError, PlanError) as error:
+        except (OSError, ValueError, KeyError, TypeError, PlanError, UsageError) as error:
             raise InputError(f"{where} holds no front: {type(error).__name__}: {one_line(error)}") from error
         if model is not None:
             expect(model, nn.Module, "model", "the torch.nn.Module that was searched, or leave it out")

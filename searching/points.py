@@ -58,6 +58,8 @@ class Point:
         """Return the point that `to_json` described; PlanError says where it is malformed."""
         try:
             given = {each.name: data[each.name] for each in fields(cls)}
+            if not isinstance(given["pipeline"], str) or not isinstance(given["reason"], str):
+                raise TypeError("its pipeline and its reason are texts")
             given["interval"] = None if given["interval"] is None else tuple(map(float, given["interval"]))
             given["figures"] = {str(name): float(number) for name, number in given["figures"].items()}
             given["left"], given["number"] = tuple(map(str, given["left"])), int(given["number"])

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -16,6 +17,7 @@ from torch import nn
 from ..compat import modules_by_name
 from ..errors import UsageError, expect, positive_integer
 from ..interrupts import interruptible
+from ..layers.delegated import sum_of
 from ..passes.driver import check_kind
 from ..passes.sites import Goal, Phase
 from ..progress_bar import progress_bar
@@ -98,7 +100,7 @@ def search(
         if given is not None and not callable(given):
             raise UsageError(f"{name} is of type {type(given).__name__}; give a function that takes a model")
     expect(minimize, bool, "minimize", "True or False")
-    expect(seed, int, "seed", "a whole number")
+    positive_integer(seed, "seed", least=0)
     folder = None if storage is None else as_path(storage, "storage")
     most = None if trials is None else positive_integer(trials, "trials")
     calls = normalize_inputs(example_inputs, model)
@@ -113,7 +115,7 @@ def search(
     aim = Aim(objective, bounds, bench.original.figures, evaluate is not None, minimize)
     goals = {Goal.SPEED, *([Goal.MEMORY, Goal.SIZE] if _asks_for_bytes(aim) else [])}
     space = Space(phase, goals, _measured(bench, seconds))
-    made = Trials(space, aim, of=_said(model, objective, evaluate), folder=folder, seed=seed)
+    made = Trials(space, aim, of=_said(bench.base, objective, evaluate), folder=folder, seed=seed)
     return Search(bench, space, aim, made, folder=folder, deadline=start + seconds, most=most).run()
 
 
@@ -131,10 +133,13 @@ def _asks_for_bytes(aim: Aim) -> bool:
 
 def _said(model: nn.Module, objective: str, evaluate: object) -> str:
     """Say what is searched: a folder holds one search."""
+    weights = 0
+    with suppress(RuntimeError):  # of tensors that are not in one piece
+        weights = sum_of([each.detach().cpu() for each in (*model.parameters(), *model.buffers())])
     count = sum(each.numel() for each in model.parameters())
     kinds = len(modules_by_name(model))
     metric = "a metric" if evaluate is not None else "the error"
-    return f"{type(model).__name__} of {kinds} modules and {count} parameters, {objective} for {metric}"
+    return f"{type(model).__name__} of {kinds} modules and {count} parameters ({weights:08x}), {objective} for {metric}"
 
 
 @dataclass

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import InputError, UsageError
+from ..errors import InputError, UsageError, one_line
 from .points import Aim, Point
 from .space import Choice, Group, Option, Space, key_of, passes_of
 
@@ -27,6 +27,8 @@ _NO_OPTUNA = 'a search needs optuna; install it with: pip install "fxopt[search]
 _POINT, _OF = "point", "of"
 _NAME = "fxopt"
 _POPULATION = 10
+_SEEDS = 2**32
+"""Samplers take so many seeds."""
 _TRIES = 8
 """After so many choices that were tried already, or cannot be, any other one is taken."""
 
@@ -65,8 +67,9 @@ class Trials:
     def plan(self, choices: Sequence[Choice]) -> int:
         """Let these be tried next, in this order, and return how many are; those that were tried are passed over."""
         new = [choice for choice in choices if self._is_new(choice)]
-        for choice in new:
-            self._study.enqueue_trial(self._parameters(choice), skip_if_exists=True)
+        with _quiet():
+            for choice in new:
+                self._study.enqueue_trial(self._parameters(choice), skip_if_exists=True)
         return len(new)
 
     def next(self, near: Sequence[Choice] = ()) -> tuple[Trial, Choice] | None:
@@ -169,10 +172,10 @@ def _opened(of: str, folder: Path | None, seed: int, sampler: Sampler) -> Study:
     import optuna
 
     storage = None
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        storage = f"sqlite:///{(folder / 'trials.sqlite').resolve()}"
     try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            storage = f"sqlite:///{(folder / 'trials.sqlite').resolve()}"
         study = optuna.create_study(
             storage=storage, study_name=_NAME, load_if_exists=True, directions=["minimize", "minimize"]
         )
@@ -185,8 +188,9 @@ def _opened(of: str, folder: Path | None, seed: int, sampler: Sampler) -> Study:
     except UsageError:
         raise
     except Exception as error:  # of optuna, alembic or sqlalchemy: a file that is none of theirs
-        raise InputError(f"storage={str(folder)!r} cannot be used: {type(error).__name__}: {error}") from error
-    study.sampler = _sampler(sampler, seed + done)
+        said = f"{type(error).__name__}: {one_line(error)}"
+        raise InputError(f"storage={str(folder)!r} cannot be used: {said}; name another folder") from error
+    study.sampler = _sampler(sampler, (seed + done) % _SEEDS)
     return study
 
 

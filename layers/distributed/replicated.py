@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import all_modules, own_parameters
+from ...errors import UsageError
 from ...runtime.values import is_sharded
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def replicate_parameters(
         for name, parameter in own_parameters(holder).items():
             if parameter is None or is_sharded(parameter) or not parameter.requires_grad:
                 continue
+            _check_embedding(holder)
             if parameter not in made:
                 made[parameter] = nn.Parameter(DTensor.from_local(parameter.detach(), mesh, layout.placements))
                 vars(made[parameter]).update(vars(parameter))
@@ -73,6 +75,16 @@ def replicate_parameters(
                 places[reader][holder, name] = layout
     for reader, held in places.items():
         _hook(reader, held)
+
+
+def _check_embedding(holder: nn.Module) -> None:
+    """Refuse what torch's DTensors are not: written to by a call, or with gradients that are sparse."""
+    if isinstance(holder, (nn.Embedding, nn.EmbeddingBag)) and (holder.sparse or holder.max_norm is not None):
+        option = "sparse=True" if holder.sparse else f"max_norm={holder.max_norm}"
+        raise UsageError(
+            f"an embedding of {holder.num_embeddings} rows has {option}, which does not go with parameters on a mesh; "
+            "make it without, or freeze its weight"
+        )
 
 
 def _hook(reader: nn.Module, places: Mapping[_Place, Layout]) -> None:

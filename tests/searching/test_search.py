@@ -105,6 +105,22 @@ def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path):
         torch.testing.assert_close(again.model(again.trials[pruned[0].number])(X), first)
     with pytest.raises(UsageError, match="holds another search"):
         search(evaluate=accuracy, storage=folder)
+    other = net()
+    nn.init.zeros_(other[0].bias)
+    with pytest.raises(UsageError, match="holds another search"):
+        search(other, storage=folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"latency"', '"speed"'), ('"pipeline": "', '"pipeline": 3, "more": "'), ('"notes"', '"other"'), ("{", "")],
+)
+def test_a_damaged_front_is_refused(tmp_path: Path, old: str, new: str):
+    search(trials=1).save(tmp_path)
+    file = tmp_path / "front.json"
+    file.write_text(file.read_text().replace(old, new, 1))
+    with pytest.raises(InputError, match="holds no front"):
+        fxopt.Front.load(tmp_path)
 
 
 def test_constraints_that_nothing_meets_show_the_nearest_points():
@@ -187,6 +203,9 @@ def spoiling(model: nn.Module) -> float:
         ({"trials": 0}, UsageError, "trials is 0"),
         ({"example_inputs": None}, UsageError, "there are no example inputs"),
         ({"seed": "a"}, UsageError, "seed is of type str"),
+        ({"seed": -1}, UsageError, "seed is -1; give a whole number, at least 0"),
+        ({"time_budget": 10**400}, UsageError, "give seconds, or a text such as '10 min'"),
+        ({"storage": __file__}, InputError, "cannot be used: FileExistsError"),
         ({"constraints": {"memory": "much"}}, UsageError, "constraints: memory='much'"),
     ],
 )

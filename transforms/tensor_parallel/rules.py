@@ -54,6 +54,8 @@ class SplitCall:
         found: list[tuple[SplitTensor | None, tuple[int, ...]]] = []
         for node in self.node.all_input_nodes:
             value, shape = self.value(node), shape_of(node)
+            if isinstance(value, tuple) and list(parts_in(value)):
+                raise Stop(f"'{self.node.name}' takes several parts as one argument")
             if shape is not None:
                 found.append((value if isinstance(value, SplitTensor) else None, shape))
         return found

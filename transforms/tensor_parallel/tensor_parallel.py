@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import distributed, fx, nn
 
+from ...compat import has_hooks
 from ...errors import UsageError
 from ...operators import operator_info, operator_of_module
 from ...passes.contract import Pass, device_type, mesh_of_same_weights, require_process_group
@@ -114,6 +115,15 @@ class _Walk(Opener):
             self.module("", self.program.model, (), {})
 
     def module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return the value of a call of a module; what its hooks see is whole."""
+        if not has_hooks(module):
+            return self._called(name, module, args, kwargs)
+        stop = Stop(f"hooks of '{name}' would see a part")
+        _stop_all((args, kwargs), stop)
+        _stop_all(self._called(name, module, args, kwargs), stop)
+        return None
+
+    def _called(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if user_class(type(module)) is nn.Linear or holds_inputs_first(module):
             return self._linear(name, module, args[0] if args else next(iter(kwargs.values()), None))
         capture, found = capture_of(module), specializations_of(module)
@@ -175,6 +185,8 @@ class _Walk(Opener):
             block, sections = next(each.whole for each in self.blocks if name in each.columns), axis.sections()
             if len(sections) > 1:
                 block.sections[name] = sections
+                if len(self.program.names.names(self.program.module(name))) > 1:
+                    block.stop = block.stop or Stop(f"'{name}' is in the model under several names")
 
     def _linear(self, name: str, module: nn.Module, given: Any) -> Any:
         """Split a layer by inputs where its input is a part; else by outputs, if that is to be tried."""

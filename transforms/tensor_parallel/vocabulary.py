@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import fx, nn
 
-from ...compat import own_children, own_parameters
-from ...operators import canonical_name, normalized_arguments
-from ...passes.rewriting import shape_of, substituted
+from ...compat import has_hooks, own_children, own_parameters
+from ...operators import canonical_name, mutates, normalized_arguments
+from ...passes.rewriting import shape_of, substituted, writes
 from ...passes.sites import Refusal
 from ...runtime.graphs import specializations_of
 from ...runtime.values import TensorMeta, user_class
@@ -69,7 +69,7 @@ def _candidates(program: Program, taken: Collection[str]) -> Iterator[_Vocabular
     for holding in holders.values():
         weight = own_parameters(holding[0][1]).get("weight")
         embeddings = [name for name, module in holding if _is_embedding(module)]
-        heads = [name for name, module in holding if user_class(type(module)) is nn.Linear]
+        heads = [name for name, module in holding if _is_head(module)]
         if weight is None or not embeddings or len(embeddings) + len(heads) < len(holding):
             continue
         if reads.readers_of(weight) or _is_read_unseen(program, weight):
@@ -87,6 +87,10 @@ def _is_embedding(module: nn.Module) -> bool:
     return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
 
 
+def _is_head(module: nn.Module) -> bool:
+    return user_class(type(module)) is nn.Linear and not has_hooks(module)
+
+
 def _is_read_unseen(program: Program, weight: nn.Parameter) -> bool:
     """Say whether code that was not captured is around a parameter, other than the module that it is of."""
     return any(
@@ -102,7 +106,7 @@ def _heads_of_size(program: Program, words: int, holders: Mapping[int, list[Any]
     """Return linear layers with so many outputs, and parameters of their own."""
     found: list[str] = []
     for module in program.names.distinct:
-        if user_class(type(module)) is nn.Linear and isinstance(module, nn.Linear) and module.out_features == words:
+        if _is_head(module) and cast("nn.Linear", module).out_features == words:
             parameters = [parameter for parameter in own_parameters(module).values() if parameter is not None]
             if all(len(holders[id(parameter)]) == 1 for parameter in parameters):
                 found.append(program.names.name(module))
@@ -124,7 +128,7 @@ def _edits(vocabulary: _Vocabulary) -> dict[str, dict[str, Any]]:
             if calls:
                 called.update(calls.values())
                 graphs = edits.setdefault(vocabulary.program.names.name(module), {})
-                graphs[str(number)] = _Follower(module, each.graph, calls, vocabulary.words).edits()
+                graphs[str(number)] = _Follower(vocabulary.program, module, each.graph, calls, vocabulary.words).edits()
     missing = next((name for name in vocabulary.heads if name not in called), None)
     if missing is not None:
         raise Stop(f"no graph calls its head '{missing}'")
@@ -135,6 +139,7 @@ def _edits(vocabulary: _Vocabulary) -> dict[str, dict[str, Any]]:
 class _Follower:
     """Follows logits in a graph, as far as operators can do with a share of the words."""
 
+    program: Program
     module: nn.Module
     graph: fx.Graph
     calls: Mapping[fx.Node, str]
@@ -173,15 +178,23 @@ class _Follower:
                     gathers.setdefault(source.name, []).append(node.name)
                 elif list(parts_in(values[source])):
                     raise Stop(f"'{node.name}' reads the size of a part")
+        self._check_writes(losses)
         named = {"losses": losses, "gathers": gathers, "numbers": numbers}
         return {name: value for name, value in named.items() if value}
+
+    def _check_writes(self, losses: Collection[str]) -> None:
+        """Stop where code writes into logits or what is computed from them: gathered ones are other tensors."""
+        owner, computed = self.program.names.name(self.module), set(self.calls)
+        for node in self.graph.nodes:
+            if node.name not in losses and not computed.isdisjoint(node.all_input_nodes):
+                computed.add(node)
+                if mutates(node) or (node.op == "call_module" and writes(node, self.program, owner)):
+                    raise Stop(f"'{node.name}' writes into logits")
 
     def _result(self, call: SplitCall) -> Any:
         """Return the value of a call that can do with a share of the words; None if it has to have all."""
         if call.node.op not in ("call_function", "call_method"):
             return None
-        if str(call.node.target).endswith("_") and call.node.op == "call_method":
-            raise Stop(f"'{call.node.name}' writes into logits")
         is_reading = call.node.target is getattr and call.node.args[1] != "shape"
         try:
             result = result_of(call)
@@ -197,7 +210,8 @@ class _Follower:
         """Say whether a node is the cross entropy of logits that are rows of words, and of their numbers."""
         if node.op == "call_module":
             module = self.module.get_submodule(str(node.target))
-            if user_class(type(module)) is not nn.CrossEntropyLoss or not isinstance(module, nn.CrossEntropyLoss):
+            is_plain_loss = user_class(type(module)) is nn.CrossEntropyLoss and not has_hooks(module)
+            if not is_plain_loss or not isinstance(module, nn.CrossEntropyLoss):
                 return False
             named = dict(zip(("input", "target"), node.args, strict=False)) | node.kwargs
             named |= {"weight": module.weight, "label_smoothing": module.label_smoothing}

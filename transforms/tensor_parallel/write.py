@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from ...compat import own_children, own_parameters
+from ...errors import InputError
 from ...layers.distributed import COLUMNS, replicate_parameters
 from ...passes.rewriting import holds_inputs_first
 from ...runtime.graphs import specializations_of
@@ -42,12 +43,24 @@ def split(
         plan |= {name: _row_style(holds_inputs_first(here[name])) for name in block["rows"] if name in here}
     readers = _readers(program)
     vocabularies = [(block, places_of(program, block["embeddings"][0])) for block in blocks if "embeddings" in block]
+    for name in plan:
+        here[name].register_forward_pre_hook(_refuse_empty)
     # Every process has the whole weights: nothing needs to be sent.
     if plan:
         parallelize_module(model, mesh, plan, src_data_rank=None)
     for block, places in vocabularies:
         split_vocabulary(program, block, places, mesh)
     replicate_parameters(model, mesh, lambda parameter: (*around, *readers[parameter]))
+
+
+def _refuse_empty(_: nn.Module, args: tuple[Any, ...]) -> None:
+    """Refuse what has no rows: torch computes how to lay it out over processes, for some sizes without an end."""
+    x = args[0] if args else None
+    if isinstance(x, Tensor) and x.ndim > 2 and not x.numel():
+        raise InputError(
+            f"a layer that is split over processes gets {list(x.shape)}, without rows, which torch cannot split; "
+            "leave such batches out, on all processes"
+        )
 
 
 def _readers(program: Program) -> Mapping[nn.Parameter, Sequence[nn.Module]]:

@@ -73,6 +73,35 @@ def test_code_that_runs_for_parts_and_for_whole_tensors_is_refused() -> None:
     assert "is run for parts, and for whole tensors" in reason(Twice())
 
 
+def test_hooks_that_would_see_parts_leave_layers_whole() -> None:
+    def model() -> Any:
+        return nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16))
+
+    for number in range(3):
+        hooked = model()
+        hooked[number].register_forward_hook(lambda *given: given[2] - given[2].amax(-1, keepdim=True))
+        if number == 2:
+            hooked[number].register_forward_pre_hook(lambda _, given: given)
+        assert f"hooks of '{number}' would see a part" in reason(hooked)
+    around = nn.Sequential(model())
+    around[0].register_forward_hook(lambda *given: given[2] * 2)
+    assert block_of(around).layers == ["0.0", "0.2"], "this hook sees all"
+
+
+def test_a_layer_of_several_parts_and_several_names_stays_whole() -> None:
+    model = nn.Sequential(Fused(), Fused())
+    model[1].qkv = model[0].qkv
+    assert "'0.qkv' is in the model under several names" in reason(model)
+
+
+def test_a_tuple_of_parts_as_one_argument_is_refused() -> None:
+    class Reversed(Fused):
+        def heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+            return super().heads(torch.cat(qkv.split(16, -1)[::-1], -1))
+
+    assert "takes several parts as one argument" in reason(Reversed())
+
+
 def vocabulary_of(model: nn.Module, *inputs: Any, processes: int = 2, even: bool = False) -> Any:
     (found,) = vocabularies_in(capture_program(model, inputs), processes, (), even=even)
     return found
@@ -93,6 +122,44 @@ def test_logits_are_gathered_where_all_of_them_are_needed() -> None:
     assert list(edits) == ["gathers"]
     ((users,),) = ([*edits["gathers"].values()],)
     assert users == ["output"]
+
+
+def test_logits_that_are_written_to_are_gathered_first() -> None:
+    class Without(Language):
+        def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+            logits = super().forward(ids).clone()
+            logits[..., 0] = -10.0
+            return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    class Scaled(Language):
+        def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+            loss = super().forward(ids, ids)
+            loss *= 2
+            return loss
+
+    for make, key in ((Without, "gathers"), (Scaled, "losses")):
+        ((edits,),) = (graphs.values() for graphs in vocabulary_of(make(), IDS)["logits"].values())
+        assert key in edits and len(edits.keys() & {"gathers", "losses"}) == 1
+
+
+def test_hooks_of_heads_and_losses_see_all_logits() -> None:
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head, self.loss = nn.Embedding(65, 16), nn.Linear(16, 65), nn.CrossEntropyLoss()
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.loss(self.head(self.words(ids)).flatten(0, 1), ids.flatten())
+
+    def hook(*given: Any) -> None:
+        """Look at what is computed."""
+
+    model = Hooked()
+    model.loss.register_forward_hook(hook)
+    ((edits,),) = (graphs.values() for graphs in vocabulary_of(model, IDS)["logits"].values())
+    assert list(edits) == ["gathers"]
+    model.head.register_forward_hook(hook)
+    assert vocabulary_of(model, IDS)["columns"] == []
 
 
 def test_the_loss_of_transformers() -> None:

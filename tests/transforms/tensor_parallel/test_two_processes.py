@@ -126,7 +126,8 @@ def on_rank_vocabulary() -> dict[str, Any]:
         ]
         parts = fast.words.weight.to_local().shape[0], fast.head.weight.to_local().shape[0]
         is_one = fast.words.weight is fast.head.weight
-        found[str(tied)] = errors, parts, is_one, said(lambda fast=fast: fast(torch.tensor([[65]])))
+        wrong = [said(lambda fast=fast, given=given: fast(given)) for given in (torch.tensor([[65]]), ids[0, :0])]
+        found[str(tied)] = errors, parts, is_one, wrong
     return found
 
 
@@ -134,6 +135,16 @@ def on_rank_other_weights() -> str:
     torch.manual_seed(distributed.get_rank())
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
     return said(lambda: fxopt.optimize(model, "tensor_parallel", example_inputs=torch.ones(2, 4)))
+
+
+def on_rank_embeddings() -> list[str]:
+    found = list[str]()
+    for options in ({"sparse": True}, {"max_norm": 0.5}):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Embedding(40, 4, **options), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        ids = torch.zeros(2, 3, dtype=torch.long)
+        found.append(said(lambda model=model, ids=ids: fxopt.optimize(model, "tensor_parallel", example_inputs=ids)))
+    return found
 
 
 def test_real_models_have_the_gradients_of_one_process(of_ranks: list[dict[str, Any]]) -> None:
@@ -156,13 +167,21 @@ def test_layers_of_several_parts_have_the_gradients_of_one_process(of_ranks: lis
 
 def test_a_vocabulary_has_the_loss_and_the_gradients_of_one_process(of_ranks: list[dict[str, Any]]) -> None:
     for rank, each in enumerate(of_ranks):
-        for tied, (errors, parts, is_one, out_of_range) in each["vocabulary"].items():
+        for tied, (errors, parts, is_one, (out_of_range, empty)) in each["vocabulary"].items():
             assert max(errors) < 1e-12, errors
             assert parts == ((33, 33), (32, 32))[rank]
             assert str(is_one) == tied
             assert out_of_range == "IndexError: index out of range: the vocabulary has 65 words"
+            assert "InputError: a layer that is split over processes gets [0, 5, 16], without rows" in empty
 
 
 def test_processes_with_other_weights_are_refused(of_ranks: list[dict[str, Any]]) -> None:
     for each in of_ranks:
         assert "of rank 1 is not that of rank 0; seed all processes alike" in each["other_weights"]
+
+
+def test_embeddings_that_no_mesh_takes_are_refused(of_ranks: list[dict[str, Any]]) -> None:
+    for each in of_ranks:
+        for said_of, option in zip(each["embeddings"], ("sparse=True", "max_norm=0.5"), strict=True):
+            assert f"an embedding of 40 rows has {option}, which does not go with parameters on a mesh" in said_of
+            assert said_of.startswith("UsageError")
