@@ -90,9 +90,9 @@ def report_page(table: ReportTable, diff: str, picture: Mapping[str, Any] | None
 
 
 def points_html(headline: str, heads: Iterable[str], rows: Iterable[Iterable[str]], remarks: Iterable[str]) -> str:
-    """Return the points of a search as one element: a headline, a table, and what else is to know."""
+    """Return the points of a search as one element: a headline or "", a table, and what else is to know."""
     lines = "".join(f"<p style='{_NOTE}'>{escape(printable(line))}</p>" for line in remarks)
-    head = f"<p style='margin:4px 0'><b>{escape(printable(headline))}</b></p>"
+    head = f"<p style='margin:4px 0'><b>{escape(printable(headline))}</b></p>" if headline else ""
     return f"<div style='overflow-x:auto;font-size:90%'>{head}{_table(heads, rows)}{lines}</div>"
 
 

@@ -225,8 +225,8 @@ def _optimizer_left(chosen: Mapping[str, Any]) -> list[Left]:
     if not chosen or chosen["form"]:
         return []
     forms = ", ".join(f"{form} {ratio:.3g}x" for form, ratio in chosen["forms"].items())
-    status = "undone" if forms else "skipped"
-    return [Left(status, f"optimizer {chosen['kind']}", printable(chosen["reason"]) + (f" ({forms})" if forms else ""))]
+    status, rest = ("undone", f" ({forms})") if forms else ("skipped", "; its steps keep their form")
+    return [Left(status, f"optimizer {chosen['kind']}", printable(chosen["reason"]) + rest)]
 
 
 def _likeness(decision: Decision) -> tuple[object, ...]:

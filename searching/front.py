@@ -190,7 +190,9 @@ class Front:
             shown.append((summary, [*self.lacks(point), *lines], link))
         shown += [(point.pipeline or "as it was", [point.reason], "") for point in self.trials if point.reason]
         versions = f"fxopt {VERSION}, PyTorch {torch.__version__}"
-        write_atomically(target, points_page(self.headline(), self._repr_html_(), shown, versions))
+        write_atomically(
+            target, points_page(self.headline(), points_html("", *self.table(), self.remarks()), shown, versions)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but models and weights as plain JSON values."""

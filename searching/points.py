@@ -36,12 +36,12 @@ class Point:
     pipeline: str
     figures: Mapping[str, float] = field(default_factory=dict[str, float])
     interval: tuple[float, float] | None = None
-    plan: Plan | None = None
-    left: tuple[str, ...] = ()
+    plan: Plan | None = field(default=None, repr=False)
+    left: tuple[str, ...] = field(default=(), repr=False)
     finetuned: bool = False
     reason: str = ""
     seconds: float = 0.0
-    choice: Mapping[str, str] = field(default_factory=dict[str, str])
+    choice: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
 
     @property
     def is_known(self) -> bool:

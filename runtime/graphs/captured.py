@@ -130,6 +130,11 @@ class Captured(_Module):
         """Run the module's original forward after an assumption failed in the middle of a graph."""
         return _answered(cast("nn.Module", self), args, kwargs, miss)
 
+    def _fxopt_passed(self, miss: GuardMiss, /) -> None:
+        """Tell of an assumption that failed in the middle of a graph, where the next graph is tried."""
+        if not torch.compiler.is_compiling():
+            handler_of(cast("nn.Module", self)).passed(cast("nn.Module", self), str(miss), miss.tally)
+
     def _fxopt_refuse(self, /, *args: Any, **kwargs: Any) -> Any:
         """Raise GuardError where no specialization's guards hold, and the original forward would be wrong."""
         _refuse(cast("nn.Module", self), args, kwargs)
@@ -157,8 +162,9 @@ def _refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mi
     """Count a call that no graph fits, and raise a GuardError: the module's original forward would be wrong."""
     reason = explain_miss(module, args, kwargs) if miss is None else str(miss)
     which = handler_of(module).refuse(module, reason)
+    why = f"its graphs are for calls in which {reason}" if required_capture(module).specializations else reason
     raise GuardError(
-        f"no graph of {which} fits this call: {reason}. The original forward would be wrong: "
+        f"no graph of {which} fits this call: {why}. The original forward would be wrong: "
         f"{required_capture(module).lost}. Add this call to example_inputs, or record it with fxopt.recording"
     )
 

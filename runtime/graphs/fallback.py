@@ -61,6 +61,11 @@ class Fallback:
         return Counter()
 
     @cached_property
+    def others(self) -> Counter[str]:
+        """Count the calls whose data did not fit one graph, and for which another was tried, by the checks."""
+        return Counter()
+
+    @cached_property
     def notes(self) -> dict[str, str]:
         """Hold what came of misses besides, by the guards that failed."""
         return {}
@@ -73,8 +78,7 @@ class Fallback:
         """
         self.misses[reason] += 1
         if tally is not None and tally.is_hopeless():
-            self.notes[reason] = _DROPPED
-            drop_specializations(module, lambda specialization: _checks(specialization, reason), _DROPPED)
+            self._drop(module, reason)
         elif tally is None and reason not in self.warned:
             graphs = required_capture(module).specializations
             if graphs and not any(graph.runs_in_mode(module) for graph in graphs):
@@ -92,6 +96,18 @@ class Fallback:
             told = f"{self._which(module)} used its original forward: {why}. {_MEANS}. {advice}"
             warnings.warn(told, GuardWarning, 7)
 
+    def passed(self, module: nn.Module, reason: str, tally: Tally | None) -> None:
+        """Count a call whose data another graph is tried for; a graph goes whose check of data mostly misses."""
+        if tally is None:
+            return
+        self.others[reason] += 1
+        if tally.is_hopeless():
+            self._drop(module, reason)
+
+    def _drop(self, module: nn.Module, reason: str) -> None:
+        self.notes[reason] = _DROPPED
+        drop_specializations(module, lambda specialization: _checks(specialization, reason), _DROPPED)
+
     def refuse(self, module: nn.Module, reason: str) -> str:
         """Count a call that raises GuardError, and return what to call the module."""
         self.refused[reason] += 1
@@ -104,6 +120,8 @@ class Fallback:
         """Yield what happened, by guard."""
         for guard, calls in self.misses.items():
             yield Miss(self.name, guard, calls, note=self.notes.get(guard, ""))
+        for guard, calls in self.others.items():
+            yield Miss(self.name, guard, calls, note=self.notes.get(guard, ""), passed=True)
         for guard, calls in self.refused.items():
             yield Miss(self.name, guard, calls, refused=True)
 

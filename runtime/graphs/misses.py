@@ -22,18 +22,22 @@ HANDLER = "_fxopt_fallback"
 
 @dataclass(frozen=True)
 class Miss:
-    """The calls that one guard turned away from a module's graphs; `refused`: they raised GuardError."""
+    """The calls that one guard turned away from a module's graphs; `refused`: they raised GuardError; `passed`: another
+    graph was tried.
+    """
 
     module: str
     guard: str
     calls: int
     refused: bool = False
     note: str = ""
+    passed: bool = False
 
     def __str__(self) -> str:
         calls = f"{self.calls} call{'' if self.calls == 1 else 's'}"
         note = f" ({self.note})" if self.note else ""
-        return f"{calls} {'raised GuardError' if self.refused else 'used the original forward'}: {self.guard}{note}"
+        became = "went on to another graph" if self.passed else "used the original forward"
+        return f"{calls} {'raised GuardError' if self.refused else became}: {self.guard}{note}"
 
 
 class MissHandler(Protocol):
@@ -43,6 +47,10 @@ class MissHandler(Protocol):
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str, tally: Tally | None
     ) -> None:
         """Note a call before the module's original forward runs; `tally` is of a check of data that did not hold."""
+        ...
+
+    def passed(self, module: nn.Module, reason: str, tally: Tally | None) -> None:
+        """Take note of a call for which the next graph is tried, after a check in the middle of one did not hold."""
         ...
 
     def refuse(self, module: nn.Module, reason: str) -> str:
@@ -57,6 +65,9 @@ class _Working:
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str, tally: Tally | None
     ) -> None:
         required_capture(module).misses[reason] += 1
+
+    def passed(self, module: nn.Module, reason: str, tally: Tally | None) -> None:
+        pass
 
     def refuse(self, module: nn.Module, reason: str) -> str:
         return f"this {type(module).__name__}"

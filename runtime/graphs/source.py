@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ...compat import in_place_format, operator_format
-from ..guards import GuardMiss, Source, attribute_text, fits, require
+from ..guards import GuardMiss, Source, Tally, attribute_text, fits, require
 from ..values import (
     ANNOUNCES,
     Absent,
@@ -68,11 +68,12 @@ def generate(
     if restarts and any(_checks_something(specialization) for specialization in specializations[:-1]):
         lines.append(f"{missed} = None")
         miss.insert(0, f"if {missed} is not None: {restart}")
-    for specialization in specializations:
-        is_last = specialization is specializations[-1]
+    for number, specialization in enumerate(specializations, 1):
+        is_last = number == len(specializations)
         body = _Body(specialization, names).lines()
         if restarts and _checks_something(specialization):
-            body = _restarting(specialization, names, body, missed, restart if is_last else "")
+            told = "" if any(map(_checks_data, specializations[number:])) else f"self._fxopt_passed({missed})"
+            body = _restarting(specialization, names, body, missed, restart if is_last else told)
         asked, condition = fits(specialization.guards, names.fresh, names.name)
         lines += asked
         if not is_last:
@@ -133,7 +134,7 @@ def _hint(value: Any) -> str:
 
 
 def _restarting(specialization: Specialization, names: _Names, body: list[str], missed: str, restart: str) -> list[str]:
-    """Write one graph that checks something on the way; after a miss the next graph is tried, or `restart` runs."""
+    """Write one graph that checks something on the way; after a miss `restart` runs, and the next graph is tried."""
     drawn = _drawn_before_checks(specialization.graph)
     state = names.fresh("generators")
     return [
@@ -149,6 +150,12 @@ def _restarting(specialization: Specialization, names: _Names, body: list[str], 
 
 def _checks_something(specialization: Specialization) -> bool:
     return any(map(_checks, specialization.graph.nodes))
+
+
+def _checks_data(specialization: Specialization) -> bool:
+    """Say whether a graph is for some data only, so that another one may be for the other data."""
+    checks = specialization.graph.find_nodes(op="call_function", target=require)
+    return any(isinstance(each, Tally) for check in checks for each in check.args)
 
 
 def _checks(node: fx.Node) -> bool:

@@ -75,10 +75,13 @@ def test_points_are_built_from_their_plans_and_equal_what_was_measured(tmp_path:
     again = fxopt.Front.load(tmp_path / "front", model=model, example_inputs=X)
     assert str(again) == str(front)
     assert "that no other beats" in str(front)
+    assert len(repr(lossy)) < 1000 and lossy.pipeline in repr(lossy)
     assert "<table" in front._repr_html_()
     with torch.no_grad():
         assert torch.equal(again.model(lossy)(X), results)
     assert front.plot().axes[0].get_xlabel() == "latency"
+    again.to_html(tmp_path / "points.html")
+    assert (tmp_path / "points.html").read_text().count(f">{front.headline()}<") == 1  # and as the title of the page
 
 
 def test_a_pruned_point_is_trained_and_its_weights_are_kept(tmp_path: Path):

@@ -244,7 +244,7 @@ def test_what_cannot_be_dealt_is_refused(of_ranks: list[dict[str, Any]]) -> None
         by_rows, by_sums, loops, differ = each["refused"]
         assert "'one': 3 experts do not divide by 2 processes; leave experts out" in by_rows
         assert "no layers can be split; leave tensor out" in by_sums
-        assert "the model has no experts that are computed together; list fuse_experts" in loops
+        assert "the model has no experts that fuse_experts computes together; list fuse_experts" in loops
         assert "nothing" not in differ
 
 

@@ -153,8 +153,9 @@ class Parallel(Pass):
             raise UsageError(f"pass 'parallel': '{refusals[0].at}': {refusals[0].reason}; leave experts out")
         if self.experts and not mixtures:
             raise UsageError(
-                "pass 'parallel': experts=true, and the model has no experts that are computed together; list "
-                "fuse_experts{lowering=loop} before it, whose refusals say why, or leave experts out"
+                "pass 'parallel': experts=true, and the model has no experts that fuse_experts computes together; list "
+                "fuse_experts{lowering=loop} before it, for a model of transformers after "
+                'model.set_experts_implementation("eager"); listed alone, it says why it refuses; or leave experts out'
             )
         yield from refusals
         return mixtures

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxopt.runtime.graphs import detach, misses_in
+import fxopt
+from fxopt.runtime.graphs import detach, misses_in, required_capture
 from fxopt.runtime.values import ModelNames
 from fxopt.tracing.program import capture_program
 
@@ -277,3 +278,44 @@ def test_copies_check_too(copied):
 class AllPositive(nn.Module):
     def forward(self, x):
         return x * 2 if (x > 0).all() else x * 3
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).tanh() if (x > 0).all() else self.linear(x)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+def test_a_rewritten_graph_is_dropped_that_most_calls_pass_on_to_the_graph_behind_it():
+    model = Outer().eval()
+    fast = fxopt.optimize(model, "flatten_calls", example_inputs=X, measure=False)
+    assert len(required_capture(fast).specializations) == 2
+    with torch.no_grad():
+        for _ in range(60):
+            assert torch.equal(fast(-X), model(-X))
+        assert torch.equal(fast(X), model(X))
+    assert len(required_capture(fast).specializations) == 1
+    assert "calls went on to another graph" in str(fxopt.report(fast))
+
+
+def test_graphs_for_different_data_stay_whatever_data_come():
+    model = Outer().eval()
+    fast = fxopt.optimize(model, "flatten_calls", example_inputs=[X, -X], measure=False)
+    graphs = len(required_capture(fast).specializations)
+    with torch.no_grad():
+        for x in (*[X] * 60, *[-X] * 60):
+            assert torch.equal(fast(x), model(x))
+    assert len(required_capture(fast).specializations) == graphs
+    assert "another graph" not in str(fxopt.report(fast))

@@ -100,6 +100,7 @@ def _site_of(program: Program, chain: Chain, forms: Mapping[str, InputForm], fou
     return Site(
         program, chain.owner, nodes, chain.specialization,
         data={"layers": data}, detail=_detail(data), kind=_kind(program, data),
+        label=data[0]["name"] if len(data) == 1 else "",
     )  # fmt: skip
 
 
