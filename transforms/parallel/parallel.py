@@ -82,7 +82,7 @@ class Parallel(Pass):
             raise UsageError(
                 f"pass 'parallel': param_dtype={self.param_dtype} does not work {where}; list autocast before it"
             )
-        if self.experts and (self.shard == 1 or self.param_dtype is not None):
+        if self.experts is True and (self.shard == 1 or self.param_dtype is not None):
             why = "shard=1: give the number of processes" if self.shard == 1 else "param_dtype: list autocast before it"
             raise UsageError(f"pass 'parallel': experts=true does not work with {why}")
         # What is computed in another dtype is held to the budget; stages are not called to be compared.
