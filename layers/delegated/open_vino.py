@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...errors import one_line
 from ...interrupts import interruptible
 from .engine import Engine
-from .one_thread import OneThread
+from .one_thread import OneThread, numbers_of
 
 __all__ = ["OpenVINO"]
 
@@ -123,8 +123,9 @@ class _Session:
             request.set_input_tensor(place, self._tensor(value.numpy(), shared_memory=True))
         with self._one_at_a_time:  # as the engine does anyway; so none computes while another fails
             self._compute(request, tuple([value.shape for value in inputs]))
-        with OneThread():  # the request writes to its own memory again at its next call
-            return [torch.from_numpy(request.get_output_tensor(place).data).clone() for place in self._outputs]
+        results = [torch.from_numpy(request.get_output_tensor(place).data) for place in self._outputs]
+        with OneThread(numbers_of(results)):
+            return [result.clone() for result in results]  # the request writes to these again at its next call
 
     def _compute(self, request: Any, shapes: tuple[torch.Size, ...]) -> None:
         """Compute with the inputs that a request has."""

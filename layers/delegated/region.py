@@ -22,7 +22,7 @@ from ...runtime.values import ContextFlag
 from .conversion import MOST_SHAPES, Converted, OtherNumbers, OtherType, Refused, converted, is_forked, key_of, sum_of
 from .engine import OtherSizes
 from .engines import engine_named
-from .one_thread import OneThread
+from .one_thread import OneThread, numbers_of
 
 __all__ = ["DelegatedRegion", "judged_outside"]
 
@@ -92,7 +92,7 @@ class DelegatedRegion(Keeping):
         if self.left or wants_gradients(*operands) or not runs_kernels() or is_forked():
             return self._own(*operands)
         inputs, tensors = operands[: self.inputs], operands[self.inputs :]
-        with OneThread():
+        with OneThread(numbers_of(inputs)):
             are_taken = all(map(_is_taken, inputs))
         if not are_taken:
             return self._own(*operands)
@@ -110,7 +110,7 @@ class DelegatedRegion(Keeping):
         held.once.discard(key)
         try:
             found = session([x.detach().contiguous() for x in inputs])
-            with OneThread():
+            with OneThread(numbers_of(found)):
                 is_finite = all(map(_is_finite, found))
         except Exception as error:
             self._give_up(error)

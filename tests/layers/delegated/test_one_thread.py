@@ -25,9 +25,9 @@ def _two_threads():
 
 @needs_openmp
 def test_the_number_of_threads_is_one_inside_and_comes_back():
-    with OneThread():
+    with OneThread(100):
         assert torch.get_num_threads() == 1
-        with OneThread():
+        with OneThread(100):
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
