@@ -17,11 +17,11 @@ from .sync_batch_norm import (
     SyncBatchNorm2d,
     SyncBatchNorm3d,
 )
-from .vocabulary import GatheredLogits, Share, SplitCrossEntropy, SplitEmbedding
+from .vocabulary import GatheredLogits, Share, SplitCrossEntropy, SplitEmbedding, SplitHead
 
 __all__ = [
     "BATCH_NORMS", "COLUMNS", "REPLICA", "SYNCHRONIZED", "AllMembers", "Crossing", "DealtColumns", "GatheredLogits",
     "Layout", "MeanOfMembers", "OuterSteps", "OwnMembers", "Replica", "Share", "SharedByMembers", "SplitCrossEntropy",
-    "SplitEmbedding", "SumOfMembers", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d", "SyncBatchNorm3d",
-    "deal_parameter", "is_replicated", "no_sync", "replicate", "replicate_parameters",
+    "SplitEmbedding", "SplitHead", "SumOfMembers", "SyncBatchNorm", "SyncBatchNorm1d", "SyncBatchNorm2d",
+    "SyncBatchNorm3d", "deal_parameter", "is_replicated", "no_sync", "replicate", "replicate_parameters",
 ]  # fmt: skip

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.optim import SGD
 
 from ...compat.distributed import broadcast_together
 from ...errors import UsageError
 
 __all__ = ["OuterSteps"]
+
+_Bucket = list[tuple[nn.Parameter, nn.Parameter]]
+"""Outer parameters, each with the one that is trained."""
+
+_MESSAGE_BYTES = 25 * 2**20
+"""A message is sent once it has so many bytes, as by torch's reducer."""
 
 
 class OuterSteps:
@@ -57,10 +64,10 @@ class OuterSteps:
             self._begin()
         if self._steps <= self._after or (self._steps - self._after) % self._every:
             return False
-        for outer, inner in zip(self._outer, self._inner, strict=True):
-            outer.grad = (outer - inner).div_(distributed.get_world_size())
-            distributed.all_reduce(outer.grad)
+        for bucket in _buckets(self._outer, self._inner):
+            _average(bucket)
         self._optimizer.step()
+        self._optimizer.zero_grad()  # what was sent is not held until the next outer step
         self._hand_out()
         return True
 
@@ -87,3 +94,24 @@ class OuterSteps:
     def _hand_out(self) -> None:
         for outer, inner in zip(self._outer, self._inner, strict=True):
             inner.copy_(outer)
+
+
+def _buckets(outer: Iterable[nn.Parameter], inner: Iterable[nn.Parameter]) -> Iterator[_Bucket]:
+    """Yield parameters that are sent in one message: of one kind, in their order."""
+    found = defaultdict[tuple[torch.dtype, torch.device], _Bucket](list)
+    for pair in zip(outer, inner, strict=True):
+        bucket = found[pair[0].dtype, pair[0].device]
+        bucket.append(pair)
+        if sum(each.nbytes for each, _ in bucket) >= _MESSAGE_BYTES:
+            yield found.pop((pair[0].dtype, pair[0].device))
+    yield from found.values()
+
+
+def _average(bucket: _Bucket) -> None:
+    """Let the gradient of each outer parameter be what the processes learned on average: a view of the message."""
+    flat = bucket[0][0].new_empty(sum(outer.numel() for outer, _ in bucket))
+    views = cast("Sequence[Tensor]", torch.split(flat, [outer.numel() for outer, _ in bucket]))
+    for (outer, inner), view in zip(bucket, views, strict=True):
+        outer.grad = torch.sub(outer, inner, out=view.view(outer.shape))
+    flat.div_(distributed.get_world_size())
+    distributed.all_reduce(flat)

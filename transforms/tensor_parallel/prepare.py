@@ -68,13 +68,13 @@ def _write_numbers(owner: nn.Module, graphs: Mapping[int, Mapping[str, Sequence[
         for name, every in changes.items():
             for *path, value in every:
                 write_number(nodes[name], path, value)
-    run_from_graphs(owner)
+    run_from_graphs(owner, _LOST)
 
 
-def run_from_graphs(owner: nn.Module) -> None:
-    """Let a module run from its own graphs, which are others now, and never by its original forward."""
+def run_from_graphs(owner: nn.Module, lost: str = "") -> None:
+    """Let a module run from its own graphs, which are others now; never by its original forward if that is `lost`."""
     capture = own(owner)
-    capture.inactive, capture.rewritten, capture.lost = False, True, capture.lost or _LOST
+    capture.inactive, capture.rewritten, capture.lost = False, True, capture.lost or lost
     recompile(owner)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ...compat import all_modules, own_parameters
-from ...layers.distributed import GatheredLogits, Share, SplitCrossEntropy, SplitEmbedding
+from ...layers.distributed import GatheredLogits, Share, SplitCrossEntropy, SplitEmbedding, SplitHead
 from ...runtime.graphs import own
 from ...tracing.program import Program
 from .prepare import run_from_graphs, write_number
@@ -49,18 +49,30 @@ def split_vocabulary(program: Program, block: Mapping[str, Any], places: Places,
     for module, last in places:
         own_parameters(module)[last] = split
     for module in embeddings:
-        object.__setattr__(module, "__class__", SplitEmbedding)
-        vars(module)["share"] = share
+        _become(module, SplitEmbedding, share)
+    heads = [program.module(name) for name in block["columns"]]
+    for module in heads:
+        _become(module, SplitHead, share)
     for owner, graphs in block["logits"].items():
-        _follow(program.module(owner), graphs, share)
+        _follow(program.module(owner), graphs, heads, share)
 
 
-def _follow(owner: nn.Module, graphs: Mapping[str, Mapping[str, Any]], share: Share) -> None:
-    """Let a module's graphs go on with a share of logits; its own forward would take them for all."""
+def _become(module: nn.Module, kind: type[nn.Module], share: Share) -> None:
+    object.__setattr__(module, "__class__", kind)
+    vars(module)["share"] = share
+
+
+def _follow(
+    owner: nn.Module, graphs: Mapping[str, Mapping[str, Any]], heads: Sequence[nn.Module], share: Share
+) -> None:
+    """Let a module's graphs go on with a share of logits; its own forward gets all from its head."""
     capture = own(owner)
     for number, edits in graphs.items():
         graph = capture.specializations[int(number)].graph
         nodes = {node.name: node for node in graph.nodes}
+        for call in graph.find_nodes(op="call_module"):
+            if owner.get_submodule(str(call.target)) in heads:
+                call.kwargs = {**call.kwargs, "part": True}
         for name in edits.get("losses", ()):
             _compute_loss(nodes[name], owner, share)
         for name, paths in edits.get("numbers", {}).items():

@@ -99,6 +99,9 @@ def grads(model: nn.Module) -> list[Any]:
     return [parameter.grad for parameter in model.parameters()]
 
 
+SHAPES = [((2, 3), torch.float32), ((4,), torch.float64), ((), torch.float32), ((5,), torch.float64)]
+
+
 def on_rank_outer() -> tuple[list[Tensor], list[Tensor]]:
     """Return parameters after outer steps, with a checkpoint between, and what the paper says."""
     rank, parameter = distributed.get_rank(), nn.Parameter(torch.tensor([1.0, -2.0]).double())
@@ -117,6 +120,19 @@ def on_rank_outer() -> tuple[list[Tensor], list[Tensor]]:
             saved, outer = copy.deepcopy(outer.state_dict()), OuterSteps([parameter], 2, lr=0.7, momentum=0.9)
             outer.load_state_dict(saved)
     return seen, expected
+
+
+def on_rank_messages() -> tuple[list[int], list[Tensor]]:
+    """Return how many numbers each message of an outer step has, and what parameters of two dtypes are after it."""
+    sent, send = list[int](), distributed.all_reduce
+    given = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in SHAPES]
+    outer = OuterSteps(given, 1, lr=1.0, momentum=0.0)
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        for number, parameter in enumerate(given):
+            parameter += (distributed.get_rank() + 1) * (number + 1)
+        patch.setattr(distributed, "all_reduce", lambda tensor: (sent.append(tensor.numel()), send(tensor)))
+        outer.step()
+    return sent, [parameter.detach() for parameter in given]
 
 
 def on_rank_checkpoint() -> Any:
@@ -208,6 +224,13 @@ def test_outer_steps_are_those_of_the_paper(of_ranks: list[dict[str, Any]]) -> N
         assert len(seen) == 3
         for one, other in zip(seen, expected, strict=True):
             torch.testing.assert_close(one, other)
+
+
+def test_an_outer_step_sends_parameters_of_one_dtype_together(of_ranks: list[dict[str, Any]]) -> None:
+    for sent, after in (result["messages"] for result in of_ranks):
+        assert sent == [7, 9]
+        for number, (parameter, (shape, dtype)) in enumerate(zip(after, SHAPES, strict=True)):
+            torch.testing.assert_close(parameter, torch.full(shape, 1 + 1.5 * (number + 1), dtype=dtype))
 
 
 def test_delayed_gradients_are_those_of_the_step_before(of_ranks: list[dict[str, Any]]) -> None:
