@@ -1,12 +1,14 @@
-"""Quantized models beside float32, eager and compiled, and beside torchao's own entry points.
+"""Quantized models beside float32, eager and compiled, and beside torchao, PT2E, onnxruntime and NNCF on OpenVINO.
 
-    python benchmarks/quantization.py --missing --json benchmarks/results/quantization.json
+    make bench BENCH='quantization --json benchmarks/results/quantization.json --missing'
     python benchmarks/quantization.py --only "linear batch 8" bert --rounds 5
+    python benchmarks/quantization.py --table --json benchmarks/results/quantization.json
 
-Each round calls every way once, interleaved, on one thread. Ratios are the time of float32 eager over that of the way,
-with their 95% interval. What is compiled is compiled with freezing, and nothing is taken from a cache. Preparation is
-all that a way does before its second call. Of a decoder one call generates tokens; tokens a second are shown. The file
-is written after each case: an interrupted run keeps what it has, and `--missing` goes on with the rest.
+Each round calls every way once, interleaved, on one thread. Ratios are the processor time of float32 eager over that of
+the way, with their 95% interval. What is compiled is compiled with freezing, and nothing is taken from a cache.
+Preparation is all that a way does before its second call, by the clock. Of a decoder one call generates tokens; tokens
+a second are shown. A way that fails has the reason. The file is written after each case and keeps the others: an
+interrupted run keeps what it has, and `--missing` goes on with the rest.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ import os
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import described
-from quantizing import CASES, WAYS, Case, Prepared
+from quantizing import CASES, WAYS, Case, Prepared, called
 from torch import Tensor
 
 from fxopt.passes.timing import Timings
@@ -34,12 +37,6 @@ FLOAT = "float32 eager"
 def first_tensor(result: Any) -> Tensor:
     """Return the first tensor of a result."""
     return result if isinstance(result, Tensor) else next(iter(result.values()))
-
-
-def called(model: Any, inputs: Any) -> Tensor:
-    """Call a model without gradients."""
-    with torch.no_grad():
-        return first_tensor(model(**inputs) if isinstance(inputs, dict) else model(*inputs))
 
 
 def prepared(case: Case, model: Any, inputs: Any, ways: list[str]) -> dict[str, Prepared | str]:
@@ -61,9 +58,9 @@ def timed(models: dict[str, Prepared], inputs: Any, rounds: int) -> Timings:
     for number in range(rounds + 1):
         row = dict[str, float]()
         for name in (*list(models)[number % len(models) :], *list(models)[: number % len(models)]):
-            start = time.perf_counter()
+            start = time.process_time()
             called(models[name].model, inputs)
-            row[name] = time.perf_counter() - start
+            row[name] = time.process_time() - start
         rows.append(row)
     return Timings(rows[1:])
 
@@ -75,11 +72,11 @@ def measure(name: str, case: Case, rounds: int, ways: list[str]) -> dict[str, An
     model.eval()
     found = prepared(case, model, inputs, ways)
     models = {way: each for way, each in found.items() if isinstance(each, Prepared)}
-    timings, expected = timed(models, inputs, rounds), called(model, inputs)
+    timings, expected = timed(models, inputs, rounds), first_tensor(called(model, inputs))
     print(name)
     cells: dict[str, Any] = {way: {"failed": each} for way, each in found.items() if isinstance(each, str)}
     for way, each in models.items():
-        ratio, output = timings.ratio(FLOAT, way), called(each.model, inputs).to(expected.dtype)
+        ratio, output = timings.ratio(FLOAT, way), first_tensor(called(each.model, inputs)).to(expected.dtype)
         cells[way] = {
             "ratio": [round(value, 2) for value in (ratio.low, ratio.mid, ratio.high)],
             "ms": round(timings.seconds(way) * 1e3, 3),
@@ -90,6 +87,25 @@ def measure(name: str, case: Case, rounds: int, ways: list[str]) -> dict[str, An
         }
     print(*(f"  {way:28} {cell}" for way, cell in cells.items()), sep="\n", flush=True)
     return {"case": name, "ways": cells}
+
+
+def table(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of the table in Markdown; reasons are numbered below it."""
+    yield "| model | way | speedup | ms | error | preparation, s | MB |"
+    yield "|---|---|---|---|---|---|---|"
+    reasons: dict[str, int] = {}
+    for name, row in rows.items():
+        for way, cell in row["ways"].items():
+            if "failed" in cell:
+                number = reasons.setdefault(cell["failed"].replace("|", "/"), len(reasons) + 1)
+                yield f"| {name} | {way} | failed ({number}) | | | | |"
+                continue
+            low, mid, high = cell["ratio"]
+            numbers = f"{cell['ms']:.3g} | {cell['relative_error']:.2g} | {cell['preparation_s']:.1f}"
+            yield f"| {name} | {way} | {mid:.2f}x ({low:.2f} to {high:.2f}) | {numbers} | {cell['bytes'] / 1e6:.1f} |"
+    yield ""
+    for reason, number in reasons.items():
+        yield f"{number}. {reason}"
 
 
 def known(path: Path | None) -> dict[str, dict[str, Any]]:
@@ -118,7 +134,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--missing", action="store_true", help="leave out cases of which the file has all ways")
+    parser.add_argument("--table", action="store_true", help="measure nothing: print what the file has, in Markdown")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(*table(known(arguments.json)), sep="\n")
+        return
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     load = os.getloadavg()[0]
@@ -126,8 +146,10 @@ def main() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
         inductor: Any = importlib.import_module("torch._inductor.config")
         inductor.freezing = True
-        rows = known(arguments.json) if arguments.missing else {}
-        for name in [name for name in arguments.only if not is_whole(rows.get(name), CASES[name])]:
+        rows = known(arguments.json)
+        for name in arguments.only:
+            if arguments.missing and is_whole(rows.get(name), CASES[name]):
+                continue
             rows[name] = measure(name, CASES[name], arguments.rounds, arguments.ways)
             if arguments.json:
                 write(arguments.json, [rows[each] for each in CASES if each in rows], arguments.rounds, load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .cases import CASES, Case
-from .ways import WAYS, Prepared, Way
+from .prepared import Prepared, Way, called
+from .ways import WAYS
 
-__all__ = ["CASES", "WAYS", "Case", "Prepared", "Way"]
+__all__ = ["CASES", "WAYS", "Case", "Prepared", "Way", "called"]

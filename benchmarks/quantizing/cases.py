@@ -8,14 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from ordinary_models import CASES as ORDINARY
 from torch import nn
 
-__all__ = ["CASES", "Case"]
+from .prepared import Inputs
 
-Inputs = dict[str, Any] | tuple[Any, ...]
+__all__ = ["CASES", "Case", "Greedy"]
+
 LAYERS = ("float32 eager", "float32 compiled", "torchao dynamic eager", "torchao dynamic compiled")
 ALL = (*LAYERS, "fxopt int8_dynamic", "fxopt int8_weight", "fxopt int4_weight", "fxopt float8", "fxopt int8_static")
 DECODING = ("float32 eager", "bfloat16 eager", "torchao int8_weight eager", "fxopt int8_dynamic", "fxopt int8_weight")
+STATIC = ("PT2E static compiled", "onnxruntime static", "NNCF on OpenVINO")
+DYNAMIC = ("PT2E dynamic compiled", "onnxruntime dynamic")
+WITH_ENGINES = ("fxopt preset int8", "fxopt int8_static, engine")
 OF_METHODS = (
     "float32 eager", "torchao dynamic eager", "fxopt int8_dynamic rtn", "fxopt int8_dynamic smoothquant",
     "fxopt int8_static rtn", "fxopt int8_static smoothquant",
@@ -131,12 +136,18 @@ def outliers() -> tuple[nn.Module, Inputs]:
     return model, {"input_ids": torch.randint(0, 2000, (2, 64))}
 
 
+IMAGES = (*LAYERS[:2], *STATIC, "fxopt int8_static", *WITH_ENGINES)
+TEXTS = (*LAYERS, *DYNAMIC, *STATIC, "fxopt int8_dynamic", "fxopt int8_static", *WITH_ENGINES)
+STEPS = (*DECODING[:3], *DYNAMIC, *STATIC, *DECODING[3:], *WITH_ENGINES)
 CASES = {
     "linear batch 8": Case(partial(linear, 8), ALL),
     "linear batch 128": Case(partial(linear, 128), ALL),
     "convolutions": Case(convolutions, (*LAYERS[:2], "fxopt int8_static")),
-    "bert": Case(bert, (*LAYERS, "fxopt int8_dynamic", "fxopt int8_static")),
-    "resnet": Case(resnet, (*LAYERS[:2], "fxopt int8_static")),
+    "bert": Case(bert, TEXTS),
+    "bert-base": Case(ORDINARY["bert-base, 64 tokens"].built, TEXTS),
+    "resnet": Case(resnet, IMAGES),
+    "resnet-50": Case(ORDINARY["resnet-50"].built, (*IMAGES, "fxopt int8_static, engine, any error")),
     "llama with outliers": Case(outliers, OF_METHODS),
+    "gpt2, a step": Case(ORDINARY["gpt2, a step"].built, STEPS),
     "llama decoding": Case(llama, (*DECODING, "fxopt int4_weight"), TOKENS),
 }

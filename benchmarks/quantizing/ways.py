@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,49 +13,15 @@ import torch
 from torch import nn
 
 import fxopt
+from fxopt.passes.contract import Pass
+from fxopt.transforms.delegate import Delegate
 from fxopt.transforms.quantize import Quantize
 
-__all__ = ["WAYS", "Prepared", "Way"]
+from .cases import Greedy
+from .peers import PEERS
+from .prepared import Inputs, Prepared, Way, finished
 
-Inputs = dict[str, Any] | tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A model that was made small or fast.
-
-    Attributes:
-        model: to be called.
-        seconds: what it took, with the first call.
-        size: in bytes on disk.
-    """
-
-    model: Callable[..., Any]
-    seconds: float
-    size: int
-
-
-Way = Callable[[nn.Module, Inputs], Prepared]
-"""From a float32 model in evaluation mode, which stays as it is, and its inputs."""
-
-
-def called(model: Callable[..., Any], inputs: Inputs) -> Any:
-    """Call a model without gradients."""
-    with torch.no_grad():
-        return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-
-
-def saved(model: nn.Module) -> int:
-    """Return the size of a saved state dict."""
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    return len(file.getvalue())
-
-
-def _finished(start: float, model: nn.Module, inputs: Inputs, *, compiled: bool, size: int = 0) -> Prepared:
-    run: Callable[..., Any] = torch.compile(model) if compiled else model
-    called(run, inputs)
-    return Prepared(run, time.perf_counter() - start, size or saved(model))
+__all__ = ["WAYS"]
 
 
 def plain(model: nn.Module, inputs: Inputs, *, compiled: bool = False, dtype: torch.dtype | None = None) -> Prepared:
@@ -69,7 +32,7 @@ def plain(model: nn.Module, inputs: Inputs, *, compiled: bool = False, dtype: to
         model = model.to(dtype)
         kinds = inputs.items() if isinstance(inputs, dict) else ()
         inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in kinds} or inputs
-    return _finished(start, model, inputs, compiled=compiled)
+    return finished(start, model, inputs, compiled=compiled)
 
 
 def torchao(model: nn.Module, inputs: Inputs, *, weight_only: bool = False, compiled: bool = False) -> Prepared:
@@ -79,21 +42,35 @@ def torchao(model: nn.Module, inputs: Inputs, *, weight_only: bool = False, comp
     start = time.perf_counter()
     model = copy.deepcopy(model)
     quantize_(model, Int8WeightOnlyConfig() if weight_only else Int8DynamicActivationInt8WeightConfig())
-    return _finished(start, model, inputs, compiled=compiled)
+    return finished(start, model, inputs, compiled=compiled)
 
 
 def quantize(model: nn.Module, inputs: Inputs, *, scheme: Any) -> Prepared:
     """Quantize by fxopt, timed and verified; a decoder on a step of one token."""
     start = time.perf_counter()
-    decoder: Any = getattr(model, "decoder", None)
-    if decoder is not None:
-        fast, size = _quantized(decoder, fxopt.Inputs(input_ids=next(iter(inputs))[:, :1]), scheme)
+    if isinstance(model, Greedy):
+        fast, size = _quantized(model.decoder, fxopt.Inputs(input_ids=next(iter(inputs))[:, :1]), scheme)
         generating: Any = copy.copy(model)
         generating.__dict__["_modules"] = {"decoder": fast}
-        return _finished(start, generating, inputs, compiled=False, size=size)
+        return finished(start, generating, inputs, size=size)
     given = fxopt.Inputs(**inputs) if isinstance(inputs, dict) else fxopt.Inputs(*inputs)
     fast, size = _quantized(model, given, scheme)
-    return _finished(start, fast, inputs, compiled=False, size=size)
+    return finished(start, fast, inputs, size=size)
+
+
+def with_engine(model: nn.Module, inputs: Inputs, *, budget: float | None = None) -> Prepared:
+    """Quantize with ranges of the call, and let an engine compute that."""
+    start, given = time.perf_counter(), fxopt.Inputs(**inputs) if isinstance(inputs, dict) else fxopt.Inputs(*inputs)
+    static = Quantize("int8_static", budget=budget, calibration=[given])
+    fast, size = _sized(model, given, static, Delegate(dtype="int8", budget=budget))
+    return finished(start, fast, inputs, size=size)
+
+
+def preset(model: nn.Module, inputs: Inputs) -> Prepared:
+    """Let the preset take what is fastest: without calibration it quantizes no convolutions."""
+    start, given = time.perf_counter(), fxopt.Inputs(**inputs) if isinstance(inputs, dict) else fxopt.Inputs(*inputs)
+    fast, size = _sized(model, given, "inference{dtype=int8}")
+    return finished(start, fast, inputs, size=size)
 
 
 def by_method(model: nn.Module, inputs: Inputs, *, scheme: Any, method: Any) -> Prepared:
@@ -105,7 +82,7 @@ def by_method(model: nn.Module, inputs: Inputs, *, scheme: Any, method: Any) -> 
     seen = None if is_plain else [{"input_ids": each} for each in others]
     pass_ = Quantize(scheme, budget=1.0, aim="size", calibration=seen, method=method)
     fast, size = _sized(model, fxopt.Inputs(input_ids=tokens), pass_)
-    return _finished(start, fast, inputs, compiled=False, size=size)
+    return finished(start, fast, inputs, size=size)
 
 
 def _quantized(model: nn.Module, given: fxopt.Inputs, scheme: Any) -> tuple[Any, int]:
@@ -115,8 +92,8 @@ def _quantized(model: nn.Module, given: fxopt.Inputs, scheme: Any) -> tuple[Any,
     return _sized(model, given, Quantize(scheme, budget=budget, aim=aim, calibration=calibration))
 
 
-def _sized(model: nn.Module, given: fxopt.Inputs, pass_: Quantize) -> tuple[Any, int]:
-    fast = fxopt.optimize(model, pass_, example_inputs=given)
+def _sized(model: nn.Module, given: fxopt.Inputs, *passes: Pass | str) -> tuple[Any, int]:
+    fast = fxopt.optimize(model, list(passes), example_inputs=given)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.fxopt"
         fxopt.save(fast, path, factory="torch.nn:Identity")
@@ -136,6 +113,10 @@ WAYS: dict[str, Way] = {
     "torchao dynamic eager": torchao,
     "torchao dynamic compiled": partial(torchao, compiled=True),
     "torchao int8_weight eager": partial(torchao, weight_only=True),
+    **PEERS,
+    "fxopt preset int8": preset,
+    "fxopt int8_static, engine": with_engine,
+    "fxopt int8_static, engine, any error": partial(with_engine, budget=1.0),
     **{f"fxopt {scheme}": partial(quantize, scheme=scheme) for scheme in SCHEMES},
     **{f"fxopt {scheme} {method}": partial(by_method, scheme=scheme, method=method) for scheme, method in METHODS},
 }
