@@ -60,6 +60,7 @@ def search(
     took("searching")
     if output is not None:
         front.save(output)
+        note(f"wrote {output}")
     if report is not None:
         front.to_html(report)
         note(f"wrote {report}")

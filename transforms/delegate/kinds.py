@@ -67,7 +67,7 @@ def kinds_of(graph: fx.Graph, metas: Mapping[fx.Node, Meta]) -> dict[fx.Node, Ki
     kinds, given = dict[fx.Node, Kind](), set[fx.Node]()  # whose numbers depend on those that a call is given
     for node in graph.nodes:
         kind = _kind_of(node, metas)
-        if kind is Kind.TENSOR and _may_refuse(node, metas, given):
+        if kind is Kind.TENSOR and (_is_of_object(node, metas, kinds) or _may_refuse(node, metas, given)):
             kind = Kind.OTHER
         elif kind is Kind.TENSOR and _is_view(node, metas) and kinds[node.args[0]] is not Kind.TENSOR:
             kind = Kind.SIZE  # in the memory that it is read from, wherever it is read
@@ -135,6 +135,13 @@ def _may_refuse(node: fx.Node, metas: Mapping[fx.Node, Meta], given: Collection[
 
 def _holds_integers(meta: Meta) -> bool:
     return isinstance(meta, TensorMeta) and not (meta.dtype.is_floating_point or meta.dtype.is_complex)
+
+
+def _is_of_object(node: fx.Node, metas: Mapping[fx.Node, Meta], kinds: Mapping[fx.Node, Kind]) -> bool:
+    """Say whether a node reads a tensor out of what a call that stays gives: an engine is given tensors alone."""
+    if node.target not in (getattr, operator.getitem) or not isinstance(node.args[0], fx.Node):
+        return False
+    return not isinstance(metas[node.args[0]], TensorMeta) and kinds[node.args[0]] in (Kind.SOURCE, Kind.OTHER)
 
 
 def _is_view(node: fx.Node, metas: Mapping[fx.Node, Meta]) -> bool:

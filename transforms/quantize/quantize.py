@@ -61,7 +61,7 @@ class Quantize(Options):
         if phase is not Phase.EVAL:
             return None
         if set(goals) <= {Goal.SPEED}:
-            return {"scheme": ("int8_dynamic", "int8_static", "int8_weight")}
+            return {"scheme": ("int8_dynamic", "int8_static", "int8_weight", "int4_weight")}
         return {"scheme": SCHEMES, "aim": ("speed", "size")}
 
     def check(self, model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -181,3 +182,16 @@ def test_results_in_the_middle_leave_a_region_too(cut: Callable[..., Cut]) -> No
     (region,) = found.regions
     assert [node.name for node in region.outputs] == ["relu", "linear_1"]
     same(function, found, X, W)
+
+
+def test_a_tensor_in_an_object_that_a_call_gives_is_read_before_the_region(cut: Callable[..., Cut]) -> None:
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    given = graph.call_function(dict, (), {"hidden": x})
+    hidden = graph.call_function(operator.getitem, (given, "hidden"))
+    first = graph.call_function(F.linear, (hidden, w))
+    graph.output(graph.call_function(F.linear, (first, w)))
+    found = cut(graph, X, W)
+    (region,) = found.regions
+    assert inside(region) == ["linear", "linear_1"]
+    assert [node.name for node in region.inputs] == ["getitem", "w"]
