@@ -100,7 +100,7 @@ def onnxruntime(model: nn.Module, inputs: Inputs, *, is_dynamic: bool) -> Prepar
         folder = Path(name)
         files = [folder / f"{stage}.onnx" for stage in ("exported", "inferred", "quantized")]
         leaves = _exported(model, inputs, files[0])
-        preparing.quant_pre_process(files[0], files[1], skip_symbolic_shape=True)
+        preparing.quant_pre_process(files[0], files[1], skip_optimization=True, skip_symbolic_shape=True)
         names = [each.name for each in runtime.InferenceSession(files[1]).get_inputs()]
         settings = {"per_channel": True, "weight_type": kinds.QInt8}
         if is_dynamic:
