@@ -26,17 +26,11 @@ from typing import Any
 
 import torch
 from machine import described
-from quantizing import CASES, WAYS, Case, Prepared, called
-from torch import Tensor
+from quantizing import CASES, WAYS, Case, Prepared, called, first_tensor
 
 from fxopt.passes.timing import Timings
 
 FLOAT = "float32 eager"
-
-
-def first_tensor(result: Any) -> Tensor:
-    """Return the first tensor of a result."""
-    return result if isinstance(result, Tensor) else next(iter(result.values()))
 
 
 def prepared(case: Case, model: Any, inputs: Any, ways: list[str]) -> dict[str, Prepared | str]:

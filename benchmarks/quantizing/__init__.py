@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .cases import CASES, Case
-from .prepared import Prepared, Way, called
+from .prepared import Prepared, Way, called, first_tensor
 from .ways import WAYS
 
-__all__ = ["CASES", "WAYS", "Case", "Prepared", "Way", "called"]
+__all__ = ["CASES", "WAYS", "Case", "Prepared", "Way", "called", "first_tensor"]

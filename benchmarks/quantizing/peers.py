@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .prepared import Inputs, Prepared, Way, finished
+from .prepared import Inputs, Prepared, Way, finished, first_tensor
 
 __all__ = ["PEERS"]
 
@@ -35,8 +35,7 @@ class _Of(nn.Module):
 
     def forward(self, *leaves: Tensor) -> Tensor:
         inputs = pytree.tree_unflatten(leaves, self.structure)
-        result = self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
-        return result if isinstance(result, Tensor) else next(iter(result.values()))
+        return first_tensor(self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs))
 
 
 def _leaves(*args: Any, **kwargs: Any) -> list[Tensor]:
@@ -51,7 +50,7 @@ def pt2e(model: nn.Module, inputs: Inputs, *, is_dynamic: bool) -> Prepared:
     """Export a model, quantize by the quantizer for x86 processors, and compile that."""
     x86: Any = importlib.import_module("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
     steps: Any = importlib.import_module("torchao.quantization.pt2e.quantize_pt2e")
-    start, leaves = time.perf_counter(), tuple(_leaves(**inputs) if isinstance(inputs, dict) else _leaves(*inputs))
+    start, leaves = time.perf_counter(), tuple(pytree.tree_leaves(inputs))
     settings = x86.get_default_x86_inductor_quantization_config(is_dynamic=is_dynamic)
     with torch.no_grad():
         exported = torch.export.export(_Of(model, inputs), leaves).module()
@@ -71,7 +70,7 @@ def _from_leaves(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _exported(model: nn.Module, inputs: Inputs, path: Path) -> list[Tensor]:
     """Write an ONNX file, and return the inputs that it takes in turn."""
-    leaves = _leaves(**inputs) if isinstance(inputs, dict) else _leaves(*inputs)
+    leaves = pytree.tree_leaves(inputs)
     torch.onnx.export(_Of(model, inputs), tuple(leaves), str(path), dynamo=True, verbose=False, external_data=False)
     return leaves
 
@@ -124,7 +123,7 @@ def nncf(model: nn.Module, inputs: Inputs) -> Prepared:
     """Convert a model for OpenVINO, quantize by NNCF and compile that; what stays in floats is computed in float32."""
     compression: Any = importlib.import_module("nncf")
     runtime: Any = importlib.import_module("openvino")
-    start, leaves = time.perf_counter(), _leaves(**inputs) if isinstance(inputs, dict) else _leaves(*inputs)
+    start, leaves = time.perf_counter(), pytree.tree_leaves(inputs)
     try:
         converted = runtime.convert_model(_Of(model, inputs), example_input=tuple(leaves))
     except Exception:  # whatever its own frontend does not know

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Inputs", "Prepared", "Way", "called", "finished"]
+__all__ = ["Inputs", "Prepared", "Way", "called", "finished", "first_tensor"]
 
 Inputs = dict[str, Any] | tuple[Any, ...]
 
@@ -39,6 +39,11 @@ def called(model: Callable[..., Any], inputs: Inputs) -> Any:
     """Call a model without gradients."""
     with torch.no_grad():
         return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
+def first_tensor(result: Any) -> Tensor:
+    """Return the first tensor of a result."""
+    return result if isinstance(result, Tensor) else next(iter(result.values()))
 
 
 def finished(start: float, model: Any, inputs: Inputs, *, compiled: bool = False, size: int = 0) -> Prepared:

@@ -53,14 +53,14 @@ def quantize(model: nn.Module, inputs: Inputs, *, scheme: Any) -> Prepared:
         generating: Any = copy.copy(model)
         generating.__dict__["_modules"] = {"decoder": fast}
         return finished(start, generating, inputs, size=size)
-    given = fxopt.Inputs(**inputs) if isinstance(inputs, dict) else fxopt.Inputs(*inputs)
+    given = _given(inputs)
     fast, size = _quantized(model, given, scheme)
     return finished(start, fast, inputs, size=size)
 
 
 def with_engine(model: nn.Module, inputs: Inputs, *, budget: float | None = None) -> Prepared:
     """Quantize with ranges of the call, and let an engine compute that."""
-    start, given = time.perf_counter(), fxopt.Inputs(**inputs) if isinstance(inputs, dict) else fxopt.Inputs(*inputs)
+    start, given = time.perf_counter(), _given(inputs)
     static = Quantize("int8_static", budget=budget, calibration=[given])
     fast, size = _sized(model, given, static, Delegate(dtype="int8", budget=budget))
     return finished(start, fast, inputs, size=size)
@@ -68,7 +68,7 @@ def with_engine(model: nn.Module, inputs: Inputs, *, budget: float | None = None
 
 def preset(model: nn.Module, inputs: Inputs) -> Prepared:
     """Let the preset take what is fastest: without calibration it quantizes no convolutions."""
-    start, given = time.perf_counter(), fxopt.Inputs(**inputs) if isinstance(inputs, dict) else fxopt.Inputs(*inputs)
+    start, given = time.perf_counter(), _given(inputs)
     fast, size = _sized(model, given, "inference{dtype=int8}")
     return finished(start, fast, inputs, size=size)
 
@@ -83,6 +83,10 @@ def by_method(model: nn.Module, inputs: Inputs, *, scheme: Any, method: Any) -> 
     pass_ = Quantize(scheme, budget=1.0, aim="size", calibration=seen, method=method)
     fast, size = _sized(model, fxopt.Inputs(input_ids=tokens), pass_)
     return finished(start, fast, inputs, size=size)
+
+
+def _given(inputs: Inputs) -> fxopt.Inputs:
+    return fxopt.Inputs(**inputs) if isinstance(inputs, dict) else fxopt.Inputs(*inputs)
 
 
 def _quantized(model: nn.Module, given: fxopt.Inputs, scheme: Any) -> tuple[Any, int]:
