@@ -23,8 +23,8 @@ __all__ = [
     "int8_convolution_packed", "int8_lstm", "int8_numbers", "int8_packed", "int8_product_by_rows",
     "int8_product_of_weights", "int8_product_static", "int8_rows_packed", "int8_static_packed", "int8_weight_packed",
     "is_simulating", "load_pattern", "needs_reduced_range", "quantized_by_pattern", "rounded_with_learned_scale",
-    "runs_simulation", "simulating", "weight_by_pattern", "why_no_int8", "why_no_static_int8", "without_torch_function",
-    "writes_fake_quantization",
+    "runs_simulation", "simulating", "static_format", "weight_by_pattern", "why_no_int8", "why_no_static_int8",
+    "without_torch_function", "writes_fake_quantization",
 ]  # fmt: skip
 
 _TORCH: Any = torch
@@ -284,13 +284,26 @@ _FLOATS: Int8Result = 1.0, 0, torch.float32, "none"
 
 @cache
 def why_no_static_int8() -> str:
-    """Return why sums of products of 8 bits cannot be computed exactly here, or ""."""
+    """Return why products of small integers cannot be computed exactly here, or ""."""
     if not torch.backends.mkldnn.is_available() or not hasattr(_ONEDNN, "qlinear_pointwise"):
         return "this build of PyTorch has no oneDNN, whose kernels it needs"
-    largest = torch.full((2, 64), 255, dtype=torch.uint8)
-    packed = int8_static_packed(torch.full((16, 64), 127, dtype=torch.int8), torch.ones(16), None)
-    found = int8_product_static(largest, 1.0, 0, packed, _FLOATS)
-    return "" if bool((found == 64 * 255 * 127).all()) else "this CPU has no VNNI, without which sums overflow"
+    return "" if _sums_exactly(63) else "oneDNN's sums of products of 8 and 7 bits overflow on this CPU"
+
+
+@cache
+def static_format() -> str:
+    """Return how weights are held for products with 8-bit activations: "int8"; "int7" where those of 8 bits overflow.
+
+    Without VNNI two products are added in 16 bits, which hold 2 * 255 * 63 but not 2 * 255 * 127.
+    """
+    return "int8" if why_no_static_int8() or _sums_exactly(127) else "int7"
+
+
+def _sums_exactly(largest: int) -> bool:
+    """Say whether the largest activations times a weight of this number give the exact sum."""
+    numbers = torch.full((2, 64), 255, dtype=torch.uint8)
+    packed = int8_static_packed(torch.full((16, 64), largest, dtype=torch.int8), torch.ones(16), None)
+    return bool((int8_product_static(numbers, 1.0, 0, packed, _FLOATS) == 64 * 255 * largest).all())
 
 
 def int8_numbers(x: Tensor, scale: float, zero_point: int) -> Tensor:

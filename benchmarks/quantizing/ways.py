@@ -62,7 +62,7 @@ def with_engine(model: nn.Module, inputs: Inputs, *, budget: float | None = None
     """Quantize with ranges of the call, and let an engine compute that."""
     start, given = time.perf_counter(), _given(inputs)
     static = Quantize("int8_static", budget=budget, calibration=[given])
-    fast, size = _sized(model, given, static, Delegate(dtype="int8", budget=budget))
+    fast, size = _sized(model, given, static, Delegate(dtype=torch.int8, budget=budget))
     return finished(start, fast, inputs, size=size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +22,13 @@ from ...compat.quantized import (
     int8_product_static,
     int8_static_packed,
     runs_simulation,
+    static_format,
     weight_by_pattern,
     writes_fake_quantization,
 )
-from ...errors import UsageError
+from ...errors import GuardWarning, UsageError
 from ...operators import Cache
+from ...runtime.state import FORMATS
 from ..packed import BySettings
 from .activations import Range, from_numbers, to_numbers
 from .layer import HoldsWeight
@@ -40,6 +43,11 @@ _LEAST = 1e-12
 
 _SHAPES = 4
 """For so many shapes of its input a convolution keeps its weight packed: as much memory as in floats."""
+
+_EIGHT_BITS = (
+    "a layer of quantize{scheme=int8_static} has weights of 8 bits, whose sums overflow on this CPU without VNNI: it "
+    "computes in floats; quantize the model on this CPU to use its kernels"
+)
 
 _OF_KERNELS = (torch.uint8, torch.float32, torch.bfloat16)
 
@@ -85,7 +93,7 @@ class StaticComputation(BySettings):
 
     def __init__(self, of_input: Range, dtype: torch.dtype, geometry: Geometry | None = None) -> None:
         self.settings = (of_input, dtype) if geometry is None else (of_input, dtype, geometry)
-        self.range, self.dtype, self.packing = of_input, dtype, Cache()
+        self.range, self.dtype, self.packing, self.sums = of_input, dtype, Cache(), Cache()
 
     def __call__(
         self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None, activation: str = "none",
@@ -97,13 +105,17 @@ class StaticComputation(BySettings):
         """
         held = _Held(values, scales, bias, None if output is None else output_factors)
         form = CallForm(activation, None if output is None else Range(*output), contiguous, is_rounded, factors)
-        if not _has_kernel(x):
+        if not _has_kernel(x) or not self._sums_exactly(values):
             return self.simulated(x, held, form)
         if wants_gradients(x, scales, bias):
             # What gradients flow through is in floats between layers, too.
             floats = replace(form, output=None)
             return cast("Any", _StaticWithGradient).apply(self, floats, x, values, scales, bias)
         return self.kernel(x, held, form)
+
+    def _sums_exactly(self, values: Tensor) -> bool:
+        """Say whether the kernel's sums hold numbers, which another CPU may have made."""
+        return static_format() == "int8" or bool(self.sums.of(_fit_here, values))
 
     def kernel(self, x: Tensor, held: _Held, form: CallForm) -> Tensor:
         """Compute with the kernel; gradients end here."""
@@ -145,6 +157,14 @@ def _has_kernel(x: Tensor) -> bool:
     if runs_simulation() or not is_plainly_eager() or not x.is_cpu or not x.numel():
         return False
     return x.dtype in _OF_KERNELS and type(x) in (Tensor, nn.Parameter)
+
+
+def _fit_here(values: Tensor) -> bool:
+    """Say whether numbers are in the format of this CPU; warn where they are not."""
+    fit = not values.numel() or int(values.int().abs().max()) <= FORMATS[static_format()]
+    if not fit:
+        warnings.warn(_EIGHT_BITS, GuardWarning, stacklevel=2)
+    return fit
 
 
 def _fake_quantized(weight: Tensor, scales: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat import own_buffers, own_parameters
-from ...compat.quantized import rounded_with_learned_scale
+from ...compat.quantized import rounded_with_learned_scale, static_format
 from ...runtime.state import dequantized, quantized
 from ...runtime.values import in_class, user_class
 from .activations import Range
@@ -58,7 +58,8 @@ class _Counting(nn.Module):
 
 class FakeQuantized(_Counting):
     """Mix into a layer of torch.nn: it computes with its input and weight rounded to 8 bits. The scale of the weight,
-    for each output or for all, is its largest element by 127; the input's range is a moving average, or learned (LSQ).
+    for each output or for all, is its largest element by 127, or by 63 on CPUs without VNNI; the input's range is a
+    moving average, or learned (LSQ).
     """
 
     _fxopt_is_operation: ClassVar[bool] = True
@@ -124,8 +125,8 @@ class FakeQuantized(_Counting):
 
     def _rounded_weight(self) -> Tensor:
         weight = cast("Tensor", cast("Any", self).weight)
-        held = quantized(weight.detach(), "int8", self.group)
-        return weight + (dequantized(*held, "int8", weight.dtype) - weight.detach())
+        held = quantized(weight.detach(), static_format(), self.group)
+        return weight + (dequantized(*held, static_format(), weight.dtype) - weight.detach())
 
     def _computed(self, x: Tensor, weight: Tensor) -> Tensor:
         raise NotImplementedError

@@ -25,6 +25,7 @@ from .optimizer_state import (
 )
 from .pieces import Piece
 from .quantized_steps import (
+    FORMATS,
     QuantizeByData,
     QuantizeSmoothed,
     QuantizeTrained,
@@ -62,8 +63,8 @@ from .state_steps import (
 )
 
 __all__ = [
-    "ADDED_TENSORS", "ELEMENT_WISE", "RECORD_KEY", "SETTLED", "STATE_MAP", "VIEWS", "Concatenate", "Deal", "Holder",
-    "InParts", "KeepsOriginalNames", "Loading", "Mask", "Piece", "QuantizeByData", "QuantizeSmoothed",
+    "ADDED_TENSORS", "ELEMENT_WISE", "FORMATS", "RECORD_KEY", "SETTLED", "STATE_MAP", "VIEWS", "Concatenate", "Deal",
+    "Holder", "InParts", "KeepsOriginalNames", "Loading", "Mask", "Piece", "QuantizeByData", "QuantizeSmoothed",
     "QuantizeTrained", "QuantizeWeight", "Rename", "Select", "Stack", "StateMap", "StateStep",
     "absent_from_checkpoints", "add_child", "all_parameters", "check_type", "checkpointing_class", "cut_from_sharded",
     "dequantized", "element_wise", "functional_state", "gathered", "holder_of", "is_element_wise",

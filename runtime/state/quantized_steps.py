@@ -20,8 +20,8 @@ __all__ = [
     "powers_of", "quantized", "text_of_numbers",
 ]  # fmt: skip
 
-FORMATS = {"int8": 127, "int4": 7, "float8": 448}
-"""How a weight is held -> the largest number; all are symmetric around zero."""
+FORMATS = {"int8": 127, "int7": 63, "int4": 7, "float8": 448}
+"""How a weight is held -> the largest number; all are symmetric around zero. Numbers of 7 bits are in a byte each."""
 
 _TINY = 2.0**-100
 """A row that is smaller than this is zero."""
@@ -151,6 +151,7 @@ class QuantizeTrained(StateStep):
     dtype: str
     kinds: tuple[str, ...]
     values: tuple[float, ...]
+    format: str = "int8"
 
     kind: ClassVar[str] = "quantize_trained"
     is_compact: ClassVar[bool] = True
@@ -169,7 +170,7 @@ class QuantizeTrained(StateStep):
 
     @property
     def _of_weight(self) -> QuantizeWeight:
-        return QuantizeWeight(self.olds[0], self.new, "int8", self.dtype, 0, self.group)
+        return QuantizeWeight(self.olds[0], self.new, self.format, self.dtype, 0, self.group)
 
     def forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return self._of_weight.forward(tensors[:1])
@@ -183,13 +184,13 @@ class QuantizeTrained(StateStep):
         return (*self._of_weight.backward(tensors), *noted)
 
     def __str__(self) -> str:
-        return f"quantize to int8, as trained: {self.olds[0]} -> {self.new[0]}"
+        return f"quantize to {self.format}, as trained: {self.olds[0]} -> {self.new[0]}"
 
 
 def quantized(weight: Tensor, form: str, group: int = 0) -> tuple[Tensor, Tensor]:
     """Return numbers [outputs, ...] and scales that hold a weight [outputs, ...], best where its largest elements are:
-    int8, or bytes of float8_e4m3fn or two of 4 bits. Scales [outputs], [1] or [outputs, inputs / group] are float32,
-    for int4 bfloat16.
+    int8, for 7 bits too, or bytes of float8_e4m3fn or two of 4 bits. Scales [outputs], [1] or
+    [outputs, inputs / group] are float32, for int4 bfloat16.
     """
     rows = _rows(weight, group).float()
     scales = _scales(rows.abs().amax(-1), form, weight.dtype)

@@ -16,8 +16,10 @@ from support.cpus import needs_static_int8
 from torch import Tensor, nn
 
 import fxopt
+from fxopt.compat.quantized import static_format
 from fxopt.errors import CalibrationError, UsageError
 from fxopt.passes.pipeline import parse
+from fxopt.runtime.state import FORMATS
 from fxopt.transforms.qat import Qat, freeze
 
 OBSERVERS = ("moving_average", "learned")
@@ -83,7 +85,7 @@ def test_weights_and_inputs_are_on_their_grids():
     run(fast)
     numbers = seen[0] / fast.conv2.input_range.scale
     assert (numbers - numbers.round()).abs().max() < 1e-3
-    rows = seen[1].flatten(1) / seen[1].flatten(1).abs().amax(1, keepdim=True) * 127
+    rows = seen[1].flatten(1) / seen[1].flatten(1).abs().amax(1, keepdim=True) * FORMATS[static_format()]
     assert (rows - rows.round()).abs().max() < 1e-3
 
 

@@ -58,7 +58,8 @@ class Delegate(Pass):
     def __post_init__(self) -> None:
         if self.dtype not in tuple(_BUDGETS):
             raise UsageError(
-                f"pass 'delegate': dtype={str(self.dtype).removeprefix('torch.')}; use float32, bfloat16 or int8"
+                f"pass 'delegate': dtype={self.dtype!r}; use torch.float32, torch.bfloat16 or torch.int8; in text "
+                "delegate{dtype=int8}"
             )
         if isinstance(self.engine, str) and self.engine != AUTO:
             engine_named(self.engine)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ...compat import own_parameters
+from ...compat.packed import why_no_packing
 from ...errors import MatchFailure
 from ...layers.packed import PackedLinear
 from ...passes.contract import word_for
@@ -220,9 +221,9 @@ def _why_not_faster(
 
 
 def _in_bfloat16(module: nn.Module, call: Call) -> Callable[[], Tensor] | None:
-    """Return a call of a layer that is packed in bfloat16; None where it is no linear one."""
+    """Return a call of a layer that is packed in bfloat16; None where it is no linear one, or the CPU lacks the type."""
     layer = layer_of(module)
-    if layer is None or not layer.is_linear:
+    if layer is None or not layer.is_linear or why_no_packing(torch.bfloat16):
         return None
     weight, bias = (own_parameters(module).get(name) for name in ("weight", "bias"))
     if weight is None:

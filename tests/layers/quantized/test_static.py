@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from support.cpus import needs_static_int8
 from torch import Tensor, nn
 
-from fxopt.errors import StateError
+from fxopt.compat.quantized import static_format
+from fxopt.errors import GuardWarning, StateError
 from fxopt.layers.quantized import (
     Range,
     StaticConv,
@@ -22,6 +23,7 @@ from fxopt.layers.quantized import (
     to_numbers,
 )
 from fxopt.passes.rewriting import layer_of
+from fxopt.runtime.state import FORMATS
 
 OF_INPUT = Range(0.03, 120)
 CONVOLUTIONS = {
@@ -38,7 +40,7 @@ CONVOLUTIONS = {
 def numbers_of(weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return a weight as whole numbers and scales, one for each output or one for all."""
     rows = weight.detach().flatten(1) if count > 1 else weight.detach().reshape(1, -1)
-    scales = rows.abs().amax(1) / 127
+    scales = rows.abs().amax(1) / FORMATS[static_format()]
     spread = scales.reshape(-1, *[1] * (weight.ndim - 1))
     return (weight.detach() / spread).round().to(torch.int8), scales
 
@@ -213,3 +215,16 @@ def test_results_have_the_type_of_autocast(grad: bool):
     if grad:
         found.float().sum().backward()
         assert x.grad is not None and torch.allclose(x.grad[0], layer.weight.sum(0), atol=0.1)
+
+
+@pytest.mark.parametrize("kind", ["linear", "plain"])
+def test_numbers_whose_sums_overflow_here_are_computed_in_floats(kind: str, monkeypatch: pytest.MonkeyPatch):
+    layer: Any = nn.Linear(16, 8) if kind == "linear" else CONVOLUTIONS[kind]
+    x, static = inputs_of(layer), static_of(layer)
+    static.held[0].flatten()[0] = 127
+    monkeypatch.setattr("fxopt.layers.quantized.static.static_format", lambda: "int7")
+    monkeypatch.setattr(static.computation, "kernel", lambda *_: pytest.fail("its sums overflow"))
+    with pytest.warns(GuardWarning, match="weights of 8 bits, whose sums overflow on this CPU"):
+        found = static(x)
+    assert torch.equal(found, static(x))  # it is said once
+    assert torch.allclose(found, static(x.double()).float(), atol=1e-5)

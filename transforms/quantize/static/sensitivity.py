@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ....compat import own_parameters
+from ....compat.quantized import static_format
 from ....passes.kinds import error_of
 from ....runtime.state import dequantized, quantized
 from ....tracing.examples import Inputs
@@ -64,8 +65,8 @@ class _Rounded:
     def of(cls, module: nn.Module, form: InputForm, group: int) -> _Rounded:
         weight = cast("Tensor", own_parameters(module)["weight"]).detach()
         factors = form.factors(weight)
-        held = quantized(weight if factors is None else weight / factors, "int8", group)
-        wide = dequantized(*held, "int8", weight.dtype)
+        held = quantized(weight if factors is None else weight / factors, static_format(), group)
+        wide = dequantized(*held, static_format(), weight.dtype)
         return cls(module, form, wide if factors is None else wide * factors)
 
     @contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ....compat import has_global_hooks, has_hooks, own_buffers, own_parameters
+from ....compat.quantized import static_format
 from ....errors import MatchFailure
 from ....layers.folded import Fold
 from ....layers.members import settings_of
@@ -79,13 +80,13 @@ def _replace_layer(path: str, layer: Mapping[str, Any], edit: Edit, group: int) 
     weight = cast("nn.Parameter", own_parameters(old)["weight"])
     observed = old.observed() if isinstance(old, FakeQuantized) else {}
     form = InputForm(Range(layer["scale"], layer["zero_point"]), str(layer.get("exponents", "")))
-    plain = QuantizeWeight.of(qualified(path, "weight"), weight, "int8", group=group)
+    plain = QuantizeWeight.of(qualified(path, "weight"), weight, static_format(), group=group)
     step: StateStep = plain
     if observed:
         olds = tuple(qualified(path, name) for name in ("weight", *observed))
         kinds = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in observed.values())
         noted = tuple(float(tensor) for tensor in observed.values())
-        step = QuantizeTrained(olds, plain.new, group, plain.dtype, kinds, noted)
+        step = QuantizeTrained(olds, plain.new, group, plain.dtype, kinds, noted, plain.format)
     elif form.exponents:
         step = QuantizeSmoothed(**vars(plain), exponents=form.exponents)
     put(edit, path, instead_of({step: weight}, lambda held: _layer_of(old, *held[0], form)))

@@ -292,9 +292,9 @@ def test_layers_are_tried_alone_on_a_part_of_the_call(net: nn.Module):
     assert rows.count(64) == 2 + 2  # in floats, with all rounded, and twice halving
 
 
-def test_a_cpu_without_vnni_is_named(net: nn.Module, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fxopt.transforms.quantize.options.why_no_static_int8", lambda: "this CPU has no VNNI")
-    with pytest.raises(UsageError, match="scheme=int8_static does not run here: this CPU has no VNNI"):
+def test_a_cpu_without_exact_sums_is_named(net: nn.Module, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fxopt.transforms.quantize.options.why_no_static_int8", lambda: "sums overflow here")
+    with pytest.raises(UsageError, match="scheme=int8_static does not run here: sums overflow here"):
         optimized(net)
 
 
