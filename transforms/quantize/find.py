@@ -221,7 +221,7 @@ def _why_not_faster(
 
 
 def _in_bfloat16(module: nn.Module, call: Call) -> Callable[[], Tensor] | None:
-    """Return a call of a layer that is packed in bfloat16; None where it is no linear one, or the CPU lacks the type."""
+    """Return a call of a layer that is packed in bfloat16; None where it is not linear, or the CPU lacks the type."""
     layer = layer_of(module)
     if layer is None or not layer.is_linear or why_no_packing(torch.bfloat16):
         return None
