@@ -100,7 +100,7 @@ def test_an_autograd_function_may_be_a_spelling_of_an_operator():
         return log_clip(x, least)
 
     kernel = Kernel("clip_and_log", lambda x, least: fxopt.cuda_ops.log_clip(x, least), (clipped,))
-    handle = fxopt.register_operator(fxopt.OpInfo("acme_log_clip", functions=(log_clip,), pure=True, random=False))
+    handle = fxopt.register_operator(fxopt.OpInfo("leaf_log_clip", functions=(log_clip,), pure=True, random=False))
     try:
         model = Clipping()
         passes = [fxopt.SwapKernels(kernels=[kernel])]

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from support.cpus import needs_bfloat16
 from support.engines import X, delegated, engines, linears, one_engine, openvino_only, reasons, regions, same
 
 import fxopt
@@ -43,7 +44,7 @@ def test_names_and_types_that_there_are_not() -> None:
         Delegate("openvno")
     with pytest.raises(PipelineError, match="did you mean 'onnxruntime'"):
         parse("delegate{engine=onnxruntim}")
-    with pytest.raises(UsageError, match="use float32, bfloat16 or int8"):
+    with pytest.raises(UsageError, match=r"use torch.float32, torch.bfloat16 or torch.int8; in text delegate"):
         Delegate(dtype=torch.float16)
 
 
@@ -109,6 +110,7 @@ def test_a_preset_behind_an_engine_is_not_said_to_change_nothing(engine: str) ->
         check_names("inference{engine=openvino}")
 
 
+@needs_bfloat16
 @openvino_only
 def test_what_bfloat16_is_too_coarse_for_is_computed_in_float32(engine: str, computed: list[str]) -> None:
     model, passes = linears(), f"delegate{{engine={engine},dtype=bfloat16,budget=1e-5}}"
