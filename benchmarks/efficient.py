@@ -72,7 +72,7 @@ def main() -> None:
     torch.set_num_threads(1)
     known = arguments.json is not None and arguments.json.exists()
     report = json.loads(arguments.json.read_text(encoding="utf-8")) if known else {"schema_version": 1, "rows": {}}
-    report["machine"] = {**described(), "threads": 1, "capability": torch.backends.cpu.get_cpu_capability()}
+    report["machine"] = described()
     for text in arguments.rows:
         name, width, size = text.split("-")
         cells = [measured((name, float(width), int(size)), arguments.seconds) for _ in range(arguments.repeats)]

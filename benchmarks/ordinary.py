@@ -193,7 +193,7 @@ class Report:
         """Write the file anew: all of it, or none."""
         if self.path is None:
             return
-        machine = {**described(), "threads": "by cell", "capability": torch.backends.cpu.get_cpu_capability()}
+        machine = {**described(), "threads": "by cell"}
         figures = {"cells": self.cells, "races": self.races, "lost": lost(self.races), "memory": self.memory}
         report = {"schema_version": 2, "machine": machine, "seed": SEED, **figures}
         new = self.path.with_suffix(".new")

@@ -129,11 +129,11 @@ def test_benchmarks_run_one_at_a_time():
 
 def test_tables_of_benchmarks_are_what_their_files_hold(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    names = ("families", "ordinary_models", "exports", "dynamo_backend")
-    families, ordinary, exports, backend = map(importlib.import_module, names)
+    names = ("families", "ordinary_models", "exports", "dynamo_backend", "quantization")
+    families, ordinary, exports, backend, quantization = map(importlib.import_module, names)
     results = {
         name: json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("families", "ordinary", "exports", "dynamo_backend")
+        for name in ("families", "ordinary", "exports", "dynamo_backend", "quantization_avx2")
     }
     races = results["ordinary"]["races"]
     one, two = ({model: each[threads] for model, each in races.items() if threads in each} for threads in "12")
@@ -143,6 +143,7 @@ def test_tables_of_benchmarks_are_what_their_files_hold(monkeypatch: pytest.Monk
         "races of two threads": ordinary.race_table(two, 2),
         "exports": exports.table(results["exports"]["models"]),
         "dynamo_backend": backend.table(results["dynamo_backend"]["models"]),
+        "quantization": quantization.table({row["case"]: row for row in results["quantization_avx2"]["cases"]}),
     }
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     for name, lines in written.items():

@@ -25,12 +25,13 @@ __all__ = ["begun", "described", "forget_peak", "forked", "memory", "page_faults
 
 
 def described() -> dict[str, Any]:
-    """Return the versions and the kind of processor, and that one thread was used, as all benchmarks do."""
+    """Return the versions, the kind of processor and its widest instructions, and that one thread was used, as all benchmarks do."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "threads": 1,
+        "capability": torch.backends.cpu.get_cpu_capability(),
     }
 
 
