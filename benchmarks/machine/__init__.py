@@ -25,7 +25,7 @@ __all__ = ["begun", "described", "forget_peak", "forked", "memory", "page_faults
 
 
 def described() -> dict[str, Any]:
-    """Return the versions, the kind of processor and its widest instructions, and that one thread was used, as all benchmarks do."""
+    """Return the versions, the processor and its widest instructions, and that one thread was used, as mostly."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
